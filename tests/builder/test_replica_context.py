@@ -72,3 +72,11 @@ def test_the_largest_is_found_without_the_host():
         found, of_gpu = largest("/cpu:1")
     np.testing.assert_array_equal(found, expected)
     assert "BitwiseAnd" in of_cpu and "BitwiseAnd" not in of_gpu
+
+
+def test_rows_of_a_table_of_integers_have_its_type():
+    table = tf.constant([[3, 4], [5, 6]], tf.int32)
+    with device_types.cpus_for_gpus(), integers_on("/cpu:1"):
+        rows = keras.ops.take(table, tf.constant([1, 0]), axis=0)
+        rows -= tf.constant([[1, 1], [1, 1]], tf.int32)  # as Equalization goes on
+    np.testing.assert_array_equal(rows, [[4, 5], [2, 3]])

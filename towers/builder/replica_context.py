@@ -334,6 +334,9 @@ def _by_int64(name: str, own: Callable) -> Callable:
         return tf.cast(value, tf.int64) if value.dtype == tf.int32 else value
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return own(*map(wide, args), **kwargs)
+        result = own(*map(wide, args), **kwargs)
+        if name == "take" and tf.is_tensor(args[0]):  # rows of a table have its type
+            result = tf.cast(result, args[0].dtype)
+        return result
 
     return call

@@ -51,9 +51,9 @@ def assign_once(
                 values = [merge(policy, variables[0].value, list(values), counts)]
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
-            copies = (scope.own.get(id(variable)) for scope in scopes)
-            for copy in {id(copy): copy for copy in copies if isinstance(copy, tf.Variable)}.values():
-                if copy is not variable.value:
+            copies = {id(own := scope.own.get(id(variable))): own for scope in scopes}
+            for copy in copies.values():
+                if isinstance(copy, tf.Variable) and copy is not variable.value:
                     with tf.device(copy.device):
                         copy.assign(tf.cast(value, copy.dtype))
     return unknown
