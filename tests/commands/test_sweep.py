@@ -70,7 +70,7 @@ def test_a_grid_ends_with_the_table_the_best_first_and_a_command_that_can_be_typ
     ]
     assert "best        learning_rate=0.3: accuracy 0.3200" in lines
     assert json.loads(Path("S/sweep.json").read_text()) | {"interrupted": False} == result
-    assert result["summary"][0]["accuracy"] == pytest.approx(
+    assert result["summary"][0]["objective"] == pytest.approx(
         {"mean": 0.32, "std": 0.0002**0.5, "min": 0.31, "max": 0.33}
     )
     assert result["best"]["flags"] == {"learning_rate": 0.3}
@@ -96,7 +96,8 @@ def test_failed_runs_do_not_end_the_others_and_are_tried_again(folder):
         "fine": None,
     }
     assert (result["failed"], result["finished"]) == (4, 1)
-    assert any(line.startswith("failed      model=crashed,seed=1: exit code 1") for line in lines)
+    last = "exit code 1: RuntimeError: out of luck (S/model=crashed,seed=1.log)"
+    assert any(re.search(f"^run 2 of 5 model=crashed.*{re.escape(last)}$", line) for line in lines)
     run_fake(*argv)
     names = [run["name"] for run in result["runs"]]
     assert started() == [*names, *names[:4]]
@@ -116,11 +117,12 @@ def test_the_average_counts_where_there_is_one_and_a_failure_puts_a_row_last():
         [
             entry(rate, seed, average and {"test_accuracy": 0.1, "test_accuracy_ema": average})
             for rate, seed, average in found
-        ]
+        ],
+        ("test_accuracy", "max"),
     )
     assert [row["flags"]["learning_rate"] for row in rows] == [2, 1, 3]
-    assert rows[0]["accuracy"]["std"] is None and rows[2]["accuracy"] is None
-    assert [line.split() for line in sweep_report.table_lines(rows)][1:] == [
+    assert rows[0]["objective"]["std"] is None and rows[2]["objective"] is None
+    assert [line.split() for line in sweep_report.table_lines(rows, "accuracy")][1:] == [
         "2 0.5000 - 0.5000 0.5000 1 - 0".split(),
         "1 0.9000 - 0.9000 0.9000 1 - 1".split(),
         "3 - - - - 0 - 1".split(),
@@ -139,7 +141,6 @@ def test_the_objective_is_that_of_the_runs_and_may_be_better_when_it_is_lower():
     document = sweep_report.document(options, entries)
     assert (document["objective"], document["direction"]) == ("validation_mae", "min")
     assert document["best"]["flags"] == {"learning_rate": 2}
-    assert "accuracy" not in document["summary"][0]
     lines = sweep_report.closing_lines(document)
     assert lines[1].split()[:2] == ["learning_rate", "mae"]
     assert any(line.startswith("mae: on the validation data, of the") for line in lines)
@@ -294,10 +295,10 @@ def test_a_run_gets_its_gpus(folder, monkeypatch, argv, shares):
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ("--parallel=5", "--parallel=5: there are 4 visible GPUs, and each run needs its own"),
-        ("--parallel=2 --num_towers=3", "--num_towers=3 needs 3 GPUs, and a run gets 2"),
-        ("--num_towers=5", "--num_towers=5 needs 5 GPUs, and a run gets 4"),
-        ("--parallel=2 --visible_gpus=1", "there are 1 visible GPUs"),
+        ("--parallel=5", "a run needs 1 of the 4 visible GPUs for itself and gets 0"),
+        ("--parallel=2 --num_towers=3", "a run needs 3 of the 4 visible GPUs for itself"),
+        ("--num_towers=5", "--num_towers=5: a run needs 5 of the 4 visible GPUs"),
+        ("--parallel=2 --visible_gpus=1", "needs 1 of the 1 visible GPUs for itself and gets 0"),
         ("--parallel=2 --visible_gpus=7", "there is no GPU 7"),
         ("--parallel=2 --vary=visible_gpus:0;1", "--vary=visible_gpus"),
     ],

@@ -80,7 +80,7 @@ MESSAGES = {
     "learning_rate:0.1..0.3": "--vary=learning_rate is a range: give the number",
     "learning_rate:0.3..0.1": "the first end of a range must be less",
     "learning_rate:log(0..1)": "the ends of a log range must be greater than 0",
-    "learning_rate:(0.1..0.3)": "a range is LOW..HIGH or log(LOW..HIGH) alone",
+    "learning_rate:(0.1..0.3)": "--learning_rate=(0.1: a number is needed",
 }
 
 

@@ -5,17 +5,20 @@
     sweep_dir/NAME.log      what it printed
     sweep_dir/sweep.json    all results, the table, the best
 
-What is finished is known from the runs' own folders, so that a sweep can be stopped in any way: if
-it is killed, its runs save and end by themselves, and the same command goes on.
+The runs' own folders say which of them are finished, so a sweep may be stopped in any way. If it is
+killed, its runs save and end by themselves, and the same command continues.
 """
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +35,22 @@ from towers.signals import EXIT_STOPPED, StopRequest
 
 PROGRAM = (sys.executable, "-m", "towers", "train")
 POLL_SECONDS = 0.1
-# Linux sends a run SIGTERM when the sweep ends, also when that is killed; without it a run goes on.
+# Linux sends a run SIGTERM when the thread that started it ends, as it does if the sweep is killed.
 _END_WITH_SWEEP = ("setpriv", "--pdeathsig", "TERM", "--") if shutil.which("setpriv") else ()
 
 
 def run(
     options: SweepOptions, say: Callable[[str], None] = print, program: Sequence[str] = PROGRAM
 ) -> dict[str, Any]:
-    """Make all runs that are not finished, and compare them.
+    """Train all runs that are not finished, and compare them.
 
     Args:
-        options: base flags, what is varied, and where.
-        say: takes the lines that tell what happens.
-        program: the command that trains; a flagfile and flags are added.
+        options: base flags, what to vary, and where.
+        say: called with each line to print.
+        program: the command that trains; a flagfile and flags are appended.
 
     Returns:
-        What sweep.json holds, and "interrupted": whether a signal ended it.
+        The content of sweep.json, and "interrupted": whether a signal ended the sweep.
     """
     runs = plan(options)
     folder = Path(options.sweep_dir)
@@ -77,31 +80,30 @@ def run(
             files.write_json(folder / "sweep.json", result)
             return result
 
-        def finish(child: _Child) -> None:
-            going.remove(child)
-            places.append(child.place)
-            child.note_end(stopping=stop())
-            write()
-            say(report.line_of(child.entry, entries.index(child.entry) + 1, len(entries)))
+        def train(planned: PlannedRun, entry: dict[str, Any]) -> dict[str, Any] | None:
+            if stopping():
+                return None
+            place = places.pop(0)
+            _train(planned, entry, place, program, stopping)
+            places.append(place)
+            return entry
 
+        def stopping() -> bool:
+            return stop() or ending.is_set()
+
+        ending = threading.Event()
         waiting = [pair for pair in zip(runs, entries, strict=True) if not pair[1]["result"]]
         done = len(runs) - len(waiting)
         begun = f", {done} of them finished before" if done else ""
         say(f"sweep       {folder}: {len(runs)} runs{begun}")
         say(f"watch it    towers tensorboard --train_dir={folder}")
         write()  # the runs read there what is varied
-        going: list[_Child] = []
-        while (going or waiting) and not stop():
-            while waiting and places and not stop():
-                going.append(_Child(*waiting.pop(0), places.pop(0), program))
-            time.sleep(POLL_SECONDS)
-            for child in [child for child in going if child.poll() is not None]:
-                finish(child)
-        for child in going:  # at the first SIGTERM a run saves and ends
-            child.terminate()
-        for child in list(going):
-            child.wait()
-            finish(child)
+        with ThreadPoolExecutor(len(places)) as pool, contextlib.ExitStack() as stack:
+            stack.callback(ending.set)  # if this fails, its runs save and end
+            for future in as_completed([pool.submit(train, *pair) for pair in waiting]):
+                if entry := future.result():
+                    write()
+                    say(report.line_of(entry, entries.index(entry) + 1, len(entries)))
         result = write()
     for line in report.closing_lines(result):
         say(line)
@@ -115,10 +117,10 @@ def deal_gpus(
     driver: Sequence[DriverGpu],
     environ: Mapping[str, str],
 ) -> list[list[str]]:
-    """Return the numbers, or names, of the GPUs of each of the `parallel` places for a run.
+    """Return the numbers, or names, of the GPUs for each of `parallel` runs at a time.
 
-    Each place gets as many as any other, so that runs can be compared; what is left over stays
-    idle. With one place, or without GPUs, nothing is dealt: [] leaves a run what it finds.
+    All get the same number of GPUs, so that runs can be compared; a rest stays idle. With one run
+    at a time, or without GPUs, the list is [], which leaves a run what it finds.
     """
     users = [run for run in runs if not _on_cpu(run.options)]
     if not users:
@@ -128,26 +130,21 @@ def deal_gpus(
     environ = dict(environ)
     cuda_visible_devices.set_visible(users[0].options.gpu_options(), driver, environ)
     listed = cuda_visible_devices.listed_in(environ, driver)
-    gpus = [gpu.key for gpu in listed]
-    if not gpus:
+    if not listed:
         return [[]] * parallel
-    if parallel > len(gpus):
-        raise InputError(
-            f"--parallel={parallel}: there are {len(gpus)} visible GPUs, and each run needs its "
-            f"own: type --parallel={len(gpus)}, or --devices=cpu"
-        )
-    in_parts = any(gpu.mig is not None for gpu in listed)  # of which a process sees one alone
-    share = 1 if in_parts else len(gpus) // parallel
-    needed = max(0 if run.options.devices else run.options.num_towers for run in users)
+    share = len(listed) // parallel
+    if share and any(gpu.mig is not None for gpu in listed):
+        share = 1  # a process sees only one part of a GPU that MIG splits
+    needed = max(1, *(0 if run.options.devices else run.options.num_towers for run in users))
     if needed > share:
-        remedy = "--num_towers=0" if parallel == 1 else f"--parallel={parallel - 1}"
         raise InputError(
-            f"--num_towers={needed} needs {needed} GPUs, and a run gets {share} with "
-            f"--parallel={parallel}: type {remedy}"
+            f"--parallel={parallel} --num_towers={needed}: a run needs {needed} of the "
+            f"{len(listed)} visible GPUs for itself and gets {share}: lower either, or type "
+            "--devices=cpu"
         )
     if parallel == 1:
         return [[]]
-    return [gpus[place * share : (place + 1) * share] for place in range(parallel)]
+    return [[gpu.key for gpu in listed[i * share : (i + 1) * share]] for i in range(parallel)]
 
 
 def _on_cpu(options: Options) -> bool:
@@ -155,46 +152,47 @@ def _on_cpu(options: Options) -> bool:
     return "cpu" in devices and "gpu" not in devices or options.visible_gpus.lower() == "none"
 
 
-class _Child(subprocess.Popen):
-    """The process of a run on the GPUs of a place, whose output is added to its log."""
-
-    def __init__(
-        self, run: PlannedRun, entry: dict[str, Any], place: list[str], program: Sequence[str]
-    ):
-        self.run, self.entry, self.place = run, entry, place
-        self.log, self.started = Path(entry["log"]), time.monotonic()
-        flagfile = self.log.with_name(f"{run.name}.cfg")
-        files.write_text(flagfile, run.options.to_flagfile())
-        command = [*_END_WITH_SWEEP, *program, f"--flagfile={flagfile}"]
-        if place and not _on_cpu(run.options):
-            command.append(f"--visible_gpus={','.join(place)}")
-        entry["status"] = "running"
-        with open(self.log, "ab") as output:
-            self.begin = output.tell()
-            super().__init__(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=search_path.child_environment(),
-                start_new_session=True,  # Ctrl-C reaches the sweep alone
-            )
-
-    def note_end(self, stopping: bool) -> None:
-        """Write into the entry how the run ended: with our own error, else its last line."""
-        code, result = self.returncode, _result_of(self.run)
-        self.entry["seconds"] += time.monotonic() - self.started
-        if code == 0 and result:
-            self.entry |= {"status": "finished", "result": result}
-        elif code == EXIT_STOPPED or (stopping and code not in (1, 2)):
-            self.entry |= {"status": "stopped", "error": "the same command goes on"}
-        else:
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            said = self.log.read_bytes()[self.begin :].decode(errors="replace")
-            lines = [line.strip() for line in said.splitlines() if line.strip()]
-            ours = [line.removeprefix("towers: ") for line in lines if line.startswith("towers: ")]
-            last = (ours or lines or ["it said nothing"])[-1][:500]
-            self.entry |= {"status": "failed", "error": f"{how}: {last}"}
+def _train(
+    run: PlannedRun,
+    entry: dict[str, Any],
+    gpus: Sequence[str],
+    program: Sequence[str],
+    stopping: Callable[[], bool],
+) -> None:
+    """Train a run in a process, and set the status, seconds, result and error of its entry."""
+    log, started = Path(entry["log"]), time.monotonic()
+    flagfile = log.with_name(f"{run.name}.cfg")
+    files.write_text(flagfile, run.options.to_flagfile())
+    command = [*_END_WITH_SWEEP, *program, f"--flagfile={flagfile}"]
+    if gpus and not _on_cpu(run.options):
+        command.append(f"--visible_gpus={','.join(gpus)}")
+    entry["status"] = "running"
+    with open(log, "ab") as output:
+        begin = output.tell()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=search_path.child_environment(),
+            start_new_session=True,  # Ctrl-C reaches the sweep alone
+        )
+    while process.poll() is None and not stopping():
+        time.sleep(POLL_SECONDS)
+    process.terminate()  # one that still runs saves and ends
+    code, result = process.wait(), _result_of(run)
+    entry["seconds"] += time.monotonic() - started
+    if code == 0 and result:
+        entry |= {"status": "finished", "result": result}
+    elif code == EXIT_STOPPED or (stopping() and code not in (1, 2)):
+        entry |= {"status": "stopped", "error": "the same command goes on"}
+    else:
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        said = log.read_bytes()[begin:].decode(errors="replace")
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        ours = [line.removeprefix("towers: ") for line in lines if line.startswith("towers: ")]
+        last = (ours or lines or ["it said nothing"])[-1][:500]
+        entry |= {"status": "failed", "error": f"{how}: {last}"}
 
 
 def _result_of(run: PlannedRun) -> dict[str, Any] | None:
@@ -216,7 +214,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _check_same(run: PlannedRun) -> None:
-    """Raise InputError if the run was begun as another experiment."""
+    """Raise InputError if the run was started as another experiment."""
     path = Path(run.options.train_dir) / "flags.cfg"
     if not path.exists():
         return

@@ -1,10 +1,4 @@
-"""The options of `towers sweep`, and the runs that they mean.
-
-A restart finds the same runs:
-
-    varied = [parse("learning_rate:0.05,0.1"), parse("seed:1,2")]
-    runs = plan(options)        # [PlannedRun("learning_rate=0.05,seed=1", {...}, Options(...)), ..]
-"""
+"""The options of `towers sweep`, and the runs that they describe, the same after a restart."""
 
 import dataclasses
 import hashlib
@@ -22,16 +16,15 @@ from towers.options.run import Options, names_that_affect, text_of
 
 RESERVED = (*names_that_affect("call"), "flagfile")  # which the sweep gives each run
 MAX_NAME = 100  # characters, for people; a file system takes 255 bytes
-_NUMBER = r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
-_RANGE = re.compile(rf"(log\()?\s*{_NUMBER}\s*\.\.\s*{_NUMBER}\s*(?(1)\))", re.ASCII)
+_RANGE = re.compile(r"(log\()?(.+?)\.\.(.+)(?(1)\))")
 
 
 @dataclasses.dataclass(frozen=True)
 class SweepOptions:
-    """Options of `towers sweep`: flags of the runs, what is varied of them, and where.
+    """Options of `towers sweep`: flags of the runs, which of them to vary, and where.
 
-    `run` holds {flag: value}, which is checked with each combination: --schedule=step is whole only
-    together with --vary=decay_epochs:...
+    `run` holds {flag: value}. It is checked together with each combination, since some flags need
+    others, such as --schedule=step and --vary=decay_epochs:...
     """
 
     EXAMPLES: ClassVar[str] = """\
@@ -79,24 +72,21 @@ Exit codes: 0 all runs are finished; 1 a run failed; 2 bad input; 75 stopped, ru
 
 @dataclasses.dataclass(frozen=True)
 class Varied:
-    """A flag that is varied: over a list of values, or a range with both ends."""
+    """A flag to vary: over a list of values, or over a range that includes both ends."""
 
     flag: str
     values: tuple[Any, ...] = ()
     low: float = 0
     high: float = 0
-    log: bool = False  # whether the range is drawn from evenly in the logarithm
+    log: bool = False  # sample the range uniformly in the logarithm
 
     def draw(self, where: float) -> Any:
-        """Return the value at `where` in [0, 1); floats have 4 digits, for names."""
+        """Return the value at `where` in [0, 1); floats are rounded to 4 digits, for names."""
         if self.values:
             return self.values[int(where * len(self.values))]
         whole = isinstance(self.low, int)
-        low, high = self.low, self.high + whole  # whole numbers: the highest has its part, too
-        if self.log:
-            value = math.exp(math.log(low) + where * (math.log(high) - math.log(low)))
-        else:
-            value = low + where * (high - low)
+        low, high = self.low, self.high + whole  # an integer range includes its highest value
+        value = low ** (1 - where) * high**where if self.log else low + where * (high - low)
         value = math.floor(value) if whole else float(f"{value:.4g}")
         return min(max(value, self.low), self.high)
 
@@ -105,13 +95,13 @@ class Varied:
 class PlannedRun:
     """A run of a sweep."""
 
-    name: str  # of its folder in the sweep's
-    flags: Mapping[str, Any]  # that are varied
+    name: str  # its folder in that of the sweep
+    flags: Mapping[str, Any]  # the varied ones
     options: Options
 
 
 def plan(options: SweepOptions) -> list[PlannedRun]:
-    """Return the runs of a sweep, in the order in which they are to be made."""
+    """Return the runs of a sweep, in the order in which to train them."""
     varied = [parse(text) for text in options.vary]
     names = [v.flag for v in varied]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -135,51 +125,45 @@ def plan(options: SweepOptions) -> list[PlannedRun]:
 
 def parse(text: str) -> Varied:
     """Parse one --vary: FLAG:v1,v2 or FLAG:v1;v2 or FLAG:LOW..HIGH or FLAG:log(LOW..HIGH)."""
-    given = f"--vary={text}"
-    flag, colon, values = text.partition(":")
-    flag = flag.strip().lstrip("-")
-    if not colon:
-        raise InputError(f"{given}: FLAG:VALUE,VALUE is needed, as --vary=learning_rate:0.05,0.1")
-    if flag in RESERVED:
-        raise InputError(f"{given}: the sweep gives each run its own --{flag}")
+    flag, colon, values = (part.strip() for part in text.partition(":"))
+    flag = flag.lstrip("-")
     try:
+        if not colon:
+            raise InputError("FLAG:VALUE,VALUE is needed, as --vary=learning_rate:0.05,0.1")
+        if flag in RESERVED:
+            raise InputError(f"the sweep gives each run its own --{flag}")
         flag = flags.option_name(flag)
         kind = flags.option_type(flag)
-        match = _RANGE.fullmatch(values.strip()) if kind in (int, float) else None
+        match = _RANGE.fullmatch(values) if kind in (int, float) else None
         if match:
-            log, low, high = match[1], *(flags.parse_value(flag, n) for n in match.group(2, 3))
+            low, high = (flags.parse_value(flag, n) for n in match.group(2, 3))
             if not -math.inf < low < high < math.inf:
                 raise InputError("the first end of a range must be less than the second")
-            if log and low <= 0:
+            if match[1] and low <= 0:
                 raise InputError("the ends of a log range must be greater than 0")
-            return Varied(flag, low=low, high=high, log=bool(log))
-        if kind is not str and ".." in values:
-            raise InputError(
-                "a range is LOW..HIGH or log(LOW..HIGH) alone, of a flag that is a number"
-            )
-        parts = values.strip().removesuffix(";").split(";" if ";" in values else ",")
+            return Varied(flag, low=low, high=high, log=bool(match[1]))
+        parts = values.removesuffix(";").split(";" if ";" in values else ",")
         parsed = (flags.parse_value(flag, part.strip()) for part in parts)
         return Varied(flag, tuple(dict.fromkeys(parsed)))
     except InputError as error:
-        raise InputError(f"{given}: {error}") from None
+        raise InputError(f"--vary={text}: {error}") from None
 
 
 def grid(varied: Sequence[Varied]) -> list[dict[str, Any]]:
-    """Return all combinations of lists, the last flag changing first."""
-    for v in varied:
-        if not v.values:
-            raise InputError(
-                f"--vary={v.flag} is a range: give the number of random combinations too, as "
-                "--samples=20"
-            )
-    products = itertools.product(*(v.values for v in varied))
-    return [{v.flag: value for v, value in zip(varied, p, strict=True)} for p in products]
+    """Return all combinations of lists; the last flag changes fastest."""
+    if ranges := [v.flag for v in varied if not v.values]:
+        raise InputError(
+            f"--vary={ranges[0]} is a range: give the number of random combinations too, as "
+            "--samples=20"
+        )
+    products = itertools.product(*([(v.flag, value) for value in v.values] for v in varied))
+    return [dict(pairs) for pairs in products]
 
 
 def sample(varied: Sequence[Varied], number: int, seed: int) -> list[dict[str, Any]]:
-    """Return different random combinations; a higher `number` keeps the first ones.
+    """Return distinct random combinations; a higher `number` keeps the first ones.
 
-    Each draw depends on `seed`, its own number and the flag alone.
+    Each draw depends only on `seed`, its number and the flag.
     """
     found: dict[str, dict[str, Any]] = {}
     for draw in range(100 * number + 1000):
@@ -196,13 +180,13 @@ def sample(varied: Sequence[Varied], number: int, seed: int) -> list[dict[str, A
 
 
 def describe(combination: Mapping[str, Any]) -> str:
-    """Return "learning_rate=0.05,seed=1": by name, the seed last."""
+    """Return "learning_rate=0.05,seed=1": sorted by name, the seed last."""
     names = sorted(combination, key=lambda name: (name == "seed", name))
     return ",".join(f"{name}={text_of(combination[name])}" for name in names)
 
 
 def name_of(combination: Mapping[str, Any]) -> str:
-    """Return the name of a folder: `describe`, or if that is unsafe or long, with a digest."""
+    """Return the name of a folder: `describe`, with a digest if that is unsafe or long."""
     text = describe(combination)
     safe = re.sub(r"[^\w.=,+-]", "_", text, flags=re.ASCII)
     if safe == text and len(safe) <= MAX_NAME:

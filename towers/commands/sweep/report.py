@@ -1,8 +1,7 @@
 """The report of a sweep: a line for each run, the table, the content of sweep.json.
 
-What counts is the runs' objective, of the moving average of the weights where a run has one. It is
-the mean over the runs that differ in their seed alone. The best combination has the highest or the
-lowest one; those of which a run failed come after those of which none did.
+Runs are compared by their objective, that of the moving average of the weights where there is one,
+averaged over runs that differ only in their seed. Combinations with a failed run are ranked last.
 """
 
 import os
@@ -19,7 +18,7 @@ from towers.options.run import text_of
 
 
 def document(options: SweepOptions, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what sweep.json holds, and --json prints."""
+    """Return the content of sweep.json, which --json prints."""
     found = [entry["result"] for entry in entries if entry["result"]]
     objective, note = results.common_objective(found)
     rows, best = summarise(entries, objective), None
@@ -27,8 +26,7 @@ def document(options: SweepOptions, entries: Sequence[Mapping[str, Any]]) -> dic
         folder = options.sweep_dir
         words = ["towers", "train", f"--flagfile={folder}/{rows[0]['runs'][0]}.cfg"]
         words.append(f"--train_dir={os.path.normpath(folder)}-best")
-        shown = ("flags", "runs", "objective", "accuracy")
-        best = {name: rows[0][name] for name in shown if name in rows[0]}
+        best = {name: rows[0][name] for name in ("flags", "runs", "objective")}
         best["command"] = shlex.join(words)
     ends = [entry["status"] for entry in entries]
     return {
@@ -47,16 +45,13 @@ def document(options: SweepOptions, entries: Sequence[Mapping[str, Any]]) -> dic
     }
 
 
-def summarise(
-    entries: Sequence[Mapping[str, Any]], objective: Objective = ("test_accuracy", "max")
-) -> list[dict[str, Any]]:
-    """Return a row for each combination of what is varied but the seed, the best first.
+def summarise(entries: Sequence[Mapping[str, Any]], objective: Objective) -> list[dict[str, Any]]:
+    """Return a row for each combination of what is varied except the seed, best first.
 
     Returns:
         Rows {"flags", "runs": names, "finished": n, "failed": n, "objective": {"mean", "std",
-        "min", "max"}, "examples_per_second" likewise}; None in their place where no run has the
-        number; "std" is that of a sample, None of fewer than two. An accuracy is there as
-        "accuracy", too.
+        "min", "max"}, "examples_per_second": likewise}. Both are None where no run has the number;
+        "std" is the sample standard deviation, None for one run.
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for entry in entries:
@@ -64,22 +59,22 @@ def summarise(
     (name, direction), rows = objective, []
     for group in groups.values():
         found = [entry["result"] for entry in group if entry["status"] == "finished"]
-        row = {
-            "flags": {flag: value for flag, value in group[0]["flags"].items() if flag != "seed"},
-            "runs": [entry["name"] for entry in group],
-            "finished": len(found),
-            "failed": sum(entry["status"] == "failed" for entry in group),
-            "objective": _spread(figure(result, name) for result in found),
-        }
-        if name.endswith("_accuracy"):
-            row["accuracy"] = row["objective"]
-        rates = (results.number(result, "examples_per_second") for result in found)
-        rows.append(row | {"examples_per_second": _spread(rates)})
-    sign = -1 if direction == "max" else 1
+        rows.append(
+            {
+                "flags": {flag: v for flag, v in group[0]["flags"].items() if flag != "seed"},
+                "runs": [entry["name"] for entry in group],
+                "finished": len(found),
+                "failed": sum(entry["status"] == "failed" for entry in group),
+                "objective": _spread(figure(result, name) for result in found),
+                "examples_per_second": _spread(
+                    results.number(result, "examples_per_second") for result in found
+                ),
+            }
+        )
 
     def rank(row: Mapping[str, Any]) -> tuple[bool, bool, float]:
-        found = row["objective"]
-        return (found is None, row["failed"] > 0, sign * found["mean"] if found else 0.0)
+        mean = row["objective"]["mean"] if row["objective"] else 0.0
+        return not row["objective"], row["failed"] > 0, -mean if direction == "max" else mean
 
     return sorted(rows, key=rank)
 
@@ -93,52 +88,45 @@ def _spread(values: Iterable[float | None]) -> dict[str, float | None] | None:
 
 
 def line_of(entry: Mapping[str, Any], place: int, total: int) -> str:
-    """Return the line that tells how a run ended."""
+    """Return the line that says how a run ended."""
     head = f"run {place} of {total} {entry['name']}:"
     if entry["status"] == "finished":
         name, _ = results.objective_of(entry["result"])
         value = _digits(figure(entry["result"], name)) or "unknown"
         return f"{head} {short(name)} {value} ({entry['seconds']:.0f} s)"
-    return f"{head} {entry['status']} ({entry['seconds']:.0f} s), {entry['error']}"
+    end = f"{entry['status']} ({entry['seconds']:.0f} s), {entry['error']}"
+    return f"{head} {end} ({entry['log']})"
 
 
 def closing_lines(result: Mapping[str, Any]) -> list[str]:
-    """Return what a sweep says at its end; `result` is its `document`."""
+    """Return the last lines of a sweep; `result` is its `document`."""
     objective, lines = short(result["objective"]), []
     if result["finished"]:
         test = result["objective"].startswith("test_")
         where = "on the test set" if test else "on the validation data"
-        lines += ["", *table_lines(result["summary"], objective), ""]
-        lines.append(
-            f"{objective}: {where}, of the moving average where there is one; mean over n seeds"
-        )
+        note = f"{objective}: {where}, of the moving average where there is one; mean over n seeds"
+        lines += ["", *table_lines(result["summary"], objective), "", note]
         lines += [result["note"]] if result["note"] else []
-    for entry in result["runs"]:
-        if entry["status"] == "failed":
-            lines.append(f"failed      {entry['name']}: {entry['error']} ({entry['log']})")
     if best := result["best"]:
         what = describe(best["flags"]) or "as the flags are"
         lines.append(f"best        {what}: {objective} {best['objective']['mean']:.4f}")
         lines.append(f"  {best['command']}")
     if result["total"] > result["finished"] + result["failed"]:
-        lines.append(
-            f"stopped     {result['finished']} of {result['total']} runs are finished; the same "
-            "command goes on"
-        )
+        done = f"{result['finished']} of {result['total']} runs are finished"
+        lines.append(f"stopped     {done}; the same command goes on")
     return lines
 
 
-def table_lines(rows: Sequence[Mapping[str, Any]], objective: str = "accuracy") -> list[str]:
-    """Return the table of `summarise` for a person."""
+def table_lines(rows: Sequence[Mapping[str, Any]], objective: str) -> list[str]:
+    """Return the lines of the table of `summarise`."""
     names = list(rows[0]["flags"])
-    header = [*names, objective, "std", "min", "max", "n", "examples/s", "failed"]
     lines = []
     for row in rows:
         found, rate = row["objective"] or {}, row["examples_per_second"] or {}
         figures = [_digits(found.get(key)) for key in ("mean", "std", "min", "max")]
         ends = [row["finished"], _digits(rate.get("mean"), 1), row["failed"]]
         lines.append([text_of(row["flags"][name]) for name in names] + figures + ends)
-    return table(header, lines)
+    return table([*names, objective, "std", "min", "max", "n", "examples/s", "failed"], lines)
 
 
 def _digits(value: float | None, number: int = 4) -> str | None:
