@@ -69,17 +69,26 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, {} if it is absent, or with a warning if it is damaged."""
+def read_text(path: Path) -> str | None:
+    """Return the text of a file, None if it is absent, or with a warning if it is damaged."""
     try:
         check_is_file(path)
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
+        return path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError):
+        warn_damaged(path)
+        return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, {} if it is absent, or with a warning if it is damaged."""
+    text = read_text(path)
+    if text is None:
         return {}
-    except (OSError, ValueError, RecursionError):  # of brackets within brackets
-        pass
+    with contextlib.suppress(ValueError, RecursionError):  # of brackets within brackets
+        if isinstance(found := json.loads(text), dict):
+            return found
     warn_damaged(path)
     return {}
 

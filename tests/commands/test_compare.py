@@ -107,7 +107,7 @@ def test_flags_results_and_times():
         "b 40.00 200 2000 2.00".split(),
     ]
     assert result["differing_flags"] == ["optimizer", "learning_rate"]
-    assert result["runs"][1]["to_accuracy"]["seconds"] == pytest.approx(40)
+    assert result["runs"][1]["to_target"]["seconds"] == pytest.approx(40)
 
 
 def test_an_accuracy_may_never_be_reached_and_is_reached_when_it_is_equal():
@@ -125,7 +125,7 @@ def test_runs_over_examples_and_over_steps_are_the_same():
     make_run("a", [0.5, 0.7])
     make_run("b", [0.5, 0.7], by_examples=True)
     result, _ = compare_lines("a", "b", "--accuracy=0.6")
-    left, right = (run["to_accuracy"] for run in result["runs"])
+    left, right = (run["to_target"] for run in result["runs"])
     assert left == pytest.approx(right)
     assert (left["steps"], left["examples"]) == (200, 2000)
 
@@ -138,7 +138,7 @@ def test_the_moving_average_and_the_newest_result_count():
     result, _ = compare_lines("a", "b", "c")
     statuses = [run["status"] for run in result["runs"]]
     assert statuses == ["unfinished", "finished", "unfinished"]
-    found = [run["metrics"]["accuracy"] for run in result["runs"]]
+    found = [run["metrics"]["objective"] for run in result["runs"]]
     assert found == pytest.approx([0.7, 0.9, 0.75])
 
 
@@ -206,7 +206,7 @@ def test_a_folder_of_runs_stands_for_all_of_them_once_and_in_order(capsys):
         ("a empty", "empty: there is no run"),
         ("a file", "file: Not a directory"),
         ("a c --accuracy=90", "--accuracy=90.0: a number from 0 to 1"),
-        ("a c --objective=auc", "--objective=auc: the runs have accuracy; max: or min:"),
+        ("a c --monitor=auc", "--monitor=auc: the runs have accuracy; max: or min:"),
         ("a c --target_value=high", "--target_value=high: a number is needed"),
         ("a c --target_value=1 --accuracy=0.5", "--accuracy and --target_value: give one of them"),
         ("a c --runs=d", "there is no flag --runs"),
@@ -244,7 +244,7 @@ def test_runs_are_compared_by_their_own_objective_which_may_be_better_when_it_is
     assert [row[2] for row in cells(lines, "results")[1:]] == ["0.3500", "0.3000"]
     assert [row[2] for row in cells(lines, "to a test mae of 0.3001")[1:3]] == ["200", "300"]
     assert (result["objective"], result["direction"]) == ("test_mae", "min")
-    assert result["target"] == 0.3001 and "accuracy" not in result
+    assert result["target"] == 0.3001
     _, lines = compare_lines("a", "b", "--target_value=0.4")
     assert [row[2] for row in cells(lines, "to a test mae of 0.4000")[1:3]] == ["200", "100"]
 
@@ -258,12 +258,12 @@ def test_another_objective_can_be_named_and_different_ones_are_told():
         "test_loss"
     )
     assert [run["metrics"]["objective"] for run in result["runs"]] == [0.5, 0.25]
-    result, lines = compare_lines("a", "b", "--objective=max:mae")
+    result, lines = compare_lines("a", "b", "--monitor=max:mae")
     assert (result["objective"], result["direction"]) == ("test_mae", "max")
     assert [run["metrics"]["objective"] for run in result["runs"]] == [0.45, None]
     for name, error in ("c", 0.9), ("d", 0.8):  # without a result: by what they have
         make_regression(name, [error], result=False)
-    result, _ = compare_lines("c", "d", "--objective=min:mae")
+    result, _ = compare_lines("c", "d", "--monitor=min:mae")
     assert [run["metrics"]["objective"] for run in result["runs"]] == pytest.approx([0.45, 0.4])
     assert compare_lines("c", "d")[0]["objective"] == "test_loss"
 

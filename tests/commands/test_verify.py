@@ -310,10 +310,10 @@ def test_what_keras_cannot_recompute_is_said_to_be_so(capsys, model):
 
 
 def test_strict_refuses_draws_that_do_not_follow_the_example(tmp_path, capsys):
-    flags = [*TRAIN, "--num_towers=2", "--draws=strict", f"--train_dir={tmp_path}/run"]
+    flags = [*TRAIN, "--num_towers=2", "--rng_check=strict", f"--train_dir={tmp_path}/run"]
     for model in "tensorflow_normal", "square_draw":
         assert cli.main(["train", *flags, f"--model=tests.zoo.faults:{model}"]) == 1
-        assert capsys.readouterr().err.splitlines()[-1].startswith("towers: --draws=strict: ")
+        assert capsys.readouterr().err.splitlines()[-1].startswith("towers: --rng_check=strict: ")
         assert not (tmp_path / "run").exists()
     assert cli.main(["train", *flags, f"--model={__name__}:sound"]) == 0
 

@@ -214,7 +214,7 @@ def texts_of_runs(draw, template) -> Case:
     for name in draw(st.lists(st.sampled_from(texts), min_size=1, max_size=2)):
         content = template.files[name]
         files[name] = draw(changed_json(content) | in_place(content))
-    more = draw(st.sampled_from([(), ("--json",), ("--objective=loss",), ("--target_value=0.5",)]))
+    more = draw(st.sampled_from([(), ("--json",), ("--monitor=loss",), ("--target_value=0.5",)]))
     return Case(files, ("compare", "run", "other", *more))
 
 

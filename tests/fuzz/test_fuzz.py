@@ -61,7 +61,7 @@ def test_what_goes_wrong_is_seen(template, tmp_path, monkeypatch):
     monkeypatch.setattr("towers.commands.compare.command.read_curves", lambda *_: time.sleep(60))
     assert engine.try_out("texts_of_runs", whole, template, folder).startswith("hang")
     monkeypatch.undo()
-    named = inputs.Case({}, ("compare", "run", "other", "--objective=none_such"))
+    named = inputs.Case({}, ("compare", "run", "other", "--monitor=none_such"))
     assert engine.try_out("texts_of_runs", named, template, folder) == ""
     monkeypatch.setattr("towers.monitoring.scalar_reader.read_curves", lambda *_: 1 / 0)
     monkeypatch.setattr("towers.commands.compare.command.read_curves", lambda *_: 1 / 0)

@@ -136,7 +136,7 @@ def test_a_run_that_was_changed_is_foreign(damage):
 
 def test_what_names_no_code_of_somebodys_needs_no_trust():
     make_run("run", sign=False, model="models.resnet:resnet20", dataset="cifar10")
-    make_run("given", sign=False, model="given_in_python:build", objective="max:auc")
+    make_run("given", sign=False, model="given_in_python:build", monitor="max:auc")
     for name in "run", "given":
         cli.parse("evaluate", [f"--train_dir={name}"])
     path = make_run("trusts itself", sign=False, model="evil:build") / "flags.cfg"

@@ -19,10 +19,10 @@ pytestmark = pytest.mark.unit
 # Scripts of others rely on these: change them only deliberately.
 DEFAULTS = """
 --train_dir=runs/train --overwrite=false --seed=0 --json=false --trust=false
---model=models.cnn:cnn --model_args= --init_from= --dtype=float32 --loss= --metrics= --objective=
+--model=models.cnn:cnn --model_args= --init_from= --dtype=float32 --loss= --metrics= --monitor=
 --dataset=shapes --target= --categories= --data_dir= --image_size= --max_image_pixels=64000000
 --augment=auto --test_time_flip=false --validation_fraction=0 --batch_size=128
---num_towers=0 --devices= --placement=report --draws=report --variables=default --jit_compile=false
+--num_towers=0 --devices= --placement=report --rng_check=report --variables=default --jit_compile=false
 --log_device_placement=false --batch_norm=sync --accumulate_steps=1 --steps_per_loop=10
 --workers= --towers_per_worker=0 --worker_timeout_seconds=15 --min_workers=0
 --on_worker_loss=continue
@@ -114,7 +114,7 @@ def test_verbs_read_flags_of_their_own():
 
 def test_compare_takes_folders_and_flags_of_its_own():
     text = help_of("compare")
-    shown = ["--objective=", "--target_value=", "--accuracy=0", "--json=false"]
+    shown = ["--monitor=", "--target_value=", "--accuracy=0", "--json=false"]
     assert shown_by(text) == shown
     assert "\nusage: towers compare RUN... [" in text
     options = cli.parse("compare", ["a", "--accuracy", "0.5", "b", "--json"])
@@ -385,6 +385,7 @@ OF_BEFORE = """
 --train_dir=runs/train --seed=0 --model=models.cnn:cnn
 --model_args= --dtype=float32 --dataset=shapes --data_dir= --image_size= --augment=tutorial
 --batch_size=128 --num_towers=0 --devices= --placement=report --draws=report --variables=cpu
+--objective=
 --jit_compile=false --log_device_placement=false --batch_norm=sync --accumulate_steps=1
 --steps_per_loop=10 --visible_gpus= --per_process_gpu_memory_fraction=0 --gpu_memory_limit_mib=0
 --allow_growth=false --allow_soft_placement=true --num_epochs=0 --max_steps=0 --optimizer=momentum
@@ -400,6 +401,9 @@ def test_a_flags_cfg_of_before_is_read(folder):
     (folder / "run").mkdir()
     (folder / "run/flags.cfg").write_text("# a comment\n" + "\n".join(OF_BEFORE))
     assert cli.parse("train", ["--train_dir=run"]).augment == "tutorial"
+    renamed = cli.parse("train", ["--draws=strict", "--objective=auc"])
+    assert (renamed.rng_check, renamed.monitor) == ("strict", "auc")
+    assert cli.parse("compare", ["a", "b", "--objective=auc"]).monitor == "auc"
 
 
 # ---------------------------------------------------------------------------- Importing

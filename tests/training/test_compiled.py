@@ -154,12 +154,12 @@ def recomputed():
         (dict(loss="mse", metrics="keras.metrics:MeanIoU"), "missing a required argument"),
         (dict(loss="mse", label_smoothing=0.1), "--label_smoothing"),
         (dict(loss=of_all, variables="replicated"), "--variables=replicated"),
-        (dict(loss="mse", objective="auc"), "--objective=auc"),
+        (dict(loss="mse", monitor="auc"), "--monitor=auc"),
         (dict(loss="mse", optimizer=lambda: 3), "--optimizer="),
         (dict(optimizer=lambda: keras.optimizers.SGD(), learning_rate=0.3), "--learning_rate"),
         (dict(model=recomputed, loss="mse"), "Keras cannot recompute Sequential in a graph"),
         (dict(model=lambda: adversarial(Adversarial)), "give it a test_step that returns a dict"),
-        (dict(model=adversarial, objective="maker_loss"), "maker_loss: allowed are judge_loss"),
+        (dict(model=adversarial, monitor="maker_loss"), "maker_loss: allowed are judge_loss"),
         (dict(model=Adversarial), "train_step of its own, and is not compiled: call its compile"),
         (dict(model=compiled(), optimizer="adam"), "--optimizer=adam ... compiled"),
         (dict(model=compiled(), loss="mae"), "--loss=mae ... compiled"),
@@ -261,7 +261,7 @@ def test_each_number_of_a_metric_is_reported(tmp_path):
 
     labels = np.eye(3)[np.arange(40) % 3]
     data = (X[:30], labels[:30]), (X[30:], labels[30:])
-    result = run(tmp_path, build, dataset=data, objective="f1_2")
+    result = run(tmp_path, build, dataset=data, monitor="f1_2")
     model = towers.load(str(tmp_path), model=build)
     expected = keras.metrics.F1Score()
     expected.update_state(labels[30:], model(X[30:]))
@@ -280,11 +280,11 @@ def test_the_objective_is_a_metric_and_its_direction_is_known():
 
     assert objective(["mae"]) == ("mae", "min")
     assert objective(["r2_score"]) == ("r2_score", "max")
-    assert objective(["MAE"], objective="val_mae") == ("MAE", "min")
+    assert objective(["MAE"], monitor="val_mae") == ("MAE", "min")
     assert objective([own]) == ("loss", "min")
-    assert objective([own], objective="max:own") == ("own", "max")
+    assert objective([own], monitor="max:own") == ("own", "max")
     with pytest.raises(InputError, match="min:own"):
-        objective([own], objective="own")
+        objective([own], monitor="own")
 
 
 class SumOfOutputs(keras.metrics.Metric):

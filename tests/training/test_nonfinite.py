@@ -312,7 +312,7 @@ def toward(y, outputs):
 
 ROLLS = dict(
     model=f"{NAME}:limited", loss=f"{NAME}:toward", optimizer="sgd", learning_rate=0.3,
-    schedule="constant", on_nan="rollback", num_epochs=1.0, max_steps=0, objective="loss",
+    schedule="constant", on_nan="rollback", num_epochs=1.0, max_steps=0, monitor="loss",
 )  # fmt: skip
 
 

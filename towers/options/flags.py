@@ -60,7 +60,9 @@ class Command:
 
 _TRAIN = Command("train")
 _RUN_FIELDS = {field.name: field for field in dataclasses.fields(Options)}
+_RENAMED = {"draws": "rng_check", "objective": "monitor"}  # old flags, read until the next release
 _ALIASES = {f.metadata["alias"]: name for name, f in _RUN_FIELDS.items() if "alias" in f.metadata}
+_ALIASES |= _RENAMED
 _PARSERS = {  # and what is needed where they fail
     bool: (flags.BooleanParser(), "true or false"),
     int: (flags.IntegerParser(), "a whole number"),
@@ -110,18 +112,18 @@ _ELSEWHERE = {  # flags as other programs name them; what is nearly the same wor
 }
 
 
-class _OfGpus(str):
-    """A number of towers that was typed as --num_gpus."""
+class _Aliased(str):
+    """A value that was typed under an alias, as --num_gpus."""
 
 
 class _Alias(flags.ArgumentParser):
-    """Parses --num_gpus as the flag that it stands for: the last one of both wins."""
+    """Sets the flag that an alias stands for: the last one of both wins."""
 
     def __init__(self, flag: flags.Flag):
         self._flag = flag
 
     def parse(self, text: str) -> str:
-        self._flag.value = _OfGpus(text)
+        self._flag.value = _Aliased(text)
         return text
 
 
@@ -257,6 +259,9 @@ def _read_argv(
             define.get(field.type, flags.DEFINE_string)(name, None, "", flag_values=defined)
             if "alias" in field.metadata:
                 flags.DEFINE(_Alias(defined[name]), field.metadata["alias"], None, "", defined)
+    for old, name in _RENAMED.items():
+        if name in fields:
+            flags.DEFINE(_Alias(defined[name]), old, None, "", defined)
     try:
         others = defined(["towers", *argv])[1:]
     except flags.UnrecognizedFlagError as error:
@@ -273,7 +278,7 @@ def _read_argv(
     found = {name: defined[name].value for name in fields if name != positional}
     values = {n: _parse_typed(fields[n], value) for n, value in found.items() if value is not None}
     number = found.get("num_towers")
-    if isinstance(number, _OfGpus) and number != "0" and verb.name != "plan":  # which needs none
+    if isinstance(number, _Aliased) and number != "0" and verb.name != "plan":  # which needs none
         if "cpu" in values.setdefault("devices", "gpu").lower():
             raise InputError(
                 f"--num_gpus={number} and --devices={values['devices']} exclude each other: type "

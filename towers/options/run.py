@@ -96,7 +96,7 @@ class Options:
         "", "Metrics to report beside the loss: names of Keras, such as mae,auc, or "
         "module:function. A compiled model has its own.",
     )  # fmt: skip
-    objective: str = _model(
+    monitor: str = _model(
         "", "Metric that says which of several evaluations, or runs, is best, such as accuracy or "
         "auc; max: or min: before it where that is not known. Default: accuracy, else the first "
         "metric, else loss.",
@@ -164,7 +164,7 @@ class Options:
         "report", "Ops of a tower that run elsewhere: report lists them before the first step, "
         "strict makes them an error.", affects="report", choices=("report", "strict"),
     )  # fmt: skip
-    draws: str = _towers(
+    rng_check: str = _towers(
         "report", "Random draws that do not follow the example, so that numbers depend on the "
         "number of towers: report lists them before the first step, strict makes them an error.",
         affects="report", choices=("report", "strict"),
@@ -291,7 +291,7 @@ class Options:
         1.0, "Epochs from one evaluation over the whole test set to the next; 0: only at the end."
     )
     early_stopping_epochs: float = _when(
-        0.0, "Epochs after which a run ends whose objective has become no better on validation "
+        0.0, "Epochs after which a run ends whose monitored metric has become no better on validation "
         "data; 0: never.", affects="result",
     )  # fmt: skip
     keep_best: bool = _when(

@@ -1,8 +1,9 @@
 """`towers compare`: flags that differ, final metrics, and the time to a value of one.
 
-It reads what is in the runs' folders, also of runs that still train, and needs no TensorFlow.
+It reads the runs' folders, also while they train, and needs no TensorFlow.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -30,7 +31,7 @@ from towers.monitoring.scalar_reader import Curves, read_curves
 from towers.options.run import names_that_affect
 
 WIDEST = 44  # characters of a column
-# The columns of the tables, with their digits; the objective is before them.
+# The columns of the tables after the objective, with their digits.
 _RESULTS = {
     "test_loss": 4, "train_loss": 4, "examples_per_second": 1, "examples": 0, "epochs": 2,
     "seconds": 2,
@@ -43,13 +44,13 @@ _ROUNDING = 1e-6  # event files hold 32 bits: 0.9 is a little less there
 
 @dataclasses.dataclass(frozen=True)
 class ComparedRun:
-    """A run that is compared; what its folder does not tell is empty."""
+    """A run to compare; fields that its folder says nothing about are empty."""
 
-    name: str  # that tells it from the others
+    name: str  # relative to the common folder
     folder: Path
     status: str  # "finished", "unfinished" or "empty", which has no curves
     flags: dict[str, str]  # of flags.cfg, as text
-    batch_size: int  # 1 if the flags do not tell
+    batch_size: int  # 1 if unknown
     result: dict[str, Any]  # of result.json, {} if it is not finished
     curves: Curves
 
@@ -57,28 +58,27 @@ class ComparedRun:
 def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Compare runs.
 
+    Args:
+        options: the runs, the objective and its target.
+        say: called with each line to print.
+
     Returns:
         {"runs": [{"name", "train_dir", "status", "flags", "metrics", "to_target"}],
-        "differing_flags", "objective", "direction", "target"}; of an accuracy, metrics have
-        it as "accuracy" beside "objective", and "accuracy" and "to_accuracy" are target and times.
+        "differing_flags", "objective", "direction", "target"}.
     """
     folders = find_runs(options.runs)
     if len(folders) < 2:
-        raise InputError(
-            f"{folders[0]} is one run: name another to compare it with, towers compare "
-            f"{folders[0]} RUN"
-        )
+        raise InputError(f"one run: name another, as towers compare {folders[0]} RUN")
     common = os.path.commonpath([os.path.abspath(folder) for folder in folders])
     runs = [read_run(folder, os.path.relpath(folder, common)) for folder in folders]
     known = [run.flags for run in runs if run.flags]
     names = dict.fromkeys(name for flags in known for name in flags)
     differing = [name for name in names if len({flags.get(name) for flags in known}) > 1]
-    objective, note = find_objective(runs, "accuracy" if options.accuracy else options.objective)
+    objective, note = find_objective(runs, options.monitor)
     if note:
         say(f"objective   {note}")
-    target = options.accuracy or (float(options.target_value) if options.target_value else None)
-    if target is None:
-        target = common_target(runs, objective)
+    given = options.target_value
+    target = float(given) if given else common_target(runs, objective)
     entries = [
         {
             "name": run.name,
@@ -96,23 +96,17 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
     for noted in [noted for name in options.runs for noted in noted_runs(Path(name))]:
         if noted["status"] == "failed":
             say(f"failed: {noted['name']}: {noted.get('error')}")
-    result = {
+    return {
         "runs": entries,
         "differing_flags": differing,
         "objective": objective[0],
         "direction": objective[1],
         "target": target,
     }
-    if short(objective[0]) == "accuracy":
-        result["accuracy"] = target
-        for entry in entries:
-            entry["metrics"]["accuracy"] = entry["metrics"]["objective"]
-            entry["to_accuracy"] = entry["to_target"]
-    return result
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
-    """Return the folders of the runs that are meant; a folder of runs stands for all of them."""
+    """Return the folders of runs that `names` lists, or that lie in a folder that it lists."""
     found: dict[str, Path] = {}
     for name in names:
         folder = Path(name)
@@ -129,25 +123,18 @@ def find_runs(names: Sequence[str]) -> list[Path]:
 
 
 def read_run(folder: Path, name: str) -> ComparedRun:
-    """Return what the folder of a run tells."""
-    path, lines = folder / "flags.cfg", []
-    try:
-        files.check_is_file(path)
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        pass
-    except (OSError, UnicodeDecodeError):
-        files.warn_damaged(path)
+    """Read the folder of a run."""
+    lines = (files.read_text(folder / "flags.cfg") or "").splitlines()
     pairs = [line[2:].partition("=") for line in lines if line.startswith("--")]
     flags = {flag: value for flag, _, value in pairs if flag not in _FLAGS_OF_A_RUN}
-    given = flags.get("batch_size", "1")
-    is_size = given.isascii() and given.isdecimal() and len(given) < 19
-    batch_size = max(int(given), 1) if is_size else 1
+    batch_size = 1
+    with contextlib.suppress(ValueError):
+        batch_size = min(max(int(flags.get("batch_size", 1)), 1), 10**9)
     curves = read_curves(folder, batch_size, flags.get("tensorboard_x") == "examples")
     result = read_result(folder)
     examples = number(result, "examples") or 0
     if len(curves.examples) and curves.examples[-1] > examples * (1 + _ROUNDING):
-        result = {}  # of before the run went on
+        result = {}  # from before the run was continued
     status = "finished"
     if "steps" not in result:
         status = "unfinished" if len(curves.loss.x) or curves.evaluated else "empty"
@@ -155,7 +142,7 @@ def read_run(folder: Path, name: str) -> ComparedRun:
 
 
 def find_objective(runs: Sequence[ComparedRun], wanted: str) -> tuple[Objective, str]:
-    """Return by what runs are compared, by --objective or else their own, and a note on that."""
+    """Return the objective to compare by, `wanted` or else the runs' own, and a note on it."""
     results = [run.result for run in runs if run.result]
     tags = {tag for run in runs for tag in run.curves.evaluated}
     if not wanted and results:
@@ -171,15 +158,15 @@ def find_objective(runs: Sequence[ComparedRun], wanted: str) -> tuple[Objective,
     if given not in ("", "max", "min") or short(name) not in known:
         names = ", ".join(sorted(known)) or "no metric yet"
         raise InputError(
-            f"--objective={wanted}: the runs have {names}; max: or min: may be before it"
+            f"--monitor={wanted}: the runs have {names}; max: or min: may be before it"
         )
     directions = {short(n): way for n, way in map(objective_of, results)}
     directions |= {"accuracy": "max", "loss": "min"}
     direction = given or directions.get(short(name))
     if not direction:
         raise InputError(
-            f"--objective={wanted}: whether more of it is better is not known; type "
-            f"--objective=max:{wanted} or min:{wanted}"
+            f"--monitor={wanted}: type --monitor=max:{wanted} or min:{wanted}, as more or less "
+            "of it is better"
         )
     if not name.startswith(parts):
         name = next((part + name for part in parts if part + name in of_results), f"test_{name}")
@@ -187,18 +174,15 @@ def find_objective(runs: Sequence[ComparedRun], wanted: str) -> tuple[Objective,
 
 
 def common_target(runs: Sequence[ComparedRun], objective: Objective) -> float | None:
-    """Return the best value that all runs reached which were evaluated at all."""
-    name, direction = objective
-    curves = [values for run in runs if len(values := run.curves.of(short(name)).values)]
-    if not curves:
-        return None
-    if direction == "max":
-        return math.floor(min(values.max() for values in curves) * 1e4) / 1e4
-    return math.ceil(max(values.min() for values in curves) * 1e4) / 1e4
+    """Return the best value that all evaluated runs reached, None without an evaluation."""
+    sign = 1 if objective[1] == "max" else -1
+    curves = (sign * run.curves.of(short(objective[0])).values for run in runs)
+    best = [values.max() for values in curves if len(values)]
+    return sign * math.floor(min(best) * 1e4) / 1e4 if best else None
 
 
 def metrics_of(run: ComparedRun, objective: str) -> dict[str, float | None]:
-    """Return the last known metrics of a run: of its result, else of its curves."""
+    """Return the last known metrics of a run, from its result or else from its curves."""
     curves, result = run.curves, run.result
     at = number(result, "examples") or (curves.examples[-1] if len(curves.examples) > 1 else None)
     seconds = curves.seconds_at(at) if at else None
@@ -223,12 +207,12 @@ def _last(values: np.ndarray) -> float | None:
 def to_target(
     run: ComparedRun, objective: Objective, target: float
 ) -> dict[str, float | None] | None:
-    """Return when an evaluation first gave that value or a better one, None if none did.
+    """Return when an evaluation first reached the target, None if none did.
 
-    It says {"seconds": of training, "examples", "steps", "epochs"}; None where it is not known.
+    Returns:
+        {"seconds": of training, "examples", "steps", "epochs"}, each None if unknown.
     """
-    name, direction = objective
-    curve, sign = run.curves.of(short(name)), 1 if direction == "max" else -1
+    curve, sign = run.curves.of(short(objective[0])), 1 if objective[1] == "max" else -1
     rounding = _ROUNDING * max(abs(target), 1.0)
     reached = np.flatnonzero(sign * (curve.values - target) >= -rounding)
     if not len(reached):
@@ -256,19 +240,13 @@ def _tables(
     if differing:
         rows = [[e["name"], *e["flags"].values()] for e in entries]
         lines += table(["run", *differing], rows, WIDEST)
-    others = {name: n for name, n in _RESULTS.items() if name != objective}
-    heads = [short(objective), *(name.replace("_per_second", "/s") for name in others)]
-    rows = [
-        [e["name"], e["status"], *digits(e["metrics"], {"objective": 4} | others)] for e in entries
-    ]
-    lines += ["", "results", *table(["run", "status", *heads], rows, WIDEST)]
+    columns = {"objective": 4} | {name: n for name, n in _RESULTS.items() if name != objective}
+    heads = [name.replace("_per_second", "/s") for name in columns][1:]
+    rows = [[e["name"], e["status"], *digits(e["metrics"], columns)] for e in entries]
+    lines += ["", "results", *table(["run", "status", short(objective), *heads], rows, WIDEST)]
     if target is None:
         return [*lines, "", "no run was evaluated yet"]
     rows = [[e["name"], *digits(e["to_target"] or {}, _TIMES)] for e in entries]
     title = f"to a {objective.replace('_', ' ', 1)} of {target:.4f}"
-    lines += ["", title, *table(["run", *_TIMES], rows, WIDEST)]
-    lines.append(
-        f"{short(objective)}: of the moving average where there is one; seconds: of training "
-        "alone, without start, evaluation, saving and stops"
-    )
-    return lines
+    note = f"{short(objective)}: of the moving average where there is one; seconds: of training"
+    return [*lines, "", title, *table(["run", *_TIMES], rows, WIDEST), note]

@@ -1,6 +1,7 @@
 """The options of `towers compare`."""
 
 import dataclasses
+import math
 from typing import ClassVar
 
 from towers.errors import InputError
@@ -16,14 +17,14 @@ class CompareOptions:
 Examples:
   towers compare runs/a runs/b
   towers compare runs/sweep --accuracy=0.7
-  towers compare runs/a runs/b --objective=val_auc --target_value=0.9
+  towers compare runs/a runs/b --monitor=val_auc --target_value=0.9
 RUN is the folder of a run, or of a sweep, which stands for all its runs. The objective is that of
 the moving average where a run has one. Seconds of training are examples by the speed at which they
 went, point by point: start, evaluation, saving, and the time between a stop and the next start are
 left out."""
 
     runs: tuple = option((), "Compare", "Folders of runs or of sweeps.", positional="RUN...")
-    objective: str = option(
+    monitor: str = option(
         "", "Compare", "Metric by which runs are compared, such as loss or val_auc; max: or min: "
         "before it where that is not known. Default: the runs' own.",
     )  # fmt: skip
@@ -32,21 +33,25 @@ left out."""
         "all reached.",
     )  # fmt: skip
     accuracy: float = option(
-        0.0, "Compare", "Short for --objective=accuracy --target_value=X.", minimum=0, maximum=1,
+        0.0, "Compare", "Short for --monitor=accuracy --target_value=X.", minimum=0, maximum=1,
     )  # fmt: skip
     json: bool = copy_field(Options, "json")
 
     def __post_init__(self) -> None:
         """Raise InputError for a value out of range."""
         check_values(self)
+        if self.accuracy:
+            if self.monitor or self.target_value:
+                other = "monitor" if self.monitor else "target_value"
+                raise InputError(f"--accuracy and --{other}: give one of them")
+            object.__setattr__(self, "monitor", "accuracy")
+            object.__setattr__(self, "target_value", str(self.accuracy))
         try:
-            if not abs(float(self.target_value or 0)) < float("inf"):
-                raise ValueError
+            known = math.isfinite(float(self.target_value or 0))
         except ValueError:
-            raise InputError(f"--target_value={self.target_value}: a number is needed") from None
-        if self.accuracy and (self.objective or self.target_value):
-            other = "objective" if self.objective else "target_value"
-            raise InputError(f"--accuracy and --{other}: give one of them")
+            known = False
+        if not known:
+            raise InputError(f"--target_value={self.target_value}: a number is needed")
         if not self.runs:
             raise InputError(
                 "towers compare needs the folders of runs: towers compare RUN RUN, or that of a "

@@ -1,5 +1,6 @@
 """The user's files as batches of examples, each file checked before anything is printed."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,44 +32,33 @@ class Part(NamedTuple):
 
 
 def find(names: Sequence[str], trained: TrainedModel) -> list[Part]:
-    """Return the files of these names and folders; each is read once, to find what is damaged."""
+    """Return the parts of these files and folders; each is read once, so damage is found early."""
     paths: list[str] = []
     for name in names:
         if not os.path.exists(name):
             raise InputError(f"{name}: there is no such file or folder")
         found = images_below(name) if os.path.isdir(name) else [name]
         if not found:
-            raise InputError(
-                f"{name} has no images ({', '.join(IMAGES)}); name files of another kind"
-            )
+            raise InputError(f"{name} has no images ({', '.join(IMAGES)})")
         paths += found
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         return list(pool.map(lambda path: _part(path, trained), paths))
 
 
 def batches(parts: Sequence[Part], batch_size: int) -> Iterator[tuple[list[tuple], Examples]]:
-    """Yield [(file, number of the example in it)] and these examples, at most `batch_size`."""
+    """Yield [(file, index in the file)] and these examples, at most `batch_size` at a time."""
+    rows = ((part, index) for part in parts for index in range(part.size))
+
+    def read(span: tuple[Part, list[int]]) -> Examples:
+        part, indices = span
+        return part.read(indices[0], indices[-1] + 1)
+
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        for spans in _spans(parts, batch_size):
-            rows = [(part.file, row) for part, *span in spans for row in range(*span)]
-            found = list(pool.map(lambda span: span[0].read(*span[1:]), spans))
-            yield rows, tf.nest.map_structure(lambda *pieces: np.concatenate(pieces), *found)
-
-
-def _spans(parts: Sequence[Part], batch_size: int) -> Iterator[list[tuple[Part, int, int]]]:
-    """Yield for each batch [(file, start, stop)]."""
-    spans, room = [], batch_size
-    for part in parts:
-        start = 0
-        while start < part.size:
-            stop = min(start + room, part.size)
-            spans.append((part, start, stop))
-            start, room = stop, room - (stop - start)
-            if not room:
-                yield spans
-                spans, room = [], batch_size
-    if spans:
-        yield spans
+        while batch := list(itertools.islice(rows, batch_size)):
+            groups = itertools.groupby(batch, key=lambda row: row[0])
+            spans = [(part, [index for _, index in group]) for part, group in groups]
+            arrays = tf.nest.map_structure(lambda *a: np.concatenate(a), *pool.map(read, spans))
+            yield [(part.file, index) for part, index in batch], arrays
 
 
 def _part(path: str, trained: TrainedModel) -> Part:
@@ -93,16 +83,15 @@ def _part(path: str, trained: TrainedModel) -> Part:
 def _image_part(path: str, trained: TrainedModel) -> Part:
     spec, options = trained.spec()[0], trained.options
     size = options.image_height_width()
-    if not trained.task["image_shape"]:
-        raise InputError(f"{path} is an image, and this model takes {_describe(spec)}")
-    if spec.dtype != tf.uint8 or spec.shape[-1] not in (1, 3, 4):
+    channels = spec.shape[-1] if trained.task["image_shape"] else None
+    if channels not in (1, 3, 4) or spec.dtype != tf.uint8:
         raise InputError(
-            f"{path} has bytes, and this model was trained on {_describe(spec)}: name a .npy file "
-            "with values on that scale"
+            f"{path} is an image, and this model takes {_describe(spec)}: name a .npy file with "
+            "such values"
         )
 
     def read(*_: int) -> np.ndarray:
-        most, channels = options.max_image_pixels, spec.shape[-1]
+        most = options.max_image_pixels
         image = encoded_images.decoded(path, Path(path).read_bytes, most, channels)
         if size:
             with tf.device("/cpu:0"):

@@ -1,4 +1,4 @@
-"""Writers of predictions, which print each as soon as it is there."""
+"""Writers of predictions; all but npy print an example as soon as it is computed."""
 
 import csv
 import json
@@ -57,24 +57,16 @@ class Classes(NamedTuple):
 
 
 def _write_table(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Part]) -> None:
-    # Columns are as wide as what may come, so that no line waits for others.
-    width = max(len("file"), *(len(part.file) for part in parts))
-    most = max(part.size for part in parts)
-    index = max(len("index"), len(str(most))) if most > 1 else 0
+    file = max(len("file"), *(len(part.file) for part in parts))
     name = max(len("class"), *map(len, classes.names)) if classes else 0
-
-    def put(file: str, number: Any, rest: str) -> None:
-        place = f"{file:{width}}  " + (f"{number:>{index}}  " if index else "")
-        print(printable(place + rest.rstrip()))
-
-    heads = f"{'class':{name}}  probability  {'second':{name}}  probability"
-    put("file", "index", heads if classes else "outputs")
+    rest = f"{'class':{name}}  probability  {'second':{name}}  probability"
+    print(f"{'file':{file}}  index  {rest if classes else 'outputs'}")
     for row in rows:
         if classes:
             cells = [f"{c:{name}}  {p:11.4f}" for c, p in classes.best(row)]
         else:
             cells = [f"{n} {_first_numbers(output)}" for n, output in row.outputs.items()]
-        put(row.file, row.index, "  ".join(cells))
+        print(printable(f"{row.file:{file}}  {row.index:5}  {'  '.join(cells)}"))
 
 
 def _first_numbers(output: np.ndarray) -> str:

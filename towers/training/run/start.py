@@ -325,7 +325,7 @@ def _check_numbers(run: RunContext, placement: Placement, batch: Batch, say: Say
         say(f"numbers     {'are those of one device' if same else _MAY_DEPEND}:")
     for line in found:
         say(f"  {line}")
-    if run.options.draws == "strict" and any(map(exactness_checks.of_draws, found)):
+    if run.options.rng_check == "strict" and any(map(exactness_checks.of_draws, found)):
         first = next(filter(exactness_checks.of_draws, found))
-        raise RunError(f"--draws=strict: {first}; or type --draws=report")
+        raise RunError(f"--rng_check=strict: {first}; or type --rng_check=report")
     return found

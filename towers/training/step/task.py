@@ -401,28 +401,28 @@ class Task(abc.ABC):
         """Return the metric that tells which evaluation is best, and "max" or "min".
 
         Raises:
-            InputError: `options.objective` is no metric of this task, or nobody knows which of its
+            InputError: `options.monitor` is no metric of this task, or nobody knows which of its
                 values are better.
         """
         known = self.metric_directions()
-        if not self.options.objective:
+        if not self.options.monitor:
             found = [name for name in known if name != "loss" and known[name]]
             rest = "loss" if "loss" in known else next(iter(known))
             name = "accuracy" if "accuracy" in found else next(iter(found), rest)
             return name, known[name] or "min"
-        given, _, name = self.options.objective.rpartition(":")
+        given, _, name = self.options.monitor.rpartition(":")
         name = name.removeprefix("val_").removeprefix("validation_").removeprefix("test_")
         name = {n.lower(): n for n in known}.get(name.lower(), name)  # Keras calls one AUC, or auc
         if given not in ("", *_DIRECTIONS) or name.removesuffix("_ema") not in known:
             raise InputError(
-                f"--objective={self.options.objective}: allowed are {', '.join(known)}, with max: "
+                f"--monitor={self.options.monitor}: allowed are {', '.join(known)}, with max: "
                 "or min: before it if need be"
             )
         direction = given or known[name.removesuffix("_ema")]
         if direction is None:
             raise InputError(
-                f"--objective={name}: whether more of it is better is not known; type "
-                f"--objective=max:{name} or min:{name}"
+                f"--monitor={name}: whether more of it is better is not known; type "
+                f"--monitor=max:{name} or min:{name}"
             )
         return name, direction
 
