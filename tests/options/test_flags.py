@@ -22,7 +22,8 @@ DEFAULTS = """
 --model=models.cnn:cnn --model_args= --init_from= --dtype=float32 --loss= --metrics= --monitor=
 --dataset=shapes --target= --categories= --data_dir= --image_size= --max_image_pixels=64000000
 --augment=auto --test_time_flip=false --validation_fraction=0 --batch_size=128
---num_towers=0 --devices= --placement=report --rng_check=report --variables=default --jit_compile=false
+--num_towers=0 --devices= --placement=report --rng_check=report --variables=default
+--jit_compile=false
 --log_device_placement=false --batch_norm=sync --accumulate_steps=1 --steps_per_loop=10
 --workers= --towers_per_worker=0 --worker_timeout_seconds=15 --min_workers=0
 --on_worker_loss=continue

@@ -10,19 +10,11 @@ from typing import Any
 
 from towers.errors import InputError
 
-_ELSEWHERE = {  # values as other programs name them
-    theirs: ours
-    for ours, line in {
-        "float32": "fp32 f32 float",
-        "float64": "fp64 f64 double",
-        "mixed_bfloat16": "bf16 bfloat16",
-        "mixed_float16": "fp16 float16 f16 half amp",
-        "nesterov": "nag",
-        "onecycle": "one_cycle",
-        "step": "multistep",
-    }.items()
-    for theirs in line.split()
-}
+_ELSEWHERE = {  # common values of other programs
+    "amp": "mixed_float16", "bf16": "mixed_bfloat16", "bfloat16": "mixed_bfloat16",
+    "double": "float64", "float": "float32", "float16": "mixed_float16", "fp16": "mixed_float16",
+    "fp32": "float32", "nag": "nesterov", "one_cycle": "onecycle", "multistep": "step",
+}  # fmt: skip
 
 
 def option(default: Any, group: str, help: str, affects: str = "result", **metadata: Any) -> Any:

@@ -77,39 +77,14 @@ _EXCLUSIVE = (
     ("per_process_gpu_memory_fraction", "gpu_memory_limit_mib", "allow_growth"),
 )
 _OF_MACHINES = {f.name for f in dataclasses.fields(Options) if f.metadata["group"] == MANY_MACHINES}
-_ELSEWHERE = {  # flags as other programs name them; what is nearly the same word needs no line
-    theirs: ours
-    for ours, line in {
-        "accumulate_steps": "grad_accum gradient_accumulation_steps",
-        "batch_norm": "bn sync_bn",
-        "batch_size": "batch bs",
-        "checkpoint_every_steps": "save_steps save_every",
-        "clip_global_norm": "clip grad_clip max_grad_norm",
-        "data_dir": "data_path data_root",
-        "dataset": "data",
-        "devices": "device",
-        "dtype": "amp bf16 fp16 mixed_precision precision policy",
-        "ema_decay": "ema",
-        "flagfile": "config cfg",
-        "jit_compile": "xla",
-        "learning_rate": "lr",
-        "log_every_steps": "log_every",
-        "max_steps": "steps num_steps iterations iters",
-        "model": "arch net network",
-        "model_args": "dropout depth width",
-        "num_epochs": "epochs epoch",
-        "num_gpus": "gpus gpu replicas ngpus",
-        "optimizer": "opt optim",
-        "overwrite": "force restart",
-        "schedule": "scheduler lr_schedule",
-        "seed": "random_seed",
-        "train_dir": "checkpoint_dir checkpoint ckpt logdir log_dir model_dir output output_dir "
-        "resume save_dir",
-        "warmup_epochs": "warmup",
-        "weight_decay": "wd l2",
-    }.items()
-    for theirs in line.split()
-}
+_ELSEWHERE = {  # common flags of other programs, whose names here are no near match
+    "amp": "dtype", "bs": "batch_size", "config": "flagfile", "depth": "model_args",
+    "ema": "ema_decay", "epochs": "num_epochs", "gpus": "num_gpus", "grad_clip": "clip_global_norm",
+    "gradient_accumulation_steps": "accumulate_steps", "logdir": "train_dir",
+    "lr": "learning_rate", "max_grad_norm": "clip_global_norm", "output_dir": "train_dir",
+    "precision": "dtype", "resume": "train_dir", "scheduler": "schedule", "steps": "max_steps",
+    "sync_bn": "batch_norm", "warmup": "warmup_epochs", "wd": "weight_decay", "xla": "jit_compile",
+}  # fmt: skip
 
 
 class _Aliased(str):

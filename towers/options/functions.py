@@ -8,10 +8,8 @@ import inspect
 import os
 import pkgutil
 import re
-import symtable
 import sys
 import sysconfig
-import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -23,11 +21,6 @@ from towers.options.inline_objects import PREFIX
 _CHECKOUT = Path(search_path.CHECKOUT)  # unless the package was installed without it
 _SHIPPED = "towers_models"  # what its models are imported as
 _STDLIB = [folder := sysconfig.get_path("stdlib"), os.path.join(folder, "lib-dynload")]
-# Code that may define names which no assignment at the top level shows.
-_DYNAMIC_NAMES = re.compile(
-    r"import \*|\b(exec|eval|globals|locals|setattr|vars)\(|__getattr__|^\s*global |\.modules\b",
-    re.MULTILINE,
-)
 
 
 def load_function(flag: str, name: str) -> Callable:
@@ -69,22 +62,18 @@ def call_without_arguments(flag: str, name: str) -> object:
 
 
 def check_function(flag: str, name: str) -> None:
-    """Raise the InputError of `load_function` as far as sources show it; import nothing."""
-    module_name, function_name = _split_name(flag, name)
+    """Raise the InputError of `load_function` if there is no such module; import nothing."""
+    module_name, _ = _split_name(flag, name)
     if is_shipped(name):
         return
     if module_name in sys.modules or name.startswith(PREFIX):
         load_function(flag, name)
         return
+    top, dot, _ = module_name.partition(".")
     with _current_folder_searched(module_name):
-        source = _source_of(flag, name, module_name)
-    try:
-        symbols = symtable.symtable(source, "module", "exec").get_symbols()
-    except (SyntaxError, ValueError):
-        return
-    names = {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
-    if names and function_name not in names and not _DYNAMIC_NAMES.search(source):
-        raise _no_function(flag, name, names)
+        spec = importlib.util.find_spec(top)
+    if spec is None or (dot and spec.submodule_search_locations is None):
+        raise _no_module(flag, name)
 
 
 def is_shipped(name: str) -> bool:
@@ -167,27 +156,6 @@ def _current_folder_searched(module_name: str) -> Iterator[None]:
         known = getattr(sys.modules.get(name), "__spec__", None)
         if known and known.origin == spec.origin and here not in sys.path:
             sys.path.append(here)
-
-
-def _source_of(flag: str, name: str, module_name: str) -> str:
-    """Return a module's source, "" if it has none or only an import would find it."""
-    folders: list[str] | None = None
-    for part in module_name.split("."):
-        try:  # a dotted name would import its packages
-            find = PathFinder.find_spec if folders is not None else importlib.util.find_spec
-            spec = find(part, folders)
-        except (ImportError, ValueError):
-            return ""
-        if spec is None:
-            raise _no_module(flag, name)
-        source = ""
-        with contextlib.suppress(OSError, SyntaxError, UnicodeDecodeError):
-            with tokenize.open(spec.origin or "") as file:
-                source = file.read() if file.name.endswith(".py") else ""
-        if "__path__" in source:  # a package that looks for its modules elsewhere
-            return ""
-        folders = list(spec.submodule_search_locations or ())
-    return source
 
 
 def _split_name(flag: str, name: str) -> tuple[str, str]:

@@ -291,8 +291,8 @@ class Options:
         1.0, "Epochs from one evaluation over the whole test set to the next; 0: only at the end."
     )
     early_stopping_epochs: float = _when(
-        0.0, "Epochs after which a run ends whose monitored metric has become no better on validation "
-        "data; 0: never.", affects="result",
+        0.0, "Epochs without a better value of the monitored metric on validation data after which "
+        "the run ends; 0: never.", affects="result",
     )  # fmt: skip
     keep_best: bool = _when(
         False, "Keep the checkpoint of the best evaluation on validation data, too: it is what the "
