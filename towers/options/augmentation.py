@@ -1,10 +1,10 @@
-"""Values of --augment: a base, then parts with commas, each with a number or its usual one.
+"""Values of --augment: a base, then parts, each with a number or its default.
 
     plan = parse("resnet,cutout=8,mixup")
     plan.base, plan.cutout, plan.mixup      # "resnet", 8.0, 0.2
     str(plan)                               # "resnet,cutout=8,mixup=0.2"
 
-`towers.data.augment` says what bases do with an image, `towers.data.augment_ops` what parts do.
+`towers.data.augment` implements the bases, `towers.data.augment_ops` the parts.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ BASES = ("tutorial", "resnet", "shift", "none", "off")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The number that a part takes: what it is, its range, and the usual one."""
+    """The number of a part: its meaning, range and default."""
 
     unit: str
     low: float
@@ -37,7 +37,7 @@ PARTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Augmentation:
-    """A base, and the number of each part, 0 for one that was not asked for."""
+    """A base, and the number of each part; 0: not used."""
 
     base: str
     cutout: float = 0
@@ -48,22 +48,22 @@ class Augmentation:
 
     @property
     def parts(self) -> list[str]:
-        """The parts as they are written, in the order in which they are done."""
+        """The parts as text, in the order in which they are applied."""
         return [f"{name}={value:g}" for name in PARTS if (value := getattr(self, name))]
 
     @property
     def mixes(self) -> bool:
-        """Whether an example is mixed with another one of its batch."""
+        """Whether examples of a batch are mixed with each other."""
         return bool(self.mixup or self.cutmix)
 
     def __str__(self) -> str:
-        """Return the value of --augment, its parts always in the same order."""
+        """Return the value of --augment, with parts in a fixed order."""
         return ",".join([self.base, *self.parts])
 
 
 @functools.cache
 def parse(text: str) -> Augmentation:
-    """Return the meaning of a value of --augment; InputError if it has none."""
+    """Parse a value of --augment; raise InputError if it is not valid."""
     base, *parts = (part.strip() for part in text.split(","))
     if base not in ("auto", *BASES):
         raise InputError(
@@ -97,7 +97,7 @@ def parse(text: str) -> Augmentation:
 
 
 def agree(of_run: str, given: str) -> bool:
-    """Return whether `given` may mean what a run has, which has resolved "auto"."""
+    """Return whether `given` is compatible with a run's value, where "auto" is resolved."""
     try:
         ours, theirs = parse(given), parse(of_run)
     except InputError:

@@ -1,8 +1,8 @@
-"""Whose run it is: `flags.cfg` names functions, and a run that somebody else made would call them.
+"""Signs a run's flags.cfg, so that the code which it names is called only if the user wrote it.
 
-The last line of flags.cfg is a comment, a checksum of the text (HMAC) under a key that lies in the
-user's configuration folder. So a run that is copied or moved stays its user's own, and one that was
-downloaded does not become it, whoever owns the files.
+The last line of flags.cfg is a comment with an HMAC of the text under a key in the user's
+configuration folder. A run that is copied or moved stays the user's own; one that was downloaded
+does not become so, whoever owns its files.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ _KEY_BYTES = 32
 
 
 def signed(text: str) -> str:
-    """Return the text of a flags.cfg with this user's checksum, unless no key can be kept."""
+    """Return the text of a flags.cfg with this user's checksum, if a key can be stored."""
     text, _, _ = text.partition(_MARK)
     key = _key(make=True)
     return f"{text}{_MARK}{_checksum(key, text)}\n" if key else text
 
 
 def is_own(text: str) -> bool:
-    """Return whether a flags.cfg is as a run of this user has written it."""
+    """Return whether this user's towers wrote a flags.cfg, and nobody changed it."""
     text, marked, checksum = text.partition(_MARK)
     key = _key() if marked else None
     return key is not None and hmac.compare_digest(
@@ -40,21 +40,21 @@ def is_own(text: str) -> bool:
 
 
 def is_of_run(path: str, text: str) -> bool:
-    """Return whether a flagfile is the flags.cfg of a run, or a copy of one."""
+    """Return whether a flagfile is a run's flags.cfg, or a copy of one."""
     path = Path(path)
     return _MARK in text or path.name == "flags.cfg" and (path.parent / "checkpoints").is_dir()
 
 
 def check(what: str, text: str, of_run: Mapping[str, object]) -> None:
-    """Refuse to call what another user's flags.cfg names, and to connect to its workers.
+    """Raise InputError if a flags.cfg of another user names code or workers.
 
     Args:
-        what: how the message begins: which file that is.
-        text: of the flags.cfg.
-        of_run: {option: value} of what is taken from there.
+        what: name of the file, with which the message begins.
+        text: content of the flags.cfg.
+        of_run: {option: value} taken from it.
 
     Raises:
-        InputError: it names such a thing, and this user's run has not written it.
+        InputError: it names code to run or machines to connect to, and is not this user's own.
     """
     named = [n for n in CODE if any(map(_is_code, str(of_run.get(n, "")).split(",")))]
     reaching = ["workers"] if of_run.get("workers") else []
@@ -79,7 +79,7 @@ def _checksum(key: bytes, text: str) -> str:
 
 
 def _key(make: bool = False) -> bytes | None:
-    """Return this user's key, None if there is none and none can be made."""
+    """Return this user's key, or None if there is none and none can be made."""
     folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     path = Path(folder, "towers", "key")
     with contextlib.suppress(OSError):

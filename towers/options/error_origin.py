@@ -1,4 +1,4 @@
-"""Whose code raised an error: the line below a traceback."""
+"""Finds whose code raised an error, for the line below a traceback."""
 
 import os
 import re
@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-# Also within messages: there AutoGraph and TensorFlow tell where an op was made.
+# Also in messages, where AutoGraph and TensorFlow say where an op was created.
 _FRAME = re.compile(r'^\W*File "([^"<>]+\.py)", line (\d+)(?:, in (\S+))?', re.MULTILINE)
 _OF_KERAS = re.compile(r"Exception encountered when calling (\w+)")
 _STDLIB = re.escape(sysconfig.get_path("stdlib"))
@@ -15,11 +15,11 @@ _TOWERS = str(Path(__file__).parents[1]) + os.sep
 
 
 def blame(error: BaseException, named: Mapping[str, str]) -> str:
-    """Return one line that says where an error comes from and whose code that is.
+    """Return a line that says where an error was raised and whose code that is.
 
     Args:
-        error: with its traceback.
-        named: {flag: "module:function"} of what the user named.
+        error: the error, with its traceback.
+        named: {flag: "module:function"} of the user's functions.
     """
     if own := locate_in_user_code(error, named):
         return own
@@ -38,10 +38,7 @@ def blame(error: BaseException, named: Mapping[str, str]) -> str:
 
 
 def locate_in_user_code(error: BaseException, named: Mapping[str, str]) -> str:
-    """Return the line of `blame` if the error comes from the user's own code, else "".
-
-    That is the innermost frame there, whatever library raised below it.
-    """
+    """Return the line of `blame` for the innermost frame of the user's code, "" if none."""
     modules = {flag: name.partition(":")[0] for flag, name in named.items()}
     installed = {m.partition(".")[0] for m in modules.values()} - {"keras", "tensorflow", "towers"}
     library = re.compile(
@@ -59,6 +56,6 @@ def locate_in_user_code(error: BaseException, named: Mapping[str, str]) -> str:
 
 
 def _place(path: str, line: str, function: str) -> str:
-    """Return "my_net.py, line 12, in build"; the path as seen from the current folder."""
+    """Return "my_net.py, line 12, in build", with the path relative to the current folder."""
     shown = os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
     return f"{shown}, line {line}" + (f", in {function}" if function else "")

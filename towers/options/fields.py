@@ -1,4 +1,4 @@
-"""One option: its default, group, help and range, as a field of a frozen dataclass."""
+"""Options as fields of frozen dataclasses: default, group, help and range."""
 
 import dataclasses
 import importlib.util
@@ -21,39 +21,39 @@ def option(default: Any, group: str, help: str, affects: str = "result", **metad
     """Return the dataclass field of an option.
 
     Args:
-        default: its value if none is given.
-        group: heading under which its help stands.
-        help: what it means.
-        affects: "result": what the run computes and leaves, so that another value is another run;
-            "speed": how fast it does that; "machine": what it takes of the machine; "report": what
-            it shows and keeps, and when; "call": where and how it is called this time.
-        **metadata: "minimum", "maximum", "choices", "own" if a module:function will do, too,
-            "example" of a value, "alias" of the flag, "numbers" for a string of numbers with
-            commas.
+        default: the default value.
+        group: heading of its help.
+        help: its help text.
+        affects: what another value changes. "result": what the run computes, so that it is another
+            run; "speed"; "machine": the resources it uses; "report": what it shows and keeps, and
+            when; "call": only where and how it is called this time.
+        **metadata: "minimum", "maximum", "choices", "own" if a module:function is allowed too,
+            "example" of a value, "alias" of the flag, "numbers" if the value is a string of
+            comma-separated numbers.
     """
     about = dict(group=group, help=help, affects=affects, **metadata)
     return dataclasses.field(default=default, metadata=about)
 
 
 def group(name: str, **metadata: Any) -> Callable[..., Any]:
-    """Return `option` for those under one heading; `metadata` are defaults of its arguments."""
+    """Return a version of `option` with a fixed group and default arguments."""
     return lambda default, help, **own: option(default, name, help, **metadata | own)
 
 
 def copy_field(owner: type, name: str) -> Any:
-    """Return a copy of the field `name` of another dataclass."""
+    """Return a copy of another dataclass' field."""
     field = owner.__dataclass_fields__[name]
     return dataclasses.field(default=field.default, metadata=field.metadata)
 
 
 def check_values(options: Any) -> None:
-    """Raise a one-line InputError if a value in a dataclass of options is not allowed."""
+    """Raise InputError if a value in a dataclass of options is not allowed."""
     for field in dataclasses.fields(options):
         check_value(field, getattr(options, field.name))
 
 
 def check_value(field: dataclasses.Field, value: Any) -> None:
-    """Raise a one-line InputError if `value` is not allowed for the option `field`."""
+    """Raise InputError if `value` is not allowed for the option `field`."""
     choices, own = field.metadata.get("choices"), field.metadata.get("own")
     if choices and value not in choices and not (own and ":" in value):
         usual = _ELSEWHERE.get(str(value).lower())
@@ -70,9 +70,9 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
             raise InputError(
                 f"--{field.name}= is empty: give a value, as --{field.name}={field.default}"
             )
-        if value.startswith("--"):  # the next flag, after one without its value
+        if value.startswith("--"):  # the next flag: this one has no value
             raise InputError(f"--{field.name} needs a value: --{field.name}=...")
-        if value != value.strip() or not value.isprintable():  # flags.cfg could not repeat it
+        if value != value.strip() or not value.isprintable():  # flags.cfg could not hold it
             raise InputError(
                 f"--{field.name}={value!r}: text in one line, without spaces at its ends, is needed"
             )
@@ -94,7 +94,7 @@ def _check_number(field: dataclasses.Field, value: Any) -> None:
 
 
 def check_picture(plot: str) -> None:
-    """Raise a one-line InputError if --plot names a file that cannot be drawn; "" names none."""
+    """Raise InputError if a PNG file cannot be written to `plot`; "" means no file."""
     if not plot:
         return
     if not plot.lower().endswith(".png"):
@@ -107,7 +107,7 @@ def check_picture(plot: str) -> None:
 
 
 def parse_tower_numbers(text: str) -> list[int]:
-    """Return the rising whole numbers, each at least 1, of a comma-separated --num_towers."""
+    """Parse --num_towers: increasing integers of at least 1, separated by commas."""
     numbers = parse_numbers("num_towers", text)
     if not all(number >= 1 and number == int(number) for number in numbers):
         raise InputError(f"--num_towers={text}: whole numbers of at least 1 are needed, as 1,2,4")
@@ -115,7 +115,7 @@ def parse_tower_numbers(text: str) -> list[int]:
 
 
 def parse_numbers(name: str, text: str) -> list[float]:
-    """Return the rising numbers, each at least 0, of a comma-separated option."""
+    """Parse an option of increasing, non-negative numbers, separated by commas."""
     try:
         values = [float(part) for part in text.split(",")] if text else []
     except ValueError:

@@ -3,12 +3,12 @@
     options = flags.parse(["--flagfile=configs/quickstart.cfg", "--num_gpus=2"])     # of a run
     options = flags.parse(["--steps=3"], Verb("verify", options="mine:VerifyOptions"))
 
-The options of a verb are a dataclass of `option` fields. A verb that works on a run holds the run's
-options in a field `run: Options`; its flags are then its own fields, and those of the run that it
-does not name itself. (`run: dict` takes those that were given as {name: value}, unchecked.)
+A verb's options are a dataclass of `option` fields. A verb that works on a run has a field
+`run: Options`; its flags are its own fields and all other fields of `Options`. With `run: dict`
+the run's flags are passed on as {name: value}, unchecked.
 
-absl reads arguments and flagfiles; no flag is defined in anybody's program. No TensorFlow is
-imported, so that help and usage errors answer at once.
+absl parses arguments and flagfiles, with flags that exist for one call only. TensorFlow is not
+imported, so help and usage errors are printed at once.
 """
 
 import contextlib
@@ -33,20 +33,20 @@ from towers.options.run import MANY_MACHINES, Options, text_of
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A verb of the command line, described without importing it."""
+    """Describes a verb of the command line without importing its code."""
 
     name: str
     help: str = ""  # one line
     options: str = "towers.options.run:Options"  # "module:class"
-    # The options that its command line takes; None: all. In a flagfile each verb takes all of a
-    # run, so that one file serves training and whatever is done with the run later.
+    # Allowed options of a run, None: all. In a flagfile all are allowed, so that one file serves
+    # training and every later use of the run.
     takes: Sequence[str] | None = None
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {option: the reason}
-    completes: bool = False  # whether what is not given is as in the flags.cfg of --train_dir
-    begins: bool = False  # whether --train_dir may be no run yet
+    completes: bool = False  # whether defaults come from the flags.cfg of --train_dir
+    begins: bool = False  # whether --train_dir may be a new run
 
     def fields(self) -> dict[str, dataclasses.Field]:
-        """Return the options by name, as the help lists them."""
+        """Return {name: field} in the order of the help."""
         fields = {field.name: field for field in dataclasses.fields(self.options_class())}
         if "run" in fields:
             del fields["run"]
@@ -63,15 +63,15 @@ _RUN_FIELDS = {field.name: field for field in dataclasses.fields(Options)}
 _RENAMED = {"draws": "rng_check", "objective": "monitor"}  # old flags, read until the next release
 _ALIASES = {f.metadata["alias"]: name for name, f in _RUN_FIELDS.items() if "alias" in f.metadata}
 _ALIASES |= _RENAMED
-_PARSERS = {  # and what is needed where they fail
+_PARSERS = {  # with the words of their error
     bool: (flags.BooleanParser(), "true or false"),
     int: (flags.IntegerParser(), "a whole number"),
     float: (flags.FloatParser(), "a number"),
     str: (flags.ArgumentParser(), "text"),
 }
-# A run with another value of these is another run: its checkpoints refuse it.
+# Another value of these makes another run, whose checkpoints do not fit.
 IDENTITY = ("model", "model_args", "loss", "augment", "dataset", "tensorboard_x")
-# Of each group a run has one option at most: a new one replaces that of the run.
+# At most one option of each group is set: a new one replaces that of the run.
 _EXCLUSIVE = (
     ("clip_norm", "clip_value", "clip_global_norm"),
     ("per_process_gpu_memory_fraction", "gpu_memory_limit_mib", "allow_growth"),
@@ -103,16 +103,16 @@ class _Alias(flags.ArgumentParser):
 
 
 def parse(argv: Sequence[str], verb: Command = _TRAIN) -> Any:
-    """Return the options that a verb's command line gives.
+    """Parse a verb's command line into its options.
 
     Args:
-        argv: what stands after the verb.
-        verb: which options there are; those of a run by default.
+        argv: the arguments after the verb.
+        verb: the verb; by default "train".
 
     Raises:
-        InputError: one line, for an unknown flag, a value of the wrong kind or out of range, a
-            flagfile that cannot be read, or an argument that is no flag; or a flag that a run
-            cannot go on with.
+        InputError: for an unknown flag, a value of the wrong type or out of range, a flagfile that
+            cannot be read, an argument that is not a flag, or a flag that would make another run
+            of an existing one.
     """
     _check_taken(argv, verb)
     foreign: dict[str, str] = {}
@@ -126,10 +126,10 @@ def parse(argv: Sequence[str], verb: Command = _TRAIN) -> Any:
 
 
 def complete(values: dict[str, Any], verb: Command = _TRAIN) -> Any:
-    """Return the options of a verb from {option: value}; what is not given is as in `parse`."""
+    """Return a verb's options from {option: value}, with defaults as in `parse`."""
     if verb.completes and not (verb.begins and values.get("overwrite")):
         values = _options_of_run(values, verb) | values
-    if values.get("num_towers") == "0":  # where a list is meant: of the flags.cfg of a run
+    if values.get("num_towers") == "0":  # from a run's flags.cfg; the verb takes a list
         values = {name: value for name, value in values.items() if name != "num_towers"}
     kind = verb.options_class()
     kinds = {field.name: field.type for field in dataclasses.fields(kind)}
@@ -142,15 +142,15 @@ def complete(values: dict[str, Any], verb: Command = _TRAIN) -> Any:
 def options_from_call(
     options: Options | None, fields: Mapping[str, Any], *, verb: str = "train"
 ) -> Options:
-    """Return the options of a call from Python, such as `towers.train(model=build, num_towers=2)`.
+    """Return the options of a call such as `towers.train(model=build, num_towers=2)`.
 
     Args:
-        options: all of them; None: what is not given is as in the flags.cfg of an existing run.
-        fields: {option or alias: value} that differ from these.
-        verb: "train", whose run may be a new one, or another, which needs one.
+        options: base options; None: those in the flags.cfg of the run, if it exists.
+        fields: {option or alias: value}, which replace them.
+        verb: "train", which may start a new run, or another verb, which needs an existing one.
 
     Raises:
-        InputError: there is no such option, a value is not allowed, or there is no run.
+        InputError: an option does not exist, a value is not allowed, or there is no run.
     """
     given = {option_name(name): value for name, value in fields.items()}
     if options is not None:
@@ -163,7 +163,7 @@ def options_from_call(
 
 
 def option_name(flag: str) -> str:
-    """Return the option of a run that a flag sets, an alias or not; InputError if there is none."""
+    """Return the option that a flag or alias sets; raise InputError if there is none."""
     name = _ALIASES.get(flag, flag)
     if name not in _RUN_FIELDS:
         raise InputError(_unknown_flag(flag, _TRAIN))
@@ -171,17 +171,17 @@ def option_name(flag: str) -> str:
 
 
 def option_type(name: str) -> type:
-    """Return the type of an option of a run: int, float, bool or str."""
+    """Return the type of a run's option: int, float, bool or str."""
     return _RUN_FIELDS[name].type
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Return `text` as a value of an option of a run, its type checked, its range not."""
+    """Parse a value of a run's option; its range is not checked."""
     return _parse_typed(_RUN_FIELDS[name], text)
 
 
 def _check_taken(argv: Sequence[str], verb: Command) -> None:
-    """Refuse an option of a run that the verb would ignore; a flagfile may hold it."""
+    """Raise InputError for an argument that the verb would ignore; flagfiles may contain it."""
     for argument in argv:
         flag = argument.partition("=")[0].lstrip("-") if argument.startswith("-") else ""
         name = flag if flag in _RUN_FIELDS else flag.removeprefix("no")
@@ -195,9 +195,10 @@ def _check_taken(argv: Sequence[str], verb: Command) -> None:
 
 
 class _Flags(flags.FlagValues):
-    """absl's flags, which read no pipe as a flagfile: it may let its reader wait for ever.
+    """absl's flags, except that flagfiles may not be pipes, which may block for ever.
 
-    `foreign`, if not None, gets {path: text} of flagfiles of other users' runs; they are skipped.
+    If `foreign` is a dict, flagfiles from other users' runs are skipped and added to it as
+    {path: text}.
     """
 
     foreign: dict[str, str] | None = None
@@ -220,12 +221,9 @@ class _Flags(flags.FlagValues):
 def _read_argv(
     argv: Sequence[str], verb: Command, foreign: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return {option: value} of arguments and their flagfiles: the last one wins.
-
-    With a dict `foreign`, flagfiles of other users' runs are put into it and do not count.
-    """
+    """Return {option: value} of arguments and their flagfiles; see `_Flags` for `foreign`."""
     fields, defined = verb.fields(), _Flags()
-    defined.__dict__["foreign"] = foreign  # by setattr it would be a flag
+    defined.__dict__["foreign"] = foreign  # setattr would define a flag
     positional = _positional(fields)
     defined.set_gnu_getopt()
     for name, field in fields.items():
@@ -253,7 +251,7 @@ def _read_argv(
     found = {name: defined[name].value for name in fields if name != positional}
     values = {n: _parse_typed(fields[n], value) for n, value in found.items() if value is not None}
     number = found.get("num_towers")
-    if isinstance(number, _Aliased) and number != "0" and verb.name != "plan":  # which needs none
+    if isinstance(number, _Aliased) and number != "0" and verb.name != "plan":  # which needs no GPU
         if "cpu" in values.setdefault("devices", "gpu").lower():
             raise InputError(
                 f"--num_gpus={number} and --devices={values['devices']} exclude each other: type "
@@ -277,7 +275,7 @@ def _parse_typed(field: dataclasses.Field, typed: Any) -> Any:
 
 
 def _unknown_flag(flag: str, verb: Command) -> str:
-    """Return the message for an unknown flag, with the nearest that exists."""
+    """Return the message for an unknown flag, with the closest known one."""
     known = [*verb.fields(), *_ALIASES, "flagfile"]
     usual = _ELSEWHERE.get(flag.lower().replace("-", "_"))
     close = [usual] if usual in known else difflib.get_close_matches(flag, known, n=1)
@@ -294,7 +292,7 @@ def _read_text(path: str | Path) -> str:
 
 
 def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
-    """Return {option: value} of the run in --train_dir, without what `given` replaces."""
+    """Return {option: value} of the run in --train_dir that `given` does not replace."""
     train_dir = given.get("train_dir", Options.train_dir)
     path = Path(train_dir, "flags.cfg")
     try:
@@ -318,38 +316,38 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
     if verb.begins:
         _check_identity(train_dir, found, given)
     replaced = _replaced_options(found, given)
-    if not verb.begins:  # they may be gone long since, and the machine at hand will do
+    if not verb.begins:  # the workers and GPUs of training may be gone
         replaced |= _OF_MACHINES | ({"devices"} if found.get("devices") == "gpu" else set())
     taken = {name: value for name, value in found.items() if name not in replaced}
     text = _read_text(path)
     if not given.get("trust"):
         code = {name: value for name, value in taken.items() if name not in given}
         code_trust.check(f"--train_dir={train_dir}: its flags.cfg", text, code)
-    elif not code_trust.is_own(text):  # it is from now on, if its folder can be written
+    elif not code_trust.is_own(text):  # sign it, if the folder is writable
         with contextlib.suppress(RunError):
             files.write_text(path, code_trust.signed(text))
     return taken
 
 
 def _replaced_options(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
-    """Return the run's options that would contradict what is given in their place."""
+    """Return the names of the run's options that contradict the given ones."""
     names = {n for group in _EXCLUSIVE if any(map(given.get, group)) for n in group}
     if given.get("num_epochs"):
-        names.add("max_steps")  # an end that was set before; the other way round schedules stay
+        names.add("max_steps")  # an earlier end; schedules follow num_epochs
     if given.get("workers"):
         names |= {"num_towers", "devices"}
     if given.get("num_towers") or given.get("devices"):
         names |= _OF_MACHINES
     lists = [v.get("devices", "").lower() not in ("", "cpu") for v in (of_run, given)]
     if "num_towers" in given and lists[0]:
-        names.add("devices")  # a list has a number of its own
+        names.add("devices")  # a list of devices sets the number
     if lists[1]:
         names.add("num_towers")
     return names
 
 
 def _check_identity(train_dir: str, of_run: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse options that would make another run of the one in the folder."""
+    """Raise InputError for options that would make another run of the one in the folder."""
     pairs = {n: (of_run[n], given[n]) for n in IDENTITY if n in of_run and n in given}
     if "augment" in pairs and augmentation.agree(*pairs["augment"]):
         del pairs["augment"]
@@ -377,7 +375,7 @@ def main_help(version: str, verbs: Sequence[Command]) -> str:
 
 
 def verb_help(verb: Command) -> str:
-    """Return the text of `towers VERB --help`: the flags in groups, with their defaults."""
+    """Return the text of `towers VERB --help`: flags by group, with defaults."""
     fields = verb.fields()
     positional = fields.pop(_positional(fields), None)
     words = f"{verb.name} {positional.metadata['positional']}" if positional else verb.name

@@ -1,4 +1,4 @@
-"""Functions that the command line names: where they are looked for, and how they are loaded."""
+"""Finds and loads functions that the command line names as module:function."""
 
 import contextlib
 import difflib
@@ -19,16 +19,20 @@ from towers.options import search_path
 from towers.options.inline_objects import PREFIX
 
 _CHECKOUT = Path(search_path.CHECKOUT)  # unless the package was installed without it
-_SHIPPED = "towers_models"  # what its models are imported as
+_SHIPPED = "towers_models"  # the name under which its models are imported
 _STDLIB = [folder := sysconfig.get_path("stdlib"), os.path.join(folder, "lib-dynload")]
 
 
 def load_function(flag: str, name: str) -> Callable:
-    """Return the function that a flag names as "package.module:function", or that was given.
+    """Return the function that a flag names as "package.module:function", or that was passed.
+
+    Args:
+        flag: the flag, for error messages.
+        name: its value.
 
     Raises:
-        InputError: one line: the name is malformed, there is no such module or function, or its
-            signature is unknown. What the module raises when it is imported comes through.
+        InputError: the name is malformed, the module or function does not exist, or its signature
+            is unknown. Errors of the module's own code are not caught.
     """
     if name.startswith(PREFIX):
         function = getattr(name, "objects", {}).get(name)
@@ -50,7 +54,7 @@ def load_function(flag: str, name: str) -> Callable:
 
 
 def call_without_arguments(flag: str, name: str) -> object:
-    """Return the result of a function that takes no arguments; InputError if it needs any."""
+    """Call a function without arguments; raise InputError if it needs any."""
     function = load_function(flag, name)
     try:
         inspect.signature(function).bind()
@@ -77,19 +81,19 @@ def check_function(flag: str, name: str) -> None:
 
 
 def is_shipped(name: str) -> bool:
-    """Return whether a name is that of a model that comes with towers, in whatever folder."""
+    """Return whether a name is that of a model that comes with towers."""
     return _shipped(name) is not None
 
 
 def shadowing_file(name: str) -> str:
-    """Return the file in the current folder that a shipped model is taken before, "" if none."""
+    """Return the file in the current folder that a shipped model hides, "" if there is none."""
     shipped, path = _shipped(name), Path(*name.partition(":")[0].split("."))
     files = (path.with_suffix(".py"), path / "__init__.py") if shipped else ()
     return next((str(f) for f in files if f.is_file() and not f.samefile(shipped)), "")
 
 
 def _shipped(name: str) -> Path | None:
-    """Return the file of the checkout that defines a model of this name."""
+    """Return the file of the checkout that defines a model, or None."""
     module_name, _, function_name = name.partition(":")
     package, _, module = module_name.partition(".")
     path = _CHECKOUT / "models" / f"{module}.py"
@@ -108,7 +112,7 @@ def _import(flag: str, name: str) -> Callable:
             with _current_folder_searched(module_name):
                 module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):  # one that the module itself needs
+        if not f"{module_name}.".startswith(f"{error.name}."):  # a module that it imports
             raise
         raise _no_module(flag, name) from None
     function = getattr(module, function_name, None)
@@ -120,7 +124,7 @@ def _import(flag: str, name: str) -> Callable:
 def _import_shipped(module_name: str, path: Path) -> object:
     """Import a module of the checkout's `models` under another package name.
 
-    So it finds the modules that it imports, whatever `models` there is in the current folder.
+    The current folder may have another `models`, in which its own imports would be looked up.
     """
     known = getattr(sys.modules.get(module_name), "__file__", None)
     if known and os.path.realpath(known) == str(path.resolve()):
@@ -135,10 +139,10 @@ def _import_shipped(module_name: str, path: Path) -> object:
 
 @contextlib.contextmanager
 def _current_folder_searched(module_name: str) -> Iterator[None]:
-    """Search the current folder for modules in the block, if it has the one that is named.
+    """Search the current folder for modules in the block, if it contains the named one.
 
-    It comes before installed packages and after the standard library, unless the module is named
-    as one of that. After the import the folder stays, as the last: functions may import others.
+    It is searched after the standard library, unless the module has the name of one of that, and
+    before installed packages. Later it stays last on the path: functions may import others.
     """
     here, name = os.getcwd(), module_name.partition(".")[0]
     own = [i for i, folder in enumerate(sys.path) if folder in _STDLIB]

@@ -1,4 +1,4 @@
-"""Options of the GPUs that a process uses, and their rules; no TensorFlow is imported."""
+"""Options of the GPUs that a process uses; TensorFlow is not imported."""
 
 import dataclasses
 import re
@@ -67,6 +67,6 @@ class GpuOptions:
         return list(dict.fromkeys(entries))
 
     def demands(self) -> dict[str, object]:
-        """Return {option: value} of what must be set before TensorFlow starts, no defaults."""
+        """Return {option: value} to set before TensorFlow starts, without defaults."""
         names = ("visible_gpus", *_MEMORY)
         return {name: value for name in names if (value := getattr(self, name))}

@@ -1,10 +1,10 @@
-"""Functions and data that a program gives in place of names.
+"""Functions and data that a program passes in place of names.
 
     towers.train(model=build, dataset=((x, y), (x_test, y_test)))
 
-The option stays a text, for `flags.cfg`: "my_net:build" if an import finds the function there, else
-"given_in_python:build". The text itself carries the objects: there is no global table that would
-keep them alive, or mix up two functions of one name.
+The option is still a string, for `flags.cfg`: "my_net:build" if an import finds the function
+there, else "given_in_python:build". The string carries the objects, so that no global table keeps
+them alive or confuses two functions of one name.
 """
 
 import os
@@ -19,30 +19,34 @@ _DATA = {"dataset": "data", "callbacks": "callbacks"}  # options that take other
 
 
 class InlineObject(str):
-    """The text of an option that carries {name in the text: object}."""
+    """An option's string with an attribute `objects`: {name in the string: object}."""
 
     objects: Mapping[str, Any]
 
     def __new__(cls, text: str, objects: Mapping[str, Any]) -> "InlineObject":
-        """Return `text`, carrying `objects`."""
+        """Return `text` with these objects."""
         given = super().__new__(cls, text)
         given.objects = objects
         return given
 
     def split(self, *args: Any, **kwargs: Any) -> list[str]:
-        """Return the parts, which carry the same objects."""
+        """Return the parts, with the same objects."""
         return [InlineObject(part, self.objects) for part in super().split(*args, **kwargs)]
 
     def __deepcopy__(self, memo: dict) -> "InlineObject":
-        """Return the same text: an object may be a large data set."""
+        """Return self: an object may be a large data set."""
         return self
 
 
 def option_text(option: str, value: Any) -> Any:
-    """Return the text of an option that a program gives a value for.
+    """Return the string for a value that a program passes for an option.
 
-    A list becomes its items with commas between. A value that has no text is returned unchanged,
-    for the caller to refuse.
+    A list becomes its items, separated by commas. Other values are returned unchanged, for the
+    caller to reject.
+
+    Args:
+        option: name of the option.
+        value: what the program passes.
 
     Raises:
         InputError: the value is a model or an optimizer instead of a function that builds it.
@@ -70,12 +74,12 @@ def option_text(option: str, value: Any) -> Any:
 
 
 def may_be_same_object(before: str, now: str) -> bool:
-    """Return whether an option that held an object is now a module:function, perhaps the same."""
+    """Return whether an option that was an object is now a name, perhaps of the same object."""
     return before.startswith(PREFIX) and ":" in now and not now.startswith(PREFIX)
 
 
 def _item_text(value: Any, objects: dict[str, Any]) -> str | None:
-    """Return a value's text, and add to `objects` the object that it names."""
+    """Return a value's string, and add its object to `objects`."""
     if isinstance(value, str | os.PathLike):
         return os.fspath(value)
     if not callable(value):

@@ -1,7 +1,7 @@
-"""Public names of a package that are imported when they are first used.
+"""Imports a package's public names when they are first used.
 
-Imports nothing but importlib: `python -m towers` comes here while the current folder is still
-searched first.
+It imports only importlib: `python -m towers` runs it while the current folder is still first on the
+search path.
 """
 
 import importlib
@@ -11,9 +11,9 @@ def lazily(package: str, home: dict[str, str]):  # noqa: ANN201 - collections.ab
     """Return the module-level `__getattr__` of a package.
 
     Args:
-        package: its name.
-        home: {public name: module of the package, or "towers.other.module"}; a module that is
-            public itself has its own name.
+        package: name of the package.
+        home: {public name: module of the package, or "towers.other.module"}; a public module maps
+            to itself.
     """
 
     def load(name: str) -> object:

@@ -1,8 +1,7 @@
-"""The options of a run: names, defaults, ranges and help, in this one place.
+"""The options of a run: names, defaults, ranges and help.
 
-The command line makes a flag of each field, `flags.cfg` holds them, and a program of your own
-gives them as keyword arguments, with functions and data in place of names: model=build,
-dataset=((x, y), (x_test, y_test)).
+Each field is a flag of the command line, a line of `flags.cfg`, and a keyword argument in Python,
+where functions and data may replace names: model=build, dataset=((x, y), (x_test, y_test)).
 """
 
 import contextlib
@@ -28,7 +27,7 @@ OPTIMIZERS = (
     "sgd", "momentum", "nesterov", "adam", "adamw", "adamax", "nadam", "lion", "lamb", "rmsprop",
     "adagrad", "adadelta", "muon",
 )  # fmt: skip
-# Options that a compiled model has its own values for.
+# Options that a compiled model sets itself.
 OF_COMPILED = (
     "loss", "metrics", "optimizer", "learning_rate", "schedule", "warmup_epochs", "decay_epochs",
     "decay_factor", "momentum", "weight_decay", "label_smoothing", "clip_norm", "clip_value",
@@ -49,11 +48,11 @@ _tensorboard = group("TensorBoard", affects="report", minimum=0)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """All options of a run. Each field is a flag of the same name, with its help.
+    """All options of a run. Each field is a flag of the same name.
 
         options = towers.Options(model="my_net:build", num_towers=2, train_dir="runs/mine")
 
-    In place of a name, functions and data may be given as they are.
+    Functions and data may be passed in place of their names.
     """
 
     train_dir: str = _run(
@@ -350,7 +349,7 @@ class Options:
         self.gpu_options()
 
     def gpu_options(self) -> GpuOptions:
-        """Return the options of the GPUs; none is visible if the towers are on workers."""
+        """Return the GPU options; no GPU is visible if the towers are on workers."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(GpuOptions)}
         if self.workers and not self.visible_gpus:
             values["visible_gpus"] = "none"  # a worker on the same machine may have them
@@ -358,15 +357,15 @@ class Options:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the towers are on other machines."""
+        """Whether the towers are on workers."""
         return bool(self.workers)
 
     def on_this_machine(self, **changes: Any) -> "Options":
-        """Return options without other machines, and with changes."""
+        """Return the options without workers, with other changes."""
         return dataclasses.replace(self, workers="", **changes)
 
     def check_on_this_machine(self) -> None:
-        """Raise InputError if the towers of a benchmark are to be on other machines."""
+        """Raise InputError if a benchmark is given workers."""
         if self.workers:
             raise InputError(
                 f"--workers={self.workers}: a benchmark is of this machine's devices; leave it "
@@ -374,7 +373,7 @@ class Options:
             )
 
     def check_tower_numbers(self, text: str) -> None:
-        """Raise InputError unless a verb can try the numbers of towers that `text` lists."""
+        """Raise InputError unless `text` is a list of numbers of towers that a verb can try."""
         if self.variables == "auto":
             raise InputError(
                 "--variables=auto is a run's own trial: name cpu, sharded or replicated here"
@@ -383,11 +382,11 @@ class Options:
 
     @property
     def input_dtype(self) -> str:
-        """Type of a model's images and of its loss: float64 or float32."""
+        """Dtype of the images and the loss: float64 or float32."""
         return "float64" if self.dtype == "float64" else "float32"
 
     def to_flagfile(self) -> str:
-        """Return the text of a flagfile that repeats the run: all but options of one call."""
+        """Return a flagfile that repeats the run, without the options of one call."""
         names = ["train_dir", *names_that_affect("result", "speed", "machine", "report")]
         lines = [f"--{name}={text_of(getattr(self, name))}" for name in names]
         return "# towers train --flagfile=THIS_FILE repeats the run\n" + "\n".join(lines) + "\n"
@@ -397,7 +396,7 @@ class Options:
         return parse_numbers("decay_epochs", self.decay_epochs)
 
     def image_height_width(self) -> tuple[int, int] | None:
-        """Return `image_size` as (height, width), None if none is given."""
+        """Return `image_size` as (height, width), or None."""
         if not self.image_size:
             return None
         match = re.fullmatch(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?", self.image_size, re.ASCII)
@@ -409,7 +408,7 @@ class Options:
         return int(match[1]), int(match[2] or match[1])
 
     def profile_range(self) -> tuple[int, int] | None:
-        """Return `profile_steps` as (first, last), steps done when the profile starts and ends."""
+        """Return `profile_steps` as (steps done at its start, at its end), or None."""
         if not self.profile_steps:
             return None
         match = re.fullmatch(r"(\d{1,12}):(\d{1,12})", self.profile_steps, re.ASCII)
@@ -421,7 +420,7 @@ class Options:
         return int(match[1]), int(match[2])
 
     def model_keywords(self) -> dict[str, Any]:
-        """Return `model_args` as keyword arguments: numbers, booleans, else strings."""
+        """Return `model_args` as keyword arguments: numbers, booleans or strings."""
         keywords = {}
         for part in filter(None, self.model_args.split(",")):
             name, equals, value = part.partition("=")
@@ -435,7 +434,7 @@ class Options:
 
 
 def names_that_affect(*what: str) -> list[str]:
-    """Return the names of a run's options with these values of `affects`, see `fields.option`."""
+    """Return the names of options with these values of `affects`; see `fields.option`."""
     return [f.name for f in dataclasses.fields(Options) if f.metadata["affects"] in what]
 
 

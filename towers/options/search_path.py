@@ -1,6 +1,6 @@
-"""Where Python looks for modules: in the current folder only for what the user has named.
+"""Takes the current folder off Python's search path, except for modules that the user names.
 
-Imports only what Python itself has imported by then: the command comes here first.
+It imports only what Python itself has imported already: the command runs it first.
 """
 
 import os
@@ -10,10 +10,9 @@ CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__fil
 
 
 def leave_out_current_folder() -> None:
-    """Remove the current folder from the search path; put that of a checkout last.
+    """Remove the current folder from the search path, or move it last if it is the checkout.
 
-    `python -m towers` and an empty part of PYTHONPATH put it first: a numpy.py that lies there,
-    whoever has written it, would run.
+    `python -m towers` and an empty part of PYTHONPATH put it first, and a numpy.py in it would run.
     """
     others = _without_current_folder(sys.path)
     if len(others) < len(sys.path) and _is_here(CHECKOUT):
@@ -22,7 +21,7 @@ def leave_out_current_folder() -> None:
 
 
 def child_environment(environ: dict[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment in which `python -m towers...` finds what this process does."""
+    """Return the environment in which `python -m towers...` finds the same modules."""
     given = _without_current_folder(environ.get("PYTHONPATH", "").split(os.pathsep))
     folders = os.pathsep.join(dict.fromkeys([CHECKOUT, *given]))
     return dict(environ) | {"PYTHONPATH": folders, "PYTHONSAFEPATH": "1"}

@@ -1,4 +1,4 @@
-"""When a run does what, as pure functions of the number of steps done."""
+"""When a run logs, evaluates and saves, as pure functions of the number of steps done."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from towers.options.run import Options
 
 @dataclasses.dataclass(frozen=True)
 class Timetable:
-    """Steps at which something is due, in the part of a run that one process makes."""
+    """The steps at which something is due, in one process' part of a run."""
 
-    first_step: int  # steps done when it starts
-    first_examples: int  # examples seen by then
-    last_step: int  # steps done when it ends
+    first_step: int  # steps done at the start
+    first_examples: int  # examples seen at the start
+    last_step: int  # steps done at the end
     train_size: int  # examples of an epoch
     options: Options
 
@@ -26,18 +26,18 @@ class Timetable:
         return self.examples(step) / self.train_size
 
     def x(self, step: int) -> int:
-        """Return where a point of `step` updates stands in TensorBoard."""
+        """Return the x of a point after `step` updates in TensorBoard."""
         return self.examples(step) if self.options.tensorboard_x == "examples" else step
 
     def logs(self, step: int) -> bool:
-        """Return whether the step that ends at `step` gets a line: the first, each n-th, the last.
+        """Return whether step `step` prints a line: the first, every n-th and the last do.
 
-        The line bears the number of updates before that step, `step` - 1.
+        The line shows the number of updates before that step, `step` - 1.
         """
         return self.plots(step) or step == self.first_step + 1
 
     def plots(self, step: int) -> bool:
-        """Return whether its line is a point of curves, as in a run that was never stopped."""
+        """Return whether step `step` is a point of the curves, as if the run had never stopped."""
         return (step - 1) % self.options.log_every_steps == 0 or step == self.last_step
 
     def saves(self, step: int) -> bool:
@@ -54,14 +54,14 @@ class Timetable:
         return self._passes(step, self.options.histogram_every_epochs)
 
     def num_steps(self, step: int, also: Callable[[int], bool] = lambda step: False) -> int:
-        """Return how many steps the next call makes: up to the next thing that is due.
+        """Return how many steps the next call makes: up to the next step at which anything is due.
 
-        The first call makes one step, which gets a line: the time to it is known, and a run that
-        cannot work says so early. No call goes beyond the last step, which gets one, too.
+        The first call makes one step, so that a run that cannot work fails early. No call goes
+        beyond the last step.
 
         Args:
             step: steps done.
-            also: tells whether something else is due after so many steps.
+            also: returns whether something else is due after a number of steps.
         """
         due = (self.logs, self.saves, self.evaluates, self.draws_histograms, also)
         for n in range(1, self.options.steps_per_loop):
@@ -70,7 +70,7 @@ class Timetable:
         return self.options.steps_per_loop
 
     def _passes(self, step: int, every_epochs: float) -> bool:
-        # of the decimal that was typed: 1.1 * 10 in floats is more than 11, and one step late
+        # Exact: in floats 1.1 * 10 is more than 11, which would be one step late.
         every = Fraction(str(every_epochs)) * self.train_size
         if not every or not 0 < step < self.last_step:
             return False

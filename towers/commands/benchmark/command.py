@@ -1,9 +1,9 @@
-"""`towers benchmark`: how fast, how it scales, and beside whom.
+"""`towers benchmark`: speed, scaling, and the speed of other programs.
 
-Each configuration is a process of its own: ours (`own_lane`) with each number of towers, on the
-global batch of the options (strong scaling) and on that batch for each tower (weak), and other
-programs that train the same model (`scripts/peers`). All are warmed up, and then they take turns,
-window by window. This process computes nothing meanwhile.
+Each configuration is a process of its own: ours (`own_run`) with each number of towers, with the
+global batch of the options (strong scaling) and with that batch for each tower (weak), and other
+programs that train the same model (`scripts/peers`). After warming up they take turns, window by
+window, while this process is idle.
 """
 
 import contextlib
@@ -26,11 +26,15 @@ PROGRAMS = {"jax": "jax_loop", "mirrored_own_layers": "mirrored"}  # else as the
 
 
 def run(options: BenchmarkOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure what the options describe.
+    """Measure the configurations that the options describe.
+
+    Args:
+        options: the run, the numbers of towers, the peers, and the windows.
+        say: called with each line to print.
 
     Returns:
-        "results", one for each configuration of ours; "ratios" {peer: ours / peer, median of the
-        windows}, "ratio_ranges"; "peers"; "skipped" and "failed" {peer: the reason}; "machine";
+        "results", one for each of our configurations; "ratios" {peer: ours / peer, median of the
+        windows}, "ratio_ranges"; "peers"; "skipped" and "failed" {peer: reason}; "machine";
         "versions".
     """
     programs = {n: PEER_FOLDER / f"{PROGRAMS.get(n, n)}.py" for n in options.peers()}
@@ -51,7 +55,7 @@ def run(options: BenchmarkOptions, say: Callable[[str], None] = print) -> dict[s
             runs.start_peers(programs, images)
             runs.take_turns()
         except RunnerError as error:
-            raise RunError(f"the benchmark's own lane failed: {error}") from None
+            raise RunError(f"the benchmark's own run failed: {error}") from None
         result = collect(runs)
     for line in lines(options, result):
         say(line)
@@ -62,7 +66,7 @@ def run(options: BenchmarkOptions, say: Callable[[str], None] = print) -> dict[s
 
 
 def default_numbers(named: str) -> list[int]:
-    """Return 1 and all GPUs, or all devices that are named; without GPUs 1, 2 and 4."""
+    """Return 1 and the number of GPUs or named devices; without GPUs 1, 2 and 4."""
     named = named.strip().lower()
     if named not in ("", "cpu", "gpu"):
         return sorted({1, len(named.split(","))})

@@ -1,12 +1,12 @@
-r"""One of our own configurations: the process that `towers benchmark` measures.
+r"""The process of one of our own configurations, which `towers benchmark` measures.
 
     python -m towers.commands.benchmark.own_run \
         '{"options": {"num_towers": 2, ...}, "export": ""}'
 
-It prints {"ready": true, ...} with what is known before the first window. A line "2.0" lets it
-train for at least two seconds, a line "0.5 control" lets it run its control: each tower's forward
-and backward on weights of its own, without gather, update or reading. That is what perfect scaling
-would give on this machine. It answers {"steps", "seconds"}, until the end of its input.
+After warming up it prints {"ready": true, ...}. For each line of its input it runs one window and
+prints {"steps", "seconds"}: "2.0" trains for at least two seconds, "0.5 control" runs the control,
+each tower's forward and backward pass with weights of its own, without gather, update or input.
+That is the speed of perfect scaling on this machine.
 """
 
 import dataclasses
@@ -33,33 +33,33 @@ from towers.options.augmentation import parse
 from towers.options.run import Options
 from towers.training.run.setup import RunContext, assemble, load_data, tower_devices
 
-STORED_SHAPE = (32, 32, 3)  # of the images that the synthetic ones stand in for
+STORED_SHAPE = (32, 32, 3)  # of synthetic images, as a data set would store them
 NUM_CLASSES = 10
 WARM_UP_SECONDS = 1.0
 
 
 class OwnRun:
-    """The run of one configuration, warmed up, and what is known of it before its windows."""
+    """A warmed-up run of one configuration; `ready` describes it."""
 
     def __init__(self, options: Options):
-        """Build and warm up."""
+        """Build the run and warm it up."""
         devices.configure(**dataclasses.asdict(options.gpu_options()))
         names = tower_devices(options)
         dataset, options = load(options)
         self.run = run = assemble(options, names, dataset)
         loop, batches = run.train_loop(), run.batches(0, 0)
-        if dataset.name == "synthetic":  # nothing is read or drawn
+        if dataset.name == "synthetic":  # one batch, without reading or augmentation
             batches = dataset.train.train_batches(options.batch_size, seed=options.seed)
             batches = tf.data.Dataset.from_tensors(next(iter(batches))).repeat()
         self.batches = batches = iter(batches)
         self._loops: dict[str, Callable] = {"": lambda num_steps: loop(batches, num_steps)["loss"]}
         self._make_steps("", 1)
         self.train(WARM_UP_SECONDS)
-        peak = peak_mib()  # the control is no part of a run: its memory is not counted
+        peak = peak_mib()  # without the control's memory
         self._loops["control"] = make_control(run)
         self._make_steps("control", 2)
         places = devices.describe(run.builder.devices)
-        # All logical CPU devices are one, and so are the parts of a GPU that is split.
+        # All logical CPU devices are one piece of hardware, as are the parts of a split GPU.
         hardware = {"cpu" if "cpu" in t.device else t.pci_bus_id or t.device for t in places}
         shape, kind = dataset.image_shape, run.options.augment
         self.ready = {
@@ -78,27 +78,27 @@ class OwnRun:
         }
 
     def train(self, seconds: float, part: str = "") -> dict[str, float]:
-        """Run whole loops for at least `seconds`; return {"steps", "seconds"}."""
+        """Run loops for at least `seconds`; return {"steps", "seconds"}."""
         num_steps = self.run.options.steps_per_loop
         start, steps, passed = time.perf_counter(), 0, 0.0
         while passed < seconds:
             self._make_steps(part, num_steps)
             steps += num_steps
             passed = time.perf_counter() - start
-        if bool(self.run.masters.stuck()):  # after which steps are no steps
+        if bool(self.run.masters.stuck()):  # from then on steps do nothing
             raise RunError("the loss or a gradient is not finite: try a lower --learning_rate")
         return {"steps": steps, "seconds": passed}
 
     def _make_steps(self, part: str, num_steps: int) -> None:
-        self._loops[part](tf.constant(num_steps)).numpy()  # which waits for the devices
+        self._loops[part](tf.constant(num_steps)).numpy()  # waits for the devices
 
 
 def make_control(run: RunContext) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Return a loop of so many steps, each of all towers' gradients from weights of their own.
+    """Return a function of a number of steps, in each of which towers compute gradients alone.
 
-    What a layer assigns is dropped, and BatchNorm's moments are those of the tower's slice: there
-    is nothing between the towers. A step's one batch comes from an iterator and its weights are
-    read in it, so that nothing can be moved out of the loop.
+    Each tower has its own weights, its layers' assignments are dropped, and BatchNorm takes moments
+    over its slice, so that nothing crosses between towers. Batch and weights are read in each step,
+    so that nothing can be hoisted out of the loop.
     """
     builder, variables = run.builder, run.masters.model.variables
     trainable = {id(v) for v in run.masters.model.trainable_variables}
@@ -116,18 +116,18 @@ def make_control(run: RunContext) -> Callable[[tf.Tensor], tf.Tensor]:
         weights = [value for v, value in pairs if id(v) in trainable]
         with (
             keras.StatelessScope(state_mapping=pairs),
-            # by the same kernels
+            # with the same kernels
             batch_norm.over_all_towers(None, builder.batch_norm, builder.devices[0]),
             tf.GradientTape(watch_accessed_variables=False) as tape,
         ):
             tape.watch(weights)
             loss = tf.reduce_sum(run.task.loss(*part))
-        with keras.StatelessScope():  # what is recomputed here may assign, too
+        with keras.StatelessScope():  # recomputed layers may assign again
             return loss, tape.gradient(loss, weights)
 
     def sum_of_first_elements(results: Sequence[Any]) -> tf.Tensor:
-        # So each result is computed: TensorFlow leaves out an op whose value nobody takes, also
-        # one that there is a control dependency on.
+        # Use every result: TensorFlow prunes ops whose values are unused, even with a control
+        # dependency on them.
         sums = []
         for device, result in zip(builder.devices, results, strict=True):
             leaves = tf.nest.flatten(result, expand_composites=True)
@@ -154,7 +154,7 @@ def make_control(run: RunContext) -> Callable[[tf.Tensor], tf.Tensor]:
 
 
 def load(options: Options) -> tuple[data.Data, Options]:
-    """Return the data set, and the options that go with it: synthetic images are taken as is."""
+    """Return the data set, and options to match: synthetic images are not augmented."""
     if options.dataset != "synthetic":
         return load_data(options), options
     size, base = options.image_height_width(), parse(options.augment).base
@@ -169,7 +169,7 @@ def load(options: Options) -> tuple[data.Data, Options]:
 
 
 def export(train: data.Split, path: str) -> None:
-    """Write a training set for programs that take bytes and classes, if it holds those."""
+    """Write a training set of uint8 images and classes to an .npz file; skip any other."""
     batches = train.eval_batches(1000)
     specs = batches.element_spec[0]
     one_each = all(isinstance(spec, tf.TensorSpec) for spec in specs) and len(specs) == 2
@@ -180,8 +180,8 @@ def export(train: data.Split, path: str) -> None:
 
 
 def main(config: dict[str, Any]) -> None:
-    """Serve windows until the end of standard input."""
-    # What the user's own code prints goes to standard error: the answers stand alone.
+    """Run the windows that standard input asks for."""
+    # The user's own code may print: send that to standard error, apart from the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:

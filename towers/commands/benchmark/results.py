@@ -1,4 +1,4 @@
-"""Rates, ratios and tables of the windows of `towers benchmark`."""
+"""Rates, ratios, tables and the picture of `towers benchmark`."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ _COPIED = "num_towers scaling batch_size devices shared peak_memory_mib".split()
 
 
 def collect(runs: InterleavedRuns) -> dict[str, Any]:
-    """Return the result of a benchmark, whose peers end now."""
+    """Return the result of a benchmark, and end its peers."""
     results = [result_of(runner.ready, runner.windows) for runner in runs.own]
     ready, ours = runs.own[-1].ready, runs.own[-1].windows[""]
     ratios = {peer.name: ratios_of(peer.windows[""], ours) for peer in runs.peers}
@@ -45,18 +45,18 @@ def collect(runs: InterleavedRuns) -> dict[str, Any]:
 
 
 def ratios_of(longer: Sequence[float], shorter: Sequence[float]) -> dict[str, float]:
-    """Return median and range of the ratios, window by window."""
+    """Return median, min and max of longer / shorter, window by window."""
     values = [a / b for a, b in zip(longer, shorter, strict=True)]
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def rates(ready: Mapping[str, Any], seconds: Sequence[float]) -> dict[str, float]:
-    """Return median and range of examples/s, from the seconds of a step in each window."""
+    """Return median, min and max of examples/s, from each window's seconds per step."""
     return ratios_of([ready["batch_size"]] * len(seconds), seconds)
 
 
 def result_of(ready: Mapping[str, Any], windows: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return the entry of one of our configurations in `results`."""
+    """Return one configuration's entry in `results`."""
     return {name: ready[name] for name in _COPIED} | {
         "examples_per_second": rates(ready, windows[""]),
         "control": rates(ready, windows["control"]),
@@ -65,7 +65,7 @@ def result_of(ready: Mapping[str, Any], windows: Mapping[str, Sequence[float]]) 
 
 
 def lines(options: BenchmarkOptions, result: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of the result of `collect`: tables in markdown, and notes."""
+    """Yield the lines to print for a result: markdown tables, and notes."""
     where, versions, run = result["machine"], result["versions"], options.run
     yield ""
     yield (
@@ -107,7 +107,7 @@ def _range(values: Mapping[str, float], digits: int = 0) -> str:
 
 
 def draw(result: Mapping[str, Any], path: str) -> None:
-    """Write a PNG file: examples/s of our towers, and of other programs, with their ranges."""
+    """Write a PNG bar chart of examples/s, with ranges, of our towers and other programs."""
     from matplotlib.figure import Figure
 
     strong = [row for row in result["results"] if row["scaling"] == "strong"]

@@ -1,11 +1,11 @@
-"""Runners: processes that train in turn, a window at a time, and talk in lines of JSON.
+"""Runners: processes that train in turn, a window at a time, and exchange lines of JSON.
 
-A runner says {"ready": true, ...}, {"skipped": why} or {"refused": why}. It reads "2.0" and says
-{"steps": 120, "seconds": 2.01}; "0.5 control" means our control. At the end of its input it
-says {"peak_memory_mib": 812.5}.
+A runner first prints {"ready": true, ...}, {"skipped": reason} or {"refused": reason}. For a line
+"2.0" it trains two seconds and prints {"steps": 120, "seconds": 2.01}; "0.5 control" runs our
+control. At the end of its input it prints {"peak_memory_mib": 812.5}.
 
-A runner that is not at its turn sleeps on its standard input, so that a slow minute of the machine
-slows all of them alike. No TensorFlow is needed here.
+Between its turns a runner sleeps on its standard input, so that a slow minute of the machine slows
+all of them alike. TensorFlow is not needed here.
 """
 
 import contextlib
@@ -30,21 +30,24 @@ from towers.options.augmentation import parse
 
 WAIT_SECONDS = 900.0  # for importing, loading data, building and warming up; for a huge step
 END_SECONDS = 30.0
-WINDOW_SHARES = {"control": 0.5, "": 1.0}  # how long each of our loops is measured, of a window
+WINDOW_SHARES = {"control": 0.5, "": 1.0}  # of a window's seconds, for each of our loops
 PEER_OPTIONS = (
     "model dtype optimizer learning_rate momentum weight_decay ema_decay steps_per_loop seed"
 )
 
 
 class RunnerError(RuntimeError):
-    """A runner that crashed or hangs: one line that says how."""
+    """A runner crashed or hangs."""
 
 
 class Runner:
-    """One such process, in a session of its own: whatever it starts can be ended with it.
+    """One such process, in a session of its own, so that its children end with it.
 
-    `ready` is what it said first, `windows` {loop: seconds of a step, one for each window}: ""
-    that of training, "control". Each method may raise a RunnerError.
+    Methods raise RunnerError if the process fails.
+
+    Attributes:
+        ready: its first answer.
+        windows: {loop: [seconds of a step in each window]}; loops are "" (training) and "control".
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]):
@@ -65,25 +68,25 @@ class Runner:
         )
 
     def wait_ready(self) -> None:
-        """Wait for its first answer, which becomes `ready`."""
+        """Wait for the first answer and keep it as `ready`."""
         self.ready = self._answer({"ready", "skipped", "refused"}, WAIT_SECONDS)
 
     def train(self, seconds: float, part: str = "") -> None:
-        """Run a loop for about `seconds`; append the seconds of a step to its `windows`."""
-        with contextlib.suppress(BrokenPipeError):  # it has ended: the missing answer says so
+        """Run a loop for `seconds`; append the seconds of a step to its `windows`."""
+        with contextlib.suppress(BrokenPipeError):  # the missing answer says that it has ended
             print(seconds, part, file=self._process.stdin, flush=True)
         answer = self._answer({"steps"}, seconds + WAIT_SECONDS)
         self.windows.setdefault(part, []).append(answer["seconds"] / answer["steps"])
 
     def finish(self) -> float | None:
-        """Close its input; return its peak memory in MiB, None if it does not answer."""
+        """Close its input; return its peak memory in MiB, or None without an answer."""
         with contextlib.suppress(BrokenPipeError, RunnerError):
             self._process.stdin.close()
             return self._answer({"peak_memory_mib"}, END_SECONDS)["peak_memory_mib"]
         return None
 
     def close(self) -> None:
-        """End the process and all that it has started, however they are."""
+        """Kill the process and all that it has started."""
         with contextlib.suppress(BrokenPipeError), self._errors, self._process:
             self._kill()
 
@@ -92,7 +95,7 @@ class Runner:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _answer(self, keys: set[str], timeout_seconds: float) -> dict[str, Any]:
-        """Return the next line of JSON that has one of the keys; a library may print others."""
+        """Return the next JSON object with one of the keys; skip lines that libraries print."""
         start = time.monotonic()
         timer = threading.Timer(timeout_seconds, self._kill)
         timer.start()
@@ -115,21 +118,26 @@ class Runner:
 
 @dataclasses.dataclass
 class InterleavedRuns:
-    """All runners of a benchmark. A RunnerError that a method raises is of one of our own."""
+    """All runners of a benchmark. A RunnerError from a method is one of our own runners'."""
 
     options: BenchmarkOptions
     stack: contextlib.ExitStack  # which ends the processes
     say: Callable[[str], None]
-    # Ours: weak scaling, then strong; peers are compared with the last.
+    # Weak scaling, then strong; peers are compared with the last.
     own: list[Runner] = dataclasses.field(default_factory=list)
     peers: list[Runner] = dataclasses.field(default_factory=list)
-    skipped: dict[str, str] = dataclasses.field(default_factory=dict)  # {peer: why}
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)  # {peer: reason}
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def start_own(self, numbers: Sequence[int], images: str) -> None:
-        """Start ours with these numbers of towers, or raise InputError if one refuses its options.
+        """Start our runners.
 
-        The first, which asks for most, writes the training set to `images`, unless that is "".
+        Args:
+            numbers: of towers.
+            images: file to which the first runner writes the training set, or "".
+
+        Raises:
+            InputError: a runner refuses its options.
         """
         run = self.options.run
         plan = [(n, "weak", run.batch_size * n) for n in numbers if n > 1]
@@ -152,7 +160,7 @@ class InterleavedRuns:
             self.own.insert(0, runner)
 
     def start_peers(self, programs: Mapping[str, Path], images: str) -> None:
-        """Start other programs, which train what the last of ours trains."""
+        """Start the peers, on the task of our last runner."""
         run, ours = self.options.run, self.own[-1].ready
         config = {name: getattr(run, name) for name in PEER_OPTIONS.split()} | {
             "model_args": run.model_keywords(),
@@ -188,7 +196,7 @@ class InterleavedRuns:
     def _start(self, name: str, program: Sequence[str], config: Mapping[str, Any]) -> Runner:
         environment = search_path.child_environment()
         if program[0] != "-m":
-            del environment["PYTHONSAFEPATH"]  # the modules beside a program are its own
+            del environment["PYTHONSAFEPATH"]  # it imports modules beside it
         run = self.options.run
         if not run.per_process_gpu_memory_fraction + run.gpu_memory_limit_mib:
             environment["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"  # all share the GPUs' memory
@@ -198,14 +206,14 @@ class InterleavedRuns:
         return runner
 
     def take_turns(self) -> None:
-        """Run the windows of all runners in turn; a peer that fails is left out from then on."""
+        """Run all windows in turn; a peer that fails is dropped."""
         windows, length = self.options.windows, self.options.seconds
         turns = [(runner, part) for runner in self.own for part in WINDOW_SHARES]
         turns += [(runner, "") for runner in self.peers]
         seconds = sum(length * WINDOW_SHARES[part] for _, part in turns)
         self.say(f"measuring   {windows} windows of {seconds:.0f} s at least")
         for window in range(windows):
-            # Every other window backwards: neither of two neighbours is always the first.
+            # Reverse every other window, so that no runner always follows the same one.
             for runner, part in turns[:: -1 if window % 2 else 1]:
                 if runner.name in self.failed:
                     continue

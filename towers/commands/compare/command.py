@@ -142,7 +142,7 @@ def read_run(folder: Path, name: str) -> ComparedRun:
 
 
 def find_objective(runs: Sequence[ComparedRun], wanted: str) -> tuple[Objective, str]:
-    """Return the objective to compare by, `wanted` or else the runs' own, and a note on it."""
+    """Return the objective to compare by, `wanted` or the runs' own, and a note on it."""
     results = [run.result for run in runs if run.result]
     tags = {tag for run in runs for tag in run.curves.evaluated}
     if not wanted and results:

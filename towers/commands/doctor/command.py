@@ -1,7 +1,7 @@
-"""`towers doctor`: small checks of the machine, each with what to type where something is wrong.
+"""`towers doctor`: checks of the machine, each with what to type where something is wrong.
 
-Nothing is created, downloaded or left behind. TensorFlow runs in processes of its own
-(`towers.devices.self_test`), so that even one that cannot be imported is only one of the findings.
+Nothing is created or downloaded. TensorFlow runs in processes of its own
+(`towers.devices.self_test`), so that one which cannot be imported is a finding like others.
 """
 
 import importlib.metadata
@@ -31,18 +31,18 @@ INSTALL = "type pip install 'tensorflow[and-cuda]>=2.21,<2.22'"
 FREE_BYTES = 2**30  # for the checkpoints and events of a run
 SHARED_MEMORY = "/dev/shm"
 SHARED_BYTES = 2**30  # what NVIDIA's containers advise
-# The oldest driver for each major version of CUDA; later minor versions run on it, too:
+# The oldest driver for each major version of CUDA, which also runs later minor versions:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 LEAST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 
 
 def run(options: Options, say: Callable[[str], None]) -> list[Check]:
-    """Look at versions, folder, data, GPUs and what they compute.
+    """Check versions, folder, data, GPUs and their results.
 
     Args:
-        options: `train_dir`, `dataset`, `data_dir` and those of the GPUs count; if the
-            towers are to be on other machines, only these and the network are looked at.
-        say: is given each finding as soon as it is known, then a line that sums up.
+        options: `train_dir`, `dataset`, `data_dir` and the GPU options are used; with `workers`
+            only these and the network are checked.
+        say: called with each finding as soon as it is known, then with a summary.
 
     Returns:
         The findings, at least one.
@@ -76,13 +76,13 @@ def _checks(options: Options, environ: dict[str, str]) -> Iterator[Check]:
 
 
 def _refused(name: str, error: InputError, remedy: str) -> Check:
-    """Return a problem; `remedy` is for an error that has none behind a last semicolon."""
+    """Return a problem, with the error's text after its last semicolon, or `remedy`, as remedy."""
     detail, semicolon, says = str(error).rpartition("; ")
     return Check(name, PROBLEM, detail, says) if semicolon else Check(name, PROBLEM, says, remedy)
 
 
 def check_versions() -> Iterator[Check]:
-    """Compare the Python and the packages that this process uses with what setup.py declares."""
+    """Compare Python and the installed packages with the requirements in setup.py."""
     try:
         metadata = importlib.metadata.metadata("towers")
     except importlib.metadata.PackageNotFoundError:
@@ -93,18 +93,18 @@ def check_versions() -> Iterator[Check]:
     python = f"Python{metadata['Requires-Python']}"
     yield check_version(python, platform.python_version(), "install a newer Python")
     for line in metadata.get_all("Requires-Dist", []):
-        if (needed := Requirement(line)).marker:  # of an extra
+        if (needed := Requirement(line)).marker:  # an extra
             continue
         try:
             version = importlib.metadata.version(needed.name)
-        except importlib.metadata.PackageNotFoundError:  # tensorflow-cpu is a tensorflow, too
+        except importlib.metadata.PackageNotFoundError:  # tensorflow-cpu provides tensorflow, too
             others = importlib.metadata.packages_distributions().get(needed.name)
             version = importlib.metadata.version(others[0]) if others else None
         yield check_version(line, version, f"type python -m pip install '{line}'")
 
 
 def check_version(requirement: str, version: str | None, remedy: str) -> Check:
-    """Compare a version, None if there is none, with a requirement: "keras>=3.15,<4"."""
+    """Compare a version, or None, with a requirement such as "keras>=3.15,<4"."""
     needed = Requirement(requirement)
     allowed = requirement.removeprefix(needed.name) or "any"
     try:
@@ -118,7 +118,7 @@ def check_version(requirement: str, version: str | None, remedy: str) -> Check:
 
 
 def check_train_dir(train_dir: str) -> Check:
-    """Check that a run can be written: permission and free space."""
+    """Check permissions and free space for a run."""
     folder, another = Path(train_dir), "name another --train_dir"
     try:
         files.check_train_dir(folder, overwrite=False)
@@ -133,7 +133,7 @@ def check_train_dir(train_dir: str) -> Check:
 
 
 def check_data(dataset: str, data_dir: str) -> Check:
-    """Check that the data set's files are there; nothing is loaded or downloaded."""
+    """Check that the data set's files exist, without loading or downloading."""
     try:
         where = registry.locate(dataset, data_dir)
     except InputError as error:
@@ -145,7 +145,7 @@ def check_data(dataset: str, data_dir: str) -> Check:
 
 
 def check_devices(driver: Sequence[DriverGpu], environ: Mapping[str, str]) -> Iterator[Check]:
-    """Compare the driver's GPUs with TensorFlow's, then compute on those that a run would use."""
+    """Compare the driver's GPUs with TensorFlow's, then test those that a run would use."""
     visible = cuda_visible_devices.visible_in(environ, driver)
     start = self_test.run_probe([], environ=environ)
     if isinstance(start, str):
@@ -208,7 +208,7 @@ def check_gpus(
 
 
 def check_memory(driver: Sequence[DriverGpu], visible: Sequence[DriverGpu]) -> Iterator[Check]:
-    """Report the free memory of each GPU that a run would use, and who holds the rest."""
+    """Report free memory and other processes of each GPU that a run would use."""
     for gpu in visible:
         name = f"memory of GPU {gpu.key}"
         if None in (gpu.free_bytes, gpu.total_bytes):
@@ -253,7 +253,7 @@ def check_driver(
 def check_kernels(
     gpus: Sequence[cuda_visible_devices.Seen], build: Mapping[str, object]
 ) -> Iterator[Check]:
-    """Name the GPUs for which TensorFlow has no kernels: CUDA compiles them at first use."""
+    """Report GPUs without built kernels, which CUDA compiles at first use."""
     newer = {
         capability for _, capability in gpus if cuda_visible_devices.compiles(capability, build)
     }
@@ -265,7 +265,7 @@ def check_kernels(
 
 
 def check_peer_access(access: Mapping[tuple[str, str], str | None]) -> Check:
-    """Report which pairs of GPUs have peer access; `access` is that of `nvml.peer_access`."""
+    """Report which pairs of GPUs have peer access, as `nvml.peer_access` returns it."""
     pairs_by_reason: dict[str, list[str]] = {}
     for pair, reason in access.items():
         reason = "the driver does not tell" if reason is None else reason or "P2P"
@@ -281,7 +281,7 @@ def check_peer_access(access: Mapping[tuple[str, str], str | None]) -> Check:
 
 
 def check_shared_memory(free_bytes: int | None, some_peer_access: bool) -> Check:
-    """Check the room in /dev/shm, which NCCL needs between GPUs without P2P."""
+    """Check the free space in /dev/shm, which NCCL needs between GPUs without P2P."""
     remedy = (
         f"start the container with --shm-size={SHARED_BYTES // 2**30}g (Docker gives 64 MiB), "
         "or with --ipc=host"
@@ -310,7 +310,7 @@ def check_all_sum(found: dict[str, str | None] | str, devices: Sequence[str]) ->
 
 
 def check_probe(found: dict[str, Any] | str, devices: Sequence[str]) -> Iterator[Check]:
-    """Report the result of `probe.run_probe`."""
+    """Report the result of `self_test.run_probe`."""
     if isinstance(found, str):
         command = (
             f"type python -m towers.devices.self_test {' '.join(devices)}, which shows all of it"

@@ -1,4 +1,4 @@
-"""The trained model of a run in a file, which is loaded again and compared before it is kept."""
+"""`towers export`: writes a run's model to a file, and checks it by loading it again."""
 
 import contextlib
 import io
@@ -24,8 +24,8 @@ from towers.training.load import TrainedModel, load_run
 from towers.training.run.model import floatx_of
 
 _NUM_COMPARED = 4  # examples
-# Of a difference, relative to the largest output. Of ResNet-20 rounding made 9e-16 and 3e-7; deeper
-# models, and those in half precision, make more of it.
+# Allowed difference, relative to the largest output. ResNet-20 had 9e-16 and 3e-7 by rounding;
+# deeper models, and half precision, have more.
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 _TOLERANCE_OF_HALF = 0.1
 
@@ -33,7 +33,11 @@ Inputs = Any  # a structure of tensors
 
 
 def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Write a run's model to a file, load that, and compare what the two compute.
+    """Write a run's model to a file, load it again, and compare the outputs of both.
+
+    Args:
+        options: the run, the format and the file.
+        say: called with each line to print.
 
     Returns:
         {"passed", "output", "format", "step", "averages", "max_relative_difference"}.
@@ -56,7 +60,7 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
                 old = path.with_name("old")
                 os.replace(output, old)
                 os.replace(path, output)
-                shutil.rmtree(old)  # last of all
+                shutil.rmtree(old)  # once the new one is in place
             elif passed:
                 os.replace(path, output)
     except OSError as error:
@@ -84,9 +88,9 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
 
 
 def raw_model(trained: TrainedModel) -> keras.Model:
-    """Return the model that takes examples as the data set stores them, any number at a time."""
+    """Return a model that takes batches of examples as the data set stores them."""
     spec, task, model = trained.spec()[0], trained.task, trained.model
-    # Neither optimizer nor loss is needed, which Keras might not find where the file is loaded.
+    # Drop optimizer and loss, which Keras may not find where the file is loaded.
     model.compiled, model.optimizer = False, None
     if not task["image_shape"]:
         if isinstance(model, keras.Sequential) or getattr(model, "inputs", None):
@@ -100,7 +104,7 @@ def raw_model(trained: TrainedModel) -> keras.Model:
 
 
 def prepared(images: keras.KerasTensor, kind: str, dtype: str) -> keras.KerasTensor:
-    """Return what `augment.eval_images` makes of images `[B, H, W, C]`, by Keras' ops alone."""
+    """Apply `augment.eval_images` to images `[B, H, W, C]` by Keras ops only."""
     stored = images.shape[1:]
     height, width, channels = augment.output_shape(stored, kind)
     top, left = (stored[0] - height) // 2, (stored[1] - width) // 2
@@ -116,7 +120,7 @@ def prepared(images: keras.KerasTensor, kind: str, dtype: str) -> keras.KerasTen
 
 
 def random_examples(spec: Any) -> Inputs:
-    """Return a batch of made-up examples; whole numbers but bytes are 0 and 1, as few may be."""
+    """Return a batch of random examples; integers other than uint8 are 0 or 1."""
     random = np.random.default_rng(0)
 
     def batch(spec: tf.TensorSpec) -> tf.Tensor:
@@ -140,7 +144,7 @@ def _arrays(outputs: Any) -> list[np.ndarray]:
     return [np.asarray(output, np.float64) for output in tf.nest.flatten(outputs)]
 
 
-# The formats: each is written, loaded again, and its outputs returned.
+# Each format: write the file, load it again, return its outputs.
 
 
 def _keras(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarray]:
@@ -150,7 +154,7 @@ def _keras(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarr
         loaded = keras.models.load_model(path, compile=False)
     except OSError:
         raise
-    except Exception as error:  # of many kinds, some with a page about the whole model
+    except Exception as error:  # of many kinds, some a page long
         name, why = "a layer", error
         for layer in reversed(tf_internals.layers_of(model)):  # the innermost first
             try:
@@ -167,15 +171,15 @@ def _keras(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarr
 
 
 def _saved_model(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarray]:
-    with contextlib.redirect_stdout(io.StringIO()):  # a page about its endpoints
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints a page about endpoints
         raw_model(trained).export(path, verbose=False)
-    loaded = tf.saved_model.load(str(path))  # a name keeps its variables alive
+    loaded = tf.saved_model.load(str(path))  # the name keeps its variables alive
     return _arrays(loaded.serve(examples))
 
 
 def _weights(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarray]:
     trained.model.save_weights(path)
-    for variable in trained.model.weights:  # so that nothing but the file gives them back
+    for variable in trained.model.weights:  # so that only the file can restore them
         variable.assign(tf.zeros_like(variable.value))
     trained.model.load_weights(path)
     return _outputs_of(trained, examples)
@@ -200,7 +204,7 @@ def _how_to_load(options: ExportOptions, trained: TrainedModel) -> list[str]:
 
 
 def _output(options: ExportOptions) -> Path:
-    """Return the path to write; InputError if it is taken or cannot be loaded from."""
+    """Return the path to write; raise InputError if it exists or could not be loaded."""
     name = f"model{ENDINGS[options.format]}" if ENDINGS[options.format] else options.format
     path = Path(options.output or Path(options.run.train_dir, name)).expanduser()
     pattern = re.search(r"[*?[\\]", str(path.absolute()))

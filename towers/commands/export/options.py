@@ -7,13 +7,13 @@ from towers.errors import InputError
 from towers.options.fields import check_values, option
 from towers.options.run import Options
 
-# What the names of files end in; a saved_model is a folder.
+# File name endings; a saved_model is a folder.
 ENDINGS = {"keras": ".keras", "saved_model": "", "weights": ".weights.h5"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportOptions:
-    """Options of `towers export`; `run` are those of the run."""
+    """Options of `towers export`: the run, the format and the file."""
 
     EXAMPLES: ClassVar[str] = """\
 Examples:

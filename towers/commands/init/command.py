@@ -1,4 +1,4 @@
-"""`towers init`: a model, data and flags of your own to begin with, as three files that run."""
+"""`towers init`: writes a model, data and flags to start from, as three files that run."""
 
 import dataclasses
 import shlex
@@ -25,7 +25,7 @@ _FLAGS = """\
 
 @dataclasses.dataclass(frozen=True)
 class InitOptions:
-    """Where `towers init` writes."""
+    """Options of `towers init`: the folder to write to."""
 
     EXAMPLES: ClassVar[str] = """\
 It writes my_net.py, a model, my_data.py, its data, and my_run.cfg, the flags of a run, into FOLDER,
@@ -34,13 +34,13 @@ by default the current one. They run as they are: put your own model and data in
     folders: tuple = option((), "Init", "Folder for the files.", positional="[FOLDER]")
 
     def __post_init__(self) -> None:
-        """Raise InputError for several folders."""
+        """Raise InputError for more than one folder."""
         if len(self.folders) > 1:
             raise InputError("towers init takes one folder: towers init FOLDER")
 
 
 def run(options: InitOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Write the files, all or none, and say what to type next; return {}."""
+    """Write the files unless one exists, and print what to type next; return {}."""
     folder = Path(options.folders[0] if options.folders else ".")
     own = Path(__file__).parent
     texts = {name: (own / name).read_text(encoding="utf-8") for name in ("my_net.py", "my_data.py")}

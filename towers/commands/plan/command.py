@@ -1,8 +1,8 @@
-"""`towers plan`: what a run would move, hold and launch on GPUs, before it starts.
+"""`towers plan`: the transfers, memory and kernel launches of a run on GPUs, before it starts.
 
-The run's real training step is built with its towers on logical CPU devices apart from the host,
-as GPUs are; none is needed. What crosses between devices is counted twice, in the graph as it was
-traced and in the one that TensorFlow executes; what the devices hold follows from the first.
+The run's real training step is built with its towers on logical CPU devices that are apart from the
+host, as GPUs are, so no GPU is needed. Transfers between devices are counted twice, in the traced
+graph and in the one that TensorFlow executes; the memory follows from the first.
 """
 
 import dataclasses
@@ -30,7 +30,11 @@ GIB = 2**30
 
 
 def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Report what a run would move, hold and launch on GPUs.
+    """Report the transfers, memory and kernel launches of a run on GPUs.
+
+    Args:
+        options: the run, its number of towers, and the memory of a GPU.
+        say: called with each line to print.
 
     Returns:
         "num_towers", "batch_size", "placements" {"cpu": {"bytes_per_step", "memory_bytes", "fits",
@@ -51,7 +55,7 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
     )
     one = assemble(dataclasses.replace(run_options, variables="cpu"), names[:1], dataset)
     missing = missing_gradients(one)
-    # Each run has a loop of its own, which TensorFlow takes for one that is traced too often.
+    # Each run traces a loop of its own, for which TensorFlow would warn of retracing.
     tf.get_logger().setLevel("ERROR")
     placements = {}
     for placement in one.task.placements:
@@ -78,17 +82,17 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
 
 @dataclasses.dataclass(frozen=True)
 class PlacedStep:
-    """The step with one placement of the variables; its towers are logical CPU devices."""
+    """The step with one placement of the variables, on logical CPU devices."""
 
     run: RunContext
     step: TracedStep
-    planned: Counter[tuple[str, str]]  # {(source, target): bytes} by the traced graph
-    executed: Counter[tuple[str, str]]  # by the executed one
-    unknown: Counter[tuple[str, str]]  # number of values whose size that does not tell
+    planned: Counter[tuple[str, str]]  # {(source, target): bytes} in the traced graph
+    executed: Counter[tuple[str, str]]  # in the executed one
+    unknown: Counter[tuple[str, str]]  # number of values of unknown size there
 
     @property
     def equal(self) -> bool | None:
-        """Whether both counts agree; None if the step has loops, which are not looked into."""
+        """Whether both counts agree; None if the step has loops, which are not counted."""
         if self.step.loops:
             return None
         return all(
@@ -98,14 +102,14 @@ class PlacedStep:
         )
 
     def describe(self, gpu_memory_gib: float) -> dict[str, Any]:
-        """Return the entry of this placement in the plan's result."""
+        """Return this placement's entry in the plan's result."""
         names = self.run.builder.devices
         held = [memory_estimate.memory_by_purpose(self.run, self.step, name) for name in names]
         parts = max(held, key=lambda parts: sum(parts.values()))
         limit, total = int(gpu_memory_gib * GIB), sum(parts.values())
-        examples = -(-self.run.options.batch_size // len(names))  # of the first, which has most
+        examples = -(-self.run.options.batch_size // len(names))  # of the first, largest slice
         summed = self.step.summed_bytes()
-        # A ring all-sum moves this part over each member's link (Patarasuk and Yuan 2009).
+        # A ring all-reduce sends this share over each link (Patarasuk and Yuan 2009).
         ring = 2 * (len(summed) - 1) / max(len(summed), 1)
 
         def routes(crossing: Counter[tuple[str, str]]) -> dict[str, int]:
@@ -132,7 +136,7 @@ class PlacedStep:
 
 
 def place(options: Options, names: Sequence[str], dataset: Data) -> PlacedStep:
-    """Build a run's train loop and count its bytes in both graphs; no step is made."""
+    """Build a run's train loop and count its transfers in both graphs, without running it."""
     run = assemble(options, names, dataset)
     train_loop = run.train_loop(telemetry=False)  # which is not planned
     batches = iter(dataset.train.train_batches(options.batch_size, seed=options.seed))

@@ -1,4 +1,4 @@
-"""Counts of a run's step on GPUs: kernels, copies, waits, collectives."""
+"""Counts kernels, copies and collectives of a run's step on GPUs."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -18,8 +18,8 @@ from towers.training.run.tensorflow_errors import user_facing_errors
 
 
 def view(options: Options, num_towers: int, dataset: Data) -> GpuView:
-    """Build a run for so many GPUs and return the view of its step; no step is made."""
-    if options.variables == "auto":  # which is a trial, and there is nothing to try
+    """Build a run for `num_towers` GPUs and analyse its step, without running it."""
+    if options.variables == "auto":  # a trial of real steps
         options = dataclasses.replace(options, variables="default")
     with device_types.cpus_for_gpus():
         run = assemble(options, devices.tower_devices(num_towers, "cpu"), dataset)
@@ -29,13 +29,12 @@ def view(options: Options, num_towers: int, dataset: Data) -> GpuView:
 
 
 def describe(found: GpuView) -> dict[str, Any]:
-    """Return what the result of the plan says of a step on GPUs; counts are of the busiest one.
+    """Return the plan's entry for a step on GPUs; counts are those of the busiest GPU.
 
     Returns:
-        "without_kernel" [{"op", "dtype", "layer"}]; "undirected" [names]; what is copied in a step
-        "from_host", "to_host", "from_gpus" and what "collectives" sum, each {"count", "bytes",
-        "repeated": how many a loop of the model repeats}; "launches" of kernels {"tower", "update":
-        all else}.
+        "without_kernel" [{"op", "dtype", "layer"}]; "undirected" [names]; copies in a step
+        "from_host", "to_host", "from_gpus" and "collectives", each {"count", "bytes", "repeated":
+        number of copies inside a loop of the model}; kernel "launches" {"tower", "update": others}.
     """
     gpus = sorted({op.gpu for op in found.ops}) or ["/gpu:0"]
     towers = {scope for scope in found.scopes if scope.startswith("tower_")}

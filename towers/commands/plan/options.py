@@ -8,7 +8,7 @@ from towers.options.run import Options
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """Options of `towers plan`: those of a run, and the GPUs that it is meant for."""
+    """Options of `towers plan`: the run, and the number and memory of its GPUs."""
 
     run: Options = Options()
     num_towers: int = option(

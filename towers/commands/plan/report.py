@@ -1,4 +1,4 @@
-"""The tables of `towers plan`: ops and copies on GPUs, bytes between devices, memory."""
+"""Tables of `towers plan`: ops and copies on GPUs, bytes between devices, memory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from towers.formatting import table
 
 
 def report(result: Mapping[str, Any], gpu_memory_gib: float) -> list[str]:
-    """Return the lines of the result of `command.run`."""
+    """Return the lines to print for the result of `command.run`."""
     missing = ", ".join(result["gradients"]["missing"])
     found = f"FAILED      no gradient: {missing}"
     lines = [found if missing else "gradients   every trainable variable has one"]

@@ -24,8 +24,11 @@ from towers.training.step.output_activation import logits_of
 def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
     """Print the outputs of a run's newest or best checkpoint for each example; return {}.
 
-    Files are read before anything is printed, and again as they are needed. Lines about the run go
-    to `say`.
+    All files are checked before anything is printed, and read again when they are needed.
+
+    Args:
+        options: the run, the files and the format.
+        say: called with each line about the run.
     """
     run_options = options.run
     devices.configure(**dataclasses.asdict(run_options.gpu_options()))
@@ -49,11 +52,11 @@ def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
 def _rows(
     trained: TrainedModel, builder: TowerBuilder, parts: Sequence[inputs.Part], batch_size: int
 ) -> Iterator[printing.Row]:
-    """Yield the examples with their outputs; all batches are of one size, filled up with zeros."""
+    """Yield the examples with their outputs, from batches that are padded to one size."""
 
     @floatx_of(trained.options.dtype)
     def on_tower(x: Any) -> Any:
-        with ReplicaScope():  # a layer that counts its calls, or draws, changes nothing
+        with ReplicaScope():  # drops assignments, as of call counters and seeds
             return logits_of(trained.model, trained.inputs(x), trained.options.test_time_flip)
 
     @tf.function(autograph=False)
@@ -76,7 +79,7 @@ def _rows(
             outputs = dict(zip(names, outputs, strict=True))
         arrays = {}
         for name, output in outputs.items():
-            half = output.dtype.is_floating and output.dtype.size < 4  # which prints too few digits
+            half = output.dtype.is_floating and output.dtype.size < 4  # prints too few digits
             arrays[str(name)] = (tf.cast(output, tf.float32) if half else output).numpy()
         for i, (file, index) in enumerate(rows):
             yield printing.Row(file, index, {name: array[i] for name, array in arrays.items()})

@@ -1,4 +1,4 @@
-"""The user's files as batches of examples, each file checked before anything is printed."""
+"""Reads the user's files as batches of examples."""
 
 import itertools
 import os
@@ -24,7 +24,7 @@ Examples = Any  # arrays [n, ...] in the structure of a run's x
 
 
 class Part(NamedTuple):
-    """A file of `size` examples; `read(start, stop)` returns some of them."""
+    """A file with `size` examples; `read(start, stop)` returns some of them."""
 
     file: str
     size: int
@@ -76,7 +76,7 @@ def _part(path: str, trained: TrainedModel) -> Part:
         raise
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
-    except Exception as error:  # numpy raises many kinds of what is not what its name says
+    except Exception as error:  # numpy raises many kinds for damaged files
         raise InputError(f"{path} {npz.fault(error, ending)}") from None
 
 
@@ -95,7 +95,7 @@ def _image_part(path: str, trained: TrainedModel) -> Part:
         image = encoded_images.decoded(path, Path(path).read_bytes, most, channels)
         if size:
             with tf.device("/cpu:0"):
-                image = encoded_images.resized(image, size)  # as in the run
+                image = encoded_images.resized(image, size)  # as in training
         if image.shape != spec.shape:
             found, wanted = ("x".join(map(str, shape[:2])) for shape in (image.shape, spec.shape))
             resizable = options.dataset in ("folder", "tfrecord")  # others never were
@@ -135,11 +135,11 @@ def _npz_part(path: str, trained: TrainedModel) -> Part:
 
 
 def _csv_part(path: str, trained: TrainedModel) -> Part:
-    """Take the columns that the model was trained on, whatever else is in the table."""
+    """Read the columns that the model was trained on; ignore others."""
     spec, options, table = trained.spec()[0], trained.options, CsvTable(path)
     if tf.nest.is_nested(spec):
         return _arrays_part(path, [table.numbers(name) for name in _leaf_names(spec)], trained)
-    known = trained.task.get("columns")  # a run on arrays, or of before, does not know them
+    known = trained.task.get("columns")  # unknown to runs on arrays and older runs
     columns = known or [name for name in table.names if name not in options.target.split(",")]
     if spec.shape.rank != 1 or spec.shape[0] not in (None, len(columns)):
         raise InputError(
@@ -151,13 +151,13 @@ def _csv_part(path: str, trained: TrainedModel) -> Part:
 
 
 def _arrays_part(path: str, arrays: Sequence[np.ndarray], trained: TrainedModel) -> Part:
-    """Check the arrays of a file, which are in the order of the flat structure."""
+    """Return a part of arrays, in the order of the flat structure, if the model takes them."""
     spec = trained.spec()[0]
     leaves = tf.nest.flatten(spec)
     for name, array, leaf in zip(_leaf_names(spec), arrays, leaves, strict=True):
         if leaf.dtype == tf.string:
             casts = array.dtype.kind in "SUO"
-        elif leaf.dtype == tf.float32 and array.dtype == np.uint8:  # 0..255 for 0..1, perhaps
+        elif leaf.dtype == tf.float32 and array.dtype == np.uint8:  # perhaps 0..255 for 0..1
             casts = False
         else:
             casts = np.can_cast(array.dtype, leaf.dtype.as_numpy_dtype, "same_kind")
@@ -180,7 +180,7 @@ def _arrays_part(path: str, arrays: Sequence[np.ndarray], trained: TrainedModel)
 
 
 def _leaf_names(spec: Any, name: str = "") -> list[str]:
-    """Return "a" or "a.b" for each tensor in a structure, "" for one alone."""
+    """Return a name such as "a.b" for each tensor of a structure, "" for a single one."""
     if not tf.nest.is_nested(spec):
         return [name]
     items = sorted(spec.items()) if isinstance(spec, dict) else enumerate(spec)

@@ -10,7 +10,7 @@ from towers.options.run import Options
 
 @dataclasses.dataclass(frozen=True)
 class PredictOptions:
-    """Options of `towers predict`: the files, and how outputs are printed; `run` is the run's."""
+    """Options of `towers predict`: the run, the files, and the output format."""
 
     EXAMPLES: ClassVar[str] = """\
 Examples:

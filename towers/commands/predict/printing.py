@@ -17,7 +17,7 @@ _SHOWN = 6  # numbers of an output in a table
 
 
 class Row(NamedTuple):
-    """An example: its file and number there, and its outputs by name."""
+    """An example: its file, its index there, and its outputs by name."""
 
     file: str
     index: int
@@ -25,14 +25,14 @@ class Row(NamedTuple):
 
 
 class Classes(NamedTuple):
-    """The classes of a model whose outputs are `logits`, or else probabilities."""
+    """The classes of a model, and whether its outputs are logits or probabilities."""
 
     names: list[str]
     logits: bool
 
     @classmethod
     def of(cls, trained: TrainedModel) -> "Classes | None":
-        """Return the classes of a model, None if it is no classifier."""
+        """Return the classes of a model, or None if it is not a classifier."""
         model, names = trained.model, trained.task["class_names"]
         loss = model.loss if model.compiled else trained.options.loss or None
         name = str(getattr(loss, "name", getattr(loss, "__name__", loss)))
@@ -44,10 +44,10 @@ class Classes(NamedTuple):
         return cls(names, loss is None or getattr(loss, "from_logits", False))
 
     def best(self, row: Row) -> list[tuple[str, float]]:
-        """Return the two most probable classes with their probabilities, the best first."""
+        """Return the two most probable classes with their probabilities."""
         (output,) = row.outputs.values()
         output = output.astype(np.float64)
-        if len(output) == 1 and len(self.names) == 2:  # that of the second, or its logit
+        if len(output) == 1 and len(self.names) == 2:  # of the second class
             output = np.append(0, output) if self.logits else np.append(1 - output, output)
         if self.logits:
             exponentials = np.exp(output - np.max(output))
@@ -103,7 +103,7 @@ def _write_json(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Pa
 
 
 def _numbers(output: np.ndarray) -> Any:
-    """Return an array as lists of numbers, those of float32 with no digits beyond."""
+    """Return an array as lists of numbers, float32 without spurious digits."""
     if output.dtype == np.float32:
         output = output.astype(str).astype(np.float64)
     return output.tolist()

@@ -1,4 +1,4 @@
-"""`towers replay`: the step that was not finite, made again on one device, seen layer by layer."""
+"""`towers replay`: repeats a step that was not finite, and shows its tensors layer by layer."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -21,12 +21,16 @@ _HEADINGS = {
 
 
 def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Make the step in train_dir/nan again and report its tensors that are not finite.
+    """Repeat the step saved in train_dir/nan and report which tensors are not finite.
+
+    Args:
+        options: the run and the device.
+        say: called with each line to print.
 
     Returns:
-        {"step", "again": whether the fault came again, "inputs_at_fault": whether it was in the
-        batch, "fault" and "name" of the first that is not finite, "rows" of the examples, "loss",
-        "device", "ranges": what `TensorRange` has of each tensor}.
+        {"step", "again": whether the step was not finite again, "inputs_at_fault": whether the
+        batch was not, "fault" and "name" of the first tensor that is not finite, "rows" of the
+        examples, "loss", "device", "ranges": the fields of each tensor's `TensorRange`}.
     """
     folder = Path(options.train_dir)
     report = nonfinite.read_report(folder)

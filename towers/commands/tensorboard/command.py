@@ -1,4 +1,4 @@
-"""TensorBoard on a run, or on a folder of runs, with the options that show all of it."""
+"""`towers tensorboard`: TensorBoard on a run or a folder of runs, without downsampling."""
 
 import contextlib
 import dataclasses
@@ -13,8 +13,8 @@ from towers.errors import InputError
 from towers.options.fields import check_values, option
 from towers.options.run import Options
 
-# Points that are kept of each tag. By itself TensorBoard keeps a random 1000 of a curve, and 10
-# pictures; and 0, which its help calls all, draws empty curves.
+# Points kept of each tag. By default TensorBoard keeps a random 1000 of a curve and 10 pictures; 0,
+# which its help calls all, draws empty curves.
 SAMPLES = "scalars=1000000,images=50,histograms=200"
 
 
@@ -47,7 +47,7 @@ def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict
 
 
 def start(options: TensorboardOptions) -> str:
-    """Start a server in threads of this process, and return its address."""
+    """Start a server in threads of this process; return its address."""
     there = f"--train_dir={options.train_dir}: there are"
     try:
         found = any(glob.iglob("**/*tfevents*", root_dir=options.train_dir, recursive=True))
@@ -57,12 +57,12 @@ def start(options: TensorboardOptions) -> str:
         raise InputError(
             f"{there} no event files; train first, or name the folder of a run or of a sweep"
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it may load TensorFlow, and takes no GPU from a run
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it may load TensorFlow; leave the GPUs to runs
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from tensorboard import default, program
 
     server = program.TensorBoard(default.get_plugins())
-    by_default = options.port == TensorboardOptions.port  # it takes the next free one itself
+    by_default = options.port == TensorboardOptions.port  # TensorBoard then takes the next free one
     port = [] if by_default else [f"--port={options.port}"]
     server.configure(argv=["tensorboard", *arguments(options.train_dir), *port])
     try:

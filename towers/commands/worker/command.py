@@ -12,7 +12,7 @@ from towers.workers.addresses import PORT, parse_address
 
 @dataclasses.dataclass(frozen=True)
 class WorkerOptions:
-    """Where `towers worker` listens; `run` has what it takes of the GPUs."""
+    """Options of `towers worker`: where it listens, and in `run` its GPU options."""
 
     EXAMPLES: ClassVar[str] = f"""\
 It runs TensorFlow's server on this machine, for one program at a time, until Ctrl-C:
@@ -31,7 +31,7 @@ It runs TensorFlow's server on this machine, for one program at a time, until Ct
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        """Raise InputError for an address that is none."""
+        """Raise InputError for an invalid address."""
         check_values(self)
         if not self.address:
             raise InputError(
@@ -43,7 +43,7 @@ It runs TensorFlow's server on this machine, for one program at a time, until Ct
 
 def run(options: WorkerOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Serve until Ctrl-C or another signal; return {}."""
-    from towers.workers import server  # which help and usage errors do without
+    from towers.workers import server  # not needed for help and usage errors
 
     host, port = parse_address(options.address, "address")
     server.serve(host, port, options.run.gpu_options(), options.any_address, say)
