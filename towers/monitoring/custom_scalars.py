@@ -1,7 +1,7 @@
-"""The curves of a run in one table: in which chart each is shown.
+"""The table of charts of the custom-scalars dashboard.
 
-Who adds a curve adds its tag to `CHARTS`, and the value to what the monitor writes. A curve of each
-tower is tower/NAME of the runs train/tower_0, train/tower_1 ...: there each has its colour.
+To add a curve, add its tag to `CHARTS` and its value to the scalars of the monitor. A curve of each
+tower is tower/NAME of the runs train/tower_0, train/tower_1 ..., each with its own colour.
 """
 
 import re
@@ -11,10 +11,10 @@ from typing import Any
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import summary as layout_summary
 
-_EVALUATED = "(test/|validation/)?"  # before the name of a metric; older runs have nothing there
+_EVALUATED = "(test/|validation/)?"  # before a metric's name; absent in older runs
 _EXACT = "learning_rate", "progress/epoch", "progress/examples"  # not to be smoothed
 
-# {category: {chart: tags}}. A tag with {} is of each tower, worker or GPU.
+# {category: {chart: tags}}. A tag with {} stands for each tower, worker or GPU.
 CHARTS = {
     "run": {
         "loss": f"loss/data loss/total {_EVALUATED}loss {_EVALUATED}loss_ema",
@@ -69,20 +69,20 @@ def layout(
 ) -> Any:
     """Return the Summary of the custom-scalars dashboard, the same at any number of towers.
 
-    TensorBoard matches the patterns from the first letter of every run's tags on.
+    TensorBoard matches the patterns at the start of every run's tags.
 
     Args:
-        gpus: whether there are some, else their charts are folded up.
-        metrics: names of charts: "validation auc" has validation/auc, validation/auc_ema and, of
-            training, auc or batch/auc.
-        remote: whether there are towers on other machines; else their charts are folded up.
+        gpus: whether there are GPUs; else their charts are collapsed.
+        metrics: names of charts: "validation auc" shows validation/auc, validation/auc_ema and the
+            training curves auc or batch/auc.
+        remote: whether towers are on workers; else their charts are collapsed.
     """
     found = layout_pb2.Layout()
     empty = {title for title, there in (("workers", remote), ("GPUs", gpus)) if not there}
     for title, charts in CHARTS.items():
         category = found.category.add(title=title, closed=title in empty)
         for name, tags in charts.items():
-            if tags in _EXACT:  # TensorBoard smooths all charts, but for those with a margin
+            if tags in _EXACT:  # TensorBoard smooths all charts except margin charts
                 series = layout_pb2.MarginChartContent.Series(value=tags, lower=tags, upper=tags)
                 category.chart.add(title=name).margin.series.append(series)
                 continue

@@ -1,14 +1,13 @@
-"""What TensorBoard shows of a run beside its curves: one event file, in train_dir itself.
+"""Everything in TensorBoard except curves and pictures, in one event file in train_dir.
 
-Layout of the curves, table of flags and results (HParams), texts, and the graph of a step. The file
-is made anew whenever a run starts or goes on, so that there is one of each, however often that was:
+It holds the layout of the curves, flags and results (HParams), texts, and the graph of a step, and
+is replaced whenever a run starts or continues, so that there is one of each:
 
     open_root(folder, options, devices, texts, placement, graph)
     ...                                                 # training
     close_root(folder, result, step)
 
-In the HParams table a run is one row, whose name is that of its folder. So `tensorboard --logdir
-RUN` shows one row, and --logdir of a folder of runs one for each.
+In the HParams table each run is one row, named after its folder.
 """
 
 import contextlib
@@ -35,9 +34,9 @@ from towers.monitoring import custom_scalars, events
 from towers.monitoring.results import noted_runs, number
 from towers.options.run import Options, names_that_affect, text_of
 
-_FILES = "events.out.tfevents.*.root"  # which are written here, and no others
+_FILES = "events.out.tfevents.*.root"  # written only here
 _FLAGS = Options.__dataclass_fields__
-# TensorBoard shows five columns of either kind, and the rest on a click.
+# TensorBoard shows five flags and five metrics, the rest on a click.
 _USUAL_FLAGS = ("batch_size", "learning_rate", "model", "num_towers", "optimizer")
 _FIGURES = (  # of result.json, whatever the task
     "train_loss", "examples_per_second", "seconds_to_first_step", "steps", "examples",
@@ -54,16 +53,16 @@ def open_root(
     graph: tf.Graph,
     figures: Sequence[str] = ("test_accuracy", "test_loss"),
 ) -> None:
-    """Write the event file of a run; older ones are deleted.
+    """Write the event file of a run, and delete older ones.
 
     Args:
-        folder: of the run.
-        options: of the run.
-        tower_devices: one for each tower.
-        texts: {tag: lines}, beside those of the flags and of the environment.
-        placement: of `graph`.
-        graph: of the train loop, as traced.
-        figures: of evaluations that the result will have; first those made during training.
+        folder: folder of the run.
+        options: options of the run.
+        tower_devices: device of each tower.
+        texts: {tag: lines} to show beside flags and environment.
+        placement: placement of `graph`.
+        graph: the traced train loop.
+        figures: names of the evaluations' figures in the result; first those made during training.
 
     Raises:
         RunError: the file cannot be written.
@@ -74,7 +73,7 @@ def open_root(
     lines[len(changed) : len(changed)] = ["", "# as by default"]
     texts = {**texts, "flags": lines, "environment": environment(tower_devices)}
     of_sweep = noted_runs(folder.absolute().parent)
-    columns = [name for run in of_sweep[:1] for name in run.get("flags", ())]  # that are varied
+    columns = [name for run in of_sweep[:1] for name in run.get("flags", ())]  # the varied ones
     columns = columns or [name for name in hparams_of(options) if name in changed]
     part = figures[0].partition("_")[0]
     shown = [name.replace("_", " ", 1) for name in figures if name.startswith(f"{part}_")]
@@ -84,21 +83,27 @@ def open_root(
     summaries = [
         custom_scalars.layout(on_gpus, shown, remote=are_remote(tower_devices)),
         _experiment(columns, figures),
-        hparams_pb(hparams, trial_id=own_row),  # else equal flags would make one row of two runs
+        hparams_pb(hparams, trial_id=own_row),  # else runs with equal flags would share a row
         *(text(tag, lines) for tag, lines in texts.items()),
     ]
     write_root(folder, summaries, step_graph(graph, placement), options.max_event_mib)
 
 
 def write_root(folder: Path, summaries: Iterable[Any], step: Any, max_mib: float) -> None:
-    """Write an event file of summaries, and the graph of a step; older ones are deleted.
+    """Write an event file of summaries and the graph of a step, and delete older ones.
+
+    Args:
+        folder: where the file is written.
+        summaries: protos to write.
+        step: graph of a step; one above a quarter of `max_mib` is left out.
+        max_mib: size of all event files, in MiB.
 
     Raises:
         RunError: the file cannot be written.
     """
-    if step.ByteSize() > max_mib * 2**20 / 4:  # no browser would draw it either
+    if step.ByteSize() > max_mib * 2**20 / 4:  # a browser could not draw it either
         step.Clear()
-    # To a TensorBoard that has read an older file, it says that what that one told is over.
+    # Tells a TensorBoard that has read an older file to drop its points.
     start = Event(session_log=SessionLog(status=SessionLog.START), wall_time=time.time())
     header = Event(file_version="brain.Event:2", wall_time=time.time())
     graph_of_step = Event(graph_def=step.SerializeToString(), wall_time=time.time())
@@ -109,7 +114,12 @@ def write_root(folder: Path, summaries: Iterable[Any], step: Any, max_mib: float
 
 
 def close_root(folder: Path, result: Mapping[str, Any], step: int) -> None:
-    """Add the final metrics, at `step`, to what `open_root` wrote.
+    """Append the final metrics to the file of `open_root`.
+
+    Args:
+        folder: folder of the run.
+        result: content of result.json.
+        step: the last step.
 
     Raises:
         RunError: the file cannot be written.
@@ -122,33 +132,33 @@ def close_root(folder: Path, result: Mapping[str, Any], step: int) -> None:
     )
     end = _hparams_summary(metadata.SESSION_END_INFO_TAG, session_end_info=done)
     with _one_line_errors(folder):
-        path = next(folder.glob(_FILES), _new_path(folder))  # somebody may have tidied up
+        path = next(folder.glob(_FILES), _new_path(folder))  # it may have been deleted
         events.append(path, _event([*scalars, end], step))
 
 
 def text(tag: str, lines: Iterable[str]) -> Any:
-    """Return the Summary of lines that are shown as they are."""
+    """Return the Summary of lines, shown verbatim."""
     return text_pb(tag, "\n".join(["```", *lines, "```"]))
 
 
 def environment(tower_devices: Sequence[str]) -> list[str]:
-    """Return versions, machine, environment variables and devices."""
+    """Return lines on versions, machine, environment variables and devices."""
     known = host.versions() | host.machine() | host.environment()
     lines = [f"{name}: {value}" for name, value in known.items() if value is not None]
     return [*lines, "", *devices.report(tower_devices)]
 
 
 def hparams_of(options: Options) -> dict[str, Any]:
-    """Return {flag: value} of all flags that say what a run computes, and how."""
+    """Return {flag: value} of all flags except those of one call."""
     names = names_that_affect("result", "speed", "machine", "report")
     return {name: getattr(options, name) for name in names}
 
 
 def _experiment(first: Collection[str], figures: Collection[str]) -> Summary:
-    """Return the Summary that declares the table's columns, the flags in `first` before the others.
+    """Return the Summary that declares the table's columns, those of the flags in `first` first.
 
-    TensorBoard takes them from one run of all those it shows, so that they must be the same in
-    each; and a column with a set of values would hide the runs with others: none has one.
+    TensorBoard reads the columns from one run, so they must be the same in all. None declares a set
+    of values, which would hide runs with other values.
     """
     kinds = {str: api_pb2.DATA_TYPE_STRING, bool: api_pb2.DATA_TYPE_BOOL}
     first = [*first, *_USUAL_FLAGS][: max(len(first), len(_USUAL_FLAGS))]
@@ -177,7 +187,7 @@ def _hparams_summary(tag: str, **content: Any) -> Summary:
 
 def _event(summaries: Iterable[Any], step: int = 0) -> Event:
     event = Event(step=step, wall_time=time.time())
-    for summary in summaries:  # some of them of TensorFlow's own class
+    for summary in summaries:  # some are of TensorFlow's own class
         event.summary.MergeFromString(summary.SerializeToString())
     return event
 

@@ -1,11 +1,11 @@
-"""Writes event files: a point is one event of a run, and they stay below a size.
+"""Writes event files, one event for each point, and keeps them below a size.
 
 writer = EventWriter(train_dir, max_mib=200)
 writer.scalars("train", 1000, {"loss/total": 0.5, "tower_0/loss": 0.25})
 
-TensorBoard has a colour and a name for each run, that is each folder. So every tower, worker and
-GPU is one, and a chart has all of them: tower_0/loss is written as tower/loss of the run
-train/tower_0. A failure to write is told in a line, and is no reason not to train.
+TensorBoard gives each run, that is each folder, a colour and a name. So every tower, worker and GPU
+is a run, and one chart shows them all: tower_0/loss is written as tower/loss of run train/tower_0.
+A failure to write is printed and does not stop training.
 """
 
 import itertools
@@ -27,15 +27,15 @@ from towers.formatting import reason
 from towers.monitoring import events
 
 HEAVY, POINT = "pictures and histograms", "curves"
-_SHARE = {HEAVY: 0.5, POINT: 1.0}  # of the size, at which none of a kind is left
+_SHARE = {HEAVY: 0.5, POINT: 1.0}  # of the size, above which a kind is dropped
 _OVERHEAD_BYTES = 64  # of an event
 PARTS = "train", "eval"
-_OWN = re.compile(r"((tower|worker|gpu)_\d+)/(.+)")  # tags that are written to a run of their own
+_OWN = re.compile(r"((tower|worker|gpu)_\d+)/(.+)")  # tags with a run of their own
 _NUMBERS = itertools.count()  # of the files of a process
 
 
 class EventWriter:
-    """Appends to the event files of a run; what is written can be seen at once."""
+    """Appends events to the files of a run and flushes them at once."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class EventWriter:
         say: Callable[[str], None] = print,
         check: Callable[[], None] = lambda: None,
     ):
-        """Write nothing yet; each run gets a new file with its first event.
+        """Open no file yet: a run's file is created with its first event.
 
         Args:
-            train_dir: the folder of the run.
-            max_mib: of all event files.
-            say: gets a line when the first event is left out, or cannot be written.
+            train_dir: folder of the run.
+            max_mib: size of all event files, in MiB.
+            say: called with a line when the first event is dropped or cannot be written.
             check: called before each event; raises RunError or OSError if the folder is lost.
         """
         folders = [train_dir, *(run for part in PARTS for run in events.runs(train_dir / part))]
@@ -60,7 +60,7 @@ class EventWriter:
         self._offered: Counter[tuple[str, ...]] = Counter()
 
     def scalars(self, part: str, x: int, values: Mapping[str, float]) -> None:
-        """Write a point, {tag: value}, at `x` in one event of each run."""
+        """Write a point {tag: value} at `x`, as one event of each run."""
         summaries: dict[str, Summary] = {}
         for tag, value in values.items():
             run = part
@@ -70,14 +70,14 @@ class EventWriter:
         self._write(part, x, summaries, POINT)
 
     def heavy(self, part: str, x: int, summary: Summary, *, last: bool = False) -> None:
-        """Write a picture or the like at `x` if there is room; the last may use that of curves."""
+        """Write a picture or histogram at `x` if there is room; the last may use that of curves."""
         self._write(part, x, {part: summary}, POINT if last else HEAVY)
 
     def _write(self, part: str, x: int, summaries: Mapping[str, Summary], kind: str) -> None:
         """Write an event of each run if there is room for all.
 
-        All is written up to three quarters of the kind's share. From there on every second one of a
-        tag is, up to half of what is left every fourth, and so on: the end is never reached.
+        All events are written up to three quarters of the kind's share; then every second event of
+        a tag up to half of the rest, every fourth up to half of that rest, and so on.
         """
         found = {run: summary for run, summary in summaries.items() if summary.value}
         if not found:
@@ -108,8 +108,8 @@ class EventWriter:
             )
 
     def _append(self, run: str, event: Event) -> None:
-        # A file is open only while a record is written: a thousand towers are a thousand files. A
-        # new one is begun where it is gone, or its last event may not be whole.
+        # Keep no file open: a thousand towers are a thousand files. After an error, or if the file
+        # is gone, a new one is begun.
         path = self._files.pop(run, None)
         if path is None or not path.exists():
             now, folder = int(time.time()), self._train_dir / run

@@ -1,9 +1,9 @@
 """Reads event files, appends to them and cuts them back; no TensorFlow is needed.
 
     for x, scalars in read(train_dir / "train", {"loss/data"}).items(): ...     # {tag: value}
-    cut(train_dir / "train", x=1000)        # a run that goes on at step 1000 writes that anew
+    cut(train_dir / "train", x=1000)        # before a run continues from step 1000
 
-A damaged event is left out, with a line: curves are never a reason not to train.
+Damaged events are skipped with a warning: curves must never stop training.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from towers import files
 
-_HEADER = struct.Struct("<QI")  # length of an event and the checksum of that; then comes the event
-_SUM = struct.Struct("<I")  # and its own checksum
-_CHECKED_BYTES = 2**16  # of an event: sums take 0.1 s a megabyte, and pictures are not read here
+_HEADER = struct.Struct("<QI")  # length of an event and its checksum; the event follows
+_SUM = struct.Struct("<I")  # checksum of the event
+_CHECKED_BYTES = 2**16  # larger events, pictures, are not checked: that takes 0.1 s a megabyte
 
 Say = Callable[[str], object]
 
@@ -34,18 +34,18 @@ def note(line: str) -> None:
 
 
 def paths(folder: Path) -> list[Path]:
-    """Return the folder's event files, the oldest first by the time in their names."""
+    """Return a folder's event files, oldest first by the time in their names."""
     found = [path for path in folder.glob("events.out.tfevents.*") if path.is_file()]
     return sorted(found, key=lambda path: (path.name.split(".")[3], path.stat().st_mtime))
 
 
 def runs(folder: Path) -> list[Path]:
-    """Return a folder and those in it: TensorBoard takes each that has event files for a run."""
+    """Return a folder and its subfolders; TensorBoard takes each with event files for a run."""
     return [folder, *sorted(path for path in folder.glob("*") if path.is_dir())]
 
 
 def append(path: Path, *found: Event) -> None:
-    """Append events to a file, which is made if there is none."""
+    """Append events to a file, and create it if necessary."""
     with open(path, "ab") as file:
         writer = RecordWriter(file)
         for event in found:
@@ -61,15 +61,15 @@ class Record:
 
 
 def load(path: Path, say: Say = note) -> list[Record]:
-    """Return the events of a file that are not damaged; `say` is given a line if one is.
+    """Return the undamaged events of a file; call `say` with a line if some are damaged.
 
-    The end of a file may be missing: it is being written, or was when its process died.
+    The last event may be incomplete: it may just be written, or its process was killed.
     """
     data, place, damaged, found = path.read_bytes(), 0, False, []
     while place + _HEADER.size <= len(data):
         length, checksum = _HEADER.unpack_from(data, place)
         if masked_crc32c(data[place : place + 8]) != checksum:
-            damaged = True  # nobody knows where the next event begins
+            damaged = True  # the start of the next event is unknown
             break
         begin, end = place + _HEADER.size, place + _HEADER.size + length
         if end + _SUM.size > len(data):
@@ -81,7 +81,7 @@ def load(path: Path, say: Say = note) -> list[Record]:
             if length <= _CHECKED_BYTES and masked_crc32c(content) != checksum:
                 raise ValueError("the checksum is another one")
             found.append(Record(Event.FromString(content), whole))
-        except Exception:  # protobuf's DecodeError, too, which TensorBoard does not export
+        except Exception:  # also protobuf's DecodeError
             damaged = True
     if damaged:
         say(f"{path} is damaged: some of its points or pictures are lost")
@@ -91,15 +91,15 @@ def load(path: Path, say: Say = note) -> list[Record]:
 def read(
     folder: Path, tags: Container[str] | None = None, say: Say = note
 ) -> dict[int, dict[str, float]]:
-    """Return {x: {tag: value}} of a folder's finite scalars, in rising order of x.
+    """Return {x: {tag: value}} of a folder's finite scalars, in increasing order of x.
 
-    A file that begins before the end of the one before is that of a run which went on from an older
-    checkpoint: what was beyond its beginning is computed again, and dropped.
+    If a file begins before the end of the previous one, the run was continued from an older
+    checkpoint: points of the previous file from there on are dropped.
 
     Args:
-        folder: of event files.
-        tags: that are wanted; None: all.
-        say: is given a line for each file that is damaged or cannot be read.
+        folder: folder of event files.
+        tags: tags to read; None: all.
+        say: called with a line for each file that is damaged or cannot be read.
     """
     points: dict[int, dict[str, float]] = {}
     for path in paths(folder):
@@ -121,17 +121,16 @@ def read(
 
 
 def cut(folder: Path, x: int, scalars_x: int | None = None, say: Say = note) -> None:
-    """Drop all points at `x` or later, also in the folders within: they are written anew.
+    """Drop all points at `x` or later, also in subfolders, since they are written again.
 
-    After a crash a file may hold points that came after the last checkpoint. TensorBoard hides
-    them after SessionLog.START, but nobody else does. What is damaged is dropped, too:
-    TensorBoard reads no further than to there.
+    After a crash a file may hold points beyond the last checkpoint, which only TensorBoard knows to
+    hide after SessionLog.START. Damaged events are dropped, too: TensorBoard stops reading there.
 
     Args:
-        folder: of event files, and of folders of such.
-        x: of the first point that is written anew.
+        folder: folder of event files, and of folders of such.
+        x: x of the first point to drop.
         scalars_x: the same for scalars, if that is earlier.
-        say: is given a line for each file that is damaged or cannot be cut.
+        say: called with a line for each file that is damaged or cannot be cut.
     """
     scalars_x = x if scalars_x is None else scalars_x
     for path in (path for run in runs(folder) for path in paths(run)):
@@ -144,7 +143,7 @@ def cut(folder: Path, x: int, scalars_x: int | None = None, say: Say = note) -> 
                     break
                 kept.append(record.data)
             if len(kept) < 2:
-                path.unlink()  # nothing but its header is left
+                path.unlink()  # only its header is left
             elif sum(map(len, kept)) < path.stat().st_size:
                 with files.replacing(path) as temporary:
                     temporary.write_bytes(b"".join(kept))
@@ -153,8 +152,8 @@ def cut(folder: Path, x: int, scalars_x: int | None = None, say: Say = note) -> 
 
 
 def _number(value: Summary.Value) -> float:
-    """Return a scalar, NaN for anything else."""
+    """Return a scalar's value, NaN for anything else."""
     try:
         return float(make_ndarray(value.tensor)) if value.HasField("tensor") else math.nan
-    except Exception:  # of many kinds: several numbers, a text, or of a type that there is not
+    except Exception:  # several numbers, a text, an unknown type
         return math.nan

@@ -1,9 +1,9 @@
-"""Compares the towers: how noisy gradients are, and which tower is slow.
+"""The gradient noise scale, and stragglers among the towers.
 
-The simple gradient noise scale says at which batch size more examples a step stop to pay. Towers
-give it for nothing: each has a gradient of a small batch, their mean is that of the whole. With G
-the true gradient and S the trace of one example's covariance, a batch of b examples has the
-expected squared norm |G|^2 + S / b. Two sizes of batch give both, and the scale is S / |G|^2.
+The simple gradient noise scale estimates the batch size above which more examples per step do not
+pay. Towers provide it without extra cost: each has the gradient of a small batch, and their mean is
+that of the global batch. With true gradient G and trace S of the covariance of one example's
+gradient, E|g|^2 = |G|^2 + S / b for b examples. Two batch sizes give both; the scale is S / |G|^2.
 
 Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1.
 """
@@ -15,23 +15,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_DECAY = 0.95  # of the averages, per point: one point's estimate is mostly noise
-_MAX_POINTS = 200  # older ones would weigh nothing
-# A scale is known from so many points on, and if the standard error of each of its two parts is at
-# most this share of it: then the error of the ratio is about a third, two of them a factor of two.
+_DECAY = 0.95  # of the averages, per point: a single estimate is mostly noise
+_MAX_POINTS = 200  # older ones have no weight
+# The scale is known after this many points, if the standard errors of both parts are below this
+# share of them: then the ratio's error is about a third, and two of them are a factor of two.
 _MIN_POINTS, _MAX_ERROR = 10, 0.25
-_SLOW_FACTOR, _SLOW_POINTS = 1.25, 2  # times what is usual, at so many points in a row
+_SLOW_FACTOR, _SLOW_POINTS = 1.25, 2  # times the usual seconds, at this many points in a row
 
 
 def estimate(
     norms: Sequence[float], examples: Sequence[float], norm_of_all: float
 ) -> tuple[float, float] | None:
-    """Return the unbiased estimates (S, |G|^2) of one step; each may well be negative.
+    """Return the unbiased estimates (S, |G|^2) of one step; each may be negative.
 
     Args:
-        norms: of each tower's mean gradient, over its own examples.
-        examples: numbers of examples; towers with none are left out.
-        norm_of_all: of the mean gradient over all examples.
+        norms: norm of each tower's mean gradient over its own examples.
+        examples: number of examples of each tower; towers without any are ignored.
+        norm_of_all: norm of the mean gradient over all examples.
 
     Returns:
         None if fewer than two towers had examples, or a norm is infinite or NaN.
@@ -47,15 +47,15 @@ def estimate(
 
 
 class NoiseScale:
-    """Averages the estimates of points, numerator and denominator apart, as their ratio.
+    """Estimates the scale as the ratio of two moving averages over points.
 
-    Late points weigh more, since the scale grows in training. How far the points scatter says how
-    well each average is known. In runs of a few hundred steps the standard error of the squared
-    norm was 0.3 to 0.6 of it, and seeds alone changed the scale fourfold.
+    Late points have more weight, since the scale grows in training. The scatter of the points gives
+    the averages' standard errors: in runs of a few hundred steps that of the squared norm was 0.3
+    to 0.6 of it, and other seeds changed the scale fourfold.
     """
 
     def __init__(self) -> None:
-        """Begin without a point."""
+        """Start without points."""
         self._points: collections.deque[tuple[float, float]] = collections.deque(maxlen=_MAX_POINTS)
 
     def add(self, trace: float, squared_norm: float) -> None:
@@ -63,12 +63,12 @@ class NoiseScale:
         self._points.append((trace, squared_norm))
 
     def examples(self) -> float | None:
-        """Return the scale in examples as a curve shows it; None while one part is negative."""
+        """Return the scale in examples, None while one of its parts is negative."""
         trace, squared_norm = (mean for mean, _ in self._averages())
         return trace / squared_norm if trace > 0 and squared_norm > 0 else None
 
     def known_examples(self) -> float | None:
-        """Return the scale if it is known to about a factor of two, else None."""
+        """Return the scale in examples if it is known to about a factor of two, else None."""
         known = all(error <= _MAX_ERROR * mean for mean, error in self._averages())
         return self.examples() if known and len(self._points) >= _MIN_POINTS else None
 
@@ -80,11 +80,11 @@ class NoiseScale:
         share = _DECAY**ages / np.sum(_DECAY**ages)
         mean = share @ points
         scatter = np.sum((share[:, None] * (points - mean)) ** 2, axis=0)
-        few = 1 - np.sum(share**2)  # as n / (n - 1) where all weigh the same
+        few = 1 - np.sum(share**2)  # n / (n - 1) for equal weights
         return list(zip(mean.tolist(), np.sqrt(scatter / few).tolist(), strict=True))
 
     def advice(self, batch_size: int) -> str | None:
-        """Return one sentence on the global batch size and on another tower, if it is known."""
+        """Return a sentence on batch size and number of towers, None if the scale is not known."""
         examples = self.known_examples()
         if examples is None:
             return None
@@ -98,21 +98,20 @@ class NoiseScale:
 
 
 class Stragglers:
-    """Watches the towers' times, point after point, and names one that the others wait for.
+    """Finds a tower that the others wait for, from the towers' seconds at each point.
 
-    Where towers meet within a step, as with BatchNorm over all of them, each waits for the slowest
-    there: their times are alike, and none is named.
+    If towers synchronize within a step, as for BatchNorm, all times are alike and none is found.
     """
 
     def __init__(self, devices: Sequence[str]):
-        """Watch the towers on these devices."""
+        """Take the device of each tower."""
         self._devices, self._slowest, self._points_in_a_row = list(devices), None, 0
 
     def line(self, seconds: Sequence[float]) -> str | None:
-        """Return a line when a tower has become the straggler; 0 seconds: it had no example."""
+        """Return a line when a tower has become a straggler; 0 seconds: it had no examples."""
         known = [value for value in seconds if value > 0] or [0.0]
-        # The median of all, not of the others: on devices that share cores it is one tower that
-        # ends before the rest. Of two the smaller one.
+        # The median of all, not of the others: on devices that share cores one tower may be faster
+        # than the rest. Of two, the smaller.
         usual = min(known) if len(known) == 2 else statistics.median(known)
         slowest = seconds.index(max(known)) if max(known) > _SLOW_FACTOR * usual else None
         self._points_in_a_row = self._points_in_a_row + 1 if slowest == self._slowest else 1

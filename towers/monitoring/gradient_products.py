@@ -1,7 +1,7 @@
 """Inner products of each tower's gradients with their mean, without sending gradients again.
 
-A tower's gradient is taken where it has arrived for the sum. To a machine with several towers, from
-which their sum alone has come, the mean goes back.
+They are computed where a tower's gradient has arrived for the sum. A machine with several towers
+sends only their sum, so the mean is sent back to it.
 """
 
 import functools
@@ -28,10 +28,10 @@ def products_of_towers(
     """Return own * own, own * mean and mean * mean of each tower's gradients, `[towers, 3]`.
 
     Args:
-        gradients: of each tower.
-        means: of each tower, on the devices where the sum was taken.
-        devices: of the towers.
-        measured: a bool scalar: whether the products are wanted, else 0; None: they are.
+        gradients: list of gradients of each tower.
+        means: list of mean gradients for each tower, on the devices of the sums.
+        devices: device of each tower.
+        measured: bool scalar: whether to compute the products, else they are 0; None: yes.
     """
     counts = Counter(filter(None, map(machine_of, devices)))
     alone, summed = [], []
@@ -44,7 +44,7 @@ def products_of_towers(
         tables.append(_table(pairs, num_towers, measured))
     if summed:
         late = measured
-        if measured is not None:  # known to the towers when their sums are done, see `_at_means`
+        if measured is not None:  # reaches the towers after their sums, see `_at_means`
             with tf.device(HOST), tf.control_dependencies(gather.tensors(summed[0][2])):
                 late = on_current_device(measured)
         tables.append(_cond(late, lambda: _table(_at_towers(summed), num_towers, None), num_towers))
@@ -55,14 +55,14 @@ def products_of_towers(
 def _at_means(towers: Sequence[tuple]) -> _Pairs:
     found: _Pairs = {}
     for tower, own, mean, _ in towers:
-        # As they were sent for the sum.
+        # In the same transfers as for the sum.
         places = ["" if other is None else _values(other).device for other in mean]
         own = _send(own, places, is_small, after=mean)
         for one, other, place in zip(own, mean, places, strict=True):
             if other is None:
                 continue
-            # After the sum: add_n would begin with a buffer that nobody else holds, and which that
-            # is, is chance.
+            # After the sum: add_n accumulates into any input buffer without another reader, so
+            # that another reader would change the order of its additions at random.
             with tf.device(place), tf.control_dependencies([_values(other)]):
                 one = gather.map_values(on_current_device, one)
             found.setdefault(place, {}).setdefault(tower, []).append((one, other))
@@ -90,8 +90,8 @@ def _cond(measured: tf.Tensor | None, table: Callable, num_towers: int) -> tf.Te
 def _table(pairs: _Pairs, num_towers: int, measured: tf.Tensor | None) -> tf.Tensor:
     """Return the sums of the products of pairs, `[towers, 3]`; each machine sends one tensor.
 
-    `measured` is sent to each place once, which decides by itself: a branch that is decided
-    elsewhere would also send it for its constants.
+    `measured` is sent to each place once, and the branch is decided there: a branch decided
+    elsewhere would send it again for its constants.
     """
 
     def of_place(of_towers: dict[int, list[tuple[Any, Any]]]) -> tf.Tensor:
@@ -119,9 +119,9 @@ def _send(
     packs: Callable = lambda own: True,
     after: Sequence[Any] = (),
 ) -> list[Any]:
-    """Return gradients for devices; dense ones that `packs` accepts go to a machine as one tensor.
+    """Return gradients on other devices; dense ones that `packs` accepts are sent as one tensor.
 
-    There they are taken after the values in the same places of `after`; see `_at_means`.
+    Each is unpacked after the value at the same position of `after`; see `_at_means`.
     """
     found, groups = list(gradients), {}
     for i, (own, device) in enumerate(zip(gradients, devices, strict=True)):
@@ -140,7 +140,7 @@ def _send(
 
 
 def _of_variable(one: Any, other: Any) -> tuple[tf.Tensor, ...]:
-    """Return one * one, one * other and other * other of gradients; None is zero."""
+    """Return one * one, one * other and other * other of two gradients; None is zero."""
     if isinstance(other, tf.IndexedSlices):
         one, other = _same_rows(one, other)
     elif isinstance(one, tf.IndexedSlices):
@@ -152,7 +152,7 @@ def _of_variable(one: Any, other: Any) -> tuple[tf.Tensor, ...]:
 
 
 def _same_rows(one: Any, other: tf.IndexedSlices) -> tuple[tf.Tensor | None, tf.Tensor]:
-    """Return two sparse gradients as dense arrays of the rows that either has."""
+    """Return two sparse gradients as dense arrays over the union of their rows."""
     parts = [part for part in (one, other) if part is not None]
     rows, places = tf.unique(tf.concat([part.indices for part in parts], axis=0))
     places = tf.split(places, [tf.shape(part.indices)[0] for part in parts])
@@ -164,12 +164,12 @@ def _same_rows(one: Any, other: tf.IndexedSlices) -> tuple[tf.Tensor | None, tf.
 
 
 def on_current_device(value: tf.Tensor) -> tf.Tensor:
-    """Return `value` on the current device; Grappler would remove an Identity."""
+    """Copy `value` to the current device; Grappler would remove a tf.identity."""
     return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
 
 
 def _square(value: tf.Tensor) -> tf.Tensor:
-    """Return the sum of squares, a float32 scalar."""
+    """Return the sum of squares as a float32 scalar."""
     return 2.0 * tf.nn.l2_loss(tf.cast(value, tf.float32))
 
 

@@ -1,10 +1,9 @@
-"""Histograms for TensorBoard: of weights, of gathered gradients, and of what layers give out.
+"""Histograms of weights, gathered gradients and layer outputs for TensorBoard.
 
     draw = make_histograms(builder, model, task.gradients, task.inputs)
-    writer.heavy(draw(sampler.batch(step, examples)), step)      # of gallery.Sampler
+    writer.heavy("train", step, draw(sampler.batch(step, examples)))
 
-No variable is changed: what the towers of a step would assign (BatchNorm statistics, seeds) is
-dropped.
+No variable changes: assignments, as of BatchNorm statistics and seeds, are dropped.
 """
 
 from collections.abc import Callable
@@ -20,8 +19,8 @@ from towers import tf_internals
 from towers.builder.tower import TowerBuilder
 from towers.monitoring.image_summaries import Batch
 
-NUM_EXAMPLES = 16  # that activations are taken of
-_MAX_VALUES = 2**18  # of a larger tensor every so-manieth is taken: a look costs no gigabytes
+NUM_EXAMPLES = 16  # whose activations are shown
+_MAX_VALUES = 2**18  # larger tensors are sampled with a stride
 
 
 def make_histograms(
@@ -29,20 +28,20 @@ def make_histograms(
 ) -> Callable[[Batch], Summary]:
     """Return a function from a batch to `weights/NAME`, `gradients/NAME`, `activations/LAYER`.
 
-    The gradients are those of the data's loss, as gathered from all towers, before regularisation
-    and clipping. Infinities and NaN are left out, and tags without any other value. Of several
-    layers of one name the last is shown.
+    Gradients are those of the data loss, gathered from all towers, before regularisation and
+    clipping. Infinities and NaN are dropped, and tags without finite values. Of several layers with
+    the same name the last is shown.
 
     Args:
-        builder: of the towers.
-        model: whose layers and weights are shown.
-        gradients: those of a task.
-        inputs: those of a task.
+        builder: builder of the towers.
+        model: model whose layers and weights are shown.
+        gradients: `gradients` of the task.
+        inputs: `inputs` of the task.
     """
 
     @tf.function(autograph=False)
     def look(example: Any, draws: tf.Tensor) -> dict[str, tf.Tensor]:
-        with keras.StatelessScope():  # assignments end here
+        with keras.StatelessScope():  # drops assignments
             found = gradients(*example, draws)
             first = tf.nest.map_structure(lambda t: t[:NUM_EXAMPLES], (example[0], draws))
             with tf.device(builder.devices[0]):
@@ -67,11 +66,11 @@ def make_histograms(
 
 
 def _activations(model: keras.Model, inputs: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Call a model in inference mode, and return {tag: a layer's outputs, flat}.
+    """Call a model in inference mode, and return {tag: a layer's flattened outputs}.
 
-    Layers are caught wherever they are called from: in functional models, nested ones, and in a
-    `call` of the user's; of several calls the last counts. Left out are outputs inside a loop or a
-    function of its own, and those that are not one tensor of numbers.
+    Layers are recorded wherever they are called, also in nested models and the user's `call`; the
+    last of several calls counts. Outputs inside a loop or inner function are left out, and outputs
+    other than one numeric tensor.
     """
     graph = tf.compat.v1.get_default_graph()
     found: dict[str, tf.Tensor] = {}
@@ -92,9 +91,9 @@ def _activations(model: keras.Model, inputs: tf.Tensor) -> dict[str, tf.Tensor]:
 
 
 def _thinned(value: Any) -> tf.Tensor:
-    """Return some values of a dense or sparse tensor, flat, as float32 or float64."""
+    """Return at most `_MAX_VALUES` values of a dense or sparse tensor, as float32 or float64."""
     value = value.values if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
     value = value if value.dtype == tf.float64 else tf.cast(value, tf.float32)
     stride = -(-tf.size(value, tf.int64) // _MAX_VALUES)
-    # An odd stride meets all of a power of 2 channels.
+    # An odd stride samples every channel if their number is a power of 2.
     return tf.reshape(value, [-1])[:: tf.bitwise.bitwise_or(stride, tf.constant(1, tf.int64))]

@@ -1,12 +1,11 @@
-"""Pictures and histograms of a run, made between its steps, of the batches that it trains on.
+"""Pictures and histograms of the batches that a run trains on, made between its steps.
 
     sampler = Sampler(data.train, options)     # reads nothing
     batch = sampler.batch(step=40, examples=5120)
     for images, labels in seen_by_towers(builder, options, batch, 8): ...
 
-Batches are read by a pipeline of their own, which leaves the run's iterator and draws alone. What
-goes wrong in making a picture is a line: a run is worth more than its pictures. What cannot be
-written, as on a full disk, ends the run as it would without them.
+Batches are read by a separate pipeline, which leaves the run's iterator and random numbers alone.
+An error in making a picture is printed and does not stop the run.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,18 +31,18 @@ Batch = tuple[Any, tf.Tensor]
 
 
 class Sampler:
-    """Returns the batches that a run trains on, at any step.
+    """Returns the batch that a run trains on at any step.
 
-    A user's `tf.data` pipeline cannot jump, and two readers at a time may disturb each other: with
-    `Dataset.cache(file)` the second one ends both. So its first batch stands for all others. It is
-    read at the first call, which is to come before training.
+    A user's `tf.data` pipeline cannot seek, and two readers at a time may fail, as with
+    `Dataset.cache(file)`. So its first batch stands for all others; it is read at the first call,
+    which must come before training.
     """
 
     def __init__(self, split: Split, options: Options):
         """Read nothing yet."""
         self._split, self._options, self._kept = split, options, None
         number = tf.TensorSpec([], tf.int64)
-        # Traced once: TensorFlow never gives back all that a pipeline takes to build.
+        # Traced once: building a pipeline leaks memory in TensorFlow.
         self._read = tf.function(
             lambda step, examples: self._batches(step, examples).take(1).get_single_element(),
             input_signature=[number, number],
@@ -51,10 +50,10 @@ class Sampler:
         )
 
     def batch(self, step: int, examples: int) -> Batch:
-        """Return the batch after `step` steps and so many examples."""
+        """Return the batch after `step` steps and `examples` examples."""
         if self._kept is not None:
             return self._kept
-        if isinstance(self._split, BatchSplit):  # whose order is looked up outside of graphs
+        if isinstance(self._split, BatchSplit):  # its order is computed outside of graphs
             return next(iter(self._batches(step, examples)))
         if isinstance(self._split, DatasetSplit):
             self._kept = next(iter(self._batches(step, examples - examples % self._split.size)))
@@ -70,17 +69,17 @@ class Sampler:
 def seen_by_towers(
     builder: TowerBuilder, options: Options, batch: tuple[Any, ...], num: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return images of each tower's slice as its model gets them, with their labels.
+    """Return the images of each tower's slice as its model sees them, with their labels.
 
     Args:
-        builder: of the towers.
-        options: how images are augmented.
-        batch: images, labels and draws.
-        num: the most images of a tower.
+        builder: builder of the towers.
+        options: options with the augmentation.
+        batch: images, labels and random numbers.
+        num: largest number of images of a tower.
 
     Returns:
-        (images `[n, h, w, C]`, labels int32 `[n]`) of each tower; n is 0 for one without examples.
-        Images are float, or uint8 if they are stored so and not augmented.
+        (images `[n, h, w, C]`, labels int32 `[n]`) of each tower; n is 0 without examples. Images
+        are float, or uint8 if they are stored so and not augmented.
     """
     as_stored = options.augment == "off" and batch[0].dtype == tf.uint8
     kind, dtype = options.augment, options.input_dtype
@@ -101,7 +100,7 @@ def seen_by_towers(
 
 
 class Gallery:
-    """Shows the towers' images, mistakes, and histograms of weights and gradients."""
+    """Shows towers' images, mistakes, and histograms, each once a step."""
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class Gallery:
         model: keras.Model,
         data: Data,
     ):
-        """Show the first pictures: a data set that has one reader at a time is read here."""
+        """Show the first pictures, which reads a data set that allows one reader at a time."""
         self._monitor, self._timetable = monitor, timetable
         self._sampler, self._draw_histograms = sampler, draw_histograms
         self._builder, self._model, self._data = builder, model, data
@@ -129,7 +128,7 @@ class Gallery:
             options = self._timetable.options
             if self._data.image_shape is None:
                 return pictures.filter_images(self._model)
-            names = self._data.class_names or [""]  # of targets that are no classes none is shown
+            names = self._data.class_names or [""]  # no labels without classes
             (images, *targets), draws = self._batch(step)
             labels = targets[0] if self._data.class_names else tf.zeros(len(images), tf.int32)
             batch = images, labels, draws
@@ -160,7 +159,7 @@ class Gallery:
         with self._monitor.pause():
             try:
                 summaries = make()
-            except Exception as error:  # of any kind: the user's own code may be in it
+            except Exception as error:  # the user's own code may raise anything
                 self._monitor.say(f"no {what} {type(error).__name__}: {first_line(error)}")
             else:
                 self._monitor.show(step, summaries, part)

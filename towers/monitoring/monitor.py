@@ -1,8 +1,7 @@
-"""Shows a run: lines and a bar on the terminal, curves and pictures in TensorBoard.
+"""Shows a run: lines and a progress bar on the terminal, curves and pictures in TensorBoard.
 
-A point of training stands at the number of updates that the weights had had when it was measured:
-the loss of the first batch stands at step 0, as in the tutorial. With --tensorboard_x=examples it
-is the number of examples.
+The x of a training point is the number of updates before it was measured: the loss of the first
+batch is at step 0, as in the tutorial. With --tensorboard_x=examples it is the number of examples.
 """
 
 import datetime
@@ -31,12 +30,12 @@ from towers.monitoring.speed import RATE, Speed, by_tower
 from towers.options.triggers import Timetable
 
 _PHASES = (*tower_metrics.PHASES, "update_seconds")
-_CALLS = 100  # whose times are kept one by one
+_CALLS = 100  # whose times are kept before they are summed
 _NOISE_TAGS = "noise_scale/trace", "noise_scale/squared_norm"
 
 
 class Monitor:
-    """Writes the points of a run to its event files and to the terminal, and keeps its speed."""
+    """Writes the points of a run to event files and the terminal, and measures its speed."""
 
     def __init__(
         self,
@@ -49,18 +48,15 @@ class Monitor:
         out: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """Write to event files in train_dir/train, a folder for each tower, and train_dir/eval.
-
-        Points at the step where a run goes on, or later, as after a crash, are dropped: they are
-        written again.
+        """Drop points from the step on at which the run continues: they are written again.
 
         Args:
-            train_dir: the folder of the run.
-            timetable: of the run.
-            devices: one for each tower.
+            train_dir: folder of the run; event files are in train, train/tower_N and eval.
+            timetable: when the run logs and ends.
+            devices: device of each tower.
             health: returns {tag: value} of the GPUs since its last call.
             check: see `EventWriter`.
-            out: for lines; None: standard output.
+            out: stream for lines; None: standard output.
             clock: returns seconds.
         """
         self._timetable, self._devices, self._health = timetable, list(devices), health
@@ -69,45 +65,45 @@ class Monitor:
         of_train, of_eval = (train_dir / part for part in PARTS)
         self._evaluated = _cut(of_train, of_eval, timetable)
         before = events.read(of_train, {"loss/data", RATE, *_NOISE_TAGS}).values()
-        self.last_loss: float | None = None  # of the data at the last point, of whatever process
+        self.last_loss: float | None = None  # at the last point of any process
         self._noise, self._rates = NoiseScale(), []
-        for point in before:  # a continued run's curve goes on
+        for point in before:  # of the run before it was continued
             self.last_loss = point.get("loss/data", self.last_loss)
             if all(tag in point for tag in _NOISE_TAGS):
                 self._noise.add(*(point[tag] for tag in _NOISE_TAGS))
             if RATE in point and timetable.first_step == timetable.last_step:
-                self._rates.append(point[RATE])  # this process makes no steps of its own
+                self._rates.append(point[RATE])  # this process makes no steps
         self._writer = EventWriter(train_dir, timetable.options.max_event_mib, self.say, check)
         self._bar = tqdm(
             total=timetable.last_step,
             initial=timetable.first_step,
             unit="step",
-            # In a notebook the lines' own stream: between those of two it would be drawn anew.
+            # In a notebook use the stream of the lines: with two the bar would be drawn again.
             file=self._out if in_notebook() else sys.stderr,
             mininterval=1.0 if in_notebook() else 0.1,
             disable=not (sys.stderr.isatty() or in_notebook()),
         )
         self._stragglers, self._machines = Stragglers(devices), remote.MachineCurves(devices)
-        self._warm: tuple[float, int] | None = None  # when the first point was made, and its step
+        self._warm: tuple[float, int] | None = None  # time and step of the first point
         self._calls: list[Mapping[str, tf.Tensor]] = []
 
     def say(self, line: str = "") -> None:
-        """Print a line, above the bar if there is one."""
+        """Print a line, above the progress bar."""
         tqdm.write(printable(line), file=self._out)
         self._out.flush()
 
     def progress(self, step: int, values: Mapping[str, tf.Tensor]) -> None:
-        """Move the bar to `step`, and keep the train loop's seconds for the next point."""
+        """Move the progress bar to `step`, and keep the train loop's seconds for the next point."""
         self._calls.append({name: values[name] for name in (*_PHASES, "tower_seconds")})
-        if len(self._calls) == _CALLS:  # a point may be far away
+        if len(self._calls) == _CALLS:  # the next point may be far away
             self._calls = [_sum(self._calls)]
         self._bar.update(step - self._bar.n)
 
     def train_point(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the train loop's metrics, numbers and lists, after `step` steps.
 
-        The point stands at `step` - 1, the updates before the measured step. The first of a run
-        that goes on is a line alone, unless it was due anyway.
+        The point's x is `step` - 1, the updates before the measured step. The first point of a
+        continued run is only printed, unless it was due anyway.
         """
         self.last_loss, examples = metrics["loss"], self._timetable.examples(step)
         speed = self._speed.at(step, examples)
@@ -118,7 +114,7 @@ class Monitor:
             rate = f"{speed[RATE]:.1f} examples/s; {seconds:.3f} s/step; "
             num_steps = self._speed.num_steps
             total = {name: value.numpy() / num_steps for name, value in _sum(self._calls).items()}
-            if not math.isnan(total["update_seconds"]):  # see `tower_stats.time_after`
+            if not math.isnan(total["update_seconds"]):  # see `tower_metrics.time_after`
                 phases = {f"speed/{name}": total[name] for name in _PHASES}
                 own_seconds = total["tower_seconds"].tolist()
         self._calls = []
@@ -161,9 +157,9 @@ class Monitor:
     def eval_point(
         self, step: int, scalars: Mapping[str, float | None], what: str = "test"
     ) -> None:
-        """Write the figures of an evaluation after `step` updates; None is left out.
+        """Write the figures of an evaluation after `step` updates; None is skipped.
 
-        Tags begin with `what`, the part of the data set, "test" or "validation".
+        Tags begin with `what`, the part of the data set: "test" or "validation".
         """
         if not self.evaluated(step):
             known = {name: value for name, value in scalars.items() if value is not None}
@@ -173,7 +169,7 @@ class Monitor:
         self.say_figures(what, step, scalars)
 
     def say_figures(self, what: str, step: int, figures: Mapping[str, float | None]) -> None:
-        """Print the figures of an evaluation of a part of the data set."""
+        """Print the figures of an evaluation of a part of the data set; None is skipped."""
         known = [(name, value) for name, value in figures.items() if value is not None]
         shown = ", ".join(f"{name} {value:.4f}" for name, value in known)
         self.say(
@@ -186,33 +182,33 @@ class Monitor:
         return self._timetable.x(step) in self._evaluated
 
     def show(self, step: int, summaries: Iterable[Summary], part: str = "train") -> None:
-        """Write pictures or histograms, of "train" or "eval", after `step` updates."""
+        """Write pictures or histograms of `part`, "train" or "eval", after `step` updates."""
         last = step == self._timetable.last_step
         for summary in summaries:
             self._writer.heavy(part, self._timetable.x(step), summary, last=last)
 
     def examples_per_second(self) -> float | None:
-        """Return the median over windows; the first is a warm-up unless it is the only one."""
+        """Return the median speed over points, without the first unless it is the only one."""
         rates = self._rates[1:] or self._rates
         return statistics.median(rates) if rates else None
 
     def noise_scale(self) -> float | None:
-        """Return the gradient noise scale in examples, None where it is not well known."""
+        """Return the gradient noise scale in examples, None if it is not well known."""
         return self._noise.known_examples()
 
     def advice(self) -> str | None:
-        """Return one sentence on batch size and towers, None where the scale is not well known."""
+        """Return a sentence on batch size and towers, None if the scale is not well known."""
         return self._noise.advice(self._timetable.options.batch_size)
 
     def close(self) -> None:
-        """End the bar."""
+        """Close the progress bar."""
         self._bar.close()
 
     def _noise_scalars(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         found = estimate(
             metrics["tower_gradient_norm"], metrics["tower_examples"], metrics["data_gradient_norm"]
         )
-        # As event files keep them, and a run that goes on reads them.
+        # Rounded as in event files, from which a continued run reads them.
         found = np.float32(found or math.nan).tolist()
         if not np.isfinite(found).all():
             return {}
@@ -222,7 +218,7 @@ class Monitor:
         return scalars if scale is None else scalars | {"noise_scale/examples": scale}
 
     def _eta(self, step: int) -> str:
-        """Return the time that is left, "0:12:30", at the speed since the first point."""
+        """Return the remaining time, "0:12:30", at the speed since the first point."""
         remaining = self._timetable.last_step - step
         start, first = self._warm or (0.0, step)
         if remaining and step == first:
@@ -232,11 +228,11 @@ class Monitor:
 
 
 def _cut(of_train: Path, of_eval: Path, timetable: Timetable) -> set[int]:
-    """Drop the points that are written again from the start on; return where evaluations stand.
+    """Drop points that this process writes again; return the x of the evaluations that are left.
 
-    A point of training there is of the next step. An evaluation there is of the weights that the
-    run goes on with, and is kept if it is whole: its figures come last. The point of the step
-    before is dropped if it is only there because the run was to end.
+    An evaluation at the start is of the restored weights, and is kept if it is complete: its
+    figures are written last. A training point there is dropped, and so is the point before it if
+    only the end of the run had made it due.
     """
     first = timetable.first_step
     start = timetable.x(first)
@@ -253,7 +249,7 @@ def _sum(calls: Sequence[Mapping[str, tf.Tensor]]) -> dict[str, tf.Tensor]:
 
 
 def in_notebook() -> bool:
-    """Return whether this program is a notebook's kernel."""
+    """Return whether this process is a notebook's kernel."""
     return "ipykernel" in sys.modules
 
 
@@ -262,8 +258,8 @@ def _now() -> str:
 
 
 def tensorboard_command(train_dir: str) -> str:
-    """Return a command that shows a run in TensorBoard."""
+    """Return the command that shows a run in TensorBoard."""
     command = "towers"
-    if not shutil.which(command):  # a virtual environment that is not active
+    if not shutil.which(command):  # the virtual environment is not active
         command = os.path.relpath(Path(sys.executable).with_name(command))
     return shlex.join([command, "tensorboard", f"--train_dir={train_dir}"])

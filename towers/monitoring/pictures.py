@@ -1,7 +1,7 @@
 """Pictures of a run: the images that towers see, first filters, and an evaluation's mistakes.
 
-`evaluation_images`, `tower_images` and `filter_images` return lists of Summary protos; nothing is
-written. Every picture is bounded, whatever it is made of.
+`evaluation_images`, `tower_images` and `filter_images` return lists of Summary protos of bounded
+size.
 """
 
 import dataclasses
@@ -20,37 +20,34 @@ from towers.tf_internals import layers_of
 
 NUM_IMAGES = 8  # of each tower
 _MAX_FILTERS, _MAX_CLASSES = 256, 1000
-_SIDE, _MAX_SIDE = 128, 256  # pixels: small images are enlarged to the one, large ones shrunk
-_GAP, _LINE = 6, 14  # pixels between images, and of a line of text
-_MATRIX, _CELL, _MARGIN = 900, 48, 140  # pixels of a matrix, a cell at most, and names beside it
+_SIDE, _MAX_SIDE = 128, 256  # pixels: smaller images are enlarged, larger ones shrunk
+_GAP, _LINE = 6, 14  # pixels between images, and height of a line of text
+_MATRIX, _CELL, _MARGIN = 900, 48, 140  # pixels: of the matrix, the largest cell, the names
 _RIGHT, _WRONG = (8, 81, 156), (165, 15, 21)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mistake:
-    """An example that was taken for another class."""
+    """An example that the model puts into the wrong class."""
 
-    image: np.ndarray  # as it is stored, `[H, W, C]`
+    image: np.ndarray  # as stored, `[H, W, C]`
     label: int  # the true class
-    predicted: int  # the class that the model said
-    confidence: float  # the probability that it gave that class
+    predicted: int  # the model's class
+    confidence: float  # the model's probability of that class
 
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """The model's classes of each example of the test set."""
+    """The true and predicted classes of the examples of a data set."""
 
-    labels: np.ndarray  # the true classes, int32 `[N]`, in the order of the test set
-    predicted: np.ndarray  # the classes that the model said, int32 `[N]`
-    mistakes: list[Mistake]  # the most confident ones, the most confident first
-    averaged: bool  # whether this is of the moving average of the weights
+    labels: np.ndarray  # true classes, int32 `[N]`, in the order of the data set
+    predicted: np.ndarray  # predicted classes, int32 `[N]`
+    mistakes: list[Mistake]  # the most confident ones, in decreasing order
+    averaged: bool  # whether the weights' moving average made them
 
 
 def evaluation_images(predictions: Predictions, names: Sequence[str]) -> list[Summary]:
-    """Return the pictures of an evaluation: `confusion_matrix`, and `mistakes` if there are any.
-
-    Of more than 1000 classes there is no matrix.
-    """
+    """Return `confusion_matrix`, for up to 1000 classes, and `mistakes` if there are any."""
     weights = "the moving average of the weights" if predictions.averaged else "the weights"
     pictures = []
     if len(predictions.labels) and len(names) <= _MAX_CLASSES:
@@ -75,9 +72,12 @@ def evaluation_images(predictions: Predictions, names: Sequence[str]) -> list[Su
 def tower_images(
     seen: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence[str], stretch: bool = True
 ) -> list[Summary]:
-    """Return `images/tower_I` of each tower with examples: its images, with their classes.
+    """Return `images/tower_I` for each tower with examples: its images, with their classes.
 
-    See `gallery.seen_by_towers` for `seen`, `to_bytes` for `stretch`.
+    Args:
+        seen: (images, labels) of each tower, see `image_summaries.seen_by_towers`.
+        names: names of the classes.
+        stretch: see `to_bytes`.
     """
     found = []
     for i, (images, labels) in enumerate(seen):
@@ -91,10 +91,10 @@ def tower_images(
 
 
 def filter_images(model: keras.Model) -> list[Summary]:
-    """Return `filters/LAYER` of the model's first Conv2D layer, or nothing if it has none.
+    """Return `filters/LAYER` of the model's first Conv2D layer, or [] if it has none.
 
-    Their input channels are shown as `to_bytes` shows an image's; each filter is stretched from its
-    least weight to its greatest.
+    Input channels are shown as `to_bytes` shows those of an image; each filter is scaled from its
+    smallest to its largest weight.
     """
     kind = keras.layers.Conv2D
     layer = next((x for x in layers_of(model) if isinstance(x, kind) and x.weights), None)
@@ -109,11 +109,11 @@ def filter_images(model: keras.Model) -> list[Summary]:
 
 
 def to_bytes(image: np.ndarray, stretch: bool = False) -> np.ndarray:
-    """Return an image `[h, w, C]` as uint8 `[h, w, 3]` for a person to recognise.
+    """Convert an image `[h, w, C]` to uint8 `[h, w, 3]` for display.
 
-    Of 3 or 4 channels the first three are red, green and blue; of any other number the first is
-    shown, in gray. uint8 and, unless `stretch`, floats from 0 to 1 are shown as they are; other
-    floats are stretched from their least to their greatest. Infinities and NaN count as 0.
+    The first three of 3 or 4 channels are red, green and blue; otherwise the first channel is shown
+    in gray. uint8 images are unchanged. Floats from 0 to 1 are scaled to 0..255, others, or all if
+    `stretch`, from their minimum to their maximum. Infinities and NaN count as 0.
     """
     image = np.asarray(image)
     image = image[..., :3] if image.shape[-1] in (3, 4) else image[..., :1]
@@ -129,9 +129,9 @@ def to_bytes(image: np.ndarray, stretch: bool = False) -> np.ndarray:
 def draw_grid(
     images: Sequence[np.ndarray], captions: Sequence[Sequence[str]] = (), columns: int = 4
 ) -> Image.Image:
-    """Draw images, uint8 `[h, w, 3]`, in rows, each with its lines of text under it.
+    """Draw images, uint8 `[h, w, 3]`, in rows, each above its lines of text.
 
-    Without any captions, images stand close together.
+    Without captions images are small.
     """
     side = max(_SIDE, min(_MAX_SIDE, max(images[0].shape[:2]))) if captions else _SIDE // 4
     columns, num_rows = min(columns, len(images)), -(-len(images) // columns)
@@ -152,8 +152,8 @@ def draw_grid(
 def draw_matrix(counts: np.ndarray, names: Sequence[str]) -> Image.Image:
     """Draw a confusion matrix, integers `[n, n]`, with as many names and numbers as fit.
 
-    A cell's colour is the deeper, the greater its share of its row: blue on the diagonal, red
-    elsewhere. It goes by the root of the share, so that rare mistakes are seen.
+    A cell's colour, blue on the diagonal and red elsewhere, deepens with the square root of its
+    share of the row, so that rare mistakes are visible.
     """
     num = len(counts)
     cell = max(1, min(_CELL, _MATRIX // num))
@@ -190,5 +190,5 @@ def _summary(tag: str, picture: Image.Image, description: str) -> Summary:
 
 
 def _legible(line: str) -> str:
-    # As short as an image is wide, in letters that Pillow's own font has.
+    # Fit the width of an image, in letters of Pillow's built-in font.
     return cut(" ".join(line.split()), 21).encode("latin-1", "replace").decode("latin-1")

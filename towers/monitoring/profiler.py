@@ -1,8 +1,8 @@
-"""A profile on demand: --profile_steps=100:110, or the signal SIGUSR2 while a run is going on.
+"""Profiles on demand: --profile_steps=100:110, or the signal SIGUSR2 while a run trains.
 
-A call of the train loop ends at any step that `due` names, is made within `trace`, and stands
-between `begin` and `end`. The trace is written where TensorBoard's profile plugin looks for it.
-Whatever goes wrong here is a line, and never the end of a run.
+A call of the train loop is made between `begin` and `end`, within `trace`, and ends at any step for
+which `due` is true. TensorBoard's profile plugin shows the trace. An error is printed and does not
+stop the run.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ import tensorflow as tf
 
 from towers.formatting import first_line
 
-NUM_STEPS = 10  # of a profile that a signal asks for
+NUM_STEPS = 10  # in a profile that a signal asks for
 
 
 class Profiler:
-    """Profiles some steps of a run, between calls of its train loop."""
+    """Starts and stops profiles between calls of a train loop."""
 
     def __init__(
         self,
@@ -29,20 +29,20 @@ class Profiler:
         last_step: int,
         say: Callable[[str], None],
     ):
-        """Plan a profile of `steps`, (first, last), or wait for a signal; nothing is started."""
+        """Plan a profile of `steps`, (first, last), if any; start nothing."""
         self._train_dir, self._last_step, self._print = train_dir, last_step, say
         self._plan, self._running, self._asked, self._step = steps, None, False, 0
 
     def __enter__(self) -> "Profiler":
-        """Listen to SIGUSR2, where Python lets us: in the main thread."""
+        """Handle SIGUSR2, if this is the main thread."""
         self._before = None
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGUSR2, self._ask) or signal.SIG_DFL
-            signal.siginterrupt(signal.SIGUSR2, False)  # nobody's reading or writing is cut short
+            signal.siginterrupt(signal.SIGUSR2, False)  # do not interrupt reads and writes
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End a profile that is being made, and restore the signal's handler."""
+        """Stop a running profile, and restore the signal's handler."""
         self.stop()
         if self._before is not None:
             signal.signal(signal.SIGUSR2, self._before)
@@ -51,13 +51,13 @@ class Profiler:
             self._say(f"--profile_steps={first}:{last}: none of these steps was made")
 
     def due(self, step: int) -> bool:
-        """Return whether a call of the train loop must end when `step` steps are done."""
+        """Return whether a call of the train loop must end after `step` steps."""
         return step in (self._running or ()) or step in (self._plan or ())
 
     def begin(self, step: int) -> None:
-        """Start the profile that is due when `step` steps are done: just before the next call.
+        """Start a profile if one is due after `step` steps; call it just before the next call.
 
-        A signal that comes while a profile is made asks for one after it.
+        A signal during a profile asks for another one after it.
         """
         self._step = step
         if self._running:
@@ -70,26 +70,26 @@ class Profiler:
             return
         last = min(last, self._last_step)
         try:
-            tf.test.experimental.sync_devices()  # or kernels of the step before were in it
+            tf.test.experimental.sync_devices()  # else it shows kernels of the step before
             tf.profiler.experimental.start(str(self._train_dir / "train"))
-        except Exception as error:  # of any kind: a run is worth more than its profile
+        except Exception as error:  # a profile must not stop the run
             self._say(f"none of steps {step} to {last}: {first_line(error, 300)}")
             return
         self._running = step, last
         self._say(f"of steps {step} to {last} has started")
 
     def trace(self, step: int) -> contextlib.AbstractContextManager:
-        """Return a context for the call that starts at `step`: the plugin shows it as a step."""
+        """Return a context for the call at `step`, which the plugin shows as a step."""
         return tf.profiler.experimental.Trace("train", step_num=step, _r=1)
 
     def end(self, step: int) -> None:
-        """End the profile that is over when `step` steps are done: just after a call."""
+        """Stop the profile if it ends after `step` steps; call it just after a call."""
         self._step = step
         if self._running and step >= self._running[1]:
             self.stop()
 
     def stop(self) -> None:
-        """End a profile that is being made, and write its folder, named by its steps."""
+        """Stop a running profile, and write its folder, named after its steps."""
         if self._running is None:
             return
         (first, _), self._running = self._running, None
@@ -103,7 +103,7 @@ class Profiler:
                 trace = max(folder.glob("*/*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
                 named = trace.parent.with_name(f"{trace.parent.name}_steps_{first}_{last}")
                 self._say(f"steps {first} to {last}: {trace.parent.rename(named) / trace.name}")
-        except Exception as error:  # of any kind: a run is worth more than its profile
+        except Exception as error:  # a profile must not stop the run
             self._say(f"steps {first} to {last} failed: {first_line(error, 300)}")
 
     def _say(self, line: str) -> None:

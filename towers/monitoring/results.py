@@ -1,6 +1,6 @@
-"""The results of runs, as result.json and sweep.json hold them.
+"""Reads the results of runs from result.json and sweep.json.
 
-A run's objective is the metric that says which of several is best: "test_accuracy" or
+A run's objective is the metric by which runs are ranked, such as "test_accuracy" or
 "validation_auc", with its direction, "max" or "min". Results without one are of classifiers.
 """
 
@@ -14,7 +14,7 @@ from towers import files
 Objective = tuple[str, str]  # metric of result.json, "max" or "min"
 
 
-_TYPES = {  # of the values that programs read
+_TYPES = {  # of values that programs read
     "steps": int, "examples": int, "num_towers": int, "batch_size": int, "devices": list,
     "objective": str, "direction": str, "train_dir": str,
 }  # fmt: skip
@@ -42,14 +42,14 @@ def _are_of(types: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
 
 
 def number(result: Mapping[str, Any], name: str) -> float | None:
-    """Return a figure of a result, None if it is no finite number."""
+    """Return a number of a result, None if it is not finite or absent."""
     value = result.get(name)
     known = isinstance(value, int | float) and abs(value) <= sys.float_info.max
     return value if known else None
 
 
 def figure(result: Mapping[str, Any], name: str) -> float | None:
-    """Return a figure of a result: of the moving average of the weights if there is one."""
+    """Return a number of a result, that of the weights' moving average if there is one."""
     averaged = number(result, f"{name}_ema")
     return number(result, name) if averaged is None else averaged
 
@@ -60,9 +60,9 @@ def objective_of(result: Mapping[str, Any]) -> Objective:
 
 
 def common_objective(results: Sequence[Mapping[str, Any]]) -> tuple[Objective, str]:
-    """Return the objective that runs are compared by, and a line if their own ones differ.
+    """Return the objective to compare runs by, and a note if their own objectives differ.
 
-    Of several objectives it is the first one that all runs have, else the test loss.
+    Of several objectives it is the first that all runs have a value of, else the test loss.
     """
     found = list(dict.fromkeys(map(objective_of, results))) or [objective_of({})]
     if len(found) == 1:
@@ -74,12 +74,12 @@ def common_objective(results: Sequence[Mapping[str, Any]]) -> tuple[Objective, s
 
 
 def short(name: str) -> str:
-    """Return a metric's name without the part of the data set that it is of."""
+    """Return a metric's name without "test_" or "validation_"."""
     return name.removeprefix("test_").removeprefix("validation_")
 
 
 def noted_runs(folder: Path) -> list[dict[str, Any]]:
-    """Return the runs in a folder's sweep.json, [] for a folder of no sweep."""
+    """Return the runs in a folder's sweep.json, [] if there is none."""
 
     def is_run(run: Any) -> bool:
         known = isinstance(run, dict) and {"name", "status"} <= run.keys()

@@ -1,10 +1,10 @@
-"""The curves of a run, read from its event files; no TensorFlow is needed.
+"""Reads the curves of a run from its event files; TensorFlow is not needed.
 
     curves = read_curves(Path("runs/a"))
     curves.loss.examples, curves.loss.values           # [N], [N]
     curves.seconds_at(curves.of("accuracy").examples)  # of training, up to each evaluation
 
-Everything is put over examples, the one clock that all runs have.
+Curves are over examples, the clock that all runs share.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _TRAIN_TAGS = (
     "loss/data", "loss/total", "progress/examples", "progress/epoch", "speed/examples_per_second",
 )  # fmt: skip
 
-_PART = re.compile("^(test|validation)/")  # of which an evaluation is
+_PART = re.compile("^(test|validation)/")  # part of the data set
 
 Points = Mapping[float, Mapping[str, float]]  # {x: {tag: value}}
 
@@ -29,8 +29,8 @@ Points = Mapping[float, Mapping[str, float]]  # {x: {tag: value}}
 class Curve:
     """Values over the course of a run, each [N]."""
 
-    x: np.ndarray  # as TensorBoard shows it: updates, or examples, before the value was measured
-    examples: np.ndarray  # seen before that
+    x: np.ndarray  # updates, or examples, before the value was measured, as in TensorBoard
+    examples: np.ndarray  # examples before the value was measured
     values: np.ndarray
 
 
@@ -39,25 +39,25 @@ _EMPTY = Curve(np.array([]), np.array([]), np.array([]))
 
 @dataclasses.dataclass(frozen=True)
 class Curves:
-    """The curves of a run; each may be empty."""
+    """The curves of a run; any may be empty."""
 
-    loss: Curve  # of training, on the data alone
-    evaluated: Mapping[str, Curve]  # of each metric, by its name
-    examples: np.ndarray  # seen at points of training, with 0 at the start, [N]
-    seconds: np.ndarray  # of training up to there, [N]; NaN where the speed is not known
-    epoch_size: float | None  # examples of an epoch, None if that is not known
+    loss: Curve  # training loss without regularisation
+    evaluated: Mapping[str, Curve]  # {metric: curve of its evaluations}
+    examples: np.ndarray  # examples seen at training points, with 0 at the start, [N]
+    seconds: np.ndarray  # of training up to there, [N]; NaN if the speed is unknown
+    epoch_size: float | None  # examples of an epoch, None if unknown
 
     def of(self, metric: str) -> Curve:
-        """Return the curve of a metric, of the moving average where there is one; or no points."""
+        """Return a metric's curve, that of the moving average if there is one; it may be empty."""
         return self.evaluated.get(f"{metric}_ema", self.evaluated.get(metric, _EMPTY))
 
     def seconds_at(self, examples: float) -> float | None:
-        """Return the seconds of training after so many examples, None if they are not known."""
+        """Return the seconds of training up to `examples` examples, None if unknown."""
         known = len(self.examples) > 1 and np.isfinite(self.seconds[-1])
         return float(np.interp(examples, self.examples, self.seconds)) if known else None
 
     def epochs_at(self, examples: float) -> float | None:
-        """Return the epochs after so many examples, None if they are not known."""
+        """Return the epochs up to `examples` examples, None if unknown."""
         return examples / self.epoch_size if self.epoch_size else None
 
 
@@ -65,16 +65,16 @@ def read_curves(folder: Path, batch_size: int = 1, by_examples: bool = False) ->
     """Return the curves of the run in a folder.
 
     Args:
-        folder: of the run.
-        batch_size: for numbers of examples that the curves do not have.
-        by_examples: whether x is examples (--tensorboard_x=examples) and not updates.
+        folder: folder of the run.
+        batch_size: examples of a step, for points beyond the known numbers of examples.
+        by_examples: whether x is examples (--tensorboard_x=examples) instead of updates.
     """
     train = events.read(folder / "train", _TRAIN_TAGS)
     evaluated = {
         x: {_PART.sub("", tag): value for tag, value in values.items()}
         for x, values in events.read(folder / "eval").items()
     }
-    steps, seen = _series(train, "progress/examples")  # x is before the step, examples are after it
+    steps, seen = _series(train, "progress/examples")  # x is before the step, examples after it
     known_x, known_examples = _from_zero(steps + 1), _from_zero(seen)
 
     def examples_of(x: np.ndarray) -> np.ndarray:
@@ -100,10 +100,12 @@ def read_curves(folder: Path, batch_size: int = 1, by_examples: bool = False) ->
 
 
 def training_seconds(examples: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """Return the seconds of training after 0 and each number of examples, [N + 1]; none of none.
+    """Return the seconds of training up to 0 and each point, [N + 1]; [] without points.
 
-    The examples between two points went at the speed that the second one has. A point without
-    speed (NaN) is the first after a start, and takes the next one's. All NaN if none is known.
+    Args:
+        examples: examples seen at each point, [N].
+        rates: examples/s from the previous point to each point, [N]. NaN, at the first point after
+            a start, stands for the next rate; if all are NaN, so are the seconds.
     """
     if not len(examples):
         return np.array([])
@@ -115,7 +117,7 @@ def training_seconds(examples: np.ndarray, rates: np.ndarray) -> np.ndarray:
 
 
 def _series(points: Points, *tags: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return x and values of the first of the tags that has any."""
+    """Return x and values of the first tag that has any."""
     for tag in tags:
         found = {x: values[tag] for x, values in points.items() if tag in values}
         if found:

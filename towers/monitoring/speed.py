@@ -1,4 +1,4 @@
-"""Curves that `towers train` and a `fit` over towers share: speed, and each tower."""
+"""Curves of speed and of each tower, for `towers train` and `fit` over towers."""
 
 import contextlib
 import math
@@ -11,26 +11,26 @@ RATE = "speed/examples_per_second"
 
 
 class Speed:
-    """The speed of training between points.
+    """Measures the speed of training between points.
 
     Attributes:
-        num_steps: between the last two points.
+        num_steps: steps between the last two points.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        """Begin with the first point; what comes before it is a warm-up."""
+        """Measure from the first point on; what comes before it is warm-up."""
         self._clock, self._last, self._paused_seconds = clock, None, 0.0
         self.num_steps = 0
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave the time of the block out of the speed of training; blocks may be nested."""
+        """Do not count the time of the block; blocks may be nested."""
         start, before = self._clock(), self._paused_seconds
         yield
         self._paused_seconds = before + self._clock() - start
 
     def at(self, step: int, examples: int) -> dict[str, float]:
-        """Return the scalars of a point after so many steps and examples, {} of the first."""
+        """Return the scalars of a point after `step` steps, {} for the first."""
         now, found = self._clock(), {}
         if self._last is not None and step > self._last[1]:
             then, step_then, examples_then = self._last
@@ -46,7 +46,7 @@ def by_tower(
     values: Mapping[str, Sequence[float | None]],
     num_examples: Sequence[float],
 ) -> dict[str, float]:
-    """Return {"tower_0/NAME": value} of `values` and memory, for each tower with examples."""
+    """Return {"tower_0/NAME": value} of `values` and memory for each tower with examples."""
     held = [memory.of_device(device) or (None, None) for device in devices]
     in_mib = zip(("memory_mib", "peak_memory_mib"), zip(*held, strict=True), strict=True)
     occupied = [i for i, number in enumerate(num_examples) if number > 0]

@@ -1,11 +1,10 @@
-"""Measures each tower of a step: losses, gradients, times.
+"""Measures each tower's losses, gradients and times in a step.
 
-Nothing that a step computes depends on it. Norms are computed only in a step that is `measured`, by
-the same graph, so that a step's numbers do not depend on that.
+The step's results do not depend on it: norms are computed only if `measured`, by the same graph.
 
-CPUs are timed in every step. A GPU's op is over for TensorFlow when its kernel is queued: to know
-more, the host has to wait for a value from there. So GPUs are timed in a measured step alone, which
-begins when they have done all before it; in any other step nothing goes to the host.
+CPUs are timed in every step. For TensorFlow a GPU's op ends when its kernel is queued, so the host
+has to wait for a value from the GPU to time it. GPUs are therefore timed only in measured steps,
+which start when the GPUs are idle; in other steps nothing is sent to the host.
 """
 
 import math
@@ -26,26 +25,26 @@ _OF_MEASURED = ("tower_seconds", "compute_seconds", "gather_seconds")  # on GPUs
 
 
 def measured_shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what `measure` returns but for the seconds."""
+    """Return the shapes of the results of `measure`, except seconds."""
     of_towers = ("tower_examples", "tower_loss", "tower_gradient_norm", "tower_cosine")
     return dict.fromkeys(of_towers, (num_towers,)) | {"data_gradient_norm": ()}
 
 
 def timed_shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the seconds that `measure` returns."""
+    """Return the shapes of the seconds in the results of `measure`."""
     return {"tower_seconds": (num_towers,)} | dict.fromkeys(PHASES, ())
 
 
 def on_gpus(builder: TowerBuilder) -> bool:
-    """Return whether seconds are those of measured steps alone."""
+    """Return whether towers are on GPUs, so that only measured steps are timed."""
     return any(map(is_gpu, builder.devices))
 
 
 def time_after(values: Any) -> tf.Tensor:
-    """Return the time when `values` are computed, in seconds, by the host's clock.
+    """Return the host's time, in seconds, when `values` have been computed.
 
-    It is NaN, and with it all seconds of a step, where ops are deterministic: TensorFlow then
-    refuses to read a clock.
+    It is NaN, as are then all seconds of a step, if ops are deterministic: TensorFlow then refuses
+    to read a clock.
     """
     waiting = tf.control_dependencies(_tensors(values))
     with tf.device(HOST), tf.name_scope("telemetry"), waiting:
@@ -55,26 +54,26 @@ def time_after(values: Any) -> tf.Tensor:
 
 
 class GpuIdleBarrier:
-    """Waits for idle GPUs before a measured step, so that its seconds are its own.
+    """Waits for idle GPUs before a measured step, so that earlier kernels do not count.
 
     A copy to the host arrives when all kernels before it have run.
 
     Attributes:
-        wanted: bool variable: whether a step is to be measured at all.
+        wanted: bool variable: whether steps are to be measured.
     """
 
     def __init__(self, builder: TowerBuilder):
-        """Make a number on each GPU that holds a tower."""
+        """Create a scalar on each GPU that has a tower."""
         self._marks = []
         with tf.device(HOST):
             self.wanted = tf.Variable(True, trainable=False)
-            self._steps = tf.Variable(0, trainable=False)  # since one was measured
+            self._steps = tf.Variable(0, trainable=False)  # since the last measured one
         for device in filter(is_gpu, builder.devices):
             with tf.device(device):
                 self._marks.append(tf.Variable(0.0, trainable=False))
 
     def before(self, batch: Any, measured: tf.Tensor) -> Any:
-        """Return a batch on the host, in a measured step as soon as the GPUs are idle."""
+        """Return a batch on the host; in a measured step it waits until the GPUs are idle."""
 
         def wait() -> tf.Tensor:
             found = []
@@ -92,7 +91,7 @@ class GpuIdleBarrier:
     def for_all_steps(
         self, values: dict[str, tf.Tensor], num_steps: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        """Return the measured step's seconds times the steps since the last measured one."""
+        """Return the measured step's seconds times the number of steps since the last one."""
         self._steps.assign_add(num_steps)
         steps = tf.cast(self._steps.read_value(), tf.float32)
         self._steps.assign(tf.where(self.wanted, 0, self._steps))
@@ -108,25 +107,25 @@ def measure(
     measured: tf.Tensor,
     loss_scale: tf.Tensor | None,
 ) -> dict[str, tf.Tensor]:
-    """Return how long a step took up to its gathered gradients, and how its towers agree.
+    """Return the seconds of a step up to its gathered gradients, and how its towers agree.
 
     Args:
-        start: the time before which no tower has begun.
-        sums: of the towers.
-        loss: the gathered one.
-        gradients: the gathered ones of the data's loss: one list, or one for each tower on its
+        start: time before which no tower starts, in seconds.
+        sums: losses, counts and gradients of the towers.
+        loss: the gathered loss.
+        gradients: gathered gradients of the data loss: one list, or one for each tower on its
             device.
-        builder: of the towers.
-        measured: a bool scalar: whether norms are wanted, else they are 0.
-        loss_scale: None: 1.
+        builder: builder of the towers.
+        measured: bool scalar: whether to compute norms, else they are 0.
+        loss_scale: scale of the losses; None: 1.
 
     Returns:
-        Of each tower, [towers], 0 for one without examples: "tower_seconds" (from the batch to its
+        For each tower, [towers], 0 without examples: "tower_seconds" (from the batch to its
         gradients), "tower_examples", "tower_loss" (mean over its examples), "tower_gradient_norm"
-        (of the mean over its examples), "tower_cosine" (of the angle between its gradient and that
-        of all). Scalars: "compute_seconds" (until the last tower had its gradients),
-        "gather_seconds" (after that: most of the gather runs while towers compute),
-        "data_gradient_norm" (of the gathered gradient).
+        (of the mean over its examples), "tower_cosine" (between its gradient and that of all).
+        Scalars: "compute_seconds" (until the last tower has its gradients), "gather_seconds" (from
+        then on: most of the gather runs while towers compute), "data_gradient_norm" (of the
+        gathered gradient).
     """
 
     def look(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
@@ -138,7 +137,7 @@ def measure(
             own_seconds = tf.stack(ends) - start
             compute = tf.reduce_max(own_seconds)
             counts = tf.cast(tf.stack(sums.counts), tf.float32)
-            with tf.control_dependencies([loss]):  # as in `products._at_means`
+            with tf.control_dependencies([loss]):  # as in `gradient_products._at_means`
                 losses = tf.cast(tf.stack(sums.losses), tf.float32)
             scale = 1.0 if loss_scale is None else tf.convert_to_tensor(loss_scale)
             of_towers = {
@@ -159,17 +158,17 @@ def measure(
 def measure_joined(
     gradients: TowerGradients, builder: TowerBuilder, measured: tf.Tensor, scale: Any
 ) -> dict[str, tf.Tensor]:
-    """Return how towers agree whose outputs are joined for one loss; no tower has a loss.
+    """Return how towers agree whose outputs are joined for one loss, so that none has its own.
 
     Args:
-        gradients: of the towers, parts of that of one loss.
-        builder: of the towers.
+        gradients: the towers' parts of the loss's gradient.
+        builder: builder of the towers.
         measured: see `measure`.
-        scale: of the loss.
+        scale: scale of the loss.
 
     Returns:
-        "tower_examples", "tower_gradient_norm", "tower_cosine" and "data_gradient_norm" as
-        `measure` has them; and "tower_step_seconds", forward and backward, 0 if not known.
+        "tower_examples", "tower_gradient_norm", "tower_cosine" and "data_gradient_norm" as in
+        `measure`, and "tower_step_seconds" (forward and backward, 0 if unknown).
     """
     with tf.device(HOST):
         examples = tf.cast(tf.stack(gradients.counts), tf.float32)
@@ -186,7 +185,7 @@ def measure_joined(
             pairs = zip(after, builder.devices, strict=False)
             ends = [time_after(_arrived(own, device)) for own, device in pairs]
             with tf.device(HOST):
-                # Nothing waits for the clock here, which may be read too late.
+                # Nothing waits for this clock, so it may be read too late.
                 seconds += tf.maximum(tf.stack(ends) - start, 0.0)
         with tf.device(HOST):
             found = _padded({"tower_step_seconds": tf.cast(seconds, tf.float32)}, builder)
@@ -200,7 +199,7 @@ def measure_joined(
 def _agreement(
     products: tf.Tensor, weights: tf.Tensor, scale: Any, builder: TowerBuilder
 ) -> dict[str, tf.Tensor]:
-    """Return norms and cosines, where a tower's gradient is its mean gradient times its weight."""
+    """Return norms and cosines; a tower's gradient is its mean gradient times its weight."""
     own, both, whole = tf.unstack(products, axis=1)
     of_towers = {
         "tower_gradient_norm": tf.math.divide_no_nan(tf.sqrt(own), weights),
@@ -212,7 +211,7 @@ def _agreement(
 def _if_measured(
     look: Callable, measured: tf.Tensor, builder: TowerBuilder
 ) -> dict[str, tf.Tensor]:
-    """Return `look(measured)`; on GPUs, which it waits for, zeros unless `measured`."""
+    """Return `look(measured)`; on GPUs, which that waits for, zeros unless `measured`."""
     if not on_gpus(builder):
         return look(measured)
     found: dict[str, tf.Tensor] = {}
@@ -230,7 +229,7 @@ def _if_measured(
 
 
 def _padded(of_towers: dict[str, tf.Tensor], builder: TowerBuilder) -> dict[str, tf.Tensor]:
-    num_towers = len(builder.devices)  # the last ones may have had no example
+    num_towers = len(builder.devices)  # the last towers may have no examples
     return {
         name: tf.pad(values, [[0, num_towers - values.shape[0]]])
         for name, values in of_towers.items()
@@ -238,7 +237,7 @@ def _padded(of_towers: dict[str, tf.Tensor], builder: TowerBuilder) -> dict[str,
 
 
 def _arrived(values: Any, device: str) -> tf.Tensor:
-    """Return a value that reaches the host when a device has computed `values`; see `_ends`."""
+    """Return a value that reaches the host once a device has computed `values`; see `_ends`."""
     tensors = _tensors(values)
     smallest = min(tensors, key=lambda t: t.shape.num_elements() or 2**40)
     with tf.device(device), tf.control_dependencies(tensors):
@@ -248,21 +247,21 @@ def _arrived(values: Any, device: str) -> tf.Tensor:
 
 
 def _ends(sums: TowerSums, builder: TowerBuilder) -> list[tf.Tensor]:
-    """Return the times at which the towers' gradients were done.
+    """Return the times when the towers' gradients were computed.
 
-    A GPU's op is over for TensorFlow when its kernel is queued. A value that is copied from there
-    arrives when the kernels before it have run: so the loss is sent once more, after the gradients.
+    For TensorFlow a GPU's op ends when its kernel is queued, but a copy to the host arrives after
+    the kernels before it have run: so the loss is sent again, after the gradients.
     """
     ends = []
     for loss, own, device in zip(sums.losses, sums.gradients, builder.devices, strict=False):
-        if machine_of(device):  # it is sent after the gradients anyhow
+        if machine_of(device):  # it is sent after the gradients anyway
             done = loss
         else:
             with tf.device(device), tf.control_dependencies(_tensors(own)):
                 done = tf.identity(loss)
         with tf.device(HOST):
             arrived = tf.cast(tf.math.is_finite(done), tf.float64)
-            # That value has to be used: else only an order of execution would be sent.
+            # Use the value: a control dependency alone would not wait for the copy.
             end = time_after(arrived) + tf.minimum(arrived, 0.0)
         ends.append(end)
     return ends
