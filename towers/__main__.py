@@ -1,4 +1,4 @@
-"""`python -m towers`, and the command `towers`: signals are heard before all else is imported."""
+"""`python -m towers`, and the command `towers`: it handles signals before other imports."""
 
 import os
 import sys
@@ -6,24 +6,24 @@ import sys
 try:
     from towers.options import search_path
 
-    search_path.leave_out_current_folder()  # before anything is imported that may lie there, too
+    search_path.leave_out_current_folder()  # before imports that it may hide
 
     from towers import signals
-except KeyboardInterrupt:  # Ctrl-C, which nobody else hears yet
+except KeyboardInterrupt:  # Ctrl-C before the listener
     sys.stderr.write("towers: interrupted by SIGINT\n")
     sys.stderr.flush()
     os._exit(130)
 
 
 def main() -> None:
-    """Run the command line of this process, and end it."""
+    """Run the command line of this process, and exit."""
     listener = signals.Listener(owner=True)
     try:
-        listener.__enter__()  # for ever: a signal has its sentence up to the end
+        listener.__enter__()  # until the process ends
         from towers.cli import main as run
 
         code = run()
-    except BaseException:  # while this was imported, where others may make another error of it
+    except BaseException:  # libraries may turn Ctrl-C into other errors at import
         if not listener.asked:
             raise
         code, line = listener.stopping(listener.asked)

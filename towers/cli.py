@@ -1,8 +1,8 @@
 """The command line: towers VERB --flag=value ...
 
-Exit codes: 0 done; 1 a check failed; 2 bad input or flags; 75 a run was stopped on request, and
-nothing is lost; 76 it stood still, and --on_stall=stop; 128 + N another verb was ended by signal N;
-141 who read the output has ended.
+Exit codes: 0 done; 1 a check failed; 2 bad input or flags; 75 a run was stopped on request, and can
+be continued; 76 it stalled, with --on_stall=stop; 128 + N another verb was ended by signal N; 141
+the reader of the output has ended.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_PIPE = 1, 2, signals.EXIT_STOPPED, 1
 
 @dataclasses.dataclass(frozen=True)
 class Entry(flags.Command):
-    """A verb, and what runs it, which is imported when it is called for.
+    """A verb and the function that runs it, which is imported on demand.
 
     Attributes:
-        function: "module:function", called with the options and a function that takes lines.
+        function: "module:function", called with the options and a function that prints lines.
         tensorflow: how TensorFlow is started before: "" not at all, "import" only imported, "cpu"
-            without GPUs, "options" as the options say.
+            without GPUs, "options" with the GPU options.
     """
 
     function: str = ""
@@ -107,8 +107,8 @@ _VERBS = (
           function="towers.commands.worker.command:run", tensorflow="import"),
 )  # fmt: skip
 VERBS = {verb.name: verb for verb in _VERBS}
-_RESUMABLE = ("train", "sweep")  # verbs that go on where they were stopped
-_OTHER_NAMES = {  # verbs as other programs name them
+_RESUMABLE = ("train", "sweep")  # verbs that continue where they were stopped
+_OTHER_NAMES = {  # names of verbs in other programs
     "fit": "train",
     "resume": "train --train_dir=RUN goes on with a run",
     "continue": "train --train_dir=RUN goes on with a run",
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; return its exit code.
 
     Args:
-        argv: what stands after `towers`; sys.argv by default.
+        argv: arguments after `towers`; sys.argv by default.
     """
     with signals.listening() as listener:
         try:
@@ -140,13 +140,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reader_left() -> bool:
-    """Return whether the output's reader has ended, as `head` does; if so, write no more to it."""
+    """Return whether the reader of the output has ended, as `head` does; if so, discard output."""
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor, 0)
     left = [descriptor for descriptor, event in poll.poll(0) if event & select.POLLERR]
     for descriptor in left:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)  # else Python complains as it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)  # else Python complains at exit
     return bool(left)
 
 
@@ -161,9 +161,9 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
     name, rest, named = argv[0], argv[1:], {}
     if name in _RESUMABLE:
         listener.stopping = _stopped
-    elif name == "worker":  # it has nothing to finish
+    elif name == "worker":  # nothing to finish
         listener.stopping = _ended
-        listener.keep(VERBS)  # TensorFlow takes seconds to be taken apart on a busy machine
+        listener.keep(VERBS)  # deleting TensorFlow's objects takes seconds on a busy machine
     try:
         if name not in VERBS:
             hint = _OTHER_NAMES.get(name.lower().replace("-", ""))
@@ -183,29 +183,29 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
         return _complain(error, EXIT_FAILED)
     except KeyboardInterrupt:
         return _end(listener)
-    except (Exception, SystemExit, GeneratorExit) as error:  # sys.exit() of own code is no success
+    except (Exception, SystemExit, GeneratorExit) as error:  # sys.exit() of own code, too
         if isinstance(error, BrokenPipeError) and _reader_left():
             return EXIT_PIPE
-        if listener.asked:  # libraries make other errors of it while they are imported
+        if listener.asked:  # libraries may turn it into other errors at import
             return _end(listener)
         traceback.print_exception(type(error), error, error.__traceback__)
         return _complain(blame(error, named), EXIT_FAILED)
 
 
 def parse(name: str, argv: Sequence[str]) -> Any:
-    """Return the options that the command line of a verb gives; see `flags.parse`."""
+    """Return the options of a verb's command line; see `flags.parse`."""
     return flags.parse(argv, VERBS[name])
 
 
 def _functions(options: Any) -> list[tuple[str, str]]:
-    """Return (flag, "module:function") of what the user named so, alone or between commas."""
+    """Return (flag, "module:function") of all functions that the user names."""
     given = _given(options)
     pairs = [(flag, n) for flag in CODE for n in str(given.get(flag, "")).split(",")]
     return [(flag, name) for flag, name in pairs if ":" in name or (flag == "model" and name)]
 
 
 def _given(options: Any) -> dict[str, Any]:
-    """Return {option: value} of a verb and of the run that it works on."""
+    """Return {option: value} of a verb and its run."""
     run_options = getattr(options, "run", {})
     return (run_options if isinstance(run_options, dict) else vars(run_options)) | vars(options)
 
@@ -216,14 +216,14 @@ def _complain(message: object, exit_code: int) -> int:
 
 
 def _end(listener: signals.Listener) -> int:
-    """Print the line of an end that a signal asked for, or somebody's KeyboardInterrupt."""
+    """Print the line for the end by a signal or a KeyboardInterrupt; return the exit code."""
     if listener.asked is None:
         return _complain("interrupted", 128 + signal.SIGINT)
     return _complain(*reversed(listener.stopping(listener.asked)))
 
 
 def _stopped(number: int) -> tuple[int, str]:
-    name = signal.Signals(number).name  # it had nothing to save
+    name = signal.Signals(number).name  # nothing to save
     return EXIT_STOPPED, f"stopped by {name}: nothing is lost, the same command goes on"
 
 
@@ -234,7 +234,7 @@ def _ended(number: int) -> tuple[int, str]:
 def _run(verb: Entry, options: Any, start: float) -> int:
     run_options = getattr(options, "run", options)
     as_json = options.json if hasattr(options, "json") else getattr(run_options, "json", False)
-    # What predict prints on standard output is for other programs, too.
+    # The standard output of predict is for other programs, too.
     out = sys.stderr if as_json or verb.name == "predict" else sys.stdout
 
     def say(line: str) -> None:
@@ -242,16 +242,16 @@ def _run(verb: Entry, options: Any, start: float) -> int:
 
     if verb.name == "train":
         with contextlib.suppress(ValueError):  # not in the main thread
-            # It asks a run for a profile, and ends none that is not listening yet, or no more.
+            # SIGUSR2 requests a profile; outside of the steps it must not end the run.
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if verb.tensorflow == "import":
-        with quiet_start(3):  # to a worker a program that is gone is no error
+        with quiet_start(3):  # for a worker the loss of a program is not an error
             import tensorflow  # noqa: F401
     elif verb.tensorflow or (verb.name == "doctor" and options.workers):
         _check_names(options, data=verb.takes is None or "dataset" in verb.takes)
         if "tensorflow" not in sys.modules:
             say("starting    TensorFlow")
-        # What is said of a worker that is gone stands in the run's own lines.
+        # The run's own lines report a lost worker.
         with quiet_start(3 if getattr(options, "workers", "") else 2):
             given = verb.tensorflow == "options"
             _start(run_options if given else dataclasses.replace(run_options, devices="cpu"))
@@ -261,9 +261,9 @@ def _run(verb: Entry, options: Any, start: float) -> int:
     result = function(options, start if verb.name == "train" else say)
     if as_json and result:
         print(json.dumps(result, default=dataclasses.asdict))
-    if isinstance(result, list):  # of the doctor's checks
+    if isinstance(result, list):  # the doctor's checks
         return EXIT_FAILED if any(check.status == "problem" for check in result) else 0
-    if result is None or result.get("interrupted"):  # a run was stopped, after saving
+    if result is None or result.get("interrupted"):  # stopped after saving
         return EXIT_STOPPED
     if result.get("failed") or not result.get("passed", True):
         return EXIT_FAILED
@@ -271,7 +271,7 @@ def _run(verb: Entry, options: Any, start: float) -> int:
 
 
 def _check_names(options: Any, data: bool) -> None:
-    """Raise InputError for names that nothing has, as far as that is known without TensorFlow."""
+    """Raise InputError for unknown names, as far as that needs no TensorFlow."""
     for flag, name in _functions(options):
         if data or flag != "dataset":
             check_function(flag, name)
@@ -286,13 +286,13 @@ def _check_names(options: Any, data: bool) -> None:
 
     given = _given(options)
     known = registry.DATA_SETS.get(given["dataset"])
-    # Published files are looked for in all folders below, which takes a while.
+    # Downloadable data sets are searched for in all subfolders, which takes long.
     if given["dataset"] != "synthetic" and not (known and known.published):
         registry.locate(given["dataset"], given["data_dir"])
 
 
 def _warn_of_cpu_towers(options: Any, say: Callable[[str], None]) -> None:
-    """Say if several towers are to be on the CPU because there is no GPU."""
+    """Print a line if several towers are on the CPU because there is no GPU."""
     import tensorflow as tf
 
     given = _given(options)
@@ -306,7 +306,7 @@ def _warn_of_cpu_towers(options: Any, say: Callable[[str], None]) -> None:
 
 
 def _start(options: Options) -> None:
-    """Import what takes long, and let TensorFlow list its devices as the options say."""
+    """Import Keras, and start TensorFlow's devices with the GPU options."""
     import keras  # noqa: F401
 
     from towers import devices
@@ -319,11 +319,11 @@ def _start(options: Options) -> None:
 
 @contextlib.contextmanager
 def quiet_start(level: int = 2) -> Iterator[None]:
-    """Hold back what TensorFlow's C++ writes while it starts; show it if the start fails.
+    """Hold back the output of TensorFlow's C++ code during its start; print it if that fails.
 
-    Once it has started it writes errors, at `level` 3 only what ends the process. If C++ ends the
-    process while it starts, Python's fault handler says where. A TF_CPP_MIN_LOG_LEVEL that the user
-    has set stays, and with 0 or 1 nothing is held back.
+    Later it writes errors, or at `level` 3 only fatal ones. If the process crashes in C++, Python's
+    fault handler prints where. If the user has set TF_CPP_MIN_LOG_LEVEL, that stays, and at 0 or 1
+    nothing is held back.
     """
     asked = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
     if asked in ("0", "1") or "tensorflow" in sys.modules:
@@ -336,7 +336,7 @@ def quiet_start(level: int = 2) -> Iterator[None]:
         faulthandler.enable(stderr)
         try:
             yield
-        except InputError:  # which says all itself
+        except InputError:  # its message is enough
             raise
         except Exception:
             held.seek(0)

@@ -1,4 +1,4 @@
-"""The folder of a run: files are replaced atomically, and an old run is moved, never deleted."""
+"""Files of a run: written atomically, locked, and moved aside instead of deleted."""
 
 import contextlib
 import errno
@@ -17,15 +17,15 @@ from typing import Any
 from towers.errors import InputError, RunError
 from towers.formatting import cut, printable
 
-_NO_FLUSH = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # of file systems that have none
-_MOST_LEVELS = 400  # of folders within folders: Python makes and lists them recursively
-PARTS = "checkpoints", "train", "eval"  # folders in that of a run
+_NO_FLUSH = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # the file system has no fsync
+_MOST_LEVELS = 400  # of nested folders: Python creates and lists them recursively
+PARTS = "checkpoints", "train", "eval"  # subfolders of a run
 TEXTS = "flags.cfg", "manifest.json", "result.json", "best.json"
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` atomically at the end of the block."""
+    """Yield a temporary path, which replaces `path` atomically after the block."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
@@ -36,14 +36,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def check_is_file(path: str | Path) -> None:
-    """Raise OSError for a pipe or a device, whose reader may wait for ever."""
+    """Raise OSError for a pipe or a device, on which a reader may block for ever."""
     mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # readers refuse a folder
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # reading a folder fails anyway
         raise OSError(errno.EINVAL, "it is a pipe or a device, and a file is needed", str(path))
 
 
 def flush(path: str | Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk, if its file system can."""
+    """Flush a file, or a folder's entries, to disk, if the file system supports it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -70,7 +70,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_text(path: Path) -> str | None:
-    """Return the text of a file, None if it is absent, or with a warning if it is damaged."""
+    """Return the text of a file, None if it is absent or, with a warning, damaged."""
     try:
         check_is_file(path)
         return path.read_text(encoding="utf-8")
@@ -82,7 +82,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, {} if it is absent, or with a warning if it is damaged."""
+    """Return the object in a JSON file, {} if it is absent or, with a warning, damaged."""
     text = read_text(path)
     if text is None:
         return {}
@@ -99,8 +99,8 @@ def warn_damaged(path: Path) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-_LONGEST_NAME = 200  # of what a run writes in its folder, in characters; folders in it included
-# Temporary files, of this module and of TensorFlow, that a killed process may leave.
+_LONGEST_NAME = 200  # characters of a path within a run's folder
+# Temporary files of this module and of TensorFlow that a killed process may leave behind.
 _LEFT = re.compile(
     r"\.\w[\w.]*\.(cfg|json|tsv|txt)\.\d+|\.(checkpoint|ckpt-\d+)\.\d+(\..*)?"
     r"|ckpt-\d+_temp|ckpt-\d+\..*\.tempstate\d+"
@@ -108,7 +108,7 @@ _LEFT = re.compile(
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Delete the temporary files of dead processes, if possible; the caller holds the lock."""
+    """Delete temporary files of dead processes, if possible; the caller holds the lock."""
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             if _LEFT.fullmatch(path.name):
@@ -116,7 +116,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 class Lock:
-    """Keeps other processes from working in a folder, for the length of a `with` block."""
+    """Locks folders against other processes, within a `with` block."""
 
     def __enter__(self) -> "Lock":
         """Hold no lock yet."""
@@ -124,17 +124,21 @@ class Lock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release the locks, as any end of the process does, too."""
+        """Release the locks, as the end of the process does, too."""
         for descriptor in self._held.values():
             os.close(descriptor)
 
     def take(self, folder: Path, flag: str = "--train_dir") -> None:
-        """Lock a folder, and a run's folders in it, if they exist and their file system has locks.
+        """Lock a folder and a run's subfolders, if they exist and the file system has locks.
 
-        The latter may be links to those of another run.
+        Subfolders may be links to those of another run.
+
+        Args:
+            folder: the folder.
+            flag: the flag that names it, for the error message.
 
         Raises:
-            InputError: another process trains there; the line begins with the flag.
+            InputError: another process trains there.
         """
         for path in (folder, *(folder / name for name in PARTS)):
             self._take(path, flag)
@@ -142,7 +146,7 @@ class Lock:
     def _take(self, folder: Path, flag: str) -> None:
         try:
             descriptor = os.open(folder, os.O_RDONLY)
-        except OSError:  # the process that makes the folder locks it
+        except OSError:  # the process that creates the folder locks it
             return
         about = os.fstat(descriptor)
         if (about.st_dev, about.st_ino) in self._held:
@@ -155,11 +159,11 @@ class Lock:
                 f"{flag}={folder}: another process trains there; wait for it, or name another "
                 "folder"
             ) from None
-        except OSError:  # no locks there
+        except OSError:  # the file system has no locks
             pass
 
     def name_of(self, inode: tuple[int, int] | None) -> str | None:
-        """Return the present path of a locked folder, None if it is deleted or unknown."""
+        """Return the current path of a locked folder, None if it is deleted or unknown."""
         with contextlib.suppress(KeyError, OSError):
             name = os.readlink(f"/proc/self/fd/{self._held[inode]}")
             return name if _inode_of(Path(name)) == inode else None
@@ -167,24 +171,24 @@ class Lock:
 
 
 class RunDirectory:
-    """The folder of a run that trains; files that are deleted meanwhile are written again.
+    """The folder of a training run, which restores deleted files.
 
-    These are the ones that a run needs to be resumed and writes only at its start.
+    It restores those that a run needs to be resumed and writes only at its start.
     """
 
     def __init__(self, folder: Path, lock: Lock, say: Callable[[str], None] = print):
-        """Read the files; `say` prints a line when they are written again."""
+        """Read the files; `say` is called with a line when they are restored."""
         self.folder, self.say = folder, say
         self._lock, self._inode, self._checking = lock, _inode_of(folder), threading.Lock()
         known = (folder / name for name in ("flags.cfg", "manifest.json", "placement.tsv"))
         self._kept = {path.name: path.read_bytes() for path in known if path.exists()}
 
     def check(self) -> None:
-        """Check that the folder is there, and write again what is gone; thread-safe.
+        """Check that the folder exists, and restore deleted files; thread-safe.
 
         Raises:
-            OSError: it cannot be written.
-            RunError: it was renamed or deleted.
+            OSError: a file cannot be written.
+            RunError: the folder was renamed or deleted.
         """
         with self._checking:
             if _inode_of(self.folder) != self._inode:
@@ -196,7 +200,7 @@ class RunDirectory:
                 self.say(f"warning     {self.folder}: {', '.join(gone)} was gone: written again")
 
     def copy_to(self, folder: Path) -> None:
-        """Copy what a run needs to be resumed, except its checkpoints."""
+        """Copy the files that a run needs to be resumed, except checkpoints."""
         self._write(folder, self._kept)
 
     def _write(self, folder: Path, names: Iterable[str]) -> None:
@@ -206,7 +210,7 @@ class RunDirectory:
 
 
 def _inode_of(path: Path) -> tuple[int, int] | None:
-    """Return (device, inode), None if there is no such file or folder."""
+    """Return (device, inode), None if the path does not exist."""
     try:
         about = os.stat(path)
     except OSError:
@@ -215,7 +219,7 @@ def _inode_of(path: Path) -> tuple[int, int] | None:
 
 
 def check_train_dir(folder: Path, overwrite: bool) -> None:
-    """Raise InputError for a folder that cannot be, or should not become, that of a run."""
+    """Raise InputError for a folder in which no run can be written."""
     check_depth(folder, f"--train_dir={folder}")
     try:
         existing = next(p for p in [folder, *folder.absolute().parents] if os.path.lexists(p))
@@ -250,7 +254,7 @@ def check_train_dir(folder: Path, overwrite: bool) -> None:
 
 
 def check_depth(folder: Path, given: str) -> None:
-    """Raise InputError for a folder in too many others; the message begins with `given`."""
+    """Raise InputError for a folder that is nested too deeply; `given` begins the message."""
     levels = len(folder.absolute().parts)
     if levels > _MOST_LEVELS:
         raise InputError(
@@ -259,7 +263,7 @@ def check_depth(folder: Path, given: str) -> None:
 
 
 def _check_parts(folder: Path) -> None:
-    """Refuse a folder in which something else has the name of a run's file or folder."""
+    """Raise InputError if another file or folder has the name of one of a run."""
     for name in (*PARTS, *TEXTS):
         path, kind = folder / name, "folder" if name in PARTS else "file"
         if os.path.lexists(path) and not (path.is_dir() if name in PARTS else path.is_file()):
@@ -277,10 +281,10 @@ def is_run(folder: Path) -> bool:
 
 
 def move_aside(folder: Path) -> Path | None:
-    """Rename a run's folder to the first free of folder.1, folder.2, ...; return the new path.
+    """Rename a run's folder to the first free one of folder.1, folder.2, ...; return that path.
 
     Raises:
-        InputError: the system does not let it, as for a mounted folder.
+        InputError: it cannot be renamed, as a mounted folder.
     """
     if not is_run(folder):
         return None
@@ -301,7 +305,7 @@ def _aside(folder: Path) -> Path:
 
 
 def _check_name(path: Path, what: str) -> None:
-    """Refuse a path that the system does not allow."""
+    """Raise InputError for a path that the system does not allow."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):

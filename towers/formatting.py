@@ -1,4 +1,4 @@
-"""Formatting of text for people: tables, counts, an error in one line."""
+"""Formats text for people: tables, counts, errors in one line."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -6,11 +6,14 @@ from typing import Any
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], widest: int = 60) -> list[str]:
-    """Return the lines of a table; numbers are right-aligned.
+    """Return the lines of a table, with numbers aligned to the right.
 
         table(["rate", "n"], [[0.1, 2], [0.05, None]])  ->  ["rate  n", " 0.1  2", "0.05  -"]
 
-    A cell of more than `widest` characters is cut in its middle.
+    Args:
+        header: names of the columns.
+        rows: cells of each row; None is shown as "-".
+        widest: characters of a cell, longer ones are cut in the middle.
     """
     cells = [[cut(_text(cell), widest) for cell in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -27,7 +30,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], widest: int = 60
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Return the lines of a table in markdown; None is shown as "-"."""
+    """Return the lines of a markdown table; None is shown as "-"."""
     cells = [header, ["---"] * len(header), *rows]
     return [f"| {' | '.join(map(_text, row))} |" for row in cells]
 
@@ -37,7 +40,7 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-# What TensorFlow puts around the sentence that says what is wrong, with the traceback of the op.
+# What TensorFlow puts around the actual message, such as the traceback of the op.
 _AROUND = re.compile(
     r'(?m)^Graph execution error.*|^Detected at node.*\n(\s*(File ".*", line \d+.*)?\n)*|^<stack.*'
     r"|.*root error\(s\) found.*|\(\d\) [A-Z_]+:|\[\[\{\{.*?\}\}\]\]|\{\{.*?\}\} *"
@@ -45,13 +48,13 @@ _AROUND = re.compile(
 
 
 def first_line(error: BaseException, widest: int = 200) -> str:
-    """Return the first line of an error's message that says what is wrong, or its class' name."""
+    """Return the first informative line of an error's message, or the name of its class."""
     lines = _AROUND.sub("", str(error)).splitlines()
     return next(filter(None, map(str.strip, lines)), type(error).__name__)[:widest]
 
 
 def reason(error: BaseException) -> str:
-    """Return why a file cannot be written or read, without path and op.
+    """Return why a file cannot be written or read, without the path and op that TensorFlow adds.
 
     TensorFlow says "/proc/self/fd/9/ckpt-0.index; No space left on device [Op:SaveV2]".
     """
@@ -59,20 +62,20 @@ def reason(error: BaseException) -> str:
     return getattr(error, "strerror", None) or said
 
 
-# Control characters but line ends and tabs, those that change the direction of writing, and
-# surrogates, which stand for bytes that are no text.
+# Control characters except line ends and tabs, those that change the direction of writing, and
+# surrogates, which stand for undecodable bytes.
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def printable(text: str) -> str:
-    """Escape characters that would command a terminal, as names of files may hold."""
+    """Escape characters that would control a terminal, such as file names may contain."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def cut(text: str, widest: int) -> str:
-    """Shorten a text to `widest` characters by cutting out its middle."""
+    """Shorten a text to `widest` characters by cutting its middle."""
     if len(text) <= widest:
         return text
     head = (widest - 3) // 2

@@ -1,15 +1,15 @@
 """Signal handling that works while the main thread is blocked, and one-line exit messages.
 
-Python runs signal handlers in its main thread, between two instructions: while that waits in C++,
-for input or for a device, none runs. So a thread reads the signals' numbers from a pipe, to which C
-writes them at once (`signal.set_wakeup_fd`), and acts if the main thread does not.
+Python runs signal handlers in the main thread, between two instructions, so none runs while that
+is blocked in C++, by input or a device. Therefore a thread reads signal numbers from a pipe, which
+receives them at once (`signal.set_wakeup_fd`), and acts if the main thread does not.
 
-    with signals.Listener() as listener:      # a signal raises Ended in the main thread,
-        with listener.answering(tick):        # but here the caller polls for it
+    with signals.Listener() as listener:      # a signal raises Interrupted in the main thread,
+        with listener.answering(tick):        # except here, where the caller polls for it
             while not listener.asked: ...
 
-SIGINT (Ctrl-C), SIGTERM (schedulers) and SIGHUP (a terminal that is gone) ask for an end, SIGUSR1
-asks to save now. A SIGHUP that is ignored at the start, as under nohup, stays ignored.
+SIGINT (Ctrl-C), SIGTERM (schedulers) and SIGHUP (a closed terminal) request an end, SIGUSR1
+requests a save. A SIGHUP that is ignored at the start, as under nohup, stays ignored.
 """
 
 import atexit
@@ -28,28 +28,27 @@ from towers.formatting import printable
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVING = signal.SIGUSR1
-GRACE_SECONDS = 2.0  # after which a main thread that has not reacted is taken to be blocked
-_UNWINDING_SECONDS = 20.0  # that one which has reacted may take to clean up
-_SAME_SECONDS = 1.0  # signals so close are one: from a terminal, and from who passes it on
+GRACE_SECONDS = 2.0  # without reaction, after which the main thread counts as blocked
+_UNWINDING_SECONDS = 20.0  # for cleaning up after a reaction
+_SAME_SECONDS = 1.0  # closer signals are one, as sent by a terminal and passed on by a parent
 _TICK_SECONDS = 0.5
 
-EXIT_STOPPED = 75  # as sysexits.h has it: try again, and it goes on
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again, and it continues
 _current: "Listener | None" = None
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that asks for an end came where nobody polls for it."""
+    """A signal requested an end while nobody polled for it."""
 
 
 class Listener:
-    """Handles the signals of a process, for the length of a `with` block in the main thread.
+    """Handles the signals of a process, within a `with` block in the main thread.
 
     Attributes:
-        asked: the first signal that asked for an end, or None.
+        asked: the first signal that requested an end, or None.
         save_asked: whether SIGUSR1 came, until the caller resets it.
-        owner: whether the process is ours: then it is ended where nothing else helps.
-        stopping: function of a signal's number that returns (exit code, line) with which a process
-            ends whose main thread does not react.
+        owner: whether the process may be killed if its main thread does not react.
+        stopping: function from a signal's number to the (exit code, line) of such an end.
     """
 
     def __init__(self, owner: bool = False):
@@ -59,11 +58,11 @@ class Listener:
         self.kept: list[object] = []
         self._tick: Callable[[], None] | None = None
         self._asked_at = self._answered_at = 0.0
-        self._errors = os.dup(2) if owner else None  # where a start is held back, too
+        self._errors = os.dup(2) if owner else None  # also while cli.quiet_start redirects it
         self._closing = threading.Event()
         self._code: int | None = None
         if owner:
-            atexit.register(self._at_exit)  # the first to be registered is called last
+            atexit.register(self._at_exit)  # registered first, called last
 
     def __enter__(self) -> "Listener":
         """Install the handlers and start the thread."""
@@ -97,9 +96,10 @@ class Listener:
 
     @contextlib.contextmanager
     def answering(self, tick: Callable[[], None] | None = None) -> Iterator[None]:
-        """Raise nothing in the block, which polls `asked`.
+        """Let the block poll `asked`: signals raise nothing there.
 
-        `tick` is called twice a second, in the listening thread.
+        Args:
+            tick: called twice a second, in the listening thread.
         """
         before, self._tick = self._tick, tick or (lambda: None)
         try:
@@ -108,18 +108,18 @@ class Listener:
             self._tick = before
 
     def waited(self) -> float:
-        """Return the seconds since an end was first asked for, or 0."""
+        """Return the seconds since an end was first requested, or 0."""
         return time.monotonic() - self._asked_at if self.asked else 0.0
 
     def keep(self, *things: object) -> None:
-        """Keep objects until the process ends, and end it by `leave`.
+        """Keep objects alive, and end the process by `leave` without deleting them.
 
         Deleting a pipeline waits for its threads, for ever if its source is blocked.
         """
         self.kept += things
 
     def leave(self, code: int, line: str = "") -> None:
-        """End the process at once, whatever its threads are waiting for."""
+        """Print a line and end the process at once, without waiting for its threads."""
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -132,7 +132,7 @@ class Listener:
         os._exit(code)
 
     def close(self, code: int) -> None:
-        """Exit as Python does, but without deleting what was kept; signals are ignored now."""
+        """Ignore signals and exit as Python does, but without deleting kept objects."""
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
         self._code = code
@@ -143,18 +143,18 @@ class Listener:
             self.leave(self._code)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == SAVING:  # the thread has read it; told twice, it would be saved twice
+        if number == SAVING:  # the listening thread handles it
             return
         self._note(number)
         now, first = time.monotonic(), self._answered_at
         self._answered_at = first or now
         again = first and now - first > _SAME_SECONDS
-        seen = first and self.owner  # while that one is answered; the thread ends what is blocked
+        seen = first and self.owner  # the thread ends a blocked process
         if (self._tick is None and not seen) or (again and not self.owner):
             raise Interrupted(_name(number))
 
     def _note(self, number: int) -> bool:
-        """Record a signal that asks for an end; return whether it is a second one."""
+        """Record a signal that requests an end; return whether it is a second one."""
         now = time.monotonic()
         if self.asked is None:
             self.asked, self._asked_at = signal.Signals(number), now
@@ -167,7 +167,7 @@ class Listener:
             for number in numbers:
                 self._pass_on(number)
                 if number == SAVING:
-                    self.save_asked = self._tick is not None  # else there is nothing to save
+                    self.save_asked = self._tick is not None  # otherwise nothing can be saved
                 if number in ENDING and self._note(number) and self.owner:
                     code, _ = interrupted(number)
                     self.leave(code, f"ended at once, by a second signal ({_name(number)})")
@@ -175,7 +175,7 @@ class Listener:
             if tick is not None:
                 try:
                     tick()
-                except Exception:  # it is not to keep the next signal from being heard
+                except Exception:  # keep listening
                     traceback.print_exc()
             elif self.asked and self.owner:
                 allowed = _UNWINDING_SECONDS if self._answered_at else GRACE_SECONDS
@@ -183,7 +183,7 @@ class Listener:
                     self.leave(*self.stopping(self.asked))
 
     def _pass_on(self, number: int) -> None:
-        """Pass a signal on to an event loop that listened before, as that of a notebook."""
+        """Pass a signal on to an event loop that listened before, as in a notebook."""
         if number and self._wakeup_before >= 0:
             with contextlib.suppress(OSError):
                 os.write(self._wakeup_before, bytes([number]))
@@ -191,7 +191,7 @@ class Listener:
 
 @contextlib.contextmanager
 def listening() -> Iterator[Listener]:
-    """Yield the process' listener, or one for the block, which is inactive in another thread."""
+    """Yield the process' listener or a new one, which is inactive outside the main thread."""
     if _current is not None or threading.current_thread() is not threading.main_thread():
         yield _current or Listener()
         return
@@ -200,10 +200,10 @@ def listening() -> Iterator[Listener]:
 
 
 class StopRequest:
-    """Lets a loop poll for signals that ask for an end, by calling this."""
+    """Called in a loop, returns whether a signal has requested an end."""
 
     def __enter__(self) -> "StopRequest":
-        """Handle the signals, in the main thread; in another nothing is handled."""
+        """Handle signals, if this is the main thread."""
         self._stack = contextlib.ExitStack()
         self.listener = self._stack.enter_context(listening())
         self._stack.enter_context(self.listener.answering(self._tick))
@@ -214,7 +214,7 @@ class StopRequest:
         self._stack.close()
 
     def __call__(self) -> bool:
-        """Return whether a stop was asked for."""
+        """Return whether a stop was requested."""
         return self.listener.asked is not None
 
     def _tick(self) -> None:
@@ -222,12 +222,12 @@ class StopRequest:
 
 
 def interrupted(number: int) -> tuple[int, str]:
-    """Return a shell's exit code for a process that a signal ended, and a line that says so."""
+    """Return the exit code and the line of a process that a signal ended."""
     return 128 + number, f"interrupted by {_name(number)}"
 
 
 def print_error(message: object) -> None:
-    """Print a message to standard error in one line, without the line breaks of a user's text."""
+    """Print a message to standard error, in one line."""
     print("towers:", printable(" ".join(str(message).splitlines())), file=sys.stderr, flush=True)
 
 
@@ -236,7 +236,7 @@ def _name(number: int) -> str:
 
 
 def _forget() -> None:
-    """Restore the default handlers in a forked process, such as one that loads data."""
+    """Restore the default handlers in a forked process, such as a data loader."""
     if _current is not None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
