@@ -26,7 +26,7 @@ from towers.errors import InputError, RunError
 from towers.formatting import printable
 from towers.options import flags
 from towers.options.code_trust import CODE
-from towers.options.error_origin import blame
+from towers.options.error_origin import describe_origin
 from towers.options.functions import check_function, shadowing_file
 from towers.options.gpu import GpuOptions
 from towers.options.run import Options
@@ -108,7 +108,7 @@ _VERBS = (
 )  # fmt: skip
 VERBS = {verb.name: verb for verb in _VERBS}
 _RESUMABLE = ("train", "sweep")  # verbs that continue where they were stopped
-_OTHER_NAMES = {  # names of verbs in other programs
+_FOREIGN_VERBS = {  # names of verbs in other programs
     "fit": "train",
     "resume": "train --train_dir=RUN goes on with a run",
     "continue": "train --train_dir=RUN goes on with a run",
@@ -134,12 +134,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 stream.flush()
             return code
         except BrokenPipeError:
-            if _reader_left():
+            if _output_closed():
                 return EXIT_PIPE
             raise
 
 
-def _reader_left() -> bool:
+def _output_closed() -> bool:
     """Return whether the reader of the output has ended, as `head` does; if so, discard output."""
     poll = select.poll()
     for descriptor in (1, 2):
@@ -166,30 +166,30 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
         listener.keep(VERBS)  # deleting TensorFlow's objects takes seconds on a busy machine
     try:
         if name not in VERBS:
-            hint = _OTHER_NAMES.get(name.lower().replace("-", ""))
+            hint = _FOREIGN_VERBS.get(name.lower().replace("-", ""))
             usage = hint or f"{'|'.join(VERBS)} --flag=value ..."
             raise InputError(f"there is no verb {name!r}: towers {usage}")
         if {"--help", "-h", "-help"} & set(rest):
             print(flags.verb_help(VERBS[name]), end="")
             return 0
         options = parse(name, rest)
-        named = dict(_functions(options))
+        named = dict(_named_functions(options))
         return _run(VERBS[name], options, start)
     except InputError as error:
-        return _complain(error, EXIT_USAGE)
+        return _fail(error, EXIT_USAGE)
     except RunError as error:
         for note in getattr(error, "__notes__", ()):
             print(note, file=sys.stderr)
-        return _complain(error, EXIT_FAILED)
+        return _fail(error, EXIT_FAILED)
     except KeyboardInterrupt:
         return _end(listener)
     except (Exception, SystemExit, GeneratorExit) as error:  # sys.exit() of own code, too
-        if isinstance(error, BrokenPipeError) and _reader_left():
+        if isinstance(error, BrokenPipeError) and _output_closed():
             return EXIT_PIPE
         if listener.asked:  # libraries may turn it into other errors at import
             return _end(listener)
         traceback.print_exception(type(error), error, error.__traceback__)
-        return _complain(blame(error, named), EXIT_FAILED)
+        return _fail(describe_origin(error, named), EXIT_FAILED)
 
 
 def parse(name: str, argv: Sequence[str]) -> Any:
@@ -197,20 +197,20 @@ def parse(name: str, argv: Sequence[str]) -> Any:
     return flags.parse(argv, VERBS[name])
 
 
-def _functions(options: Any) -> list[tuple[str, str]]:
+def _named_functions(options: Any) -> list[tuple[str, str]]:
     """Return (flag, "module:function") of all functions that the user names."""
-    given = _given(options)
+    given = _values(options)
     pairs = [(flag, n) for flag in CODE for n in str(given.get(flag, "")).split(",")]
     return [(flag, name) for flag, name in pairs if ":" in name or (flag == "model" and name)]
 
 
-def _given(options: Any) -> dict[str, Any]:
+def _values(options: Any) -> dict[str, Any]:
     """Return {option: value} of a verb and its run."""
     run_options = getattr(options, "run", {})
     return (run_options if isinstance(run_options, dict) else vars(run_options)) | vars(options)
 
 
-def _complain(message: object, exit_code: int) -> int:
+def _fail(message: object, exit_code: int) -> int:
     signals.print_error(message)
     return exit_code
 
@@ -218,8 +218,8 @@ def _complain(message: object, exit_code: int) -> int:
 def _end(listener: signals.Listener) -> int:
     """Print the line for the end by a signal or a KeyboardInterrupt; return the exit code."""
     if listener.asked is None:
-        return _complain("interrupted", 128 + signal.SIGINT)
-    return _complain(*reversed(listener.stopping(listener.asked)))
+        return _fail("interrupted", 128 + signal.SIGINT)
+    return _fail(*reversed(listener.stopping(listener.asked)))
 
 
 def _stopped(number: int) -> tuple[int, str]:
@@ -272,7 +272,7 @@ def _run(verb: Entry, options: Any, start: float) -> int:
 
 def _check_names(options: Any, data: bool) -> None:
     """Raise InputError for unknown names, as far as that needs no TensorFlow."""
-    for flag, name in _functions(options):
+    for flag, name in _named_functions(options):
         if data or flag != "dataset":
             check_function(flag, name)
             if own := shadowing_file(name):
@@ -284,7 +284,7 @@ def _check_names(options: Any, data: bool) -> None:
         return
     from towers.data import registry
 
-    given = _given(options)
+    given = _values(options)
     known = registry.DATA_SETS.get(given["dataset"])
     # Downloadable data sets are searched for in all subfolders, which takes long.
     if given["dataset"] != "synthetic" and not (known and known.published):
@@ -295,7 +295,7 @@ def _warn_of_cpu_towers(options: Any, say: Callable[[str], None]) -> None:
     """Print a line if several towers are on the CPU because there is no GPU."""
     import tensorflow as tf
 
-    given = _given(options)
+    given = _values(options)
     number = max(int(n) for n in str(given["num_towers"] or 0).split(","))
     elsewhere = given["devices"] or given["workers"] or tf.config.get_visible_devices("GPU")
     if number > 1 and not elsewhere:

@@ -1,15 +1,15 @@
-"""What goes wrong for reasons that the user can mend."""
+"""Errors that the user can fix."""
 
 
 class InputError(ValueError):
-    """Bad input: one line that says what was given, what is allowed and what to type.
+    """Bad input; its one line says what was given, what is allowed and what to type.
 
-    The command line prints it and exits with 2. Any other exception is shown with its traceback.
+    The command line prints it and exits with 2. Other exceptions are shown with a traceback.
     """
 
-    _keras_call_info_injected = True  # else Keras adds a page about the layer that it went through
-    __init__ = Exception.__init__  # else AutoGraph makes a StagingError of it
+    _keras_call_info_injected = True  # else Keras adds a page about the layer
+    __init__ = Exception.__init__  # else AutoGraph converts it to a StagingError
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on, as with a loss that is NaN: one line; exit code 1."""
+    """A run cannot continue, as when the loss is NaN; one line, exit code 1."""

@@ -218,24 +218,29 @@ def _inode_of(path: Path) -> tuple[int, int] | None:
     return about.st_dev, about.st_ino
 
 
-def check_train_dir(folder: Path, overwrite: bool) -> None:
-    """Raise InputError for a folder in which no run can be written."""
-    check_depth(folder, f"--train_dir={folder}")
+def check_train_dir(folder: Path, overwrite: bool, flag: str = "--train_dir") -> None:
+    """Raise InputError for a folder in which no run can be written; `flag` names the folder."""
+    given = f"{flag}={folder}"
+    levels = len(folder.absolute().parts)
+    if levels > _MOST_LEVELS:
+        raise InputError(
+            f"{cut(given, 80)}: {levels} folders within folders; at most {_MOST_LEVELS} are allowed"
+        )
     try:
         existing = next(p for p in [folder, *folder.absolute().parents] if os.path.lexists(p))
         if not existing.exists():
             raise InputError(
-                f"--train_dir={folder}: {existing} is a link to {os.readlink(existing)}, which is "
-                "not there; make that folder, or name another"
+                f"{given}: {existing} is a link to {os.readlink(existing)}, which is not there; "
+                "make that folder, or name another"
             )
         if not existing.is_dir():
-            raise InputError(f"--train_dir={folder}: {existing} is a file; name a folder")
+            raise InputError(f"{given}: {existing} is a file; name a folder")
         moved = overwrite and existing == folder and any(folder.iterdir())
         if not moved:
-            _check_parts(folder)
+            _check_parts(folder, given)
     except OSError as error:
-        raise InputError(f"--train_dir={folder}: {error.strerror}") from None
-    _check_name(folder.absolute() / ("x" * _LONGEST_NAME), f"--train_dir={folder}")
+        raise InputError(f"{given}: {error.strerror}") from None
+    _check_name(folder.absolute() / ("x" * _LONGEST_NAME), given)
     if moved and not is_run(folder):
         raise InputError(
             f"--overwrite: {folder} holds files but no run (no flags.cfg), and is not moved aside: "
@@ -250,29 +255,20 @@ def check_train_dir(folder: Path, overwrite: bool) -> None:
         _check_name(aside := _aside(folder), f"--overwrite: {folder} cannot be moved to {aside}")
     written = folder.absolute().parent if moved else existing
     if not os.access(written, os.W_OK | os.X_OK):
-        raise InputError(f"--train_dir={folder}: no permission to write in {written}")
+        raise InputError(f"{given}: no permission to write in {written}")
 
 
-def check_depth(folder: Path, given: str) -> None:
-    """Raise InputError for a folder that is nested too deeply; `given` begins the message."""
-    levels = len(folder.absolute().parts)
-    if levels > _MOST_LEVELS:
-        raise InputError(
-            f"{cut(given, 80)}: {levels} folders within folders; at most {_MOST_LEVELS} are allowed"
-        )
-
-
-def _check_parts(folder: Path) -> None:
+def _check_parts(folder: Path, given: str) -> None:
     """Raise InputError if another file or folder has the name of one of a run."""
     for name in (*PARTS, *TEXTS):
         path, kind = folder / name, "folder" if name in PARTS else "file"
         if os.path.lexists(path) and not (path.is_dir() if name in PARTS else path.is_file()):
             raise InputError(
-                f"--train_dir={folder}: {path} is no {kind}, as that of a run is; move it away, or "
-                "name another --train_dir"
+                f"{given}: {path} is no {kind}, as that of a run is; move it away, or name another "
+                "--train_dir"
             )
         if name in PARTS and path.exists() and not os.access(path, os.W_OK | os.X_OK):
-            raise InputError(f"--train_dir={folder}: no permission to write in {path}")
+            raise InputError(f"{given}: no permission to write in {path}")
 
 
 def is_run(folder: Path) -> bool:

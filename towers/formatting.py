@@ -1,6 +1,7 @@
 """Formats text for people: tables, counts, errors in one line."""
 
 import re
+import signal
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-# What TensorFlow puts around the actual message, such as the traceback of the op.
+# Text that TensorFlow puts around the actual message, such as the traceback of the op.
 _AROUND = re.compile(
     r'(?m)^Graph execution error.*|^Detected at node.*\n(\s*(File ".*", line \d+.*)?\n)*|^<stack.*'
     r"|.*root error\(s\) found.*|\(\d\) [A-Z_]+:|\[\[\{\{.*?\}\}\]\]|\{\{.*?\}\} *"
@@ -60,6 +61,19 @@ def reason(error: BaseException) -> str:
     """
     said = re.sub(r"^/[^;]*; | \[Op:\w+\]$", "", first_line(error, 500))
     return getattr(error, "strerror", None) or said
+
+
+def process_end(code: int, output: str) -> str:
+    """Return how a process ended, and its last line, that of towers if there is one.
+
+    Args:
+        code: return code, negative if a signal ended it.
+        output: what it printed.
+    """
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    ours = [line.removeprefix("towers: ") for line in lines if line.startswith("towers: ")]
+    return f"{how}: {(ours or lines or ['it said nothing'])[-1][:500]}"
 
 
 # Control characters except line ends and tabs, those that change the direction of writing, and

@@ -1,10 +1,10 @@
-"""Every private part of TensorFlow and Keras that towers use, and what they replace there.
+"""All uses of private parts of TensorFlow and Keras, and the functions that towers patch there.
 
-Keras layers and TensorFlow's functions know nothing of towers: how a tower draws, normalises or
-calls an inner `tf.function` replaces what they call. It is replaced for one thread and one block:
-another thread, which may trace towers of its own or a plain model, never meets it. Each function
-here says which public interface comes nearest, or would do instead if there were one ("Public");
-`tests/test_tf_internals.py` fails when a release changes what it stands on.
+A tower draws random numbers, normalises batches and calls inner `tf.function`s in its own way, by
+patching functions that Keras and TensorFlow call. A patch holds for one thread and one block, so
+that other threads, which may trace other towers or a plain model, never see it. Each docstring
+names the closest public interface, or the one that is missing ("Public");
+`tests/test_tf_internals.py` fails when a release changes what a function relies on.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ from tensorflow.python.ops import resource_variable_ops as variable_ops
 
 from towers.errors import InputError
 
-Make = Callable[[Callable], Callable]  # from what a thread has called until here to what it calls
+Make = Callable[[Callable], Callable]  # from the current function to its replacement
 Block = contextlib.AbstractContextManager[None]
 
 _LOCK = threading.Lock()
@@ -56,7 +56,7 @@ _SWITCHES: dict[tuple[int, str], "_Switch"] = {}
 
 
 class _Switch:
-    """Replaces a function while any thread does, and calls what the calling thread wants."""
+    """Patches a function while any thread needs it, and dispatches to the thread's version."""
 
     def __init__(self, owner: Any, name: str):
         self.owner, self.name, self.num_users = owner, name, 0
@@ -87,7 +87,7 @@ class _Switch:
 
 @contextlib.contextmanager
 def _replaced(*changes: tuple[Any, str, Make]) -> Iterator[None]:
-    """Make the calling thread call `make(before)` for each (owner, name of its function, make)."""
+    """Patch functions for this thread: `make(before)` for each (owner, function name, make)."""
     with contextlib.ExitStack() as stack:
         for owner, name, make in changes:
             with _LOCK:
@@ -116,7 +116,7 @@ def patch_add_loss(make: Make) -> Block:
 
 @contextlib.contextmanager
 def keep_losses() -> Iterator[None]:
-    """Make layers that are called again in the block keep their losses. Public: none does."""
+    """Keep the losses of layers that are called again in the block. Public: none."""
     found: dict[int, tuple[keras.Layer, list[Any]]] = {}
 
     def make(before: Callable) -> Callable:
@@ -149,7 +149,7 @@ def layers_of(layer: keras.Layer) -> list[keras.Layer]:
     waiting = [layer]
     while waiting:
         layer = waiting.pop()
-        if id(layer) not in found:  # shared, or a child that knows its parent
+        if id(layer) not in found:  # it may be shared, or refer to its parent
             found[id(layer)] = layer
             waiting += reversed(layer._layers)
     return list(found.values())
@@ -175,8 +175,8 @@ def input_shapes(layer: keras.Layer) -> list[tuple]:
 def places_in_file(model: keras.Model) -> list[tuple[str, str, keras.Variable]]:
     """Return ("layers/dense/vars/0", "dense/0", variable) for each that save_weights would write.
 
-    The first is its place in the file, the second its layer's name, which stands there, too, with
-    its number. Public: save_weights, which does not tell what variable is written where.
+    These are its path in the file, and its layer's name with its number. Public: save_weights,
+    which does not tell where a variable is written.
     """
     found: dict[tuple[str, str], dict[str, Any]] = {}
 
@@ -200,7 +200,7 @@ def places_in_file(model: keras.Model) -> list[tuple[str, str, keras.Variable]]:
 
 @contextlib.contextmanager
 def named_as_in_a_new_process() -> Iterator[None]:
-    """Make Keras number layers from dense, dense_1 on. Public: clear_session, which drops more."""
+    """Restart Keras' numbering of layers at dense, dense_1. Public: clear_session, drops more."""
     before = global_state.get_global_attribute("object_name_uids")
     global_state.set_global_attribute("object_name_uids", None)
     try:
@@ -209,21 +209,21 @@ def named_as_in_a_new_process() -> Iterator[None]:
         global_state.set_global_attribute("object_name_uids", before)
 
 
-# What models are trained with.
+# Compiled models.
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
-    """Return what `compile` was called with. Public: get_compile_config, names alone."""
+    """Return the arguments of `compile`. Public: get_compile_config, only names."""
     return dict(model._compile_config.config)
 
 
 def batches_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> tf.data.Dataset:
-    """Return the batches of what `fit` takes, in order. Public: none; `fit` keeps them."""
+    """Return the batches of arguments of `fit`, in order. Public: none; `fit` keeps them."""
     return get_data_adapter(x, y, sample_weight, batch_size=batch_size).get_tf_dataset()
 
 
 def metric_direction(model: keras.Model, name: str) -> str | None:
-    """Return "max" or "min", which of a metric is better, None if Keras does not know.
+    """Return the better direction of a metric, "max" or "min", None if Keras does not know.
 
     Public: `ModelCheckpoint(mode="auto")`, after training.
     """
@@ -241,7 +241,7 @@ def metric_direction(model: keras.Model, name: str) -> str | None:
 
 
 def watch_outputs(model: keras.Model, watch: Callable[[Any], object]) -> Block:
-    """Call `watch` with what a model's metrics are computed from. Public: predict again."""
+    """Call `watch` with the outputs from which metrics are computed. Public: predict again."""
 
     def make(compute: Callable) -> Callable:
         def compute_metrics(x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
@@ -259,14 +259,14 @@ def patch_compute_loss(model: keras.Model, make: Make) -> Block:
 
 
 def patch_losses(make: Make) -> Block:
-    """Replace the call of all Keras losses. Public: a hook that sees what a loss is given."""
+    """Replace the call of all Keras losses. Public: a hook that sees a loss's arguments."""
     return _replaced((keras.Loss, "__call__", make))
 
 
 def loss_paths(model: keras.Model) -> list[tuple[tuple, str, Any]]:
     """Return (path in the outputs, name of the output, loss) for each loss of a compiled model.
 
-    They are known once it was called. Public: `model.loss`, which may be one name for all outputs.
+    They are known after its first call. Public: `model.loss`, maybe one name for all outputs.
     """
     losses = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None) or []
     return [(tuple(own.path), str(own.name), own.loss) for own in losses]
@@ -275,15 +275,15 @@ def loss_paths(model: keras.Model) -> list[tuple[tuple, str, Any]]:
 def compiled_loss(model: keras.Model, y: Any, outputs: Any, weights: Any) -> Any:
     """Return the loss that `compile` was given, without what layers add.
 
-    What it counts of each output is updated. Public: `compute_loss`, which has all losses.
+    Its trackers of each output's loss are updated. Public: `compute_loss`, which has all losses.
     """
     return model._compile_loss(y, outputs, weights)
 
 
 def raised_in_compiled(error: BaseException) -> str | None:
-    """Return what of a compiled model raised in Keras' own code: "" for its loss, else its metric.
+    """Return which part of a compiled model raised in Keras' own code: "" (loss) or a metric.
 
-    None if it was something else, or the user's function. Public: an error that says it.
+    None if something else raised, or the user's function. Public: an error that says it.
     """
     frameworks = "keras tensorflow numpy optree towers contextlib functools".split()
     found: str | None = None
@@ -303,9 +303,9 @@ def raised_in_compiled(error: BaseException) -> str | None:
 
 
 def maker_of(tensor: keras.KerasTensor) -> tuple[Any, int, list[Any]]:
-    """Return the operation that made a symbolic tensor, which of its outputs that is, its inputs.
+    """Return a symbolic tensor's operation, the index of that output, and the op's inputs.
 
-    Public: `layer.output`, of a layer that is called once.
+    Public: `layer.output`, for a layer that is called once.
     """
     operation, node, place = tensor._keras_history
     nodes = operation._inbound_nodes
@@ -313,7 +313,7 @@ def maker_of(tensor: keras.KerasTensor) -> tuple[Any, int, list[Any]]:
 
 
 def open_scope() -> keras.StatelessScope | None:
-    """Return the `keras.StatelessScope` of this thread. Public: Keras tells nobody."""
+    """Return the `keras.StatelessScope` of this thread. Public: none."""
     return get_stateless_scope()
 
 
@@ -331,12 +331,12 @@ def value_of(variable: keras.Variable) -> tf.Variable | None:
 
 
 def set_value_of(variable: keras.Variable, value: tf.Variable) -> None:
-    """Make a Keras variable stand for another `tf.Variable`. Public: a device for add_weight."""
+    """Replace the `tf.Variable` of a Keras variable. Public: a device for add_weight."""
     variable._value = value
 
 
 def make_variable(value: tf.Tensor) -> tf.Variable:
-    """Return a variable that no creator scope sees; public ones a `tf.function` makes but once.
+    """Return a variable that bypasses creator scopes. Public: tf.Variable, once in a function.
 
     Call it outside of the function's graph, and keep it as long as that is used.
     """
@@ -351,14 +351,14 @@ _ASSIGNMENTS = (
 
 
 def patch_assignments(make: Callable[[str], Make]) -> Block:
-    """Replace the methods, by name, that assign to a `tf.Variable`. Public: a scope of its own."""
+    """Replace the methods, by name, that assign to a `tf.Variable`. Public: none."""
     owners = variable_ops.BaseResourceVariable, variable_ops.ResourceVariable
     names = [(owner, name) for owner in owners for name in _ASSIGNMENTS if name in vars(owner)]
     return _replaced(*((owner, name, make(name)) for owner, name in names))
 
 
 def record_assignments(assigned: list[tf.Variable]) -> Block:
-    """Add each `tf.Variable` to `assigned` whose methods assign to it. Public: as above."""
+    """Append each `tf.Variable` that is assigned in the block to `assigned`. Public: none."""
 
     def assign(own: Callable, variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
         assigned.append(variable)
@@ -368,9 +368,9 @@ def record_assignments(assigned: list[tf.Variable]) -> Block:
 
 
 def patch_reads(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
-    """Read each `tf.Variable` by `read(variable, own)`, where `own(variable)` is TensorFlow's way.
+    """Read each `tf.Variable` by `read(variable, own)`, where `own(variable)` is TensorFlow's read.
 
-    A tape finds from the value to the variable, as after TensorFlow's own read. Public: none; a
+    Tapes connect the value with the variable, as for TensorFlow's own read. Public: none; a
     variable creator could only make variables of another class.
     """
 
@@ -397,7 +397,7 @@ def patch_reads(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
     )
 
 
-# Tapes, to which towers are one op.
+# Tapes, for which towers are one op.
 
 
 def is_recording(tensors: Sequence[tf.Tensor] | None = None) -> bool:
@@ -415,7 +415,7 @@ def are_followed(variables: Sequence[tf.Variable]) -> bool:
 
 
 def recording_restarted() -> Block:
-    """Make new tapes and accumulators record where tf.init_scope has stopped it. Public: none."""
+    """Let new tapes and accumulators record within tf.init_scope. Public: none."""
 
     def make(before: Callable) -> Callable:
         def enter(recorder: Any) -> Any:
@@ -431,7 +431,7 @@ def recording_restarted() -> Block:
 def record_as_one_op(
     name: str, outputs: Sequence[tf.Tensor], inputs: Sequence[Any], backward: Callable
 ) -> list[tf.Tensor]:
-    """Return `outputs` as those of one op, whose gradient by `inputs` is `backward(*upstream)`.
+    """Record `outputs` as those of one op, with the gradient `backward(*upstream)` by `inputs`.
 
     Public: tf.custom_gradient, but it refuses variables that are found only while it runs.
     """
@@ -443,49 +443,49 @@ def record_as_one_op(
 
 
 def logits_of(tensor: Any) -> tf.Tensor | None:
-    """Return the logits of probabilities, where Keras' losses look for them. Public: none."""
+    """Return the logits that Keras has attached to probabilities. Public: none."""
     return getattr(tensor, "_keras_logits", None)
 
 
 def set_logits_of(tensor: Any, logits: tf.Tensor) -> None:
-    """Make Keras' losses find the logits of probabilities. Public: `from_logits`, of a loss."""
+    """Attach logits to probabilities, for Keras' losses. Public: `from_logits`, of a loss."""
     tensor._keras_logits = logits
 
 
 def mask_of(tensor: Any) -> tf.Tensor | None:
-    """Return the mask that Keras has put on a tensor. Public: `_keras_mask`, of Keras 2."""
+    """Return the mask that Keras has attached to a tensor. Public: `_keras_mask`, of Keras 2."""
     return get_keras_mask(tensor)
 
 
 def set_mask_of(tensor: Any, mask: tf.Tensor | None) -> None:
-    """Put a mask on a tensor, as Keras does. Public: a layer's `compute_mask`, for its outputs."""
+    """Attach a mask to a tensor, as Keras does. Public: a layer's `compute_mask`."""
     set_keras_mask(tensor, mask)
 
 
-# Where a fit is: its epoch, and the place of an iterator in its data.
+# The position of a fit: its epoch, and its iterator's position in the data.
 
 
 def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Make the fit that begins start at an epoch. Public: its argument, which no callback has."""
+    """Set the first epoch of a fit that begins. Public: its argument, unknown to callbacks."""
     model._initial_epoch = epoch
 
 
 def iterator_state(iterator: tf.data.Iterator) -> bytes:
-    """Return the place of an iterator in its data. Public: tf.train.Checkpoint, files of its own.
+    """Return an iterator's position in its data. Public: tf.train.Checkpoint, to files only.
 
     Raises:
-        tf.errors.FailedPreconditionError: the data have no such place.
+        tf.errors.FailedPreconditionError: the data set does not support it.
     """
     return tf.io.serialize_tensor(iterator._serialize_to_tensors()["_STATE"]).numpy()
 
 
 def set_iterator_state(iterator: tf.data.Iterator, state: bytes) -> None:
-    """Put an iterator of the same data in a place. Public: as for `iterator_state`."""
+    """Restore the position of an iterator of the same data. Public: as for `iterator_state`."""
     iterator._restore_from_tensors({"_STATE": tf.io.parse_tensor(state, tf.variant)})
 
 
 def begin_pass_again(iterator: tf.data.Iterator, state: bytes) -> None:
-    """Make the next pass over an iterator's data follow the one that began with this state.
+    """Let the next pass over an iterator's data follow the one that began with this state.
 
     Public: none; a dataset that is shuffled anew for each pass counts them for all its iterators.
     """
@@ -497,7 +497,7 @@ def begin_pass_again(iterator: tf.data.Iterator, state: bytes) -> None:
 # Keras' optimizers, which know one device.
 
 
-OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # what a checkpoint holds it under
+OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # its key in a checkpoint
 
 
 def object_graph(group: str, names: Sequence[str], keys: Sequence[str], other: str) -> bytes:
@@ -520,7 +520,7 @@ def object_graph(group: str, names: Sequence[str], keys: Sequence[str], other: s
 
 
 def slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Block:
-    """Make an optimizer create each slot on its weight's device. Public: a device for slots."""
+    """Create an optimizer's slots on their weights' devices. Public: a device for slots."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
 
     def make(add: Callable) -> Callable:
@@ -534,7 +534,7 @@ def slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Block:
 
 
 def will_make_metrics(model: keras.Model) -> bool:
-    """Return whether a step will make metrics that `compile` was given by name. Public: none."""
+    """Return whether the next step creates metrics that `compile` has by name. Public: none."""
     own = getattr(model, "_compile_metrics", None)
     if own is None or own.built:
         return False
@@ -549,9 +549,9 @@ def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
 
 
 def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
-    """Make a Keras optimizer compute each update on its variable's device, when that is ready.
+    """Compute each update of a Keras optimizer on its variable's device, as soon as possible.
 
-    Keras takes all gradients through one op of one device. What stands in for a variable is updated
+    Keras sends all gradients through one op on one device. Stand-ins for variables are updated
     without TensorFlow's strategy. Public: an `apply` for one variable.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
@@ -573,12 +573,12 @@ def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
 def fused_sgd(
     optimizer: keras.optimizers.Optimizer, suits: Callable[[tf.Variable], bool]
 ) -> Block:
-    """Make Keras' SGD update variables that `suits` accepts by TensorFlow's fused kernels.
+    """Update variables that `suits` accepts by TensorFlow's fused kernels in Keras' SGD.
 
-    Those compute what Keras' chain of ops does, in one pass over the memory. Adam's and RMSprop's
-    do not: they compute 1 - beta in the weights' type, and in float32 1 - 0.999 is off by 5e-5;
-    Adagrad's adds epsilon after the root. Clips, decay, averages and constraints are Keras' own,
-    around this; sparse gradients are left to it. Public: a function that tells a weight's slots.
+    These compute the same as Keras' chain of ops in one pass over memory. Those of Adam and RMSprop
+    do not: they compute 1 - beta in the weights' dtype, and in float32 1 - 0.999 is off by 5e-5;
+    Adagrad's adds epsilon after the root. Keras still does clipping, decay, averages, constraints,
+    and sparse gradients. Public: a function that returns a weight's slots.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if type(optimizer) is not keras.optimizers.SGD:
@@ -608,7 +608,7 @@ def fused_sgd(
     return _replaced((optimizer, "update_step", make))
 
 
-# Keras' optimizers whose update of an element looks at no other one, and where their slots are.
+# Keras' optimizers that update each element by itself, and the attributes of their slots.
 _ELEMENTWISE = {
     keras.optimizers.SGD: ("momentums",),
     keras.optimizers.Adam: ("_momentums", "_velocities", "_velocity_hats"),
@@ -631,8 +631,8 @@ def elementwise_slots(
 ) -> list[dict[str, keras.Variable]] | None:
     """Return {`unique_id` of a weight: slot} for each kind of slot of an elementwise optimizer.
 
-    None if it is of another class, or does more than to update. Public: `variables`, which does not
-    tell whose slot each is.
+    None if it is of another class, or also clips, averages or scales. Public: `variables`, which
+    does not tell to which weight a slot belongs.
     """
     if type(optimizer) not in _ELEMENTWISE or any(getattr(optimizer, n) for n in _OF_ITS_OWN):
         return None
@@ -651,8 +651,8 @@ def decays(optimizer: keras.optimizers.Optimizer, weight: keras.Variable) -> boo
     return optimizer.weight_decay is not None and optimizer._use_weight_decay(weight.value)
 
 
-# Random draws: all of tf.random.stateless_* and of Keras come through these ops, which take key and
-# counter. Public: these functions take a seed, from which no draw can begin in the middle.
+# Random draws: tf.random.stateless_* and Keras use these ops, which take key and counter. Public:
+# these functions take a seed, with which a draw cannot start in the middle.
 
 DRAWS = (
     "stateless_random_uniform_v2",
@@ -664,13 +664,13 @@ DRAWS = (
 
 
 def patch_draws(draw: Callable) -> Block:
-    """Make the thread call `draw(name, ...)` in place of the ops in DRAWS."""
+    """Call `draw(name, ...)` in place of the ops in DRAWS, in this thread."""
     makes = {name: lambda _, name=name: functools.partial(draw, name) for name in DRAWS}
     return _replaced(*((draw_ops, name, make) for name, make in makes.items()))
 
 
 def patch_keys(key_and_counter: Callable) -> Block:
-    """Make draws take key and counter from `key_and_counter(seed)`. Public: none takes a key."""
+    """Take key and counter of draws from `key_and_counter(seed)`. Public: none takes a key."""
     make = lambda _: lambda seed, _alg: key_and_counter(seed)  # noqa: E731
     return _replaced((random_ops_util, "_get_key_counter", make))
 
@@ -681,12 +681,12 @@ def state_of_unseeded_draws() -> tf.Variable:
 
 
 def draw_op(name: str) -> Callable:
-    """Return TensorFlow's own op of a name in DRAWS, whoever has replaced it."""
+    """Return TensorFlow's own op of a name in DRAWS, even if it is patched."""
     switch = _SWITCHES.get((id(draw_ops), name))
     return switch.original if switch else getattr(draw_ops, name)
 
 
-# What layers make of integers.
+# Ops on integers.
 
 _OF_INTEGERS = "take signbit equal not_equal less less_equal greater greater_equal".split()
 
@@ -703,10 +703,10 @@ def patch_integer_ops(make: Callable[[str], Make]) -> Block:
 
 
 def custom_gradients_copied() -> Block:
-    """Make gradients by `tf.custom_gradient` copies, made in the backward pass. Public: none.
+    """Return copies of gradients of `tf.custom_gradient` in the backward pass. Public: none.
 
-    Those that the forward pass has made, as float8's new scales, are of another graph: no function
-    can return them.
+    Tensors of the forward pass, such as float8's new scales, are of another graph, and a function
+    cannot return them.
     """
 
     def make(before: Callable) -> Callable:
@@ -729,11 +729,11 @@ def custom_gradients_copied() -> Block:
 
 
 def inline_functions(around: Callable[[], Block] = contextlib.nullcontext) -> Block:
-    """Make the thread run each `tf.function` as a part of its caller, converted by AutoGraph.
+    """Inline each `tf.function` into its caller, converted by AutoGraph, in this thread.
 
-    Its one trace would serve all towers with the first one's draws. One that XLA is to compile, or
-    that is called eagerly, stays a function, traced for each block, and is called in a block of
-    `around()`. Public: tf.config.run_functions_eagerly, for all threads, and without AutoGraph.
+    A single trace would give all towers the first one's random draws. Functions that XLA compiles
+    or that are called eagerly stay functions, traced for each block, and called within `around()`.
+    Public: tf.config.run_functions_eagerly, for all threads and without AutoGraph.
     """
     own: dict[int, tuple[Function, Function]] = {}
 
@@ -753,7 +753,7 @@ def inline_functions(around: Callable[[], Block] = contextlib.nullcontext) -> Bl
                     tf.convert_to_tensor(x, spec.dtype) if isinstance(spec, tf.TensorSpec) else x
                     for x, spec in zip(args, specs, strict=False)
                 ]
-            # A function returns tensors for numbers.
+            # A function would return tensors for numbers.
             return tf.nest.map_structure(
                 lambda x: tf.convert_to_tensor(x) if isinstance(x, bool | int | float) else x,
                 inline(*args, **kwargs),
@@ -764,42 +764,41 @@ def inline_functions(around: Callable[[], Block] = contextlib.nullcontext) -> Bl
     return _replaced((Function, "__call__", make))
 
 
-# A `tf.function` of the user's would convert all that it calls here, which takes seconds and
-# changes nothing: nothing here branches on tensors. Public: `do_not_convert`, which would keep
-# AutoGraph from the user's functions that are called here, too.
+# Do not convert this package in the user's `tf.function`s: that takes seconds, and nothing here
+# branches on tensors. Public: `do_not_convert`, which would exclude called user functions, too.
 autograph_config.CONVERSION_RULES = (DoNotConvert("towers"), *autograph_config.CONVERSION_RULES)
 
 
 def converted_as_here(fn: Callable) -> Callable:
-    """Return `fn` converted by AutoGraph if that is on here. Public: none tells whether it is."""
+    """Return `fn` converted by AutoGraph if that is enabled here. Public: none."""
     status = tf.__internal__.autograph.control_status_ctx()
     if status.status.name != "ENABLED":
         return fn
     return tf.__internal__.autograph.tf_convert(fn, status)
 
 
-# Public: tf.errors has all others. A graph uses a tensor of another graph.
+# A graph uses a tensor of another graph. Public: tf.errors has all other errors.
 InaccessibleTensorError = errors_impl.InaccessibleTensorError
 
 
 def is_stateful(op_type: str) -> bool:
-    """Return whether an op may leave a trace. Public: `op_def`, but of no op in a function."""
+    """Return whether an op is stateful. Public: `op_def`, except for ops in a function."""
     known = op_definition(op_type)
     return known is not None and known.is_stateful
 
 
 def op_definition(op_type: str) -> Any:
-    """Return the OpDef of an op, or None. Public: `tf.raw_ops`, which has its arguments only."""
+    """Return the OpDef of an op, or None. Public: `tf.raw_ops`, which has only its arguments."""
     return op_def_registry.get(op_type)
 
 
 def registered_kernels(op_type: str) -> list[Any]:
-    """Return the KernelDefs of an op, on all devices that this TensorFlow is for. Public: none."""
+    """Return the KernelDefs of an op, for all devices of this TensorFlow. Public: none."""
     return list(kernels.get_registered_kernels_for_op(op_type).kernel)
 
 
 def called_graph(op: tf.Operation, attribute: str) -> tf.Graph | None:
-    """Return the graph of the function that an op's attribute names. Public: its name alone."""
+    """Return the graph of the function that an op's attribute names. Public: only its name."""
     try:
         function = op.graph._get_function(op.get_attr(attribute).name)
     except (ValueError, AttributeError):
@@ -808,7 +807,7 @@ def called_graph(op: tf.Operation, attribute: str) -> tf.Graph | None:
 
 
 def set_input(op: tf.Operation, tensor: tf.Tensor) -> None:
-    """Replace an op's first input by one that may have been made after it. Public: none."""
+    """Replace an op's first input, also by a later tensor. Public: none."""
     op._update_input(0, tensor)
 
 
@@ -820,9 +819,9 @@ def function_of(graph: tf.Graph) -> tf.Graph:
 
 
 def call_time_scalar(graph: tf.Graph, number: Callable[[], int], dtype: tf.DType) -> tf.Tensor:
-    """Return a scalar that is `number()` anew at each call of the function of a graph.
+    """Return a scalar that is `number()` at each call of a graph's function.
 
-    Eagerly, and in a graph that is no function's, it is called once. Public: an argument.
+    Eagerly, and in a graph of no function, `number` is called once. Public: an argument.
     """
     if not getattr(graph, "building_function", False):
         with tf.device("/cpu:0"):
@@ -834,14 +833,14 @@ def call_time_scalar(graph: tf.Graph, number: Callable[[], int], dtype: tf.DType
     with graph.as_default(), tf.device("/cpu:0"):
         key, spec = object(), tf.TensorSpec([], dtype)
         placeholder = graph.capture_call_time_value(lambda: None, spec, key)
-        # Its own closure has one value for all calls that another function makes.
+        # With its own closure, calls from another function would all get one value.
         value.output_spec = spec
         graph._function_captures.add_or_replace(key, value, placeholder, spec, is_by_ref=True)
         return placeholder
 
 
 def static_shape(shape: Any) -> tf.TensorShape:
-    """Return what is known of a shape, perhaps a tensor. Public: get_static_value, all or none."""
+    """Return the static part of a shape or tensor. Public: get_static_value, all or none."""
     return tensor_util.constant_value_as_shape(tf.convert_to_tensor(shape, tf.int32))
 
 
@@ -883,7 +882,7 @@ def has_started() -> bool:
     return context.context()._initialized
 
 
-# Whether from a process in which TensorFlow had started, which leaves the fork a single thread.
+# Whether this process was forked after TensorFlow had started: a fork has a single thread.
 _is_forked = has_started() and len(os.listdir("/proc/self/task")) == 1
 
 
@@ -896,7 +895,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def refuse_fork() -> None:
-    """Raise InputError where TensorFlow would wait for threads that a fork does not have."""
+    """Raise InputError if TensorFlow would wait for threads that a fork does not have."""
     if _is_forked:
         raise InputError(
             "this process was forked after TensorFlow had started, whose threads it does not have: "
@@ -921,16 +920,16 @@ _PORT_ATTEMPTS = 3
 
 
 def connect(jobs: Mapping[str, Mapping[int, str]], own_address: str) -> int:
-    """Make the devices of these servers, and of no others, those of this process, too.
+    """Connect to these servers, and disconnect from all others, to use their devices.
 
-    What lay on a server that is not named is gone. It may be called again with fewer or more.
-    Variables that were made before the first call can be read afterwards, but what is assigned to
-    them is lost: TensorFlow begins with new resources then, and keeps them from then on. Public:
-    experimental_connect_to_cluster gives out an address that other machines cannot reach.
+    Values on disconnected servers are lost. It may be called again with fewer or more servers.
+    Variables created before the first call can be read afterwards, but assignments to them are
+    lost: TensorFlow then starts with new resources, and keeps them from then on. Public:
+    experimental_connect_to_cluster, with an address that other machines cannot reach.
 
     Args:
-        jobs: {name of a job: {number of a task: "host:port"}}.
-        own_address: of this process, by which the servers reach it; that of the first call counts.
+        jobs: {job name: {task number: "host:port"}}.
+        own_address: address of this process for the servers; that of the first call counts.
 
     Returns:
         The port on which this process listens for the servers, at all its addresses.
@@ -972,10 +971,10 @@ def was_connected() -> bool:
 
 @contextlib.contextmanager
 def unary_rpcs() -> Iterator[None]:
-    """Ask servers by a call for each op in the block, which fails with the server.
+    """Send ops to servers by separate calls in the block, which fail if the server does.
 
-    By streams, TensorFlow's way, it is never known to have failed, and `connect` waits for it. All
-    else is to go by streams: functions are registered on each server while Python's lock is held.
+    With streams, TensorFlow's default, a failure goes unnoticed, and `connect` waits for ever. All
+    else should use streams: functions are registered on each server while Python's lock is held.
     Public: an environment variable, for both.
     """
     apart = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
@@ -983,11 +982,11 @@ def unary_rpcs() -> Iterator[None]:
         try:
             yield
         finally:
-            apart.clear_error()  # of functions that went meanwhile, of which a server knew nothing
+            apart.clear_error()  # about functions that were deleted before a server knew them
 
 
 def device_memory_bytes() -> dict[str, int]:
-    """Return {"/gpu:0": bytes that TensorFlow may take} of this process' devices. Public: none.
+    """Return {"/gpu:0": bytes that TensorFlow may use} of this process' devices. Public: none.
 
     TensorFlow must have started.
     """
@@ -1010,10 +1009,10 @@ def device_memory_bytes() -> dict[str, int]:
 
 
 def force_float64() -> Block:
-    """Make layers that are made in the block, by this thread, compute in and have float64.
+    """Give layers created in the block, by this thread, variables and computation in float64.
 
-    One that asks for float32, as guides tell users of mixed precision, would round, and rounding
-    hides faults. Public: the global policy, which yields to what a layer asks for.
+    Layers that ask for float32, as guides to mixed precision advise, would round, and rounding
+    hides faults. Public: the global policy, which layers override.
     """
 
     def make_get(get: Callable) -> Callable:
@@ -1046,7 +1045,7 @@ def force_float64() -> Block:
 
 
 def _wide(policy: Any) -> Any:
-    """Return a policy with float64 for all floating types but quantised ones."""
+    """Return a policy with float64 for all floating types except quantised ones."""
     if isinstance(policy, DTypePolicyMap):
         wide = {name: _wide(own) for name, own in policy.items()}
         return DTypePolicyMap(default_policy=_wide(policy.default_policy), policy_map=wide)
@@ -1062,7 +1061,7 @@ def floatx_set(dtype: str) -> Iterator[None]:
     """Set floatx in the block, except in Keras' augmentation.
 
     Those layers mix floatx with float32: in Keras 3.15 RandomRotation and RandAugment raise a
-    TypeError unless floatx is float32. They compute in their own dtype policy all the same.
+    TypeError unless floatx is float32. They still compute in their own dtype policy.
     """
 
     @contextlib.contextmanager

@@ -169,7 +169,7 @@ def test_runners_take_turns_window_by_window_and_every_other_backwards():
     "start, message",
     [
         (CHILD + "time.sleep(1000)", "no answer within 1 s"),
-        ("os.kill(os.getpid(), 9)", "killed by signal 9: it said nothing"),
+        ("os.kill(os.getpid(), 9)", "killed by SIGKILL: it said nothing"),
     ],
 )
 def test_a_runner_that_hangs_or_ends_is_ended_with_all_that_it_started(

@@ -276,7 +276,7 @@ WHOLE, IN_PARTS = [fake_gpus.A100] * 4, [fake_gpus.SPLIT] * 2
 def test_gpus_are_dealt_out(monkeypatch, cards, argv, places):
     fake_gpus.install_driver(monkeypatch, *cards)
     options = cli.parse("sweep", ["--sweep_dir=S", "--vary=seed:1,2", *argv.split()])
-    assert command.deal_gpus(plan(options), options.parallel, nvml.gpus(), os.environ) == places
+    assert command.assign_gpus(plan(options), options.parallel, nvml.gpus(), os.environ) == places
 
 
 @pytest.mark.parametrize(

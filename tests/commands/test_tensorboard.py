@@ -83,5 +83,5 @@ def test_a_folder_with_nothing_to_show_is_refused(tmp_path, folder):
 def test_all_points_of_a_long_curve_are_shown(tmp_path):
     writer = EventWriter(tmp_path, 200, pytest.fail)
     for step in range(1500):
-        writer.scalars("train", step, {"long": step})
+        writer.write_scalars("train", step, {"long": step})
     assert [step for step, _ in Server(tmp_path).points("train", "long")] == list(range(1500))

@@ -29,7 +29,7 @@ def write(folder, xs):
     before = set(folder.glob("*"))
     own = writer(folder)
     for x in xs:
-        own.scalars("train", x, {"a": x, "b/c": -x})
+        own.write_scalars("train", x, {"a": x, "b/c": -x})
     (path,) = set(folder.iterdir()) - before
     return path
 
@@ -52,11 +52,11 @@ def test_each_tower_is_a_run_of_its_own_with_the_tags_of_all(folder):
     files = len(os.listdir("/dev/fd"))
     for x in 0, 10:
         towers = {f"tower_{i}/loss": i / 8 for i in range(200)}
-        own.scalars("train", x, {"loss": 0.25} | towers | {"gpu_3/power": 7.0})
+        own.write_scalars("train", x, {"loss": 0.25} | towers | {"gpu_3/power": 7.0})
     assert len(os.listdir("/dev/fd")) <= files  # of a thousand towers, too
     assert events.read(folder) == {x: {"loss": 0.25} for x in (0, 10)}
     assert events.read(folder / "tower_11") == {x: {"tower/loss": 11 / 8} for x in (0, 10)}
-    own.scalars("train", 10, {"loss": 0.5, "rate": 2.0})
+    own.write_scalars("train", 10, {"loss": 0.5, "rate": 2.0})
     assert events.read(folder, {"loss", "rate"})[10] == {"loss": 0.5, "rate": 2.0}  # not closed
     assert events.read(folder, {"rate"}) == {10: {"rate": 2.0}}
     assert events.read(folder, {"x"}) == events.read(folder / "none", {"rate"}) == {}
@@ -101,18 +101,18 @@ def test_pictures_leave_room_for_curves_and_say_so_once(folder):
     lines = []
     own = writer(folder, 1, lines.append)
     for x in range(200):
-        own.heavy("train", x, picture("picture", 20_000))
+        own.write_summary("train", x, picture("picture", 20_000))
     shown = {x for x, _ in tiny.records(folder)}
     at_first = min(set(range(200)) - shown)
     assert 15 <= at_first <= 25 and max(shown) > at_first  # fewer and fewer, but some
     assert size(folder) < MIB / 2
     (line,) = lines
     assert "pictures" in line and "--max_event_mib=1" in line
-    own.scalars("train", 1, {"a": 0.5})
-    own.heavy("eval", 2, picture("picture", 20_000), last=True)  # may have what curves have
+    own.write_scalars("train", 1, {"a": 0.5})
+    own.write_summary("eval", 2, picture("picture", 20_000), last=True)  # may have what curves have
     assert xs_of(folder) == [1] and len(tiny.records(folder.with_name("eval"))) == 1
     own = writer(folder, 1, lines.append)  # the run is continued: what is there counts
-    own.heavy("eval", 3, picture("picture", 50_000))
+    own.write_summary("eval", 3, picture("picture", 50_000))
     assert len(tiny.records(folder.with_name("eval"))) == 1
 
 
@@ -121,9 +121,9 @@ def test_curves_never_pass_the_limit_and_none_is_starved(folder):
     lines = []
     own = writer(folder, 1 / 4, lines.append)
     for x in range(400):
-        own.scalars("train", x, {"a": 1.0} | {f"loss/{i}": 1.0 for i in range(40)})
+        own.write_scalars("train", x, {"a": 1.0} | {f"loss/{i}": 1.0 for i in range(40)})
         if x % 3 == 0:
-            own.scalars("train", x, {"accuracy": 0.5})
+            own.write_scalars("train", x, {"accuracy": 0.5})
     assert size(folder) < MIB / 4
     xs = xs_of(folder)
     gaps = [after - before for before, after in zip(xs, xs[1:], strict=False)]

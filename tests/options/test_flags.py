@@ -136,7 +136,7 @@ def test_evaluate_and_doctor_take_what_they_use():
 
 
 def test_flags_of_other_programs_are_told_as_they_are_here():
-    for theirs, ours in flags._ELSEWHERE.items():
+    for theirs, ours in flags._FOREIGN_FLAGS.items():
         assert ours in [*FLAGS_OF_RUN, "num_gpus", "flagfile"] and theirs not in FLAGS_OF_RUN
         told = refusal("train", f"--{theirs}=1")
         assert told == f"there is no flag --{theirs}; did you mean --{ours}?"

@@ -14,7 +14,7 @@ import pytest
 from tests import runs
 from towers.errors import InputError
 from towers.options import functions
-from towers.options.error_origin import blame
+from towers.options.error_origin import describe_origin
 from towers.options.functions import check_function, load_function
 from towers.options.run import Options
 
@@ -271,7 +271,8 @@ def raised_in(module, named=NAMED):
     try:
         importlib.import_module(module).f()
     except Exception as error:
-        return blame(error.with_traceback(error.__traceback__.tb_next), named)  # not of the test
+        error = error.with_traceback(error.__traceback__.tb_next)  # not of the test
+        return describe_origin(error, named)
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""What a run shows, on the terminal and in TensorBoard."""
+"""The output of a run on the terminal and in TensorBoard."""

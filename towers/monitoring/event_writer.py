@@ -1,7 +1,7 @@
 """Writes event files, one event for each point, and keeps them below a size.
 
 writer = EventWriter(train_dir, max_mib=200)
-writer.scalars("train", 1000, {"loss/total": 0.5, "tower_0/loss": 0.25})
+writer.write_scalars("train", 1000, {"loss/total": 0.5, "tower_0/loss": 0.25})
 
 TensorBoard gives each run, that is each folder, a colour and a name. So every tower, worker and GPU
 is a run, and one chart shows them all: tower_0/loss is written as tower/loss of run train/tower_0.
@@ -59,7 +59,7 @@ class EventWriter:
         self._max_mib, self._say, self._check, self._told = max_mib, say, check, set()
         self._offered: Counter[tuple[str, ...]] = Counter()
 
-    def scalars(self, part: str, x: int, values: Mapping[str, float]) -> None:
+    def write_scalars(self, part: str, x: int, values: Mapping[str, float]) -> None:
         """Write a point {tag: value} at `x`, as one event of each run."""
         summaries: dict[str, Summary] = {}
         for tag, value in values.items():
@@ -69,7 +69,7 @@ class EventWriter:
             summaries.setdefault(run, Summary()).value.extend(scalar_pb(tag, value).value)
         self._write(part, x, summaries, POINT)
 
-    def heavy(self, part: str, x: int, summary: Summary, *, last: bool = False) -> None:
+    def write_summary(self, part: str, x: int, summary: Summary, *, last: bool = False) -> None:
         """Write a picture or histogram at `x` if there is room; the last may use that of curves."""
         self._write(part, x, {part: summary}, POINT if last else HEAVY)
 

@@ -1,7 +1,7 @@
 """Histograms of weights, gathered gradients and layer outputs for TensorBoard.
 
     draw = make_histograms(builder, model, task.gradients, task.inputs)
-    writer.heavy("train", step, draw(sampler.batch(step, examples)))
+    writer.write_summary("train", step, draw(sampler.batch(step, examples)))
 
 No variable changes: assignments, as of BatchNorm statistics and seeds, are dropped.
 """

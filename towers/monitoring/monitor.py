@@ -144,7 +144,7 @@ class Monitor:
         if self._timetable.options.on_nan == "skip":
             scalars["skipped_steps"] = metrics["skipped"]
         if plots:
-            self._writer.scalars("train", self._timetable.x(step - 1), scalars)
+            self._writer.write_scalars("train", self._timetable.x(step - 1), scalars)
         self._warm = self._warm or (self._clock(), step)
         self.say(
             f"{_now()}: step {step - 1} of {self._timetable.last_step}, examples {examples}, "
@@ -164,7 +164,7 @@ class Monitor:
         if not self.evaluated(step):
             known = {name: value for name, value in scalars.items() if value is not None}
             of_part = {f"{what}/{name}": value for name, value in known.items()}
-            self._writer.scalars("eval", self._timetable.x(step), of_part)
+            self._writer.write_scalars("eval", self._timetable.x(step), of_part)
         self._evaluated.add(self._timetable.x(step))
         self.say_figures(what, step, scalars)
 
@@ -185,7 +185,7 @@ class Monitor:
         """Write pictures or histograms of `part`, "train" or "eval", after `step` updates."""
         last = step == self._timetable.last_step
         for summary in summaries:
-            self._writer.heavy(part, self._timetable.x(step), summary, last=last)
+            self._writer.write_summary(part, self._timetable.x(step), summary, last=last)
 
     def examples_per_second(self) -> float | None:
         """Return the median speed over points, without the first unless it is the only one."""

@@ -48,7 +48,7 @@ def number(result: Mapping[str, Any], name: str) -> float | None:
     return value if known else None
 
 
-def figure(result: Mapping[str, Any], name: str) -> float | None:
+def averaged_number(result: Mapping[str, Any], name: str) -> float | None:
     """Return a number of a result, that of the weights' moving average if there is one."""
     averaged = number(result, f"{name}_ema")
     return number(result, name) if averaged is None else averaged
@@ -62,18 +62,18 @@ def objective_of(result: Mapping[str, Any]) -> Objective:
 def common_objective(results: Sequence[Mapping[str, Any]]) -> tuple[Objective, str]:
     """Return the objective to compare runs by, and a note if their own objectives differ.
 
-    Of several objectives it is the first that all runs have a value of, else the test loss.
+    It is the first of their objectives for which all runs have a value, else the test loss.
     """
     found = list(dict.fromkeys(map(objective_of, results))) or [objective_of({})]
     if len(found) == 1:
         return found[0], ""
-    known = [pair for pair in found if all(figure(r, pair[0]) is not None for r in results)]
-    chosen = (known or [("test_loss", "min")])[0]
+    known = (o for o in found if all(averaged_number(r, o[0]) is not None for r in results))
+    chosen = next(known, ("test_loss", "min"))
     names = ", ".join(name for name, _ in found)
     return chosen, f"the runs have different objectives, {names}: compared by {chosen[0]}"
 
 
-def short(name: str) -> str:
+def metric_name(name: str) -> str:
     """Return a metric's name without "test_" or "validation_"."""
     return name.removeprefix("test_").removeprefix("validation_")
 

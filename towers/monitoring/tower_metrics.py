@@ -21,7 +21,7 @@ from towers.builder.tower import TowerBuilder
 from towers.monitoring.gradient_products import on_current_device, products_of_towers
 
 PHASES = ("input_wait_seconds", "compute_seconds", "gather_seconds")
-_OF_MEASURED = ("tower_seconds", "compute_seconds", "gather_seconds")  # on GPUs
+_GPU_SECONDS = ("tower_seconds", "compute_seconds", "gather_seconds")  # on GPUs
 
 
 def measured_shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
@@ -95,7 +95,7 @@ class GpuIdleBarrier:
         self._steps.assign_add(num_steps)
         steps = tf.cast(self._steps.read_value(), tf.float32)
         self._steps.assign(tf.where(self.wanted, 0, self._steps))
-        return {name: values[name] * steps for name in _OF_MEASURED}
+        return {name: values[name] * steps for name in _GPU_SECONDS}
 
 
 def measure(
@@ -128,14 +128,14 @@ def measure(
         gathered gradient).
     """
 
-    def look(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
-        ends = _ends(sums, builder)
+    def compute(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
+        ends = _end_times(sums, builder)
         gathered = time_after((gradients, ends))
         means = gradients if len(gradients) > 1 else list(gradients) * len(sums.losses)
         products = products_of_towers(sums.gradients, means, builder.devices, measured)
         with tf.device(HOST):
             own_seconds = tf.stack(ends) - start
-            compute = tf.reduce_max(own_seconds)
+            compute_seconds = tf.reduce_max(own_seconds)
             counts = tf.cast(tf.stack(sums.counts), tf.float32)
             with tf.control_dependencies([loss]):  # as in `gradient_products._at_means`
                 losses = tf.cast(tf.stack(sums.losses), tf.float32)
@@ -146,13 +146,13 @@ def measure(
                 "tower_loss": tf.math.divide_no_nan(losses, counts * scale),
             }
             return {
-                **_padded(of_towers, builder),
+                **_pad(of_towers, builder),
                 **_agreement(products, counts * scale, scale, builder),
-                "compute_seconds": compute,
-                "gather_seconds": gathered - start - compute,
+                "compute_seconds": compute_seconds,
+                "gather_seconds": gathered - start - compute_seconds,
             }
 
-    return _if_measured(look, measured, builder)
+    return _if_measured(compute, measured, builder)
 
 
 def measure_joined(
@@ -174,7 +174,7 @@ def measure_joined(
         examples = tf.cast(tf.stack(gradients.counts), tf.float32)
         share = examples / tf.reduce_sum(examples) * tf.cast(scale, tf.float32)
 
-    def look(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
+    def compute(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
         of_towers = gradients.of_towers
         means = [gradients.gathered] * len(of_towers)
         products = products_of_towers(of_towers, means, builder.devices, measured)
@@ -183,17 +183,17 @@ def measure_joined(
         for before, after in gradients.phases:
             start = time_after(before)
             pairs = zip(after, builder.devices, strict=False)
-            ends = [time_after(_arrived(own, device)) for own, device in pairs]
+            ends = [time_after(_when_computed(own, device)) for own, device in pairs]
             with tf.device(HOST):
                 # Nothing waits for this clock, so it may be read too late.
                 seconds += tf.maximum(tf.stack(ends) - start, 0.0)
         with tf.device(HOST):
-            found = _padded({"tower_step_seconds": tf.cast(seconds, tf.float32)}, builder)
+            found = _pad({"tower_step_seconds": tf.cast(seconds, tf.float32)}, builder)
             return found | _agreement(products, share, tf.cast(scale, tf.float32), builder)
 
     with tf.device(HOST):
-        found = _padded({"tower_examples": examples}, builder)
-    return found | _if_measured(look, measured, builder)
+        found = _pad({"tower_examples": examples}, builder)
+    return found | _if_measured(compute, measured, builder)
 
 
 def _agreement(
@@ -205,30 +205,30 @@ def _agreement(
         "tower_gradient_norm": tf.math.divide_no_nan(tf.sqrt(own), weights),
         "tower_cosine": tf.math.divide_no_nan(both, tf.sqrt(own) * tf.sqrt(whole)),
     }
-    return _padded(of_towers, builder) | {"data_gradient_norm": tf.sqrt(whole[0]) / scale}
+    return _pad(of_towers, builder) | {"data_gradient_norm": tf.sqrt(whole[0]) / scale}
 
 
 def _if_measured(
-    look: Callable, measured: tf.Tensor, builder: TowerBuilder
+    compute: Callable, measured: tf.Tensor, builder: TowerBuilder
 ) -> dict[str, tf.Tensor]:
-    """Return `look(measured)`; on GPUs, which that waits for, zeros unless `measured`."""
+    """Return `compute(measured)`; on GPUs, which that waits for, zeros unless `measured`."""
     if not on_gpus(builder):
-        return look(measured)
+        return compute(measured)
     found: dict[str, tf.Tensor] = {}
 
-    def really() -> list[tf.Tensor]:
-        found.update(look(None))
+    def when_measured() -> list[tf.Tensor]:
+        found.update(compute(None))
         return list(found.values())
 
-    def nothing() -> list[tf.Tensor]:
+    def zeros() -> list[tf.Tensor]:
         return [tf.zeros(value.shape, value.dtype) for value in found.values()]
 
     with tf.device(HOST):
-        values = tf.cond(measured, really, nothing)
+        values = tf.cond(measured, when_measured, zeros)
     return dict(zip(found, values, strict=True))
 
 
-def _padded(of_towers: dict[str, tf.Tensor], builder: TowerBuilder) -> dict[str, tf.Tensor]:
+def _pad(of_towers: dict[str, tf.Tensor], builder: TowerBuilder) -> dict[str, tf.Tensor]:
     num_towers = len(builder.devices)  # the last towers may have no examples
     return {
         name: tf.pad(values, [[0, num_towers - values.shape[0]]])
@@ -236,8 +236,8 @@ def _padded(of_towers: dict[str, tf.Tensor], builder: TowerBuilder) -> dict[str,
     }
 
 
-def _arrived(values: Any, device: str) -> tf.Tensor:
-    """Return a value that reaches the host once a device has computed `values`; see `_ends`."""
+def _when_computed(values: Any, device: str) -> tf.Tensor:
+    """Return a value that is on the host once a device has computed `values`."""
     tensors = _tensors(values)
     smallest = min(tensors, key=lambda t: t.shape.num_elements() or 2**40)
     with tf.device(device), tf.control_dependencies(tensors):
@@ -246,7 +246,7 @@ def _arrived(values: Any, device: str) -> tf.Tensor:
         return tf.identity(tf.cast(done, tf.float32))
 
 
-def _ends(sums: TowerSums, builder: TowerBuilder) -> list[tf.Tensor]:
+def _end_times(sums: TowerSums, builder: TowerBuilder) -> list[tf.Tensor]:
     """Return the times when the towers' gradients were computed.
 
     For TensorFlow a GPU's op ends when its kernel is queued, but a copy to the host arrives after

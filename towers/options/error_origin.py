@@ -14,7 +14,7 @@ _STDLIB = re.escape(sysconfig.get_path("stdlib"))
 _TOWERS = str(Path(__file__).parents[1]) + os.sep
 
 
-def blame(error: BaseException, named: Mapping[str, str]) -> str:
+def describe_origin(error: BaseException, named: Mapping[str, str]) -> str:
     """Return a line that says where an error was raised and whose code that is.
 
     Args:
@@ -38,7 +38,7 @@ def blame(error: BaseException, named: Mapping[str, str]) -> str:
 
 
 def locate_in_user_code(error: BaseException, named: Mapping[str, str]) -> str:
-    """Return the line of `blame` for the innermost frame of the user's code, "" if none."""
+    """Return the line for the innermost frame of the user's own code, "" if there is none."""
     modules = {flag: name.partition(":")[0] for flag, name in named.items()}
     installed = {m.partition(".")[0] for m in modules.values()} - {"keras", "tensorflow", "towers"}
     library = re.compile(

@@ -10,7 +10,7 @@ from typing import Any
 
 from towers.errors import InputError
 
-_ELSEWHERE = {  # common values of other programs
+_FOREIGN_VALUES = {  # common values of other programs
     "amp": "mixed_float16", "bf16": "mixed_bfloat16", "bfloat16": "mixed_bfloat16",
     "double": "float64", "float": "float32", "float16": "mixed_float16", "fp16": "mixed_float16",
     "fp32": "float32", "nag": "nesterov", "one_cycle": "onecycle", "multistep": "step",
@@ -29,7 +29,7 @@ def option(default: Any, group: str, help: str, affects: str = "result", **metad
             when; "call": only where and how it is called this time.
         **metadata: "minimum", "maximum", "choices", "own" if a module:function is allowed too,
             "example" of a value, "alias" of the flag, "numbers" if the value is a string of
-            comma-separated numbers.
+            comma-separated numbers, "required": the message if there is no value.
     """
     about = dict(group=group, help=help, affects=affects, **metadata)
     return dataclasses.field(default=default, metadata=about)
@@ -49,14 +49,17 @@ def copy_field(owner: type, name: str) -> Any:
 def check_values(options: Any) -> None:
     """Raise InputError if a value in a dataclass of options is not allowed."""
     for field in dataclasses.fields(options):
-        check_value(field, getattr(options, field.name))
+        value = getattr(options, field.name)
+        if "required" in field.metadata and not value:
+            raise InputError(field.metadata["required"])
+        check_value(field, value)
 
 
 def check_value(field: dataclasses.Field, value: Any) -> None:
     """Raise InputError if `value` is not allowed for the option `field`."""
     choices, own = field.metadata.get("choices"), field.metadata.get("own")
     if choices and value not in choices and not (own and ":" in value):
-        usual = _ELSEWHERE.get(str(value).lower())
+        usual = _FOREIGN_VALUES.get(str(value).lower())
         hint = f"; did you mean {usual}?" if usual in choices else ""
         allowed = [*choices, *(["module:function"] if own else [])]
         raise InputError(f"--{field.name}={value}: allowed are {', '.join(allowed)}{hint}")

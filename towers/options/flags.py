@@ -77,7 +77,7 @@ _EXCLUSIVE = (
     ("per_process_gpu_memory_fraction", "gpu_memory_limit_mib", "allow_growth"),
 )
 _OF_MACHINES = {f.name for f in dataclasses.fields(Options) if f.metadata["group"] == MANY_MACHINES}
-_ELSEWHERE = {  # common flags of other programs, whose names here are no near match
+_FOREIGN_FLAGS = {  # common flags of other programs, whose names here are no near match
     "amp": "dtype", "bs": "batch_size", "config": "flagfile", "depth": "model_args",
     "ema": "ema_decay", "epochs": "num_epochs", "gpus": "num_gpus", "grad_clip": "clip_global_norm",
     "gradient_accumulation_steps": "accumulate_steps", "logdir": "train_dir",
@@ -277,7 +277,7 @@ def _parse_typed(field: dataclasses.Field, typed: Any) -> Any:
 def _unknown_flag(flag: str, verb: Command) -> str:
     """Return the message for an unknown flag, with the closest known one."""
     known = [*verb.fields(), *_ALIASES, "flagfile"]
-    usual = _ELSEWHERE.get(flag.lower().replace("-", "_"))
+    usual = _FOREIGN_FLAGS.get(flag.lower().replace("-", "_"))
     close = [usual] if usual in known else difflib.get_close_matches(flag, known, n=1)
     hint = f"did you mean --{close[0]}?" if close else f"see towers {verb.name} --help"
     return f"there is no flag --{flag}; {hint}"

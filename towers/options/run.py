@@ -355,23 +355,6 @@ class Options:
             values["visible_gpus"] = "none"  # a worker on the same machine may have them
         return GpuOptions(**values)
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether the towers are on workers."""
-        return bool(self.workers)
-
-    def on_this_machine(self, **changes: Any) -> "Options":
-        """Return the options without workers, with other changes."""
-        return dataclasses.replace(self, workers="", **changes)
-
-    def check_on_this_machine(self) -> None:
-        """Raise InputError if a benchmark is given workers."""
-        if self.workers:
-            raise InputError(
-                f"--workers={self.workers}: a benchmark is of this machine's devices; leave it "
-                "out, or read the speed of a run over workers in its own lines"
-            )
-
     def check_tower_numbers(self, text: str) -> None:
         """Raise InputError unless `text` is a list of numbers of towers that a verb can try."""
         if self.variables == "auto":

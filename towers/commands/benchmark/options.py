@@ -35,7 +35,11 @@ class BenchmarkOptions:
     def __post_init__(self) -> None:
         """Raise InputError for a value out of range."""
         check_values(self)
-        self.run.check_on_this_machine()
+        if self.run.workers:
+            raise InputError(
+                f"--workers={self.run.workers}: a benchmark is of this machine's devices; leave it "
+                "out, or read the speed of a run over workers in its own lines"
+            )
         self.run.check_tower_numbers(self.num_towers)
         for name in self.peers():
             if name not in PEERS:

@@ -24,7 +24,7 @@ from typing import Any
 
 from towers.commands.benchmark.options import BenchmarkOptions
 from towers.errors import InputError
-from towers.formatting import count
+from towers.formatting import count, process_end
 from towers.options import search_path
 from towers.options.augmentation import parse
 
@@ -111,9 +111,7 @@ class Runner:
         if time.monotonic() - start >= timeout_seconds:
             raise RunnerError(f"no answer within {timeout_seconds:g} s")
         self._errors.seek(0)
-        lines = [line.strip() for line in self._errors if line.strip()] or ["it said nothing"]
-        how = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
-        raise RunnerError(f"{how}: {lines[-1][:300]}")
+        raise RunnerError(process_end(code, self._errors.read()))
 
 
 @dataclasses.dataclass

@@ -19,13 +19,13 @@ from towers.errors import InputError
 from towers.formatting import table
 from towers.monitoring.results import (
     Objective,
+    averaged_number,
     common_objective,
-    figure,
+    metric_name,
     noted_runs,
     number,
     objective_of,
     read_result,
-    short,
 )
 from towers.monitoring.scalar_reader import Curves, read_curves
 from towers.options.run import names_that_affect
@@ -154,15 +154,16 @@ def find_objective(runs: Sequence[ComparedRun], wanted: str) -> tuple[Objective,
     name = "validation_" + name.removeprefix("val_") if name.startswith("val_") else name
     parts = ("test_", "validation_")
     of_results = {name for result in results for name in result if name.startswith(parts)}
-    known = {name.removesuffix("_ema") for name in {*map(short, of_results), *tags}} - {"examples"}
-    if given not in ("", "max", "min") or short(name) not in known:
+    names = {*map(metric_name, of_results), *tags}
+    known = {name.removesuffix("_ema") for name in names} - {"examples"}
+    if given not in ("", "max", "min") or metric_name(name) not in known:
         names = ", ".join(sorted(known)) or "no metric yet"
         raise InputError(
             f"--monitor={wanted}: the runs have {names}; max: or min: may be before it"
         )
-    directions = {short(n): way for n, way in map(objective_of, results)}
+    directions = {metric_name(n): way for n, way in map(objective_of, results)}
     directions |= {"accuracy": "max", "loss": "min"}
-    direction = given or directions.get(short(name))
+    direction = given or directions.get(metric_name(name))
     if not direction:
         raise InputError(
             f"--monitor={wanted}: type --monitor=max:{wanted} or min:{wanted}, as more or less "
@@ -176,7 +177,7 @@ def find_objective(runs: Sequence[ComparedRun], wanted: str) -> tuple[Objective,
 def common_target(runs: Sequence[ComparedRun], objective: Objective) -> float | None:
     """Return the best value that all evaluated runs reached, None without an evaluation."""
     sign = 1 if objective[1] == "max" else -1
-    curves = (sign * run.curves.of(short(objective[0])).values for run in runs)
+    curves = (sign * run.curves.of(metric_name(objective[0])).values for run in runs)
     best = [values.max() for values in curves if len(values)]
     return sign * math.floor(min(best) * 1e4) / 1e4 if best else None
 
@@ -186,13 +187,13 @@ def metrics_of(run: ComparedRun, objective: str) -> dict[str, float | None]:
     curves, result = run.curves, run.result
     at = number(result, "examples") or (curves.examples[-1] if len(curves.examples) > 1 else None)
     seconds = curves.seconds_at(at) if at else None
-    final = figure(result, objective)
+    final = averaged_number(result, objective)
     rate = number(result, "examples_per_second") or (at / seconds if seconds else None)
     return {
         "steps": number(result, "steps"),
         "examples": at,
         "epochs": curves.epochs_at(at) if at else None,
-        "objective": _last(curves.of(short(objective)).values) if final is None else final,
+        "objective": _last(curves.of(metric_name(objective)).values) if final is None else final,
         "test_loss": number(result, "test_loss"),
         "train_loss": number(result, "train_loss") or _last(curves.loss.values),
         "examples_per_second": rate,
@@ -212,7 +213,7 @@ def to_target(
     Returns:
         {"seconds": of training, "examples", "steps", "epochs"}, each None if unknown.
     """
-    curve, sign = run.curves.of(short(objective[0])), 1 if objective[1] == "max" else -1
+    curve, sign = run.curves.of(metric_name(objective[0])), 1 if objective[1] == "max" else -1
     rounding = _ROUNDING * max(abs(target), 1.0)
     reached = np.flatnonzero(sign * (curve.values - target) >= -rounding)
     if not len(reached):
@@ -241,12 +242,13 @@ def _tables(
         rows = [[e["name"], *e["flags"].values()] for e in entries]
         lines += table(["run", *differing], rows, WIDEST)
     columns = {"objective": 4} | {name: n for name, n in _RESULTS.items() if name != objective}
+    metric = metric_name(objective)
     heads = [name.replace("_per_second", "/s") for name in columns][1:]
     rows = [[e["name"], e["status"], *digits(e["metrics"], columns)] for e in entries]
-    lines += ["", "results", *table(["run", "status", short(objective), *heads], rows, WIDEST)]
+    lines += ["", "results", *table(["run", "status", metric, *heads], rows, WIDEST)]
     if target is None:
         return [*lines, "", "no run was evaluated yet"]
     rows = [[e["name"], *digits(e["to_target"] or {}, _TIMES)] for e in entries]
     title = f"to a {objective.replace('_', ' ', 1)} of {target:.4f}"
-    note = f"{short(objective)}: of the moving average where there is one; seconds: of training"
+    note = f"{metric}: of the moving average where there is one; seconds: of training"
     return [*lines, "", title, *table(["run", *_TIMES], rows, WIDEST), note]

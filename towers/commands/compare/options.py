@@ -23,7 +23,10 @@ the moving average where a run has one. Seconds of training are examples by the 
 went, point by point: start, evaluation, saving, and the time between a stop and the next start are
 left out."""
 
-    runs: tuple = option((), "Compare", "Folders of runs or of sweeps.", positional="RUN...")
+    runs: tuple = option(
+        (), "Compare", "Folders of runs or of sweeps.", positional="RUN...", required="towers "
+        "compare needs the folders of runs: towers compare RUN RUN, or that of a sweep",
+    )  # fmt: skip
     monitor: str = option(
         "", "Compare", "Metric by which runs are compared, such as loss or val_auc; max: or min: "
         "before it where that is not known. Default: the runs' own.",
@@ -52,8 +55,3 @@ left out."""
             known = False
         if not known:
             raise InputError(f"--target_value={self.target_value}: a number is needed")
-        if not self.runs:
-            raise InputError(
-                "towers compare needs the folders of runs: towers compare RUN RUN, or that of a "
-                "sweep"
-            )

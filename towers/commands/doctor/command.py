@@ -48,7 +48,7 @@ def run(options: Options, say: Callable[[str], None]) -> list[Check]:
         The findings, at least one.
     """
     found, checks = [], _checks(options, dict(os.environ))
-    if options.is_remote:
+    if options.workers:
         from towers.devices import remote  # which needs TensorFlow
 
         checks = remote.check_network(options, say)

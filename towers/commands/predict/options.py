@@ -3,7 +3,6 @@
 import dataclasses
 from typing import ClassVar
 
-from towers.errors import InputError
 from towers.options.fields import check_values, option
 from towers.options.run import Options
 
@@ -20,7 +19,10 @@ FILE is an image (.png, .jpg, .bmp, .gif), arrays (.npy; .npz with x or x_test),
 its target (.csv, with a line of names); FOLDER stands for all images in it, sorted by name."""
 
     run: Options = dataclasses.field(default_factory=Options)
-    files: tuple = option((), "Predict", "Files and folders.", positional="FILE|FOLDER ...")
+    files: tuple = option(
+        (), "Predict", "Files and folders.", positional="FILE|FOLDER ...",
+        required="towers predict needs files or folders: towers predict --train_dir=RUN FILE",
+    )  # fmt: skip
     format: str = option(
         "table", "Predict", "What is printed: a table for people; csv, with all outputs of a model "
         "that is no classifier; or npy, the outputs as one array. --json has them in any case.",
@@ -33,7 +35,3 @@ its target (.csv, with a line of names); FOLDER stands for all images in it, sor
     def __post_init__(self) -> None:
         """Raise InputError for a value out of range."""
         check_values(self)
-        if not self.files:
-            raise InputError(
-                "towers predict needs files or folders: towers predict --train_dir=RUN FILE"
-            )

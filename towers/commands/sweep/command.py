@@ -12,7 +12,6 @@ killed, its runs save and end by themselves, and the same command continues.
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from towers.commands.sweep.options import PlannedRun, SweepOptions, plan
 from towers.devices import cuda_visible_devices, nvml
 from towers.devices.nvml import DriverGpu
 from towers.errors import InputError
+from towers.formatting import process_end
 from towers.monitoring.results import noted_runs, read_result
 from towers.options import flags, search_path
 from towers.options.run import Options, names_that_affect, text_of
@@ -54,10 +54,15 @@ def run(
     """
     runs = plan(options)
     folder = Path(options.sweep_dir)
-    places = deal_gpus(runs, options.parallel, nvml.gpus(), os.environ)
+    places = assign_gpus(runs, options.parallel, nvml.gpus(), os.environ)
     for planned in runs:
         _check_same(planned)
-    _make_folder(folder)
+    files.check_train_dir(folder, False, "--sweep_dir")
+    if files.is_run(folder):
+        raise InputError(
+            f"--sweep_dir={folder} is the folder of a run; name another, or one in which it is"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
     with files.Lock() as lock, StopRequest() as stop:
         lock.take(folder, "--sweep_dir")
         seconds = {entry["name"]: entry.get("seconds", 0.0) for entry in noted_runs(folder)}
@@ -111,7 +116,7 @@ def run(
     return result | {"interrupted": stop() and unfinished}
 
 
-def deal_gpus(
+def assign_gpus(
     runs: Sequence[PlannedRun],
     parallel: int,
     driver: Sequence[DriverGpu],
@@ -187,30 +192,13 @@ def _train(
     elif code == EXIT_STOPPED or (stopping() and code not in (1, 2)):
         entry |= {"status": "stopped", "error": "the same command goes on"}
     else:
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        said = log.read_bytes()[begin:].decode(errors="replace")
-        lines = [line.strip() for line in said.splitlines() if line.strip()]
-        ours = [line.removeprefix("towers: ") for line in lines if line.startswith("towers: ")]
-        last = (ours or lines or ["it said nothing"])[-1][:500]
-        entry |= {"status": "failed", "error": f"{how}: {last}"}
+        output = log.read_bytes()[begin:].decode(errors="replace")
+        entry |= {"status": "failed", "error": process_end(code, output)}
 
 
 def _result_of(run: PlannedRun) -> dict[str, Any] | None:
     result = read_result(Path(run.options.train_dir))
     return result if "steps" in result else None
-
-
-def _make_folder(folder: Path) -> None:
-    given = f"--sweep_dir={folder}"
-    files.check_depth(folder, given)
-    try:
-        if files.is_run(folder):
-            raise InputError(f"{given} is the folder of a run; name another, or one in which it is")
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{given}: {error.strerror}; name another folder") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"{given}: no permission to write there; name another folder")
 
 
 def _check_same(run: PlannedRun) -> None:

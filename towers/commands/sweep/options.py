@@ -44,6 +44,7 @@ Exit codes: 0 all runs are finished; 1 a run failed; 2 bad input; 75 stopped, ru
     vary: tuple = option(
         (), "Sweep", "A flag of the run and its values, as learning_rate:0.05,0.1; give it once "
         "for each flag that is varied.",
+        required="towers sweep needs a flag to vary, as --vary=learning_rate:0.05,0.1,0.2",
     )  # fmt: skip
     samples: int = option(
         0, "Sweep", "Number of random combinations; 0: all combinations, of lists alone.",
@@ -64,10 +65,6 @@ Exit codes: 0 all runs are finished; 1 a run failed; 2 bad input; 75 stopped, ru
     def __post_init__(self) -> None:
         """Raise InputError for a value of the sweep's own options that is out of range."""
         check_values(self)
-        if not self.vary:
-            raise InputError(
-                "towers sweep needs a flag to vary, as --vary=learning_rate:0.05,0.1,0.2"
-            )
 
 
 @dataclasses.dataclass(frozen=True)

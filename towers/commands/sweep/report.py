@@ -13,7 +13,7 @@ from typing import Any
 from towers.commands.sweep.options import SweepOptions, describe
 from towers.formatting import table
 from towers.monitoring import results
-from towers.monitoring.results import Objective, figure, short
+from towers.monitoring.results import Objective, averaged_number, metric_name
 from towers.options.run import text_of
 
 
@@ -65,7 +65,7 @@ def summarise(entries: Sequence[Mapping[str, Any]], objective: Objective) -> lis
                 "runs": [entry["name"] for entry in group],
                 "finished": len(found),
                 "failed": sum(entry["status"] == "failed" for entry in group),
-                "objective": _spread(figure(result, name) for result in found),
+                "objective": _spread(averaged_number(result, name) for result in found),
                 "examples_per_second": _spread(
                     results.number(result, "examples_per_second") for result in found
                 ),
@@ -92,15 +92,15 @@ def line_of(entry: Mapping[str, Any], place: int, total: int) -> str:
     head = f"run {place} of {total} {entry['name']}:"
     if entry["status"] == "finished":
         name, _ = results.objective_of(entry["result"])
-        value = _digits(figure(entry["result"], name)) or "unknown"
-        return f"{head} {short(name)} {value} ({entry['seconds']:.0f} s)"
+        value = _digits(averaged_number(entry["result"], name)) or "unknown"
+        return f"{head} {metric_name(name)} {value} ({entry['seconds']:.0f} s)"
     end = f"{entry['status']} ({entry['seconds']:.0f} s), {entry['error']}"
     return f"{head} {end} ({entry['log']})"
 
 
 def closing_lines(result: Mapping[str, Any]) -> list[str]:
     """Return the last lines of a sweep; `result` is its `document`."""
-    objective, lines = short(result["objective"]), []
+    objective, lines = metric_name(result["objective"]), []
     if result["finished"]:
         test = result["objective"].startswith("test_")
         where = "on the test set" if test else "on the validation data"

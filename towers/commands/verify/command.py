@@ -46,7 +46,7 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     names = remote.alternating_devices(of_run, numbers)
     names = names or devices.tower_devices(most, of_run.devices)
     dataset = load_data(of_run, say)
-    own = of_run.on_this_machine(num_towers=most)
+    own = dataclasses.replace(of_run, workers="", num_towers=most)
     exact = dataclasses.replace(own, dtype="float64")
     scaled = of_run.dtype == "mixed_float16"
     say(

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from towers.errors import InputError
 from towers.options.fields import check_values, option
 from towers.options.run import Options
 from towers.workers.addresses import PORT, parse_address
@@ -24,6 +23,8 @@ It runs TensorFlow's server on this machine, for one program at a time, until Ct
     address: str = option(
         "", "Where it listens", "HOST:PORT, an address of this machine by which the program and "
         f"the other workers reach it. Port by default {PORT}; 0: any free one.",
+        required="towers worker needs --address=HOST:PORT, the address of this machine in the "
+        f"network of the program, as --address=10.0.0.5:{PORT}; see hostname -I",
     )  # fmt: skip
     any_address: bool = option(
         False, "Where it listens", "Serve at all addresses of this machine, not at that one alone. "
@@ -33,11 +34,6 @@ It runs TensorFlow's server on this machine, for one program at a time, until Ct
     def __post_init__(self) -> None:
         """Raise InputError for an invalid address."""
         check_values(self)
-        if not self.address:
-            raise InputError(
-                "towers worker needs --address=HOST:PORT, the address of this machine in the "
-                f"network of the program, as --address=10.0.0.5:{PORT}; see hostname -I"
-            )
         parse_address(self.address, "address")
 
 

@@ -105,7 +105,8 @@ class TowerBoard(keras.callbacks.Callback):
         of_all = (logs or {}).items()
         found = {f"validation/{n[4:]}": v for n, v in of_all if n.startswith("val_")}
         if self._writer and found:
-            self._writer.scalars("eval", int(self.model.optimizer.iterations), _numbers(found))
+            step = int(self.model.optimizer.iterations)
+            self._writer.write_scalars("eval", step, _numbers(found))
 
     def on_train_end(self, logs: Any = None) -> None:
         """Restore the model's train step."""
@@ -150,7 +151,7 @@ class TowerBoard(keras.callbacks.Callback):
             "progress/epoch": self._epoch + (batch / num_batches if num_batches else 0),
         }
         self._open(x)
-        self._writer.scalars("train", x, scalars)
+        self._writer.write_scalars("train", x, scalars)
 
     def _open(self, x: int) -> None:
         """Create the files with the first point; older points at `x` or later are dropped."""

@@ -82,8 +82,8 @@ class Task(abc.ABC):
         It returns a dict of tensors, and the gathered gradients of the data's loss in the order of
         the trainable variables (None where they are not known). The dict has the scalars in
         `step_names`: "loss" is the mean over all examples, "penalty" that of regularisation. With
-        `measured`, a bool scalar, it also has what `tower_stats.measured_shapes` and `timed_shapes`
-        name; norms are computed if it is True.
+        `measured`, a bool scalar, it also has the keys of `tower_metrics.measured_shapes` and
+        `timed_shapes`; norms are computed if it is True.
 
         Args:
             learning_rate: returns the rate after a number of examples.
