@@ -206,7 +206,7 @@ def test_a_folder_of_runs_stands_for_all_of_them_once_and_in_order(capsys):
         ("a empty", "empty: there is no run"),
         ("a file", "file: Not a directory"),
         ("a c --accuracy=90", "--accuracy=90.0: a number from 0 to 1"),
-        ("a c --monitor=auc", "--monitor=auc: the runs have accuracy; max: or min:"),
+        ("a c --monitor=auc", "--monitor=auc: allowed are accuracy, with max: or min:"),
         ("a c --target_value=high", "--target_value=high: a number is needed"),
         ("a c --target_value=1 --accuracy=0.5", "--accuracy and --target_value: give one of them"),
         ("a c --runs=d", "there is no flag --runs"),

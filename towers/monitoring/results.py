@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from towers import files
+from towers.errors import InputError
 
 Objective = tuple[str, str]  # metric of result.json, "max" or "min"
 
@@ -76,6 +77,33 @@ def common_objective(results: Sequence[Mapping[str, Any]]) -> tuple[Objective, s
 def metric_name(name: str) -> str:
     """Return a metric's name without "test_" or "validation_"."""
     return name.removeprefix("test_").removeprefix("validation_")
+
+
+def parse_monitor(monitor: str, known: Mapping[str, str | None]) -> Objective:
+    """Return the metric that --monitor names, and its direction.
+
+    Args:
+        monitor: a metric such as "auc" or "val_auc"; "max:" or "min:" may precede it.
+        known: {metric: its direction, None if unknown}.
+
+    Raises:
+        InputError: the metric does not exist, or its direction is unknown.
+    """
+    direction, _, name = monitor.rpartition(":")
+    name = metric_name(name.removeprefix("val_"))
+    name = {n.lower(): n for n in known}.get(name.lower(), name)  # Keras calls one AUC, or auc
+    if direction not in ("", "max", "min") or name.removesuffix("_ema") not in known:
+        raise InputError(
+            f"--monitor={monitor}: allowed are {', '.join(known) or 'no metric yet'}, with max: or "
+            "min: before it if need be"
+        )
+    direction = direction or known[name.removesuffix("_ema")]
+    if direction is None:
+        raise InputError(
+            f"--monitor={name}: whether more of it is better is not known; type "
+            f"--monitor=max:{name} or min:{name}"
+        )
+    return name, direction
 
 
 def noted_runs(folder: Path) -> list[dict[str, Any]]:

@@ -16,6 +16,12 @@ _FOREIGN_VALUES = {  # common values of other programs
     "fp32": "float32", "nag": "nesterov", "one_cycle": "onecycle", "multistep": "step",
 }  # fmt: skip
 
+# Groups of options of which at most one may be set.
+EXCLUSIVE = (
+    ("clip_norm", "clip_value", "clip_global_norm"),
+    ("per_process_gpu_memory_fraction", "gpu_memory_limit_mib", "allow_growth"),
+)
+
 
 def option(default: Any, group: str, help: str, affects: str = "result", **metadata: Any) -> Any:
     """Return the dataclass field of an option.
@@ -53,6 +59,18 @@ def check_values(options: Any) -> None:
         if "required" in field.metadata and not value:
             raise InputError(field.metadata["required"])
         check_value(field, value)
+    for names in EXCLUSIVE:
+        given = [f"--{name}" for name in names if getattr(options, name, None)]
+        if len(given) > 1:
+            raise InputError(f"{given[0]} and {given[1]} exclude each other: give one of them")
+
+
+class CheckedOptions:
+    """Base class of dataclasses of options that need no other checks than `check_values`."""
+
+    def __post_init__(self) -> None:
+        """Raise InputError for a value that is not allowed."""
+        check_values(self)
 
 
 def check_value(field: dataclasses.Field, value: Any) -> None:

@@ -26,7 +26,7 @@ from absl import flags
 from towers import files
 from towers.errors import InputError, RunError
 from towers.options import augmentation, code_trust
-from towers.options.fields import check_value
+from towers.options.fields import EXCLUSIVE, check_value
 from towers.options.inline_objects import may_be_same_object, option_text
 from towers.options.run import MANY_MACHINES, Options, text_of
 
@@ -71,11 +71,6 @@ _PARSERS = {  # with the words of their error
 }
 # Another value of these makes another run, whose checkpoints do not fit.
 IDENTITY = ("model", "model_args", "loss", "augment", "dataset", "tensorboard_x")
-# At most one option of each group is set: a new one replaces that of the run.
-_EXCLUSIVE = (
-    ("clip_norm", "clip_value", "clip_global_norm"),
-    ("per_process_gpu_memory_fraction", "gpu_memory_limit_mib", "allow_growth"),
-)
 _OF_MACHINES = {f.name for f in dataclasses.fields(Options) if f.metadata["group"] == MANY_MACHINES}
 _FOREIGN_FLAGS = {  # common flags of other programs, whose names here are no near match
     "amp": "dtype", "bs": "batch_size", "config": "flagfile", "depth": "model_args",
@@ -331,7 +326,7 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
 
 def _replaced_options(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
     """Return the names of the run's options that contradict the given ones."""
-    names = {n for group in _EXCLUSIVE if any(map(given.get, group)) for n in group}
+    names = {n for group in EXCLUSIVE if any(map(given.get, group)) for n in group}
     if given.get("num_epochs"):
         names.add("max_steps")  # an earlier end; schedules follow num_epochs
     if given.get("workers"):

@@ -44,11 +44,6 @@ class GpuOptions:
     def __post_init__(self) -> None:
         """Raise InputError for values out of range and pairs that exclude each other."""
         check_values(self)
-        given = [name for name in _MEMORY if getattr(self, name)]
-        if len(given) > 1:
-            raise InputError(
-                f"--{given[0]} and --{given[1]} exclude each other in TensorFlow: give one of them"
-            )
         self.chosen()
 
     def chosen(self) -> list[str] | None:

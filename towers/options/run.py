@@ -336,11 +336,6 @@ class Options:
                 object.__setattr__(self, field.name, text)
         check_values(self)
         object.__setattr__(self, "augment", str(augmentation.parse(self.augment)))
-        clips = [n for n in ("clip_norm", "clip_value", "clip_global_norm") if getattr(self, n)]
-        if len(clips) > 1:
-            raise InputError(
-                f"--{clips[0]} and --{clips[1]} exclude each other: give one of them, 0 is off"
-            )
         if self.schedule == "step" and not self.decay_epochs:
             raise InputError("--schedule=step needs --decay_epochs, such as --decay_epochs=80,120")
         self.model_keywords()

@@ -25,6 +25,7 @@ from towers.monitoring.results import (
     noted_runs,
     number,
     objective_of,
+    parse_monitor,
     read_result,
 )
 from towers.monitoring.scalar_reader import Curves, read_curves
@@ -150,28 +151,16 @@ def find_objective(runs: Sequence[ComparedRun], wanted: str) -> tuple[Objective,
     if not wanted:
         by_loss = tags and "accuracy" not in tags
         return (("test_loss", "min") if by_loss else ("test_accuracy", "max")), ""
-    given, _, name = wanted.rpartition(":")
-    name = "validation_" + name.removeprefix("val_") if name.startswith("val_") else name
-    parts = ("test_", "validation_")
-    of_results = {name for result in results for name in result if name.startswith(parts)}
-    names = {*map(metric_name, of_results), *tags}
-    known = {name.removesuffix("_ema") for name in names} - {"examples"}
-    if given not in ("", "max", "min") or metric_name(name) not in known:
-        names = ", ".join(sorted(known)) or "no metric yet"
-        raise InputError(
-            f"--monitor={wanted}: the runs have {names}; max: or min: may be before it"
-        )
+    splits = ("test_", "validation_")
+    of_results = {name for result in results for name in result if name.startswith(splits)}
     directions = {metric_name(n): way for n, way in map(objective_of, results)}
     directions |= {"accuracy": "max", "loss": "min"}
-    direction = given or directions.get(metric_name(name))
-    if not direction:
-        raise InputError(
-            f"--monitor={wanted}: type --monitor=max:{wanted} or min:{wanted}, as more or less "
-            "of it is better"
-        )
-    if not name.startswith(parts):
-        name = next((part + name for part in parts if part + name in of_results), f"test_{name}")
-    return (name, direction), ""
+    names = {n.removesuffix("_ema") for n in {*map(metric_name, of_results), *tags}} - {"examples"}
+    metric, direction = parse_monitor(wanted, {n: directions.get(n) for n in sorted(names)})
+    if wanted.rpartition(":")[2].startswith("val"):
+        splits = splits[::-1]
+    known = (split + metric for split in splits if split + metric in of_results)
+    return (next(known, splits[0] + metric), direction), ""
 
 
 def common_target(runs: Sequence[ComparedRun], objective: Objective) -> float | None:

@@ -2,12 +2,12 @@
 
 import dataclasses
 
-from towers.options.fields import check_values, option
+from towers.options.fields import CheckedOptions, option
 from towers.options.run import Options
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(CheckedOptions):
     """Options of `towers plan`: the run, and the number and memory of its GPUs."""
 
     run: Options = Options()
@@ -18,7 +18,3 @@ class PlanOptions:
     gpu_memory_gib: float = option(
         16.0, "Plan", "Memory of a GPU.", minimum=0.1, maximum=10**6, example=16
     )
-
-    def __post_init__(self) -> None:
-        """Raise InputError for a value out of range."""
-        check_values(self)

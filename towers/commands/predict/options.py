@@ -3,12 +3,12 @@
 import dataclasses
 from typing import ClassVar
 
-from towers.options.fields import check_values, option
+from towers.options.fields import CheckedOptions, option
 from towers.options.run import Options
 
 
 @dataclasses.dataclass(frozen=True)
-class PredictOptions:
+class PredictOptions(CheckedOptions):
     """Options of `towers predict`: the run, the files, and the output format."""
 
     EXAMPLES: ClassVar[str] = """\
@@ -31,7 +31,3 @@ its target (.csv, with a line of names); FOLDER stands for all images in it, sor
     averages: bool = option(
         False, "Predict", "Take the moving averages of the weights in place of the weights."
     )
-
-    def __post_init__(self) -> None:
-        """Raise InputError for a value out of range."""
-        check_values(self)

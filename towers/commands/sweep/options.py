@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from towers.errors import InputError
 from towers.options import flags
-from towers.options.fields import check_values, copy_field, option
+from towers.options.fields import CheckedOptions, copy_field, option
 from towers.options.run import Options, names_that_affect, text_of
 
 RESERVED = (*names_that_affect("call"), "flagfile")  # which the sweep gives each run
@@ -20,7 +20,7 @@ _RANGE = re.compile(r"(log\()?(.+?)\.\.(.+)(?(1)\))")
 
 
 @dataclasses.dataclass(frozen=True)
-class SweepOptions:
+class SweepOptions(CheckedOptions):
     """Options of `towers sweep`: flags of the runs, which of them to vary, and where.
 
     `run` holds {flag: value}. It is checked together with each combination, since some flags need
@@ -61,10 +61,6 @@ Exit codes: 0 all runs are finished; 1 a run failed; 2 bad input; 75 stopped, ru
         "shared; without GPUs the runs share the CPU.", minimum=1, maximum=1000,
     )  # fmt: skip
     json: bool = copy_field(Options, "json")
-
-    def __post_init__(self) -> None:
-        """Raise InputError for a value of the sweep's own options that is out of range."""
-        check_values(self)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from towers.errors import InputError
-from towers.options.fields import check_values, option
+from towers.options.fields import CheckedOptions, option
 from towers.options.run import Options
 
 # Points kept of each tag. By default TensorBoard keeps a random 1000 of a curve and 10 pictures; 0,
@@ -19,7 +19,7 @@ SAMPLES = "scalars=1000000,images=50,histograms=200"
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorboardOptions:
+class TensorboardOptions(CheckedOptions):
     """Options of `towers tensorboard`; `run` holds the other flags of a flagfile."""
 
     run: Options = dataclasses.field(default_factory=Options)
@@ -30,10 +30,6 @@ class TensorboardOptions:
         6006, "TensorBoard", "Port of its address on this machine; if 6006 is taken and none is "
         "given, the next free one; 0: any free one.", minimum=0, maximum=65535,
     )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        """Raise InputError for a value out of range."""
-        check_values(self)
 
 
 def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict[str, Any]:

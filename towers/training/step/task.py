@@ -28,9 +28,9 @@ from towers.builder.replica_scope import ReplicaScope
 from towers.builder.sharding import PerTower, num_rows
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split, augment, augment_ops
-from towers.errors import InputError
 from towers.monitoring import tower_metrics
 from towers.monitoring.pictures import Predictions
+from towers.monitoring.results import parse_monitor
 from towers.options import augmentation
 from towers.options.run import Options
 from towers.tf_internals import added_losses
@@ -48,7 +48,6 @@ from towers.training.step.train_state import VARIABLES, TrainState, WeightCopy, 
 from towers.training.step.update import UpdateRules, make_update, scaled
 
 Stop = Callable[[], bool]
-_DIRECTIONS = ("max", "min")
 
 
 class Task(abc.ABC):
@@ -401,8 +400,7 @@ class Task(abc.ABC):
         """Return the metric that tells which evaluation is best, and "max" or "min".
 
         Raises:
-            InputError: `options.monitor` is no metric of this task, or nobody knows which of its
-                values are better.
+            InputError: `options.monitor` is not a metric of this task, or its direction is unknown.
         """
         known = self.metric_directions()
         if not self.options.monitor:
@@ -410,21 +408,7 @@ class Task(abc.ABC):
             rest = "loss" if "loss" in known else next(iter(known))
             name = "accuracy" if "accuracy" in found else next(iter(found), rest)
             return name, known[name] or "min"
-        given, _, name = self.options.monitor.rpartition(":")
-        name = name.removeprefix("val_").removeprefix("validation_").removeprefix("test_")
-        name = {n.lower(): n for n in known}.get(name.lower(), name)  # Keras calls one AUC, or auc
-        if given not in ("", *_DIRECTIONS) or name.removesuffix("_ema") not in known:
-            raise InputError(
-                f"--monitor={self.options.monitor}: allowed are {', '.join(known)}, with max: "
-                "or min: before it if need be"
-            )
-        direction = given or known[name.removesuffix("_ema")]
-        if direction is None:
-            raise InputError(
-                f"--monitor={name}: whether more of it is better is not known; type "
-                f"--monitor=max:{name} or min:{name}"
-            )
-        return name, direction
+        return parse_monitor(self.options.monitor, known)
 
 
 class Classifier(Task):
