@@ -198,14 +198,12 @@ def parse(name: str, argv: Sequence[str]) -> Any:
 
 
 def _named_functions(options: Any) -> list[tuple[str, str]]:
-    """Return (flag, "module:function") of all functions that the user names."""
     given = _values(options)
     pairs = [(flag, n) for flag in CODE for n in str(given.get(flag, "")).split(",")]
     return [(flag, name) for flag, name in pairs if ":" in name or (flag == "model" and name)]
 
 
 def _values(options: Any) -> dict[str, Any]:
-    """Return {option: value} of a verb and its run."""
     run_options = getattr(options, "run", {})
     return (run_options if isinstance(run_options, dict) else vars(run_options)) | vars(options)
 
@@ -292,7 +290,6 @@ def _check_names(options: Any, data: bool) -> None:
 
 
 def _warn_of_cpu_towers(options: Any, say: Callable[[str], None]) -> None:
-    """Print a line if several towers are on the CPU because there is no GPU."""
     import tensorflow as tf
 
     given = _values(options)

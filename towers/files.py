@@ -210,7 +210,6 @@ class RunDirectory:
 
 
 def _inode_of(path: Path) -> tuple[int, int] | None:
-    """Return (device, inode), None if the path does not exist."""
     try:
         about = os.stat(path)
     except OSError:
@@ -240,7 +239,7 @@ def check_train_dir(folder: Path, overwrite: bool, flag: str = "--train_dir") ->
             _check_parts(folder, given)
     except OSError as error:
         raise InputError(f"{given}: {error.strerror}") from None
-    _check_name(folder.absolute() / ("x" * _LONGEST_NAME), given)
+    _check_path(folder.absolute() / ("x" * _LONGEST_NAME), given)
     if moved and not is_run(folder):
         raise InputError(
             f"--overwrite: {folder} holds files but no run (no flags.cfg), and is not moved aside: "
@@ -252,14 +251,13 @@ def check_train_dir(folder: Path, overwrite: bool, flag: str = "--train_dir") ->
             "name another --train_dir"
         )
     if moved:
-        _check_name(aside := _aside(folder), f"--overwrite: {folder} cannot be moved to {aside}")
+        _check_path(aside := _aside(folder), f"--overwrite: {folder} cannot be moved to {aside}")
     written = folder.absolute().parent if moved else existing
     if not os.access(written, os.W_OK | os.X_OK):
         raise InputError(f"{given}: no permission to write in {written}")
 
 
 def _check_parts(folder: Path, given: str) -> None:
-    """Raise InputError if another file or folder has the name of one of a run."""
     for name in (*PARTS, *TEXTS):
         path, kind = folder / name, "folder" if name in PARTS else "file"
         if os.path.lexists(path) and not (path.is_dir() if name in PARTS else path.is_file()):
@@ -300,8 +298,7 @@ def _aside(folder: Path) -> Path:
     return aside
 
 
-def _check_name(path: Path, what: str) -> None:
-    """Raise InputError for a path that the system does not allow."""
+def _check_path(path: Path, what: str) -> None:
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -146,9 +146,9 @@ def _of_variable(one: Any, other: Any) -> tuple[tf.Tensor, ...]:
     elif isinstance(one, tf.IndexedSlices):
         one = tf.math.unsorted_segment_sum(one.values, one.indices, tf.shape(other)[0])
     if one is None:
-        return tf.zeros([]), tf.zeros([]), _square(other)
+        return tf.zeros([]), tf.zeros([]), _sum_of_squares(other)
     one, other = tf.cast(one, tf.float32), tf.cast(other, tf.float32)
-    return _square(one), tf.reduce_sum(one * other), _square(other)
+    return _sum_of_squares(one), tf.reduce_sum(one * other), _sum_of_squares(other)
 
 
 def _same_rows(one: Any, other: tf.IndexedSlices) -> tuple[tf.Tensor | None, tf.Tensor]:
@@ -168,8 +168,7 @@ def on_current_device(value: tf.Tensor) -> tf.Tensor:
     return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
 
 
-def _square(value: tf.Tensor) -> tf.Tensor:
-    """Return the sum of squares as a float32 scalar."""
+def _sum_of_squares(value: tf.Tensor) -> tf.Tensor:
     return 2.0 * tf.nn.l2_loss(tf.cast(value, tf.float32))
 
 

@@ -270,7 +270,6 @@ def _parse_typed(field: dataclasses.Field, typed: Any) -> Any:
 
 
 def _unknown_flag(flag: str, verb: Command) -> str:
-    """Return the message for an unknown flag, with the closest known one."""
     known = [*verb.fields(), *_ALIASES, "flagfile"]
     usual = _FOREIGN_FLAGS.get(flag.lower().replace("-", "_"))
     close = [usual] if usual in known else difflib.get_close_matches(flag, known, n=1)
@@ -342,7 +341,6 @@ def _replaced_options(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> se
 
 
 def _check_identity(train_dir: str, of_run: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise InputError for options that would make another run of the one in the folder."""
     pairs = {n: (of_run[n], given[n]) for n in IDENTITY if n in of_run and n in given}
     if "augment" in pairs and augmentation.agree(*pairs["augment"]):
         del pairs["augment"]

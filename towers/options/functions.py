@@ -93,7 +93,6 @@ def shadowing_file(name: str) -> str:
 
 
 def _shipped(name: str) -> Path | None:
-    """Return the file of the checkout that defines a model, or None."""
     module_name, _, function_name = name.partition(":")
     package, _, module = module_name.partition(".")
     path = _CHECKOUT / "models" / f"{module}.py"

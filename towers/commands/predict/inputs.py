@@ -151,7 +151,6 @@ def _csv_part(path: str, trained: TrainedModel) -> Part:
 
 
 def _arrays_part(path: str, arrays: Sequence[np.ndarray], trained: TrainedModel) -> Part:
-    """Return a part of arrays, in the order of the flat structure, if the model takes them."""
     spec = trained.spec()[0]
     leaves = tf.nest.flatten(spec)
     for name, array, leaf in zip(_leaf_names(spec), arrays, leaves, strict=True):
