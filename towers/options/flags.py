@@ -60,9 +60,9 @@ class Command:
 
 _TRAIN = Command("train")
 _RUN_FIELDS = {field.name: field for field in dataclasses.fields(Options)}
-_RENAMED = {"draws": "rng_check", "objective": "monitor"}  # old flags, read until the next release
+RENAMED = {"draws": "rng_check", "objective": "monitor"}  # old flags, read until the next release
 _ALIASES = {f.metadata["alias"]: name for name, f in _RUN_FIELDS.items() if "alias" in f.metadata}
-_ALIASES |= _RENAMED
+_ALIASES |= RENAMED
 _PARSERS = {  # with the words of their error
     bool: (flags.BooleanParser(), "true or false"),
     int: (flags.IntegerParser(), "a whole number"),
@@ -227,7 +227,7 @@ def _read_argv(
             define.get(field.type, flags.DEFINE_string)(name, None, "", flag_values=defined)
             if "alias" in field.metadata:
                 flags.DEFINE(_Alias(defined[name]), field.metadata["alias"], None, "", defined)
-    for old, name in _RENAMED.items():
+    for old, name in RENAMED.items():
         if name in fields:
             flags.DEFINE(_Alias(defined[name]), old, None, "", defined)
     try:

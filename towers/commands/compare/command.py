@@ -29,6 +29,7 @@ from towers.monitoring.results import (
     read_result,
 )
 from towers.monitoring.scalar_reader import Curves, read_curves
+from towers.options.flags import RENAMED
 from towers.options.run import names_that_affect
 
 WIDEST = 44  # characters of a column
@@ -127,7 +128,7 @@ def read_run(folder: Path, name: str) -> ComparedRun:
     """Read the folder of a run."""
     lines = (files.read_text(folder / "flags.cfg") or "").splitlines()
     pairs = [line[2:].partition("=") for line in lines if line.startswith("--")]
-    flags = {flag: value for flag, _, value in pairs if flag not in _FLAGS_OF_A_RUN}
+    flags = {RENAMED.get(f, f): value for f, _, value in pairs if f not in _FLAGS_OF_A_RUN}
     batch_size = 1
     with contextlib.suppress(ValueError):
         batch_size = min(max(int(flags.get("batch_size", 1)), 1), 10**9)

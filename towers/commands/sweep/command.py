@@ -85,14 +85,6 @@ def run(
             files.write_json(folder / "sweep.json", result)
             return result
 
-        def train(planned: PlannedRun, entry: dict[str, Any]) -> dict[str, Any] | None:
-            if stopping():
-                return None
-            place = places.pop(0)
-            _train(planned, entry, place, program, stopping)
-            places.append(place)
-            return entry
-
         def stopping() -> bool:
             return stop() or ending.is_set()
 
@@ -105,7 +97,8 @@ def run(
         write()  # the runs read there what is varied
         with ThreadPoolExecutor(len(places)) as pool, contextlib.ExitStack() as stack:
             stack.callback(ending.set)  # if this fails, its runs save and end
-            for future in as_completed([pool.submit(train, *pair) for pair in waiting]):
+            futures = [pool.submit(_train, *pair, places, program, stopping) for pair in waiting]
+            for future in as_completed(futures):
                 if entry := future.result():
                     write()
                     say(report.line_of(entry, entries.index(entry) + 1, len(entries)))
@@ -160,12 +153,14 @@ def _on_cpu(options: Options) -> bool:
 def _train(
     run: PlannedRun,
     entry: dict[str, Any],
-    gpus: Sequence[str],
+    places: list[list[str]],
     program: Sequence[str],
     stopping: Callable[[], bool],
-) -> None:
-    """Train a run in a process, and set the status, seconds, result and error of its entry."""
-    log, started = Path(entry["log"]), time.monotonic()
+) -> dict[str, Any] | None:
+    """Train a run in a process and complete its entry; return it, None if the sweep stops."""
+    if stopping():
+        return None
+    gpus, log, started = places.pop(0), Path(entry["log"]), time.monotonic()
     flagfile = log.with_name(f"{run.name}.cfg")
     files.write_text(flagfile, run.options.to_flagfile())
     command = [*_END_WITH_SWEEP, *program, f"--flagfile={flagfile}"]
@@ -194,6 +189,8 @@ def _train(
     else:
         output = log.read_bytes()[begin:].decode(errors="replace")
         entry |= {"status": "failed", "error": process_end(code, output)}
+    places.append(gpus)
+    return entry
 
 
 def _result_of(run: PlannedRun) -> dict[str, Any] | None:
