@@ -32,12 +32,12 @@ class GpuOptions:
         True, "Let TensorFlow choose another device for an op that cannot run on its own."
     )
     tf32: bool = _gpus(
-        True, "Let GPUs of compute capability 8.0 and above round the factors of float32 products "
+        True, "Let GPUs of compute capability 8.0 and above round the inputs of float32 products "
         "to TF32, 10 of their 23 bits, as TensorFlow does by default.", affects="result",
     )  # fmt: skip
     deterministic: bool = _gpus(
-        False, "Let ops give the same bits each time they are given the same, which on GPUs takes "
-        "slower kernels; an op that has none is an error, and seconds of towers are not measured.",
+        False, "Let ops return the same bits for the same inputs, which takes slower kernels on "
+        "GPUs; an op without one is an error, and seconds of towers are not measured.",
         affects="result",
     )  # fmt: skip
 

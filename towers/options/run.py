@@ -70,18 +70,18 @@ class Options:
     )
 
     trust: bool = _run(
-        False, "Run the functions that the flags.cfg of a run names which is not your own: made by "
+        False, "Run the functions named in the flags.cfg of a run that is not your own: made by "
         "somebody else, on another machine, or changed by hand."
     )  # fmt: skip
 
     model: str = _model(
         "models.cnn:cnn", "Function, as module:function, that returns a Keras model: a compiled "
-        "one says itself what it is trained to do, any other is a classifier giving logits.",
+        "one, with its own loss, metrics and optimizer, or a classifier that returns logits.",
     )  # fmt: skip
     model_args: str = _model("", "Keyword arguments of the model function: depth=20,width=16.")
     init_from: str = _model(
-        "", "Weights that a new run begins with, as far as names and shapes agree: the folder of a "
-        "run, FILE.keras, FILE.weights.h5, or FILE.h5 of keras.applications.",
+        "", "Weights to start a new run from, where names and shapes match: the folder of a run, "
+        "FILE.keras, FILE.weights.h5, or FILE.h5 of keras.applications.",
     )  # fmt: skip
     dtype: str = _model(
         "float32", "Precision of the towers; master weights are float32 at least.", choices=DTYPES
@@ -96,8 +96,8 @@ class Options:
         "module:function. A compiled model has its own.",
     )  # fmt: skip
     monitor: str = _model(
-        "", "Metric that says which of several evaluations, or runs, is best, such as accuracy or "
-        "auc; max: or min: before it where that is not known. Default: accuracy, else the first "
+        "", "Metric by which the best evaluation, or run, is chosen, such as accuracy or auc, "
+        "after max: or min: if its direction is not known. Default: accuracy, else the first "
         "metric, else loss.",
     )  # fmt: skip
 
@@ -109,8 +109,7 @@ class Options:
         "(train*.tfrecord, test*.tfrecord).",
     )  # fmt: skip
     target: str = _data(
-        "", "Column of a .csv file that is to be predicted, or several with commas; default: the "
-        "last one.",
+        "", "Column of a .csv file to predict, or several with commas; default: the last one.",
     )  # fmt: skip
     categories: str = _data(
         "", "Columns of a .csv file that are categories, with commas: each text in them becomes a "
@@ -139,12 +138,12 @@ class Options:
         "(0.2), cutmix=ALPHA (1).",
     )  # fmt: skip
     test_time_flip: bool = _data(
-        False, "Let evaluations and predictions be the mean of the model's outputs for an image "
-        "and for its mirror image.", affects="result",
+        False, "Average the model's outputs for an image and its mirror image in evaluations and "
+        "predictions.", affects="result",
     )  # fmt: skip
     validation_fraction: float = _data(
-        0.0, "Part of the training set that is kept for validation: evaluations on the way look at "
-        "it, and at the test set only the last one does.", minimum=0, maximum=0.9,
+        0.0, "Part of the training set that is kept for validation: evaluations during training "
+        "use it, and only the last one uses the test set.", minimum=0, maximum=0.9,
     )  # fmt: skip
     batch_size: int = _data(
         128, "Examples of one step, over all towers: the GLOBAL batch.", minimum=1
@@ -164,7 +163,7 @@ class Options:
         "strict makes them an error.", affects="report", choices=("report", "strict"),
     )  # fmt: skip
     rng_check: str = _towers(
-        "report", "Random draws that do not follow the example, so that numbers depend on the "
+        "report", "Random numbers that are not drawn per example, so that results depend on the "
         "number of towers: report lists them before the first step, strict makes them an error.",
         affects="report", choices=("report", "strict"),
     )  # fmt: skip
@@ -187,8 +186,8 @@ class Options:
         "towers; local over a tower's slice.", affects="result", choices=("sync", "local"),
     )  # fmt: skip
     accumulate_steps: int = _towers(
-        1, "Take the batch of each step in so many parts, one after the other: less memory, and "
-        "the same update.", affects="result", minimum=1,
+        1, "Number of parts in which the batch of a step is computed, one after the other: less "
+        "memory, and the same update.", affects="result", minimum=1,
     )  # fmt: skip
     steps_per_loop: int = _towers(
         10, "Steps inside one call of TensorFlow; changes no number.", minimum=1
@@ -203,12 +202,12 @@ class Options:
         "without any GPU N logical CPU devices.", minimum=0,
     )  # fmt: skip
     worker_timeout_seconds: float = _workers(
-        15.0, "Seconds without an answer after which a worker is lost; also those without a word "
-        "of this program after which it is free for others.", minimum=1, maximum=86_400,
+        15.0, "Seconds without an answer after which a worker is lost, and without contact to "
+        "this program after which it is free for others.", minimum=1, maximum=86_400,
     )  # fmt: skip
     min_workers: int = _workers(
-        0, "Workers with which a run goes on. 0: a new run begins with all of them, and goes on "
-        "with one.", minimum=0,
+        0, "Least number of workers to train with. 0: a new run starts with all of them, and "
+        "continues with one.", minimum=0,
     )  # fmt: skip
     on_worker_loss: str = _workers(
         "continue", "When a worker is lost: continue with those that are left, and with it when "
@@ -273,9 +272,9 @@ class Options:
     )
 
     on_nan: str = _nan(
-        "stop", "When a loss or gradient is infinite or NaN, of which no update is made: stop, and "
-        "write what `towers replay` needs; skip the update, at most 10 in a row; rollback: go on "
-        "from the last checkpoint at half the learning rate, at most 3 times.",
+        "stop", "After an infinite or NaN loss or gradient, which makes no update: stop, and write "
+        "what `towers replay` needs; skip the step, at most 10 in a row; rollback: continue from "
+        "the last checkpoint at half the learning rate, at most 3 times.",
         choices=("stop", "skip", "rollback"),
     )  # fmt: skip
 
@@ -294,8 +293,8 @@ class Options:
         "the run ends; 0: never.", affects="result",
     )  # fmt: skip
     keep_best: bool = _when(
-        False, "Keep the checkpoint of the best evaluation on validation data, too: it is what the "
-        "test set sees, and what is evaluated, exported and loaded later.", affects="result",
+        False, "Also keep the checkpoint of the best evaluation on validation data, which is then "
+        "tested, evaluated, exported and loaded.", affects="result",
     )  # fmt: skip
     checkpoint_every_steps: int = _when(
         1000, "Steps from one checkpoint to the next; there is also one at the end and on Ctrl-C "
@@ -303,8 +302,8 @@ class Options:
     )  # fmt: skip
     keep_checkpoints: int = _when(3, "Number of checkpoints that are kept: the newest.", minimum=1)
     stall_seconds: float = _when(
-        300.0, "Seconds without a step, compiling apart, after which the run says what it waits "
-        "for; 0: never.",
+        300.0, "Seconds without a step, except for compiling, after which the run prints what it "
+        "waits for; 0: never.",
     )  # fmt: skip
     on_stall: str = _when(
         "wait", "What a run does then: wait; or stop, after saving what is whole, with exit code "
