@@ -74,6 +74,8 @@ def check_function(flag: str, name: str) -> None:
         load_function(flag, name)
         return
     top, dot, _ = module_name.partition(".")
+    if top in sys.modules:
+        return
     with _current_folder_searched(module_name):
         spec = importlib.util.find_spec(top)
     if spec is None or (dot and spec.submodule_search_locations is None):
