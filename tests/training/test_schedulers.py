@@ -16,8 +16,7 @@ from towers.workers.addresses import find_workers
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "towers" / page for page in ("training/GUIDE.md", "workers/README.md")]
-PAGE = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+PAGE = (ROOT / "towers/training/GUIDE.md").read_text(encoding="utf-8")
 JOB, JOB_OF_MANY = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
 MANIFESTS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 CODE = r"((?: {14}.*\n)+)"  # of a shell, in a manifest
