@@ -197,7 +197,7 @@ def test_what_cannot_be_told_is_said_and_nothing_else():
 
     def told(fn):
         found = []
-        builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_doubt=found.append)
+        builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=found.append)
         builder.concat(adding(fn), tf.constant(X, tf.float32))
         return "".join(found)
 

@@ -76,7 +76,7 @@ def test_without_being_asked_moments_are_those_of_all_towers_or_it_is_said(way):
     layer, told = layers.BatchNormalization(momentum=0.0, dtype="float64"), []
     x = tf.random.stateless_normal([7, 3], [1, 2], dtype="float64")
     layer.build(x.shape)
-    builder = TowerBuilder(DEVICES[:2], on_doubt=told.append)
+    builder = TowerBuilder(DEVICES[:2], on_warning=told.append)
 
     def fn(x, training=True):
         return tf.reduce_sum(layer(x, training=training) ** 3, axis=1)
@@ -189,7 +189,7 @@ def test_averages_of_renormalisation_are_put_together_without_a_word():
     norm, told = layers.BatchNormalization(renorm=True), []
     x = tf.random.stateless_normal([5, 3], [1, 2])
     norm.build(x.shape)
-    builder = TowerBuilder(DEVICES[:2], on_doubt=told.append)
+    builder = TowerBuilder(DEVICES[:2], on_warning=told.append)
     losses = equality.cubes(lambda x: norm(x, training=True))
     tf.function(lambda x: builder.gradients(losses, norm.trainable_variables, x)[0])(x)
     assert told == []

@@ -37,9 +37,9 @@ def test_gpus_of_their_own_meet():
     others = ["/gpu:0"], ["/gpu:0", "/gpu:0"], ["/gpu:0", "/cpu:0"], of_workers
     for stand_in in contextlib.nullcontext, cpus_for_gpus:
         with stand_in():
-            assert collectives.are_there(GPUS)
-            assert not any(map(collectives.are_there, others))
-            assert collectives.are_there(DEVICES) is (stand_in is cpus_for_gpus)
+            assert collectives.are_used(GPUS)
+            assert not any(map(collectives.are_used, others))
+            assert collectives.are_used(DEVICES) is (stand_in is cpus_for_gpus)
 
 
 def test_a_function_may_be_called_twice_in_a_step():

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from towers import TowerBuilder
 from towers.builder import replica_context
-from towers.builder.function_analysis import parts_of, rehearse
+from towers.builder.function_analysis import analyze, parts_of
 from towers.builder.rng import BatchAxis
 
 pytestmark = pytest.mark.graph
@@ -73,8 +73,8 @@ def test_layouts_of_draws_are_found():
     parts = [per_example(draw) for draw, _ in LAYOUTS.values()]
     fn = lambda x: tf.add_n([part(x) for part in parts])  # noqa: E731
     told = []
-    builder = TowerBuilder(DEVICES, accumulate_steps=2, on_doubt=told.append)
-    found = [drawn.layout for drawn in builder.rehearse(fn, tf.constant(X)).draws]
+    builder = TowerBuilder(DEVICES, accumulate_steps=2, on_warning=told.append)
+    found = [drawn.layout for drawn in builder.analyze(fn, tf.constant(X)).draws]
     assert dict(zip(LAYOUTS, found, strict=True)) == {n: own for n, (_, own) in LAYOUTS.items()}
     expected = fn(tf.constant(X))
     some = tf.function(lambda x: builder.gradients(fn, [], x)[0], [tf.TensorSpec([7, 4, 6])])
@@ -87,14 +87,14 @@ def test_layouts_of_draws_are_found():
 def told_of(fn, num_towers=3):
     """Return what is told of a function when it has run on towers."""
     told = []
-    TowerBuilder(DEVICES[:num_towers], on_doubt=told.append).gradients(fn, [], tf.constant(X))
+    TowerBuilder(DEVICES[:num_towers], on_warning=told.append).gradients(fn, [], tf.constant(X))
     return told
 
 
 @pytest.mark.parametrize("name", UNTOLD)
 def test_draws_whose_layout_cannot_be_told_are_told_of(name):
     fn = per_example(UNTOLD[name])
-    (drawn,) = TowerBuilder(DEVICES, on_doubt=print).rehearse(fn, tf.constant(X)).draws
+    (drawn,) = TowerBuilder(DEVICES, on_warning=print).analyze(fn, tf.constant(X)).draws
     assert drawn.layout is None
     (told,) = told_of(fn)
     assert told.startswith("ambiguous draw: ")
@@ -117,7 +117,7 @@ def test_one_tower_needs_no_rehearsal():
 def test_what_was_tried_on_a_batch_is_known_while_a_step_is_traced():
     """A mean of what is not masked: of made-up examples, none of which is -1, it is any mean."""
     told = []
-    builder = TowerBuilder(["/cpu:0"] * 2, on_doubt=told.append)
+    builder = TowerBuilder(["/cpu:0"] * 2, on_warning=told.append)
 
     class Masked(keras.layers.Layer):
         def call(self, x):
@@ -130,7 +130,7 @@ def test_what_was_tried_on_a_batch_is_known_while_a_step_is_traced():
     def fn(x):
         return layer(x)[:, 0]
 
-    builder.rehearse(fn, x, silent=True)
+    builder.analyze(fn, x, silent=True)
     assert not told
     tf.function(lambda x: builder.gradients(fn, [], x)).get_concrete_function(x)
     assert any("masked" in line for line in told), told
@@ -158,7 +158,7 @@ def test_functions_of_batches_of_some_sizes_only(multiple, size, few):
         return tf.reshape(tf.reduce_sum(tf.sin(groups), 2), [-1])
 
     x = tf.concat([X, X], axis=0)[:size]
-    assert rehearse(fn, [x]).few.size == few
+    assert analyze(fn, [x]).trace.size == few
     loss, _ = TowerBuilder(DEVICES[:2]).gradients(fn, [], x)
     np.testing.assert_allclose(loss, tf.reduce_mean(fn(x)), rtol=1e-5)
 
@@ -175,7 +175,7 @@ def test_what_takes_long_is_said(monkeypatch, capsys):
     monkeypatch.setattr(replica_context, "_PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(replica_context, "print", lambda *args, **_: (print(*args), said.set()),
                         raising=False)  # fmt: skip
-    TowerBuilder(DEVICES).rehearse(lambda x: said.wait(30) and x[:, 0, 0], tf.constant(X))
+    TowerBuilder(DEVICES).analyze(lambda x: said.wait(30) and x[:, 0, 0], tf.constant(X))
     assert said.is_set()
     assert "waiting     the model is tried" in capsys.readouterr().out
 
@@ -266,8 +266,8 @@ def test_a_rehearsal_leaves_no_trace():
         tf.py_function(lambda: calls.append(0), [], [])
         return x[:, 0, 0] + generator.uniform([])
 
-    builder = TowerBuilder(DEVICES, on_doubt=told.append)
-    builder.rehearse(fn, tf.constant(X))
+    builder = TowerBuilder(DEVICES, on_warning=told.append)
+    builder.analyze(fn, tf.constant(X))
     assert not calls and np.array_equal(generator.state, state)
     kinds = {line.split(":")[0] for line in told}
     assert kinds == {"random op", "python code", "state"}

@@ -51,7 +51,7 @@ def test_outputs_may_be_of_any_structure_and_type():
 
     rows = tf.constant(X[:5, :2])
     with tf.GradientTape() as tape:
-        found = builder(2, on_doubt=lambda line: None).concat(fn, rows)
+        found = builder(2, on_warning=lambda line: None).concat(fn, rows)
         loss = tf.reduce_sum(found["dense"] ** 2) + tf.reduce_sum(found["ragged"].flat_values)
     assert found["whole"].numpy().tolist() == [0, 1, 2, 0, 1]
     assert found["ragged"].row_lengths().numpy().tolist() == [0, 1, 2, 0, 1]

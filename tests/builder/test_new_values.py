@@ -122,7 +122,7 @@ def test_losses_by_example_that_xla_compiles():
 
 def test_joined_outputs_of_float8_are_not_left_to_xla_in_silence():
     told = []
-    trained(float8, "concat", 2, jit_compile=True, batch_norm="local", on_doubt=told.append)
+    trained(float8, "concat", 2, jit_compile=True, batch_norm="local", on_warning=told.append)
     assert len(told) == 1 and "leave jit_compile out" in told[0]
 
 
@@ -141,7 +141,7 @@ def test_fit_does_not_leave_float8_to_xla():
 def test_a_bias_that_is_rounded_to_16_bits_is_no_fault():
     """In float32 Keras rounds what it adds to a product of float8, and so the sum of gradients."""
     model, told = float8(layers.Dense(6, "tanh")), []
-    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_doubt=told.append)
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=told.append)
     step = tf.function(lambda x: builder.gradients(
         lambda x: tf.reduce_sum(model(x, training=True) ** 2, 1), model.trainable_variables, x
     ))  # fmt: skip

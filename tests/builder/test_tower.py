@@ -580,7 +580,7 @@ def test_assignments_of_some_towers_only(compiled):
         return x
 
     told = []
-    towers = TowerBuilder(DEVICES[:3], on_doubt=told.append)
+    towers = TowerBuilder(DEVICES[:3], on_warning=told.append)
     compiled(lambda x: towers.gradients(loss_fn, [], x, PerTower([0, 1, 2])))(tf.ones(7))
     assert {several.path, counter.path} == {line.split()[3] for line in told}
     assert [v.numpy() for v in (several, single, none, counter)] == [15, 4, 9, 1]

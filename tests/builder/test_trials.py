@@ -172,7 +172,7 @@ def told(fn, way, compiled=True):
     """Return what a builder of two towers says of a layer that it calls."""
     lines = []
     layer, x = Layer(fn), tf.constant(X, keras.backend.floatx())
-    towers = TowerBuilder(["/cpu:0", "/cpu:1"], on_doubt=lines.append)
+    towers = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=lines.append)
 
     def by_gradients(x):
         def losses(x):
@@ -234,7 +234,7 @@ class Nudged(keras.layers.Layer):
 )
 def test_an_assignment_that_changes_nothing_is_no_doubt(change, is_told):
     told, layer = [], Nudged(change)
-    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_doubt=told.append)
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=told.append)
     tf.function(lambda x: builder.concat(layer, x))(tf.constant(X, tf.float32))
     assert bool(told) == is_told, told
 
@@ -252,7 +252,7 @@ def test_a_function_is_traced_five_times_for_all_trials(monkeypatch):
         keras.Input((4,)), keras.layers.Dense(4, "silu"), keras.layers.ActivityRegularization(0.1),
         keras.layers.Dropout(0.5), Nudged(ops.max),
     ])  # fmt: skip
-    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_doubt=lambda _: None)
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=lambda _: None)
 
     @tf.function
     def step(x):

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tests import fits
 from towers import TowerBuilder
-from towers.builder.function_analysis import rehearse
+from towers.builder.function_analysis import analyze
 
 pytestmark = pytest.mark.run
 RANDOM = np.random.default_rng(0)
@@ -82,7 +82,7 @@ INNOCENT = {
 
 def told(spec, fn):
     lines = []
-    towers = TowerBuilder(["/cpu:0", "/cpu:1"], on_doubt=lines.append)
+    towers = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=lines.append)
     layer = Layer(fn)
     tf.function(lambda x: towers.concat(layer, x)).get_concrete_function(spec)
     return lines
@@ -119,13 +119,13 @@ def running_mean(mask):
 )
 def test_states_of_masked_numbers_are_no_means(mask, policy, float64):
     layer = Layer(running_mean(mask))
-    found = rehearse(layer, [tf.constant(RANDOM.normal(size=(7, 4)))])
+    found = analyze(layer, [tf.constant(RANDOM.normal(size=(7, 4)))])
     assert found.policies.get(id(layer.mean)) == policy
 
 
 def test_tokens_are_of_the_whole_table(float64):
     layer = Layer(lambda layer, x: ops.take(layer.table, x, axis=0))
-    tracer = rehearse(layer, [tf.zeros([7, 4], tf.int32)]).tracer
+    tracer = analyze(layer, [tf.zeros([7, 4], tf.int32)]).tracer
     assert tracer.values[0].tokens == 50
 
 

@@ -305,7 +305,7 @@ def test_outputs_whose_shape_the_values_tell_are_made_on_one_device(name):
 def test_shapes_that_a_trace_does_not_tell_may_be_by_example():
     half = tf.SparseTensorSpec([None, 5], tf.float64)
     told = []
-    builder = TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"], on_doubt=told.append)
+    builder = TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"], on_warning=told.append)
 
     @tf.function(input_signature=[half])
     def losses(x):

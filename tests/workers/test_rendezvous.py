@@ -6,7 +6,7 @@ import pytest
 
 from towers.workers import rendezvous
 from towers.workers.rendezvous import DeviceInfo, Owner, Reservation, WorkerInfo
-from towers.workers.server import Claims
+from towers.workers.server import Reservations
 
 pytestmark = pytest.mark.unit
 
@@ -40,9 +40,9 @@ def test_no_claim_keeps_a_worker_for_ever(seconds, then):
 
 
 def test_files_that_are_no_claims_and_odd_names_of_strangers():
-    assert rendezvous.claim_id(rendezvous.claim_file("a-1_b")) == "a-1_b"
+    assert rendezvous.reservation_id(rendezvous.reservation_file("a-1_b")) == "a-1_b"
     names = "claim.", "offer.json", "claim.a/b", "claim.ä"
-    assert [rendezvous.claim_id(name) for name in names] == [""] * 4
+    assert [rendezvous.reservation_id(name) for name in names] == [""] * 4
     assert "\n" not in str(Owner("a", "h\n\x1b[31m", 1, "u" * 999))
     assert len(str(Owner("a", "h", 1, "u" * 999))) < 120
 
@@ -53,38 +53,38 @@ def claim(folder, name, **values):
 
 
 def given_to(folder):
-    return rendezvous.from_text(Owner, (folder / rendezvous.LEASE).read_bytes()).id
+    return rendezvous.from_text(Owner, (folder / rendezvous.OWNER_FILE).read_bytes()).id
 
 
 def test_the_first_program_has_it_until_it_says_so(tmp_path):
-    claims = Claims(tmp_path, lambda: 0.0)
-    assert claims.look() == "" and given_to(tmp_path) == ""
+    reservations = Reservations(tmp_path, lambda: 0.0)
+    assert reservations.look() == "" and given_to(tmp_path) == ""
     claim(tmp_path, "first")
-    assert claims.look() == "" and given_to(tmp_path) == "first"
+    assert reservations.look() == "" and given_to(tmp_path) == "first"
     claim(tmp_path, "another")  # which would come before it by name
-    assert claims.look() == "" and given_to(tmp_path) == "first"
+    assert reservations.look() == "" and given_to(tmp_path) == "first"
     claim(tmp_path, "first", released=True)
-    assert claims.look() == "the program has released it"
+    assert reservations.look() == "the program has released it"
 
 
 def test_a_program_that_says_nothing_loses_it(tmp_path):
     now = 0
-    claims = Claims(tmp_path, lambda: now)
+    reservations = Reservations(tmp_path, lambda: now)
     claim(tmp_path, "a")
-    assert claims.look() == ""
+    assert reservations.look() == ""
     now = 9
     (tmp_path / "claim.a").write_text("{")  # half of a sign of life is one
-    assert claims.look() == ""
+    assert reservations.look() == ""
     now = 18
-    assert claims.look() == ""
+    assert reservations.look() == ""
     now = 20
-    assert claims.look() == "no word from the program for 10 s"
+    assert reservations.look() == "no word from the program for 10 s"
 
 
 def test_half_a_claim_and_one_that_is_released_get_nothing(tmp_path):
-    claims = Claims(tmp_path, lambda: 0.0)
+    reservations = Reservations(tmp_path, lambda: 0.0)
     (tmp_path / "claim.half").write_text('{"id":')
     claim(tmp_path, "gone", released=True)
-    assert claims.look() == "" and given_to(tmp_path) == ""
+    assert reservations.look() == "" and given_to(tmp_path) == ""
     claim(tmp_path, "half")
-    assert claims.look() == "" and given_to(tmp_path) == "half"
+    assert reservations.look() == "" and given_to(tmp_path) == "half"

@@ -52,7 +52,8 @@ def read(address, file, kind):
 
 def write(address, claim):
     with on(address) as session:
-        session.run(tf.io.write_file(rendezvous.claim_file(claim.id), rendezvous.to_text(claim)))
+        file = rendezvous.reservation_file(claim.id)
+        session.run(tf.io.write_file(file, rendezvous.to_text(claim)))
 
 
 def wait_for(question, seconds=PATIENCE_SECONDS):
@@ -66,7 +67,7 @@ def wait_for(question, seconds=PATIENCE_SECONDS):
 
 
 def lease(address):
-    return read(address, rendezvous.LEASE, Owner).id
+    return read(address, rendezvous.OWNER_FILE, Owner).id
 
 
 def over(worker):
@@ -85,7 +86,7 @@ def listens(host, port):
 
 
 def test_it_says_what_it_has(lent):
-    offer = read(lent.address, rendezvous.OFFER, WorkerInfo)
+    offer = read(lent.address, rendezvous.INFO_FILE, WorkerInfo)
     assert offer.address == lent.address and offer.tensorflow == tf.__version__
     assert offer.kind == "cpu" and [device.name for device in offer.devices] == ["/cpu:0"]
     assert offer.num_cpu_devices >= 16 and offer.pid == lent.process.pid
@@ -108,7 +109,7 @@ def test_a_program_has_it_alone_and_then_all_is_free_again(lent):
     write(lent.address, Reservation("z", released=True))
     assert "released" in over(lent)
     with on(lent.address) as session, pytest.raises(tf.errors.NotFoundError):
-        session.run(tf.io.read_file(rendezvous.claim_file("a")))
+        session.run(tf.io.read_file(rendezvous.reservation_file("a")))
 
 
 def test_a_program_that_is_silent_loses_it(lent):
@@ -119,29 +120,29 @@ def test_a_program_that_is_silent_loses_it(lent):
 
 def test_a_program_that_cannot_speak_but_whose_server_answers_keeps_it_for_a_while(lent, tmp_path):
     now = 0.0
-    claims = server.Claims(tmp_path, clock=lambda: now)
+    reservations = server.Reservations(tmp_path, clock=lambda: now)
 
     def speak(address):
         claim = Reservation("mine", timeout_seconds=10.0, address=address)
-        (tmp_path / rendezvous.claim_file("mine")).write_text(rendezvous.to_text(claim))
+        (tmp_path / rendezvous.reservation_file("mine")).write_text(rendezvous.to_text(claim))
 
     speak(lent.address)  # which answers in the place of the program's server
     for seconds in (0.0, 9.0, 11.0, 190.0):
         now = seconds
-        assert claims.look() == "" and claims.lease.id == "mine"
+        assert reservations.look() == "" and reservations.owner.id == "mine"
     lent.signal_all(signal.SIGSTOP)  # a thread of it may run for a moment more
     try:
-        wait_for(lambda: "no word" in claims.look())
+        wait_for(lambda: "no word" in reservations.look())
     finally:
         lent.signal_all(signal.SIGCONT)
-    wait_for(lambda: claims.look() == "")
+    wait_for(lambda: reservations.look() == "")
     now = 201.0
-    assert "no word" in claims.look()
+    assert "no word" in reservations.look()
     with socket.create_server(("127.0.0.1", 0)) as ended:
         speak(f"127.0.0.1:{ended.getsockname()[1]}")
-    assert claims.look() == ""
+    assert reservations.look() == ""
     now = 212.0
-    assert "no word" in claims.look()
+    assert "no word" in reservations.look()
 
 
 PROGRAM_WITH_THE_LOCK = """

@@ -1,9 +1,9 @@
 """Losses that layers add inside a tower, by `add_loss` or an activity regularizer.
 
-A layer in a tower adds the loss of its slice. Here it is scaled, where it is a sum over examples,
-to stand for the whole batch: in the mean over all examples, which `gradients` takes, the towers'
-values then make the loss of one device. What the layers have added at the end of a tower is
-returned beside its outputs, joined, and added to the same layers outside of the towers.
+A layer in a tower adds the loss of its slice. A loss that is a sum over examples is scaled to the
+whole batch, so that the mean over all towers' examples, as in `gradients`, is the loss of one
+device. `concat` returns the added losses beside the outputs, joins them, and adds them to the same
+layers outside of the towers.
 """
 
 import contextlib
@@ -22,21 +22,21 @@ from towers.builder.variable_aggregation import widen
 
 @dataclasses.dataclass(frozen=True)
 class AddedLoss:
-    """How the losses that a layer adds for several slices make that of the batch."""
+    """How the losses that a layer adds for several slices combine to that of the batch."""
 
     layer: str  # its path
     # "mean", weighted by examples; "sum"; "rows": a loss for each example, which the function adds
-    # to the loss of that example; None: none of these.
+    # to that example's loss; None: neither.
     policy: str | None
-    by_example: bool  # whether it has a row for each example
-    reason: str = ""  # why it could not be tried, if so
+    by_example: bool  # whether the loss has a row for each example
+    reason: str = ""  # why the analysis failed
 
 
 @contextlib.contextmanager
 def record_losses(
     scope: ReplicaScope, rows: BatchSlice | None, known: Sequence[AddedLoss]
 ) -> Iterator[None]:
-    """Record in a tower's scope what layers add in the block, scaled to stand for the batch."""
+    """Record the losses that layers add in the block in a scope; scale sums to the batch."""
 
     def make(before: Callable) -> Callable:
         def add_loss(layer: keras.Layer, loss: Any) -> None:
@@ -60,28 +60,28 @@ def record_losses(
         yield
 
 
-def left_in(scope: ReplicaScope, rows: BatchSlice, known: Sequence[AddedLoss]) -> list[tf.Tensor]:
+def as_rows(scope: ReplicaScope, rows: BatchSlice, known: Sequence[AddedLoss]) -> list[tf.Tensor]:
     """Return the losses that layers have added in a tower as rows, to be joined over the towers.
 
-    A layer that is called again by itself starts anew, as Keras has it. `scope.left` gets the
-    layers, and whether a row is one of an example.
+    A layer that is called again by itself drops its earlier losses, as in Keras. `scope.loss_rows`
+    gets (layer, dtype, whether each row is an example's) of each.
     """
-    found, kept = [], {id(loss) for loss in scope.losses}
+    found, current = [], {id(loss) for loss in scope.losses}
     for place, (layer, loss) in enumerate(scope.added):
-        if id(loss) not in kept:
+        if id(loss) not in current:
             continue
         of_loss = known[place] if place < len(known) else AddedLoss("", "mean", False)
         wide = widen(loss)
         if of_loss.policy != "rows":
             wide *= _share(rows, wide.dtype)
         found.append(wide if of_loss.by_example else tf.expand_dims(wide, 0))
-        scope.left.append((layer, loss.dtype, of_loss.by_example))
+        scope.loss_rows.append((layer, loss.dtype, of_loss.by_example))
     return found
 
 
 def add_to_layers(scope: ReplicaScope, joined: Sequence[tf.Tensor]) -> None:
-    """Add the joined rows of the towers' `left_in` to their layers, outside of the towers."""
-    for (layer, dtype, by_example), rows in zip(scope.left, joined, strict=True):
+    """Add the joined rows of the towers' `as_rows` to their layers, outside of the towers."""
+    for (layer, dtype, by_example), rows in zip(scope.loss_rows, joined, strict=True):
         value = rows if by_example else tf.reduce_sum(rows, axis=0)
         # Functional models refuse `add_loss` of their own.
         keras.Layer.add_loss(layer, tf.cast(value, dtype))

@@ -1,8 +1,8 @@
 """Side effects on attributes of Keras layers: `self.z = z`, a counter, a list of features.
 
-Each copy of a function finds these attributes as they were before the first copy. After the last
-one they are what one device would leave: Python values are those of one call, and tensors are
-joined as a rehearsal has found. What cannot be joined is refused where it is used.
+Each copy of a function reads these attributes as they were before the first copy. After the last
+copy they have the values of one device: Python values of one call, and tensors joined as the
+analysis has found. Using a tensor that cannot be joined raises InputError.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from towers.builder.op_names import layer_of, tower_of
 from towers.builder.sharding import num_rows
 from towers.errors import InputError
 
-ROWS = "rows"  # how a tensor with a row for each example is joined; else as states are
+ROWS = "rows"  # policy: concatenate a tensor that has a row for each example
 Place = tuple[keras.Layer, str]  # a layer and the name of an attribute
 _PYTHON = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic, tf.DType)
 _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
@@ -30,11 +30,11 @@ class Attributes:
     """A snapshot of the attributes of layers."""
 
     def __init__(self) -> None:
-        """Begin with no layer."""
+        """Begin without layers."""
         self._before: dict[int, tuple[keras.Layer, dict[str, Any]]] = {}
 
-    def note(self, layer: keras.Layer) -> None:
-        """Save the attributes of a layer and of those below it, unless they are saved already."""
+    def save(self, layer: keras.Layer) -> None:
+        """Save the attributes of a layer and its sublayers, unless they are saved already."""
         if id(layer) in self._before:
             return
         for own in tf_internals.layers_of(layer):
@@ -43,7 +43,7 @@ class Attributes:
                 self._before[id(own)] = own, values
 
     def changed(self) -> list[Place]:
-        """Return which attributes hold other tensors or Python values now."""
+        """Return the attributes that now hold other tensors or Python values."""
         return [
             (layer, name)
             for layer, before in self._before.values()
@@ -54,7 +54,7 @@ class Attributes:
         ]
 
     def restore(self, places: Iterable[Place]) -> None:
-        """Set attributes to what they were."""
+        """Set attributes to their saved values."""
         for layer, name in places:
             before = self._before[id(layer)][1]
             if name in before:
@@ -64,24 +64,24 @@ class Attributes:
 
 
 class SideOutputs:
-    """The tensors that copies of a function leave in attributes, joined like their outputs."""
+    """The tensors that copies of a function set as attributes, joined like their outputs."""
 
     def __init__(self, places: Sequence[Place], policies: Sequence[str | None]):
-        """Set which attributes it changes, and how each tensor in them is joined, if it can be."""
+        """Set the attributes, and each tensor's policy, None if it cannot be joined."""
         self.places, self.policies = places, policies
-        self._left: list[Any] = []  # by one call
+        self._values: list[Any] = []  # of the attributes, after the last call
 
-    def around(self, fn: Callable) -> Callable:
-        """Return a function that returns (what `fn` returns, the tensors that it leaves)."""
+    def wrap(self, fn: Callable) -> Callable:
+        """Return a function that returns (the result of `fn`, the tensors that it sets)."""
 
         def with_side_outputs(*batch: Any) -> tuple[Any, list[Any]]:
             if not self.places:
                 return fn(*batch), []
             attributes = Attributes()
             for layer, _ in self.places:
-                attributes.note(layer)
+                attributes.save(layer)
             result = fn(*batch)
-            self._left = [_noted(vars(layer).get(name)) for layer, name in self.places]
+            self._values = [_noted(vars(layer).get(name)) for layer, name in self.places]
             attributes.restore(self.places)
             rows = []
             for value, policy in self._tensors():
@@ -93,8 +93,8 @@ class SideOutputs:
 
         return with_side_outputs
 
-    def leave(self, joined: Sequence[Any], batch: Sequence[Any]) -> None:
-        """Set the attributes to the values of all towers, each joined along axis 0."""
+    def assign(self, joined: Sequence[Any], batch: Sequence[Any]) -> None:
+        """Set the attributes to the aggregated values of `joined`, one for each tensor."""
         reduce = {"sum": tf.reduce_sum, "mean": tf.reduce_sum, "max": tf.reduce_max}
         reduce |= {"min": tf.reduce_min, "first": lambda rows, axis: rows[0]}
         rest, found = iter(joined), []
@@ -110,15 +110,14 @@ class SideOutputs:
         def replaced(leaf: Any) -> Any:
             return next(tensors) if isinstance(leaf, _TENSORS) else leaf
 
-        for (layer, name), left in zip(self.places, self._left, strict=True):
-            vars(layer)[name] = _restored(left, replaced)
-            for own in filter(tf.is_symbolic_tensor, _tensors_in(left)):
+        for (layer, name), noted in zip(self.places, self._values, strict=True):
+            vars(layer)[name] = _restored(noted, replaced)
+            for own in filter(tf.is_symbolic_tensor, _tensors_in(noted)):
                 holder = f"the attribute {name!r} of layer {layer.path or layer.name}"
                 _JOINS.setdefault(own.graph, _Joins()).not_joined[own.name] = holder
 
     def _tensors(self) -> Iterator[tuple[Any, str | None]]:
-        """Yield each tensor that a call has left, and how it is joined."""
-        found = _tensors_in(self._left)
+        found = _tensors_in(self._values)
         known = self.policies if len(self.policies) == len(found) else [None] * len(found)
         return zip(found, known, strict=True)
 
@@ -128,28 +127,24 @@ def tensors_at(places: Iterable[Place]) -> list[Any]:
     return _tensors_in([_noted(vars(layer).get(name)) for layer, name in places])
 
 
-def _tensors_in(left: Any) -> list[Any]:
-    return [leaf for leaf in _leaves(left) if isinstance(leaf, _TENSORS)]
+def _tensors_in(snapshots: Any) -> list[Any]:
+    return [leaf for leaf in _leaves(snapshots) if isinstance(leaf, _TENSORS)]
 
 
 def _num_examples(batch: Any) -> Any:
     return num_rows(next(x for x in tf.nest.flatten(batch) if isinstance(x, _TENSORS)))
 
 
-# Values, and what is in them.
-
-
 @dataclasses.dataclass(frozen=True)
 class _Container:
-    """A list, tuple, dict or set, and what was in it when it was noted."""
+    """The snapshot of a list, tuple, dict or set."""
 
     itself: Any
     keys: Sequence[Any]  # of a dict
-    parts: Sequence[Any]
+    parts: Sequence[Any]  # snapshots of its content
 
 
 def _noted(value: Any) -> Any:
-    """Return a snapshot of a value, which may hold others."""
     if isinstance(value, dict):
         return _Container(value, list(value), [_noted(part) for part in value.values()])
     if isinstance(value, list | tuple | set):
@@ -158,7 +153,7 @@ def _noted(value: Any) -> Any:
 
 
 def _restored(noted: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """Return a value with its noted content again; lists and dicts stay the same objects."""
+    # Lists and dicts stay the same objects and get their content again.
     if not isinstance(noted, _Container):
         return leaf(noted)
     itself, parts = noted.itself, [_restored(part, leaf) for part in noted.parts]
@@ -183,7 +178,7 @@ def _leaves(noted: Any) -> list[Any]:
 
 
 def _is_same(before: Any, now: Any) -> bool:
-    """Return whether a value is what it was: the same objects, or the same numbers and texts."""
+    # Tensors and objects are compared by identity, numbers and texts by value.
     if isinstance(before, _Container):
         return (
             isinstance(now, _Container)
@@ -203,27 +198,27 @@ def _of_keras() -> frozenset[str]:
     return frozenset(vars(keras.Layer(name="attributes"))) | {"_tower_steps"}
 
 
-# What is used outside of the towers, although it is of one of them.
+# Uses of one tower's tensors outside of the towers.
 
-_SAME = ("Placeholder", "Const", "ReadVariableOp")  # what they give is the same in all towers
+_SAME = ("Placeholder", "Const", "ReadVariableOp")  # have the same output in all towers
 
 
 class _Joins:
-    """The joins in a graph of what towers return."""
+    """The ops of a graph that join what towers return."""
 
     def __init__(self) -> None:
-        self.own: set[str] = set()  # names of ops that may use what is of one tower
-        self.of_towers: set[str] = set()  # and of those that are of one tower
+        self.own: set[str] = set()  # names of ops that may use one tower's tensors
+        self.of_towers: set[str] = set()  # names of the towers' ops
         self.num_checked = 0  # of the graph's ops, see `refuse_uses`
-        self.returned: set[str] = set()  # names of tensors
-        self.not_joined: dict[str, str] = {}  # {name of a tensor: what holds it}
+        self.returned: set[str] = set()  # names of joined tensors
+        self.not_joined: dict[str, str] = {}  # {name of a tensor: the attribute that holds it}
 
 
 _JOINS: MutableMapping[tf.Graph, _Joins] = weakref.WeakKeyDictionary()
 
 
 def joins_towers(fn: Callable) -> Callable:
-    """Permit the ops that `fn` makes to use what is of one tower: it joins that."""
+    """Decorate a function that joins towers: its ops may use one tower's tensors."""
 
     @functools.wraps(fn)
     def joining(*args: Any) -> Any:
@@ -244,7 +239,7 @@ def joins_towers(fn: Callable) -> Callable:
 
 
 def refuse_uses() -> None:
-    """Raise InputError if another op of this graph uses what is of one tower, with the layer."""
+    """Raise InputError if an op outside of the towers uses one tower's tensor."""
     graph = tf.compat.v1.get_default_graph()
     joins = _JOINS.get(graph)
     if joins is None:
@@ -252,7 +247,7 @@ def refuse_uses() -> None:
     ops = graph.get_operations()[joins.num_checked :]
     joins.num_checked += len(ops)
     for op in ops:
-        # A tape may go back through towers' backward passes: what it makes is of no tower.
+        # Ops of a tape that goes back through the towers' backward passes belong to no tower.
         known = op.name in joins.own or "gradient_tape" in op.name
         for x in () if known else op.inputs:
             used = x.op.name in joins.of_towers and x.op.type not in _SAME

@@ -1,13 +1,13 @@
 """BatchNorm in a tower: over the global batch, and by TensorFlow's fused kernels.
 
-Keras' `BatchNormalization` layers need not know: while a tower is built, their moments are combined
-over the towers, forward and backward. Keras normalises by a chain of elementwise ops,
-which takes a third of ResNet-20's step; the fused kernels are used where they exist: in float32,
-over all axes but the last. Both give the same numbers up to rounding.
+While a tower is traced, the moments of Keras' `BatchNormalization` layers are combined over the
+towers, forward and backward. Keras normalises by a chain of elementwise ops, which takes a third of
+ResNet-20's step; fused kernels replace it where they exist: in float32, over all axes but the last.
+Both give the same numbers up to rounding.
 
-A GPU computes in the layer's own type, 16 bits too, and backward by the kernel of training alone:
-the other one knows one layout only, and would be transposed for. What its moving averages get
-leaves a tower together (`MovingAverageUpdate`).
+A GPU computes in the layer's own type, 16 bits too, and backward by the kernel of training: that of
+inference supports one layout, and would need transposes. The updates of moving averages leave a
+tower packed (`MovingAverageUpdate`).
 """
 
 import contextlib
@@ -30,10 +30,10 @@ from towers.errors import InputError
 def exchange_launches(num_layers: int) -> int:
     """Return how many more kernels a GPU launches in a step for moments over all towers.
 
-    Beside its own two kernels a layer has 12 where slices are equal: 2 that pack what leaves the
-    tower, 1 that corrects its variance, 4 for the moments of all, 1 that normalises by them; and
-    backward 2 for slope and level of the line that is added, 1 that draws it and 1 that adds it.
-    Factors of backward are made of all layers' moments at once.
+    Beside its own two kernels a layer has 12 where slices are equal: 2 pack the tower's moments, 1
+    corrects its variance, 4 compute the moments of all, 1 normalises by them; backward 2 compute
+    slope and level of the line that is added, 1 evaluates it, 1 adds it. The factors of backward
+    are computed for all layers at once.
     """
     return 12 * num_layers + 26
 
@@ -43,8 +43,8 @@ def over_all_towers(sync: SyncHandle | None, mode: str, device: str) -> Iterator
     """Make BatchNorm layers in the block take their moments over all towers.
 
     Args:
-        sync: the tower's part in the exchanges; None if there is one tower.
-        mode: "sync", or "local" for those layers only that ask for it by `synchronized=True`.
+        sync: the tower's exchanges; None if there is one tower.
+        mode: "sync", or "local" for layers with `synchronized=True` only.
         device: of the tower.
     """
 
@@ -83,7 +83,7 @@ def over_all_towers(sync: SyncHandle | None, mode: str, device: str) -> Iterator
 
 
 def averages_of(layer: keras.layers.BatchNormalization) -> set[int]:
-    """Return the ids of the moving averages that a layer keeps."""
+    """Return the ids of a layer's moving averages."""
     more = ("renorm_mean", "renorm_stddev", "moving_stddev") if layer.renorm else ()
     return {id(getattr(layer, name)) for name in ("moving_mean", "moving_variance", *more)}
 
@@ -102,7 +102,7 @@ def _has_kernel(layer: Any, inputs: tf.Tensor) -> bool:
 def _call(
     layer: Any, inputs: tf.Tensor, sync: SyncHandle | None, on_gpu: bool, scope: Any
 ) -> tf.Tensor:
-    """Compute the layer in training: on a GPU in its own type, else in float32."""
+    # On a GPU it computes in the layer's type, else in float32.
     num_channels = inputs.shape[-1]
     x = tf.cast(inputs, layer.compute_dtype if on_gpu else tf.float32)
     if x.shape.rank != 4:
@@ -125,17 +125,14 @@ def _call(
     ):
         average = MovingAverageUpdate(moving, value, layer.momentum, own, shared=sync is not None)
         if on_gpu and isinstance(scope, ReplicaScope):
-            scope.move(average)
+            scope.defer(average)
         else:
             moving.assign(average.after(moving))
     return tf.cast(tf.reshape(y, tf.shape(inputs)), layer.compute_dtype)
 
 
 def _in_training(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float) -> Any:
-    """Return x normalised by its own moments, these, and what the kernel of backward needs.
-
-    The variance is that of the kernel, see `_correction`.
-    """
+    # Returned are x normalised by its own moments, these, and the reserved outputs for backward.
     unknown = tf.zeros([0])
     return tf.raw_ops.FusedBatchNormV3(
         x=x, scale=scale, offset=offset, mean=unknown, variance=unknown, epsilon=epsilon
@@ -143,14 +140,14 @@ def _in_training(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: flo
 
 
 def _correction(x: tf.Tensor) -> float | tf.Tensor:
-    """Return the variance by the kernel's: it divides by one less than the number of values."""
+    # Of the kernel's variance, which it divides by one less than the number of values.
     number = _number(x)
     less = tf.maximum(number - 1.0, 1.0) if tf.is_tensor(number) else max(number - 1, 1)
     return less / number
 
 
 def _number(x: tf.Tensor) -> int | tf.Tensor:
-    """Return how many values of a channel there are; a tensor if that is not known yet."""
+    # Of the values of a channel.
     known = x.shape.num_elements()
     return tf.cast(tf.size(x) // x.shape[-1], tf.float32) if known is None else known // x.shape[-1]
 
@@ -160,7 +157,7 @@ def _normalise_together(
 ) -> tuple:
     """Return x normalised by the moments of all towers, and these.
 
-    Forward and backward are one exchange each: of moments, then of the sums that they depend on.
+    Forward and backward need one exchange each: of moments, then of the gradient's sums.
     """
     num_channels, by = x.shape[-1], functools.partial(_by_moments, x, epsilon)
 
@@ -176,7 +173,7 @@ def _normalise_together(
             mean, variance, everything = _combine(values, num_channels)
             return tf.concat([mean, variance, [everything]], axis=0)
 
-        together = sync.meet(own, combine, own.shape)
+        together = sync.all_reduce(own, combine, own.shape)
         mean, variance, everything = tf.split(together, [num_channels, num_channels, 1])
 
         def gradient(upstream: tf.Tensor, *_: Any) -> tuple:
@@ -198,10 +195,10 @@ def _normalise_together(
 def _normalise_apart(
     x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, sync: SyncHandle
 ) -> tuple:
-    """Normalise as `_normalise_together`, by kernels that know all layouts, for GPUs.
+    """Normalise as `_normalise_together`, by the kernel of training backward, for GPUs.
 
-    Backward, that of training takes off what its own tower's moments depend on. That is put back,
-    and what all towers' moments depend on is taken off, by one more line in each channel.
+    That kernel subtracts the gradient through its own tower's moments. It is put back, and the
+    gradient through all towers' moments is subtracted, as one linear function of x in each channel.
     """
 
     @tf.custom_gradient
@@ -219,7 +216,7 @@ def _normalise_apart(
                 reserve_space_2=reserved[1], reserve_space_3=reserved[2], epsilon=epsilon,
             )  # fmt: skip
             sums = tf.stack([by_own_scale, of_offset])
-            sums = sync.meet(sums, tf.identity, [sync.num_towers, *sums.shape])
+            sums = sync.all_reduce(sums, tf.identity, [sync.num_towers, *sums.shape])
             slope, level, of_scale = tf.unstack(
                 tf.reduce_sum(layer.lines * tf.expand_dims(sums, 2), axis=[0, 1])
             )
@@ -234,17 +231,17 @@ def _normalise_apart(
 
 @dataclasses.dataclass(eq=False)
 class _LayerApart:
-    """A layer of C channels on one of N GPUs: its moments, and what backward makes of them."""
+    """A layer of C channels on one of N GPUs: its moments, and the factors of backward."""
 
     moments: tf.Tensor  # of each tower, mean and variance, [N, 2, C]
-    mean: tf.Tensor  # of all, as the variance
+    mean: tf.Tensor  # of all towers, as the variance
     variance: tf.Tensor
     scale: tf.Tensor
     epsilon: float
-    number: Any  # of this tower's values of a channel; this and the next two are [C] if not known
+    number: Any  # of this tower's values of a channel; this and the next two are [C] if unknown
     everything: Any  # their number in all towers
-    share: Any  # of them that this tower has; 0 if what it has stands in for no example
-    kernel_scale: tf.Tensor | None = None  # the kernel of backward takes it for `scale`
+    share: Any  # this tower's share of them; 0 for a padded slice without examples
+    kernel_scale: tf.Tensor | None = None  # argument `scale` of backward's kernel
     # Factors of each tower's sums (by scale, by offset) in slope and level of the line that is
     # added, and in this tower's part of the gradient by scale, [N, 2, 3, C].
     lines: tf.Tensor | None = None
@@ -254,10 +251,7 @@ def _layer_apart(
     mean: tf.Tensor, variance: tf.Tensor, scale: tf.Tensor, epsilon: float, number: Any,
     sync: SyncHandle,
 ) -> _LayerApart:  # fmt: skip
-    """Return a layer with the moments of all towers, from this tower's, of so many values.
-
-    Variances are combined as in Chan et al. 1979: large means do not cancel.
-    """
+    # Variances are combined as in Chan et al. 1979: large means do not cancel.
     known = number if sync.equal and not tf.is_tensor(number) else None
     if known is not None:
         everything, share = float(number * sync.num_towers), 1.0 / sync.num_towers
@@ -265,7 +259,7 @@ def _layer_apart(
     else:
         number = tf.fill(mean.shape, tf.cast(number, mean.dtype))
         own = _zero_if_empty(tf.stack([mean, variance, number]), sync)
-    stacked = sync.meet(own, tf.identity, [sync.num_towers, *own.shape], known)
+    stacked = sync.all_reduce(own, tf.identity, [sync.num_towers, *own.shape], known)
     if known is None:
         numbers = stacked[:, 2:]
         everything = tf.reduce_sum(numbers, axis=[0, 1])
@@ -285,11 +279,11 @@ def _layer_apart(
 
 
 def _prepare(layers: Sequence[_LayerApart], sync: SyncHandle) -> None:
-    """Set what backward takes of these layers' moments, at once: a GPU is slow at beginning an op.
+    """Set the factors of backward of these layers, by few ops for all: launches are slow on a GPU.
 
-    With x normalised by tower j's moments, what all towers' make of it is `ratio[j]` times that,
-    plus `shift[j]`. The kernel has taken off its own tower's means of dy and of dy * x, and is to
-    take off those of all.
+    x normalised by all towers' moments is `ratio[j]` times x normalised by tower j's, plus
+    `shift[j]`. The kernel has subtracted its own tower's means of dy and of dy * x in place of
+    those of all.
     """
     sizes = [layer.scale.shape[0] for layer in layers]
 
@@ -336,15 +330,15 @@ def _by_moments(
 def _zero_if_empty(moments: tf.Tensor, sync: SyncHandle) -> tf.Tensor:
     if not tf.is_tensor(sync.count):
         return moments
-    # What stands in for no example has no moments.
+    # Padding has no moments.
     return tf.where(sync.count > 0, moments, tf.zeros_like(moments))
 
 
 def _combine(gathered: tf.Tensor, num_channels: int, epsilon: float = 0.0) -> tuple:
     """Return mean, variance and number of all towers' values; `epsilon` is added to the number.
 
-    Each tower's mean, sum of squared differences from it, and number, `gathered` [N, C + C + 1],
-    are combined as in Chan et al. 1979: one exchange, and large means do not cancel.
+    `gathered` [N, C + C + 1] has each tower's mean, sum of squared differences from it, and number.
+    They are combined as in Chan et al. 1979: large means do not cancel.
     """
     means, squares, numbers = tf.split(gathered, [num_channels, num_channels, 1], axis=1)
     everything = tf.reduce_sum(numbers) + epsilon
@@ -373,7 +367,7 @@ def _moments(
     number = tf.cast(number, inputs.dtype)
     mean = tf.math.divide_no_nan(total(inputs), number)
     squares = total(tf.math.squared_difference(inputs, mean))
-    if tf.is_tensor(sync.count):  # what stands in for no example has no moments
+    if tf.is_tensor(sync.count):  # padding has no moments
         present = tf.cast(sync.count > 0, inputs.dtype)
         number, squares = number * present, squares * present
     own = tf.concat([tf.reshape(mean, [size]), tf.reshape(squares, [size]), [number]], axis=0)

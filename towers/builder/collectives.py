@@ -1,7 +1,7 @@
-"""Sums and stacks of what all towers of one step have, by TensorFlow's own collective ops.
+"""Sums and stacks of all towers' values by TensorFlow's collective ops.
 
-A collective (NCCL on GPUs, a ring elsewhere) waits for every member, so it works only where towers
-run side by side: in a compiled step, each tower on a device of its own.
+A collective (NCCL on GPUs, a ring elsewhere) waits for every device of its group, so it needs
+towers that run in parallel: in a traced step, each tower on a device of its own.
 """
 
 import functools
@@ -14,8 +14,8 @@ from towers import tf_internals
 from towers.builder.device_types import are_gpus, are_remote, devices_here
 from towers.builder.flatten import pack, unpack
 
-# Each collective costs a round of meetings, so small tensors go together; but a first bucket that
-# is under way while the next is computed costs nothing. 4 MiB is a few milliseconds of computing.
+# Each collective costs a round trip, so small tensors are packed; but a bucket that is sent while
+# the next is computed costs nothing. 4 MiB is a few milliseconds of computing.
 BUCKET_BYTES = 4 * 2**20
 
 # Far from the keys of tf.distribute, which begin at 1.
@@ -24,10 +24,10 @@ _next_free_key = 1_000_000
 _lock = threading.Lock()
 
 
-def are_there(devices: Sequence[str]) -> bool:
+def are_used(devices: Sequence[str]) -> bool:
     """Return whether towers exchange by collectives: several of this process, each on its GPU.
 
-    CPUs could, too, but share the memory by which a gather device reads them.
+    CPUs share their memory: a gather device is faster there.
     """
     apart = len(set(devices)) == len(devices) > 1
     return apart and are_gpus(devices) and not are_remote(devices)
@@ -40,13 +40,13 @@ def all_sum(
 ) -> list[list[tf.Tensor]]:
     """Return for each tower the sums over all towers, on its own device.
 
-    The last tensors of each tower's list are summed first: gradients come in that order. They go in
-    buckets of one type and at most BUCKET_BYTES.
+    The last tensors of the lists are summed first, as a backward pass computes gradients in that
+    order, in buckets of one type and at most BUCKET_BYTES.
 
     Args:
-        values: a list of tensors of each tower.
+        values: for each tower a list of tensors.
         devices: of the towers.
-        finish: maps (packed sums, number of the tower) to what it makes of each element.
+        finish: elementwise function of (packed sums, number of the tower), applied to the sums.
 
     Raises:
         ValueError: two towers share a device, or the function is not compiled.
@@ -81,20 +81,20 @@ def all_sum(
 
 
 class Collective:
-    """One collective: each member calls one and the same method, on its device."""
+    """One collective: each device of the group calls the same method once."""
 
     def __init__(self, devices: Sequence[str]):
-        """Set the members' devices."""
+        """Set the devices of the group."""
         self._devices = tuple(devices)
         self._first, self._place = _next_key()
 
     def sum(self, value: tf.Tensor, device: str) -> tf.Tensor:
-        """Return the sum of all members' values, which have one shape, for that on `device`."""
+        """Return, on `device`, the sum of all devices' values, which have the same shape."""
         op = functools.partial(tf.raw_ops.CollectiveReduceV2, merge_op="Add", final_op="Id")
         return self._launch(op, value, device)
 
     def stack(self, value: tf.Tensor, device: str) -> tf.Tensor:
-        """Return all members' values of one shape [...], in their order, [N, ...]."""
+        """Return, on `device`, the stack `[N, ...]` of all devices' values, of the same shape."""
         return self._launch(tf.raw_ops.CollectiveGatherV2, tf.expand_dims(value, 0), device)
 
     def _launch(self, op: Callable, value: tf.Tensor, device: str) -> tf.Tensor:
@@ -103,7 +103,7 @@ class Collective:
         # ends the collectives of its step at once without it.
         num_cards, num_gpus = len(tf.config.get_visible_devices("GPU")), len(devices_here("GPU"))
         with tf.device(device):
-            # TensorFlow's NCCL takes bfloat16 for float32 with as many elements.
+            # TensorFlow's NCCL misreads bfloat16 as float32 of as many elements.
             known = tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
             result = op(
                 input=known,
@@ -117,7 +117,7 @@ class Collective:
 
 
 def communication(devices: Sequence[str], num_cards: int, num_gpus: int) -> str:
-    """Return "nccl", which takes one member on a card, or "auto" for TensorFlow's choice.
+    """Return "nccl" if each device is a card of its own, else "auto", TensorFlow's choice.
 
     Args:
         devices: of the towers.
@@ -129,10 +129,10 @@ def communication(devices: Sequence[str], num_cards: int, num_gpus: int) -> str:
 
 
 class _Keys:
-    """The keys of the collectives of one function's graph: each of its calls has new ones.
+    """The keys of the collectives in a function's graph; each call of the function has new ones.
 
-    A function that is called twice in one step would else meet itself there, which ends all
-    collectives of the process for good.
+    A function that is called twice in a step would else reuse its keys, which ends all collectives
+    of the process for good.
     """
 
     def __init__(self, graph: tf.Graph):
@@ -147,7 +147,7 @@ class _Keys:
 
 
 def _next_key() -> tuple[tf.Tensor, int]:
-    """Return the first key of a call of the function that is traced, and what is added to it."""
+    # Returned are the first key of a call of the traced function, and what is added to it.
     here = tf.compat.v1.get_default_graph()  # perhaps of a loop in the function
     graph = tf_internals.function_of(here)
     # A graph may have the collections of one around it, too.
@@ -159,7 +159,7 @@ def _next_key() -> tuple[tf.Tensor, int]:
     firsts = here.get_collection_ref("first keys of collectives")
     first = next((tensor for tensor in firsts if tensor.graph is here), None)
     if first is None:
-        # An op that remains: it is sent to each tower once, and is of none of them.
+        # An op that TensorFlow keeps, outside of the towers: it is sent to each of them once.
         with tf.device("/cpu:0"), tf.name_scope(""):
             first = tf.raw_ops.PlaceholderWithDefault(input=keys.first, shape=[])
         firsts.append(first)
@@ -174,11 +174,10 @@ def _group_key(devices: tuple[str, ...]) -> int:
 
 @functools.cache
 def _ordering_token(device: str) -> tf.Tensor:
-    """Return a resource by which the collectives of a device, and only those, are ordered.
+    """Return a resource that orders the collectives of one device.
 
-    Automatic control dependencies would order those of different devices, too: each would then wait
-    for one that waits for it. The handle of a variable is all that is needed: a function that makes
-    a `tf.Variable` while it is traced is traced a second time.
+    Automatic control dependencies would order those of different devices, too: a deadlock. It is
+    the handle of a variable alone: a function that creates a `tf.Variable` is traced twice.
     """
     with tf.init_scope(), tf.device(device):
         name = f"ordering token of {device}"

@@ -1,8 +1,8 @@
-"""Reads and sums that cross devices and machines, each as few transfers as can be.
+"""Reads and sums across devices and machines, with as few transfers as possible.
 
-A variable that lies on another machine comes to each machine once, and is handed on there; what the
-towers of a machine have is summed there before it leaves. Small tensors cross as one: a round trip
-costs both sides more than the bytes, and a GPU waits at each transfer.
+A variable on another machine is sent to each machine once; the values of a machine's towers are
+summed there before they are sent. Small tensors are packed: a round trip costs both sides more than
+the bytes, and a GPU waits at each transfer.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from towers.builder.flatten import is_small, pack, unpack
 from towers.builder.sharding import is_device
 
 SCOPE = "small_reads"
-FETCHED = "fetched_state"  # the scope of what differs between towers in a graph, as their places do
+FETCHED = "fetched_state"  # name scope of ops that differ between towers
 
 
 class WeightBroadcast:
-    """Reads of variables that lie on other machines, for the towers of a compiled step.
+    """Reads of variables on other machines, for the towers of a traced step.
 
-    Which these are is known when all towers are traced: until then they go on with stand-ins.
+    Towers read stand-ins, which are replaced once all towers are traced and all reads are known.
     """
 
     def __init__(self, devices: Sequence[str]):
@@ -37,7 +37,7 @@ class WeightBroadcast:
         self._small: dict[tuple, list[tuple[tf.Variable, tf.Tensor]]] = {}
 
     def on(self, device: str) -> contextlib.AbstractContextManager[None]:
-        """Make the tower on `device` read, in the block, what has come to its machine."""
+        """Make reads in the block, for the tower on `device`, use its machine's one copy."""
         machine = machine_of(device)
         if self._eager or not machine:
             return contextlib.nullcontext()
@@ -50,8 +50,8 @@ class WeightBroadcast:
             if key not in self._stand_ins:
                 small = is_small(variable)
                 value = tf.zeros(variable.shape, variable.dtype) if small else own(variable)
-                # An op that remains: without an identity between them each tower would get it, and
-                # whatever TensorFlow makes a constant, as a shape, would wait for the read itself.
+                # An op that TensorFlow keeps: without it each tower would fetch the value, and
+                # constants that TensorFlow folds, as a shape, would wait for the read.
                 with tf.device(first):
                     stand_in = tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
                 self._stand_ins[key] = stand_in
@@ -64,15 +64,12 @@ class WeightBroadcast:
         return tf_internals.patch_reads(read)
 
     def join(self) -> None:
-        """Replace the stand-ins of small values by what is read, one transfer for each source."""
+        """Replace the stand-ins of small values by one packed transfer for each source."""
         _join(self._small, SCOPE)
 
 
 class VariablePrefetch:
-    """Reads of state that lies on other devices, for a tower on a GPU, as one transfer.
-
-    Trained variables have tapes to watch them, and copies of their own.
-    """
+    """Reads of untrained variables on other devices, for a tower on a GPU, as one transfer."""
 
     def __init__(self, device: str):
         """Set the tower's device; nothing is read yet."""
@@ -80,7 +77,7 @@ class VariablePrefetch:
         self._reads: dict[tuple, list[tuple[tf.Variable, tf.Tensor]]] = {}
 
     def prefetch(self, variable: tf.Variable) -> tf.Tensor | None:
-        """Return a stand-in for a variable's value, None if the tower may as well read it."""
+        """Return a stand-in for a variable's value, None if reading it costs no transfer."""
         packs = variable.dtype.is_floating or variable.dtype in (tf.int64, tf.uint32)
         if variable.trainable or not packs or not is_gpu(self._device):
             return None
@@ -94,7 +91,7 @@ class VariablePrefetch:
         return stand_in
 
     def join(self) -> None:
-        """Replace the stand-ins by what is read."""
+        """Replace the stand-ins by the packed values."""
         _join(self._reads, "fetch")
 
 
@@ -110,11 +107,11 @@ def _join(groups: dict[tuple, list[tuple[tf.Variable, tf.Tensor]]], scope: str) 
     groups.clear()
 
 
-def sums(values: Sequence[Any], devices: Sequence[str], add: Callable) -> Sequence[Any]:
-    """Return the sum by `add` of each machine's `values`; `values` themselves if all are here.
+def sum_by_machine(values: Sequence[Any], devices: Sequence[str], add: Callable) -> Sequence[Any]:
+    """Return the sum of each machine's `values`, or `values` if all are of this process.
 
     Args:
-        values: of the towers; the last may have none.
+        values: of the towers; the last towers may have none.
         devices: of the towers.
         add: maps a list of values to their sum.
     """
@@ -124,14 +121,14 @@ def sums(values: Sequence[Any], devices: Sequence[str], add: Callable) -> Sequen
     if not any(groups):
         return values
     found = []
-    for members in groups.values():
-        with tf.device(members[0][1]):
-            own = [value for value, _ in members]
+    for own_pairs in groups.values():
+        with tf.device(own_pairs[0][1]):
+            own = [value for value, _ in own_pairs]
             found.append(own[0] if len(own) == 1 else add(own))
     return found
 
 
-def sent_last(
+def send_after_gradients(
     losses: Sequence[tf.Tensor], gradients: Sequence[Any], devices: Sequence[str]
 ) -> list[tf.Tensor]:
     """Make each remote loss wait for its gradients, so that both arrive in one message."""

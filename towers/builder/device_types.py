@@ -1,10 +1,9 @@
 """Which devices are GPUs, and which are on other machines.
 
-The same numbers can be had in several ways. A CPU is slow at bytes, and waits for nobody; a GPU is
-slow at beginning an op, and at what must come from the host. Where it matters, the way is chosen by
-the device, and this is the one place that tells which kind a device is.
+Some results can be computed in several ways: a CPU is limited by bytes, a GPU by launches and by
+copies from the host. Code that depends on the device asks this module.
 
-A machine without a GPU can go a GPU's ways, too, on logical CPU devices:
+A machine without a GPU can run the code for GPUs on logical CPU devices:
 
     with cpus_for_gpus():  # or TOWERS_CPUS_FOR_GPUS=1 in the environment
         is_gpu("/cpu:1")   # True; "/cpu:0" is the host
@@ -18,15 +17,15 @@ from collections.abc import Iterable, Iterator, Sequence
 import tensorflow as tf
 
 HOST = "/cpu:0"
-# The process that holds the graph; others are "/job:NAME/task:1", from whose block a device
-# takes each part that it does not name.
+# The process that holds the graph. In a block of another machine, "/job:NAME/task:1", device names
+# must include it.
 PROGRAM = "/job:localhost/replica:0/task:0"
 SWITCH = "TOWERS_CPUS_FOR_GPUS"
 _in_block = False
 
 
 def is_gpu(device: str) -> bool:
-    """Return whether a device is a GPU, or stands in for one; False for "", which may be any."""
+    """Return whether a device is a GPU or stands in for one; False for "", any device."""
     match = re.search(r"(gpu|cpu):(\d+)$", device.lower())
     if not match:
         return False
@@ -52,22 +51,22 @@ def are_remote(devices: Iterable[str]) -> bool:
 
 
 def devices_here(kind: str | None = None) -> list[str]:
-    """Return TensorFlow's names of this process' logical devices, of a kind: "GPU".
+    """Return the names of this process' logical devices, of a kind such as "GPU".
 
-    Once other machines are connected `tf.config.list_logical_devices` has theirs, too.
+    `tf.config.list_logical_devices` also lists those of connected machines.
     """
     found = [device.name for device in tf.config.list_logical_devices(kind)]
     return [name for name in found if not machine_of(name)]
 
 
 def stand_in() -> bool:
-    """Return whether logical CPU devices but the first, which is the host, stand in for GPUs."""
+    """Return whether logical CPU devices except the first, the host, stand in for GPUs."""
     return _in_block or os.environ.get(SWITCH, "") not in ("", "0")
 
 
 @contextlib.contextmanager
 def cpus_for_gpus() -> Iterator[None]:
-    """Make logical CPU devices stand in for GPUs in what is traced or built in the block."""
+    """Make logical CPU devices stand in for GPUs in the block."""
     global _in_block
     before, _in_block = _in_block, True
     try:

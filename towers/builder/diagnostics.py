@@ -1,4 +1,4 @@
-"""Diagnostics: what of a tower function several towers may not compute as one device does."""
+"""Diagnostics: lines on what several towers may compute otherwise than one device."""
 
 import re
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import keras
 from towers.builder.op_names import NO_LAYER, layer_of
 from towers.builder.rng import SEEN, SEEN_OPS
 
-# Ops whose numbers do not follow the example, and what to write in their place.
+# Ops whose random numbers do not depend on the example, and what to write in their place.
 _USE_KERAS = "draw from a keras.random.SeedGenerator, by keras.random.uniform, normal or dropout"
 _UNIFORM = "make them from numbers of keras.random.uniform or normal"
 _OTHERS = {
@@ -39,7 +39,7 @@ FLOAT8_BY_XLA = (
 
 
 def random_ops(ops: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a line for each layer whose draws ignore the example; `ops` are (name, type)."""
+    """Return a line for each layer whose random numbers ignore the example; `ops`: (name, type)."""
     found = {
         (layer_of(name), kind)
         for name, kind in ops
@@ -72,7 +72,7 @@ def tables(ops: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def ambiguous(layer: str, why: str = "") -> str:
-    """Return the line for a draw whose layout cannot be told."""
+    """Return the line for a draw of unknown layout."""
     return (
         f"ambiguous draw: layer {layer} draws numbers of which it cannot be told to which example "
         f"they belong{why}; draw with the batch as the first axis, from a "
@@ -90,8 +90,8 @@ LOCAL_BATCH_NORM = (
 )
 
 
-def not_put_together(variable: keras.Variable, why: str = "") -> str:
-    """Return the line for a variable whose aggregation cannot be told."""
+def unknown_aggregation(variable: keras.Variable, why: str = "") -> str:
+    """Return the line for a variable of unknown aggregation."""
     return (
         f"state: the variable {variable.path} is assigned other values by other towers, and how "
         f'these make one cannot be told{why}; make it with aggregation="sum" (of the changes), '
@@ -100,7 +100,7 @@ def not_put_together(variable: keras.Variable, why: str = "") -> str:
 
 
 def added_loss(layer: str, reason: str = "") -> str:
-    """Return the line for a layer's loss that is no mean and no sum, or for a reason not tried."""
+    """Return the line for a layer's loss that is no mean and no sum, or why its analysis failed."""
     if reason:
         return (
             f"added loss: layer {layer} adds a loss that could not be tried ({reason}), and is "

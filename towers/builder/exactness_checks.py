@@ -1,7 +1,7 @@
-"""Trials that show where several towers would differ from one device.
+"""Checks that each example is computed independently of the others, by trial runs.
 
-A rehearsal tells of draws and of state. Here the function is run on real examples, one of which is
-then changed: what that changes in the others, no tower can know that has not got it.
+The function is run on real examples, and again with one of them changed. If that changes results of
+other examples, towers would differ from one device, since each has only its slice.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from towers.builder.instrumentation import FEW, Trace, run
 from towers.builder.op_names import NO_LAYER, tower_of
 from towers.builder.state_aggregation import join
 
-_MANY = 16  # examples, where it is not known how many a batch has
-_EFFECT = 1e-5  # of the largest value: less is rounding
-_EFFECT_IN_16_BITS = 0.02  # of the largest, where each tower's sum is rounded to these
-_ORDERS = 8  # of examples, in all of which rounding is not the same
-_ROUNDING = 1e-6  # of the largest gradient of any weight
+_MANY = 16  # examples of a batch of unknown size
+_EFFECT = 1e-5  # relative to the largest value: less is rounding
+_EFFECT_IN_16_BITS = 0.02  # the same, where each tower's sum is rounded to 16 bits
+_ORDERS = 8  # number of orders of the examples, which differ in rounding
+_ROUNDING = 1e-6  # relative to the largest gradient of any weight
 
 _MIXED = (
     "mixed examples: layer {} lets the examples of a batch see each other, and a tower has only "
@@ -61,82 +61,82 @@ _READ_AGAIN = (
 
 
 def random_ops_of(ops: Iterable[Any]) -> list[str]:
-    """Return a line for each layer of a tower whose draws do not follow the example."""
+    """Return a line for each layer of a tower whose random numbers do not depend on the example."""
     return random_ops((op.name, op.type) for op in ops if tower_of(op.name) is not None)
 
 
 def rows_of(outputs: Any) -> tf.Tensor:
-    """Return a number for each example, `[b]`, that depends on all of its outputs."""
+    """Return a number for each example, `[b]`, that depends on all outputs of the example."""
     rows = [tf.reshape(output, [tf.shape(output)[0], -1]) for output in tf.nest.flatten(outputs)]
-    # Weights that are unlike each other: the sum of a softmax would be 1, whatever it sees.
+    # Weights that all differ: the plain sum of a softmax would always be 1.
     return sum(tf.linalg.matvec(x, tf.cos(tf.range(tf.shape(x)[1], dtype=x.dtype))) for x in rows)
 
 
-def of_draws(line: str) -> bool:
+def is_about_draws(line: str) -> bool:
     """Return whether a line is about random draws."""
     return line.startswith(("random op:", "python code:", "ambiguous draw:"))
 
 
 @tf.autograph.experimental.do_not_convert
-def find(rehearsal: FunctionAnalysis, batch: Sequence[Any], thorough: bool = False) -> list[str]:
-    """Return in lines what is wrong with the function of a rehearsal, the likeliest cause first.
+def check(analysis: FunctionAnalysis, batch: Sequence[Any], thorough: bool = False) -> list[str]:
+    """Return lines on why towers would differ from one device, the likeliest cause first.
 
     Args:
-        rehearsal: of the function.
+        analysis: of the function.
         batch: some real examples: its arguments.
-        thorough: look at each backward pass, and at draws for other numbers of examples, too.
+        thorough: check each backward pass, and draws for other numbers of examples, too.
     """
-    doubts, found = rehearsal.doubts, _tried(rehearsal, batch, thorough)
-    first = [line for line in found if line.startswith("mixed")]  # this explains what comes next
-    return list(dict.fromkeys([*first, *doubts, *found]))
+    found = _run_all(analysis, batch, thorough)
+    first = [line for line in found if line.startswith("mixed")]  # it explains the others
+    return list(dict.fromkeys([*first, *analysis.warnings, *found]))
 
 
 @tf.autograph.experimental.do_not_convert
-def find_by_trials(rehearsal: FunctionAnalysis) -> list[str]:
-    """Return in lines what examples have from others, their place or their number; see `find`."""
-    if rehearsal.few is None:
+def check_on_samples(analysis: FunctionAnalysis) -> list[str]:
+    """Return lines on results that depend on other examples, on their number or order."""
+    if analysis.trace is None:
         return []
     with tf.init_scope():
-        # Not fewer than are run at once: a largest example that comes twice would hide itself.
-        number = rehearsal.few.size // FEW * _MANY
-        return _tried(rehearsal, rehearsal.tracer.examples(number))
+        # As many as run at once: if the largest example came twice, it would hide a maximum.
+        number = analysis.trace.size // FEW * _MANY
+        return _run_all(analysis, analysis.tracer.examples(number))
 
 
-def _tried(rehearsal: FunctionAnalysis, batch: Sequence[Any], thorough: bool = False) -> list[str]:
-    few = rehearsal.few
-    if few is None or not rehearsal.by_example:
+def _run_all(analysis: FunctionAnalysis, batch: Sequence[Any], thorough: bool = False) -> list[str]:
+    few = analysis.trace
+    if few is None or not analysis.by_example:
         return []
-    if any(doubt.startswith("ambiguous") for doubt in rehearsal.doubts):
-        return []  # an example may then see others by their draws
-    trials, found = _Trials(rehearsal, batch, thorough), []
-    finders = [trials.mixed]
+    if any(line.startswith("ambiguous") for line in analysis.warnings):
+        return []  # an example may then depend on others by their random numbers
+    trials, found = _Trials(analysis, batch, thorough), []
+    checks = [trials.mixed]
     if thorough:
-        finders += [lambda: trials.mixed(trials.traces[2]), trials.batch_size]
-    elif not any(map(of_draws, rehearsal.doubts)):  # what draws by itself does so by places, too
-        finders += [trials.places, trials.numbers]
-    for finder in finders:
+        checks += [lambda: trials.mixed(trials.traces[2]), trials.batch_size]
+    elif not any(map(is_about_draws, analysis.warnings)):  # these depend on the order, too
+        checks += [trials.places, trials.numbers]
+    for check_one in checks:
         if not found:  # the first explains the others
-            with contextlib.suppress(Exception):  # the towers themselves will say why
-                found += finder()
+            with contextlib.suppress(Exception):  # the towers will raise the error
+                found += check_one()
     with contextlib.suppress(Exception):
         found += trials.backward()
     if found and few.read_again:
         with contextlib.suppress(Exception):
-            # Is all well if it reads variables as they were before it?
-            tracer = copy.copy(rehearsal.tracer)
+            # The cause if all is well with variables that keep their values while it runs.
+            tracer = copy.copy(analysis.tracer)
             tracer.reads_before = True
             before = dataclasses.replace(tracer.trace(few.size), read_again=[])
-            before = dataclasses.replace(rehearsal, tracer=tracer, few=before)
-            if not _tried(before, batch, thorough):
+            before = dataclasses.replace(analysis, tracer=tracer, trace=before)
+            if not _run_all(before, batch, thorough):
                 found = [_READ_AGAIN.format(few.read_again[0])]
     return list(dict.fromkeys(found))
 
 
 class _Trials:
-    """Runs of a rehearsed function on real examples, of which there are as many as one likes."""
+    """Runs of an analyzed function on real examples, repeated as often as needed."""
 
-    def __init__(self, rehearsal: FunctionAnalysis, batch: Sequence[Any], thorough: bool):
-        self.tracer, self.few, self.draws = rehearsal.tracer, rehearsal.few, rehearsal.draws
+    def __init__(self, analysis: FunctionAnalysis, batch: Sequence[Any], thorough: bool):
+        self.tracer, self.few, self.draws = analysis.tracer, analysis.trace, analysis.draws
         self.leaves, self.thorough = tf.nest.flatten(list(batch)), thorough
 
     def examples(self, start: int, size: int) -> list[Any]:
@@ -145,12 +145,12 @@ class _Trials:
 
     @functools.cached_property
     def by_place(self) -> bool:
-        """Whether the outcome depends on places: it draws, also in towers of its own."""
+        """Whether results depend on the order of examples, as by random numbers."""
         draws = self.few.draws or any("Random" in kind for _, kind in self.few.ops)
         return bool(draws) or not self.is_steady(self.few)
 
     def is_steady(self, trace: Trace) -> bool:
-        """Return whether the same examples have the same outcome; else it draws by itself."""
+        """Return whether two runs on the same examples have the same results."""
         inputs = self.examples(0, trace.size)
         results = [run(trace, inputs) for _ in range(2)]
         kinds = "layers", "gradients", "weights"
@@ -158,9 +158,9 @@ class _Trials:
         return not any(_differ(once, twice) for once, twice in zip(*seen, strict=True))
 
     def with_another_first(self, trace: Trace) -> Iterator[tuple[dict, dict]]:
-        """Yield the outcome for some examples, and that with another one in the first's place.
+        """Yield the results for some examples, and those with the first example replaced.
 
-        There are those, too, of whose numbers some are such as the function treats otherwise.
+        Some replacements hold special values of the arguments.
         """
         if not self.is_steady(trace):
             return
@@ -169,7 +169,8 @@ class _Trials:
         far, rounds = [], []
         if any(_BRANCH.match(kind) for _, kind in trace.ops):
             far = [[change(other) for other in others] for change in _FAR]
-            rounds = [(list(map(_scaled(0.0, 0.0), inputs)), far)]  # that no other example takes
+            # One far example among zeros: the only one that takes a branch.
+            rounds = [(list(map(_scaled(0.0, 0.0), inputs)), far)]
         unlike = far + [[change(other) for other in others] for change in _UNLIKE]
         unlike += [
             [tf.fill(x.shape, tf.cast(v[i], x.dtype)) if v[i:] else x
@@ -185,13 +186,13 @@ class _Trials:
             for first in firsts:
                 pairs = zip(inputs, first, strict=True)
                 changed = [tf.concat([own, leaf[1:]], axis=0) for leaf, own in pairs]
-                with contextlib.suppress(tf.errors.OpError):  # it is no value for the function
+                with contextlib.suppress(tf.errors.OpError):  # the function rejects the value
                     yield before, run(trace, changed)
 
     @functools.cached_property
     def traces(self) -> list[Trace]:
-        """Traces of two slices and of the batch that they make."""
-        return self.tracer.two_and_both(self.few, self.draws, self.thorough)
+        """Traces of two slices and of the batch of both."""
+        return self.tracer.slice_traces(self.few, self.draws, self.thorough)
 
     @functools.cached_property
     def inputs(self) -> list[list[Any]]:
@@ -206,7 +207,7 @@ class _Trials:
         return [run(trace, own) for trace, own in zip(self.traces, self.inputs, strict=True)]
 
     def mixed(self, trace: Trace | None = None) -> list[str]:
-        """Name the layer by which an example's loss or gradient depends on another example."""
+        """Name the layer that makes an example's loss or gradient depend on other examples."""
         trace, backward = trace or self.few, []
         for before, after in self.with_another_first(trace):
             if _differ(before["rows"][1:], after["rows"][1:]):
@@ -219,7 +220,7 @@ class _Trials:
         return backward[:1]
 
     def places(self) -> list[str]:
-        """Name the layer that depends on the places of examples, by another order of them."""
+        """Name the layer that depends on the order of examples."""
         if self.by_place:
             return []
         order, inputs = np.roll(np.arange(self.few.size), 1), self.examples(0, self.few.size)
@@ -228,7 +229,7 @@ class _Trials:
         return self._unlike(before, after, order, _PLACE)
 
     def numbers(self) -> list[str]:
-        """Name the layer that depends on how many examples there are."""
+        """Name the layer that depends on the number of examples."""
         if self.by_place:
             return []
         size, many = self.few.size, self.tracer.size_of_batch(self.few.size // FEW * _MANY)
@@ -239,16 +240,16 @@ class _Trials:
         )
 
     def _unlike(self, before: dict, after: dict, rows: Any, line: str) -> list[str]:
-        """Return a line with the first layer in which these examples are not what they were."""
+        """Return a line with the first layer whose outputs for these examples differ."""
         if not _differ(before["rows"][rows], after["rows"]):
             return []
         pairs = zip(self.few.layers, before["layers"], after["layers"], strict=True)
         return [line.format(next((n for n, a, b in pairs if _differ(a[rows], b)), NO_LAYER))]
 
     def backward(self) -> list[str]:
-        """Name what a gradient of one's own makes other than a sum over examples, if there is one.
+        """Name a weight whose gradient is no sum over examples because of a custom gradient.
 
-        By the rules of calculus it is a sum: nothing need be tried where there is none.
+        TensorFlow's own gradients are sums: they are not checked.
         """
         if not self.few.custom_gradients or not self.is_steady(self.traces[0]):
             return []
@@ -258,8 +259,8 @@ class _Trials:
         largest = max((np.max(np.abs(g), initial=0) for g in gradients[2]), default=0)
         effect = _EFFECT_IN_16_BITS if self.few.in_16_bits else _EFFECT
         for place, (a, b, ab) in enumerate(zip(*gradients, strict=True)):
-            # One that is 0 but for rounding, as that of a bias before a softmax, is no fault; with
-            # the examples in another order it is another one.
+            # A gradient that is 0 but for rounding, as of a bias before a softmax, is no fault: it
+            # differs for other orders of the examples, too.
             small = np.max(np.abs(ab - a - b), initial=0) <= _ROUNDING * largest
             if _differ(ab, a + b, effect) and not (
                 small and any(_differ(ab, found["weights"][place]) for found in self._reordered())
@@ -268,13 +269,13 @@ class _Trials:
         return []
 
     def _reordered(self) -> Iterator[dict]:
-        """Yield what the batch of two slices gives with its examples in other orders."""
+        """Yield results of the batch of both slices with its examples in other orders."""
         for seed in range(_ORDERS):
             order = np.random.default_rng(seed).permutation(self.traces[2].size)
             yield run(self.traces[2], [tf.gather(leaf, order) for leaf in self.inputs[2]])
 
     def batch_size(self) -> list[str]:
-        """Name the layer that depends on the number or places of examples, or whose gradient."""
+        """Name the layer whose outputs or gradients depend on the number or order of examples."""
         (first, second, both), few = self.results, self.traces[0]
         slices = [
             (first, slice(0, few.size), _BATCH_SIZE), (second, slice(few.size, None), _PLACE),
@@ -295,13 +296,12 @@ class _Trials:
 
 
 def _after(trace: Trace, place: int) -> str:
-    """Return the layer that is called after the one whose output's gradient is wrong."""
+    # The layer called after that one has the wrong backward pass.
     return trace.layers[place + 1] if place + 1 < len(trace.layers) else NO_LAYER
 
 
 def _scaled(factor: float, offset: float) -> Callable:
-    """Return a function that makes an example like no other; whole numbers may have a meaning."""
-
+    # Whole numbers but uint8 stay: they may be classes or indices.
     def unlike(example: tf.Tensor) -> tf.Tensor:
         if example.dtype.is_floating:
             return example * factor + tf.cast(offset, example.dtype)

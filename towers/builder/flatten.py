@@ -1,7 +1,7 @@
-"""Many values as one flat tensor, and back.
+"""Packs many values into one flat tensor, and back.
 
-A GPU is slow at beginning an op, a collective at its meeting and a transfer at its wait: what is
-done to many small values alike is done once to all of one type.
+An op on a GPU, a collective and a transfer all have a fixed cost: many small values of one type are
+processed as one.
 """
 
 import itertools
@@ -10,9 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
-# An op on so many bytes takes a GPU longer than to begin it; copies of them would cost memory.
+# Above this an op's work takes a GPU longer than its launch, and a copy costs memory.
 LARGE_BYTES = 4 * 2**20
-# Copying so many bytes into one tensor and out of it costs a CPU less than one more message.
+# Below this copying to and from a packed tensor costs a CPU less than one more message.
 SMALL_BYTES = 2**16
 
 
@@ -22,7 +22,7 @@ def is_large(variable: Any) -> bool:
 
 
 def is_small(value: Any) -> bool:
-    """Return whether a variable or tensor is better sent to another machine with others."""
+    """Return whether a variable or tensor should be packed when it is sent to another machine."""
     return value.shape.is_fully_defined() and _num_bytes(value) <= SMALL_BYTES
 
 
@@ -33,8 +33,8 @@ def _num_bytes(value: Any) -> int:
 def dense(gradient: Any, variable: Any) -> Any:
     """Make a sparse gradient dense, unless its variable is large.
 
-    Not for a Keras optimizer that is called by itself: it squares each row, not their sum. To find
-    which rows there are would make the host wait for the GPU, and collectives do not sum rows.
+    Finding the distinct rows would make the host wait for the GPU, and collectives cannot sum rows.
+    A Keras optimizer treats a sparse gradient differently: it squares each row, not their sum.
     """
     if not isinstance(gradient, tf.IndexedSlices) or is_large(variable):
         return gradient

@@ -1,8 +1,7 @@
 """Gather policies: pure functions from the towers' values to one value, or to one for each tower.
 
-`add_n` on the gather device is the pattern. Two others serve gradients of variables that lie
-elsewhere: each sum where its variable lies, and sums on every tower by collectives. What GPUs
-give is packed, so that few ops and transfers gather it.
+`add_n` on the gather device is the pattern. Gradients are also summed on their variables' devices,
+or on every tower by collectives. Values of GPUs are packed: few ops and transfers gather them.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ from towers.builder.variable_aggregation import widen
 
 
 def map_towers(policy: Callable, results: Sequence[Any]) -> Any:
-    """Apply `policy` to the towers' values at each place of the results' structure."""
+    """Apply `policy` to the list of towers' values for each leaf of the results' structure."""
     for i, result in enumerate(results):
         try:
             tf.nest.assert_same_structure(results[0], result)
@@ -34,21 +33,21 @@ def map_towers(policy: Callable, results: Sequence[Any]) -> Any:
 
 
 class StaticIndexedSlices(tf.IndexedSlices):
-    """A sparse gradient of rows that examples do not choose: of the positions in a text.
+    """A sparse gradient whose rows do not depend on the examples, as of a position embedding.
 
-    Each tower has the same rows, one device has each of them once, and optimizers square those.
+    All towers have the same rows. They are added row by row: optimizers square each row.
     """
 
 
 def add_other(values: Sequence[Any]) -> Any:
-    """Return the sum of numbers or of sparse gradients; None of nothing."""
+    """Return the sum of numbers or of sparse gradients, None for an empty list."""
     if not isinstance(next(iter(values), None), tf.IndexedSlices):
         return sum(values) if values else None
     if all(isinstance(value, StaticIndexedSlices) for value in values):
         rows = tf.add_n([value.values for value in values], name="AddN")
         return StaticIndexedSlices(rows, values[0].indices, values[0].dense_shape)
     indices = [value.indices for value in values]
-    if len({own.dtype for own in indices}) > 1:  # of a GPU and of a CPU
+    if len({own.dtype for own in indices}) > 1:  # a GPU's and a CPU's
         indices = [tf.cast(own, tf.int64) for own in indices]
     return tf.IndexedSlices(
         tf.concat([value.values for value in values], axis=0),
@@ -57,13 +56,13 @@ def add_other(values: Sequence[Any]) -> Any:
     )
 
 
-def add_by_machine(places: "GatherPlan") -> Callable:
+def add_by_machine(plan: "GatherPlan") -> Callable:
     """Return the policy that adds values on each machine, then the machines' sums."""
-    return lambda values: places.add(cross_host.sums(values, places.towers, places.add))
+    return lambda values: plan.add(cross_host.sum_by_machine(values, plan.towers, plan.add))
 
 
 def join(values: Sequence[Any]) -> Any:
-    """Join per-tower values along axis 0, with their Keras masks; None counts as nothing."""
+    """Concatenate per-tower values along axis 0, with their Keras masks, without the Nones."""
     values = [value for value in values if value is not None]
     if values and isinstance(values[0], tf.SparseTensor):
         return tf.sparse.concat(0, list(values))
@@ -84,53 +83,54 @@ def join(values: Sequence[Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class GatherPlan:
-    """Where the towers are, and where what they give is added up."""
+    """The devices of the towers, and those on which their values are added."""
 
-    towers: Sequence[str]  # their devices; the last towers may have nothing to give
+    towers: Sequence[str]  # their devices; the last towers may have no value
     home: str  # the gather device
     add: Callable[[Sequence[Any]], Any]  # the sum of a list of values, on the current device
-    of_variables: Sequence[str] | None = None  # of each variable's gradient; None: home
+    of_variables: Sequence[str] | None = None  # for each variable's gradient; None: home
 
 
 def mean_gradients(
-    sums: Any, variables: Sequence[Any], places: GatherPlan
+    sums: Any, variables: Sequence[Any], plan: GatherPlan
 ) -> tuple[tf.Tensor, list[Any]]:
     """Return the mean loss, on the gather device, and the mean gradients of variables.
 
-    A `PerTower` is a variable with copies, and its means are one, too; without these each gradient
-    is gathered at its place. From GPUs the loss goes with the gradients.
+    The means of a `PerTower`, a variable with copies, are a `PerTower`. From GPUs the loss is
+    packed with the gradients.
     """
-    losses, counts, gradients, add = sums.losses, sums.counts, sums.gradients, places.add
-    home, copies = places.home, [isinstance(v, PerTower) for v in variables]
-    with tf.device(home):
+    losses, counts, gradients, add = sums.losses, sums.counts, sums.gradients, plan.add
+    copied = [isinstance(v, PerTower) for v in variables]
+    packs_loss = is_gpu(plan.towers[0])
+    with tf.device(plan.home):
         count = add(counts)
-        by_itself = None if is_gpu(places.towers[0]) else divide(add(losses), count)
-    if by_itself is None:
+        mean_loss = None if packs_loss else divide(add(losses), count)
+    if packs_loss:
         gradients = [[*own, loss] for own, loss in zip(gradients, losses, strict=True)]
-        copies.append(False)
-    if any(copies):
-        if by_itself is None and tf.is_tensor(count) and len(counts) == len(places.towers):
-            sums = collectives.all_sum([[own] for own in counts], places.towers)
+        copied.append(False)
+    if any(copied):
+        if packs_loss and tf.is_tensor(count) and len(counts) == len(plan.towers):
+            sums = collectives.all_sum([[own] for own in counts], plan.towers)
             count = PerTower([own for (own,) in sums])
-        columns = zip(*mean_on_every_tower(gradients, places, count), strict=True)
-        found = [
-            PerTower(values) if copied else values[0]
-            for values, copied in zip(columns, copies, strict=True)
+        columns = zip(*mean_on_every_tower(gradients, plan, count), strict=True)
+        means = [
+            PerTower(values) if is_copied else values[0]
+            for values, is_copied in zip(columns, copied, strict=True)
         ]
     else:
-        found = reduce_to(gradients, places, lambda total: divide(total, count))
-    if by_itself is not None:
-        return by_itself, found
-    with tf.device(home):
-        return tf.identity(found[-1]), found[:-1]
+        means = reduce_to(gradients, plan, lambda total: divide(total, count))
+    if not packs_loss:
+        return mean_loss, means
+    with tf.device(plan.home):
+        return tf.identity(means[-1]), means[:-1]
 
 
 def dense_on_gpus(
     gradients: Sequence[Sequence[Any]], variables: Sequence[Any], towers: Sequence[str]
 ) -> list[list[Any]]:
-    """Return the towers' gradients; on GPUs sparse ones of small variables become dense."""
+    """Return the towers' gradients, on GPUs the sparse ones of small variables made dense."""
     found = []
-    for own, device in zip(gradients, towers, strict=False):  # the last may have nothing to give
+    for own, device in zip(gradients, towers, strict=False):  # the last may have none
         if is_gpu(device):
             masters = [v.values[0] if isinstance(v, PerTower) else v for v in variables]
             with tf.device(device):
@@ -141,62 +141,66 @@ def dense_on_gpus(
 
 def reduce_to(
     gradients: Sequence[Sequence[Any]],
-    places: GatherPlan,
+    plan: GatherPlan,
     finish: Callable[[Any], Any] = lambda total: total,
 ) -> list[Any]:
-    """Reduce each gradient by `add` at its place, then apply `finish` there.
+    """Reduce each gradient by `add` on the device that `plan` gives, then apply `finish`.
 
-    What GPUs give goes as one tensor of each type to a place, and so do small tensors from another
-    machine, whose towers are summed there.
+    Gradients from GPUs, and small ones from another machine, are packed into one tensor for each
+    type and target.
     """
     columns, groups = list(zip(*gradients, strict=True)), {}
-    at = [*(places.of_variables or ()), *[places.home] * len(columns)]
-    far = len({machine_of(device) for device in [*places.towers, *at]}) > 1
-    for i, (values, place) in enumerate(zip(columns, at, strict=False)):
-        packs = _are_dense(values) and (is_gpu(places.towers[0]) or (far and is_small(values[0])))
-        groups.setdefault((place, values[0].dtype) if packs else i, []).append(i)
+    targets = [*(plan.of_variables or ()), *[plan.home] * len(columns)]
+    far = len({machine_of(device) for device in [*plan.towers, *targets]}) > 1
+    for i, (values, target) in enumerate(zip(columns, targets, strict=False)):
+        packs = _are_dense(values) and (is_gpu(plan.towers[0]) or (far and is_small(values[0])))
+        groups.setdefault((target, values[0].dtype) if packs else i, []).append(i)
     sums: list[Any] = [None] * len(columns)
     for group in groups.values():
         first = group[0]
         if len(group) == 1:
-            of_machines = cross_host.sums(columns[first], places.towers, places.add)
-            with tf.device(at[first]):
-                sums[first] = finish(places.add(of_machines))
+            of_machines = cross_host.sum_by_machine(columns[first], plan.towers, plan.add)
+            with tf.device(targets[first]):
+                sums[first] = finish(plan.add(of_machines))
             continue
         packed = []
-        for device, own in zip(places.towers, gradients, strict=False):
+        for device, own in zip(plan.towers, gradients, strict=False):
             with tf.device(device):
                 packed.append(pack([own[i] for i in group]))
-        packed = cross_host.sums(packed, places.towers, places.add)
-        with tf.device(at[first]):
-            parts = unpack(finish(places.add(packed)), [columns[i][0] for i in group])
+        packed = cross_host.sum_by_machine(packed, plan.towers, plan.add)
+        with tf.device(targets[first]):
+            parts = unpack(finish(plan.add(packed)), [columns[i][0] for i in group])
         for i, part in zip(group, parts, strict=True):
             sums[i] = part
     return sums
 
 
-def add_to(totals: Sequence[Any], results: Sequence[Any], places: GatherPlan) -> list[Any]:
+def add_to(totals: Sequence[Any], results: Sequence[Any], plan: GatherPlan) -> list[Any]:
     """Add each tower's result to its total, on its device; the last towers may have none."""
     if not totals:
         return list(results)
     added = list(totals)
     for i, result in enumerate(results):
-        device, both = places.towers[i], [tf.nest.flatten(own) for own in (totals[i], result)]
+        device, both = plan.towers[i], [tf.nest.flatten(own) for own in (totals[i], result)]
         with tf.name_scope(f"tower_{i}"):
-            sums = reduce_to(both, GatherPlan([device] * 2, device, places.add))
+            sums = reduce_to(both, GatherPlan([device] * 2, device, plan.add))
         added[i] = tf.nest.pack_sequence_as(result, sums)
     return added
 
 
 def mean_on_every_tower(
-    gradients: Sequence[Sequence[Any]], places: GatherPlan, count: Any
+    gradients: Sequence[Sequence[Any]], plan: GatherPlan, count: Any
 ) -> list[list[Any]]:
-    """Return for each tower the mean gradients, on its device, by collectives.
+    """Return the mean gradients of each tower, on its device, by collectives.
 
-    Sparse ones, and those that not all towers have, are gathered with `add_n` and handed out.
-    `count` is that of all examples; a `PerTower` if each tower has it.
+    Gradients that are sparse, or missing in a tower, are gathered by `add_n` and copied back.
+
+    Args:
+        gradients: of each tower a list like the variables: sums.
+        plan: where the towers are.
+        count: number of all examples; a `PerTower` if each tower has it.
     """
-    columns, towers = list(zip(*gradients, strict=True)), places.towers
+    columns, towers = list(zip(*gradients, strict=True)), plan.towers
     counts = count.values if isinstance(count, PerTower) else [count] * len(towers)
     full = len(gradients) == len(towers)
     packed = [i for i, values in enumerate(columns) if full and _are_dense(values)]
@@ -209,8 +213,8 @@ def mean_on_every_tower(
                 result[i] = value
     for i, values in enumerate(columns):
         if i not in packed:
-            with tf.device(places.home):
-                mean = divide(places.add(values), counts[0])
+            with tf.device(plan.home):
+                mean = divide(plan.add(values), counts[0])
             for result in means:
                 result[i] = mean
     return means
@@ -224,21 +228,21 @@ def divide(gradient: Any, count: tf.Tensor) -> Any:
     """Divide a summed gradient by the number of examples."""
 
     def quotient(values: tf.Tensor) -> tf.Tensor:
-        wide = widen(values)  # 16 bits cannot hold the number
+        wide = widen(values)  # 16 bits cannot hold the count
         return tf.cast(wide / tf.cast(count, wide.dtype), values.dtype)
 
     return map_values(quotient, gradient)
 
 
 def zero_if_empty(gradient: Any, count: tf.Tensor) -> Any:
-    """Return zeros if the tower had no example: a mean over none has given NaN."""
+    """Return zeros if the tower has no example: the mean over none is NaN."""
     return map_values(
         lambda values: tf.math.multiply_no_nan(values, tf.cast(count > 0, values.dtype)), gradient
     )
 
 
 def map_values(fn: Callable, gradient: Any) -> Any:
-    """Apply `fn` to the values of a gradient: dense, sparse or None."""
+    """Apply `fn` to the values of a gradient, dense or sparse; return None for None."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
@@ -249,7 +253,7 @@ def map_values(fn: Callable, gradient: Any) -> Any:
 def mark_static_rows(
     gradients: Sequence[Any], variables: Sequence[tf.Variable], fixed: Collection[int]
 ) -> list[Any]:
-    """Make sparse gradients of the variables with these ids `StaticIndexedSlices`."""
+    """Convert the sparse gradients of variables with these ids to `StaticIndexedSlices`."""
     return [
         StaticIndexedSlices(g.values, g.indices, g.dense_shape)
         if id(variable) in fixed and isinstance(g, tf.IndexedSlices)
@@ -260,7 +264,7 @@ def mark_static_rows(
 
 @contextlib.contextmanager
 def after(values: Any) -> Iterator[None]:
-    """Make each op in the block wait for all these values, by one op and not by one edge each."""
+    """Make each op in the block wait for all these values, by one op in place of many edges."""
     ready = []
     if values := tensors(values):
         with tf.control_dependencies(values):
@@ -270,6 +274,6 @@ def after(values: Any) -> Iterator[None]:
 
 
 def tensors(structure: Any) -> list[tf.Tensor]:
-    """Return the tensors in a structure, those of sparse and ragged ones too."""
+    """Return the tensors in a structure, also the components of sparse and ragged ones."""
     leaves = tf.nest.flatten(structure, expand_composites=True)
     return [leaf for leaf in leaves if tf.is_tensor(leaf)]

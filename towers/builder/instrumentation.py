@@ -1,7 +1,7 @@
-"""A tower function traced for a few examples, in a graph of its own, and run there.
+"""Traces a tower function for a few examples, in a graph of its own, and runs it there.
 
-Nothing of it remains: assignments are kept in a scope that is dropped. BatchNorm normalises by what
-it has saved, so that examples do not see each other by it: that is exchanged between towers anyway.
+It has no side effects: assignments are recorded in a scope that is dropped. BatchNorm normalises by
+its moving averages, so that examples do not depend on each other: towers synchronize it anyway.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from towers import tf_internals
 from towers.builder.attributes import Place
 from towers.builder.observation import Observer, PerturbedScope
 from towers.builder.op_names import layer_of
-from towers.builder.replica_scope import KEPT
+from towers.builder.replica_scope import STAND_IN_WRITES
 from towers.builder.rng import BatchSlice, DrawInfo, ReplicaRng
 from towers.builder.sharding import PerTower, as_leaves
 from towers.builder.synthetic_inputs import (
@@ -33,7 +33,7 @@ from towers.builder.synthetic_inputs import (
 from towers.errors import InputError
 
 _ASSIGNMENT = re.compile(r"Assign|Resource(StridedSliceAssign|Scatter|Apply)")
-# What may run on made-up examples, of ops that TensorFlow counts as stateful: it leaves no trace.
+# Ops that TensorFlow calls stateful and that may run on synthetic examples: they have no effects.
 _HARMLESS = re.compile(
     r"VarHandleOp|ReadVariableOp|DisableCopyOnRead|ResourceGather|Assert|StatefulPartitionedCall|"
     r"Empty$|DeepCopy$|CheckNumerics|VariableShape|Stack(Push|Pop|Close)?V2|"
@@ -42,7 +42,7 @@ _HARMLESS = re.compile(
 )
 FEW, MORE = 3, 5  # examples of two traces, if the function takes any number of them
 _MOST_ELEMENTS = 2**18  # of a batch that is run as a whole
-_SECONDS = 10.0  # for a run: a loop may have no end on made-up examples
+_SECONDS = 10.0  # for a run: a loop may have no end on synthetic examples
 
 
 @dataclasses.dataclass
@@ -53,54 +53,52 @@ class Trace:
     function: Any = None  # which `run` calls
     ops: Sequence[tuple[str, str]] = ()  # (name, type) of all that it runs
     custom_gradients: bool = False  # whether an op has a gradient by `tf.custom_gradient`
-    in_16_bits: bool = False  # whether numbers are rounded to 16 bits on the way
-    effects: Sequence[str] = ()  # types of ops that would leave a trace if it ran
-    # Whether what it returns has a row for each example; None: the trace does not tell.
+    in_16_bits: bool = False  # whether it casts to 16 bits
+    effects: Sequence[str] = ()  # types of ops that would have side effects
+    # Of the results: whether one has a row for each example (None: unknown), all shapes, and for
+    # each whether it surely has no row for each example.
     by_example: bool | None = False
-    shapes: list[tf.TensorShape | None] = dataclasses.field(default_factory=list)  # of all that
-    squeezes: bool = False  # whether it takes any axis of 1 away, that of one example, too
-    strays: list[bool] = dataclasses.field(default_factory=list)  # what returned has none, surely
-    weights: list[str] = dataclasses.field(default_factory=list)  # paths of those that are read
-    # {id of a variable: rows of its gradient}, of those whose gradient is sparse.
+    shapes: list[tf.TensorShape | None] = dataclasses.field(default_factory=list)
+    not_by_example: list[bool] = dataclasses.field(default_factory=list)
+    squeezes: bool = False  # whether it squeezes all axes of 1, also that of one example
+    weights: list[str] = dataclasses.field(default_factory=list)  # paths of the weights it reads
+    # {id of a variable with a sparse gradient: rows of that}.
     num_rows: dict[int, int | None] = dataclasses.field(default_factory=dict)
-    # (op, shape or None, layer) of what it draws, in order.
+    # (op, shape or None, layer) of its draws, in order.
     draws: list[tuple[str, list[int | None] | None, str]] = dataclasses.field(default_factory=list)
-    # Variables that it assigns, without seeds and those that say how towers merge.
+    # Variables that it assigns, without seeds and those of known aggregation.
     states: list[keras.Variable] = dataclasses.field(default_factory=list)
-    inputs: Sequence[keras.Variable] = ()  # variables whose values it is given
-    # Whether examples and draws have no part in what each of these is assigned; and paths of those
-    # that are read after they were assigned, the ones first in which examples have a part.
-    apart: list[bool] = dataclasses.field(default_factory=list)
+    inputs: Sequence[keras.Variable] = ()  # variables whose values are arguments of `function`
+    # Whether each state's new value depends on no example and no draw; and paths of states that are
+    # read after they were assigned, those that depend on examples first.
+    data_independent: list[bool] = dataclasses.field(default_factory=list)
     read_again: list[str] = dataclasses.field(default_factory=list)
     # Paths of the layers whose outputs are by example, innermost first, and of those that add a
-    # loss; and whether this has a row for each example.
+    # loss; and whether the loss has a row for each example.
     layers: list[str] = dataclasses.field(default_factory=list)
-    adding: list[str] = dataclasses.field(default_factory=list)
+    loss_layers: list[str] = dataclasses.field(default_factory=list)
     added_by_example: list[bool] = dataclasses.field(default_factory=list)
-    # Attributes of layers that it changes, and shapes of the tensors in them, None if not dense.
-    left: list[Place] = dataclasses.field(default_factory=list)
-    shapes_left: list[list[int | None] | None] = dataclasses.field(default_factory=list)
+    # Attributes of layers that it sets, and shapes of the tensors in them, None if not dense.
+    attributes: list[Place] = dataclasses.field(default_factory=list)
+    attribute_shapes: list[list[int | None] | None] = dataclasses.field(default_factory=list)
 
 
 class Tracer:
-    """Traces a tower function for as many examples as one likes."""
+    """Traces a tower function for any number of examples."""
 
     def __init__(self, fn: Callable, batch: Sequence[Any], layers: Sequence[keras.Layer] = ()):
-        """Set a function and its arguments, of whose tensors only type and shape must be known.
-
-        It may change attributes of `layers`, beside those of the layers that it calls.
-        """
+        """Set a function, its arguments, which may be symbolic, and layers that it may change."""
         self.fn, self.structure, self.layers = fn, batch, layers
         self.leaves = as_leaves(batch)
         self.batch = [leaf for leaf in self.leaves if not isinstance(leaf, PerTower)]
-        self.shapes: Sequence[tf.TensorShape] = [leaf.shape for leaf in self.batch]  # as tried
+        self.shapes: Sequence[tf.TensorShape] = [leaf.shape for leaf in self.batch]
         self.real = known_values(self.batch) if self.batch else None
-        self.made_up_too = False  # see `learn_values`
-        self.reads_before = False  # whether what is assigned is read again as it was before
-        self._slices: dict[tuple[bool, bool], list[Trace]] = {}  # see `two_and_both`
+        self.also_synthetic = False  # see `learn_values`
+        self.reads_before = False  # whether variables keep their old values when they are assigned
+        self._slices: dict[tuple[bool, bool], list[Trace]] = {}  # see `slice_traces`
         self._noise: dict[tuple, tf.Tensor] = {}  # see `PerturbedScope`
-        self.values = [Values() for _ in self.batch]  # that arguments have
-        self.failure = ""  # why it could not be traced the last time
+        self.values = [Values() for _ in self.batch]  # of each argument
+        self.failure = ""  # why the last trace failed
 
     def trace(
         self,
@@ -117,12 +115,12 @@ class Tracer:
 
         Args:
             size: number of examples.
-            rows: what is drawn are these rows of a larger batch's draw.
-            known: of those draws.
+            rows: draw these rows of a larger batch's random numbers.
+            known: analysis of those draws.
             states: variables whose values are inputs.
-            nudged: {place of a draw: its shape}, of draws that `run` can nudge.
+            nudged: {number of a draw: its shape}, of the draws that `run` can nudge.
             backward: return the gradients of layers' outputs and of weights, too.
-            sparse: note `num_rows`.
+            sparse: set `num_rows`.
 
         Raises:
             InputError: the function assigns a `tf.Variable`.
@@ -136,11 +134,11 @@ class Tracer:
             with tf.device("/cpu:0"), PerturbedScope(own, self._noise, self.reads_before) as scope:
                 watch = Observer(trace, scope, dict(zip(nudged, nudges, strict=True)))
                 for layer in self.layers:
-                    watch.attributes.note(layer)
+                    watch.attributes.save(layer)
                 drawing = tf_internals.patch_draws(watch.draw)
                 if rows is not None:
                     drawing = ReplicaRng(rows, known).drawing()
-                with watch.watching(), drawing:
+                with watch.recording(), drawing:
                     result = self.fn(*tf.nest.pack_sequence_as(self.structure, leaves))
                     scope.close(size)
                     if sparse:
@@ -157,13 +155,17 @@ class Tracer:
         _read_nodes(trace)
         return trace
 
-    def two_and_both(
+    def slice_traces(
         self, few: Trace, draws: Sequence[DrawInfo] | None, backward: bool = False
     ) -> list[Trace]:
-        """Return traces of two slices, and of the batch that they make, made once: they draw alike.
+        """Return traces of two slices, and of the batch of both, with the same random numbers.
 
-        `few` is the trace of the first slice's size; the values of its states are inputs. Backward
-        passes are traced if they are asked for or the function has gradients of its own.
+        They are traced once.
+
+        Args:
+            few: trace of the first slice's size; the values of its states are inputs.
+            draws: analysis of its draws.
+            backward: trace backward passes, too; so are those of custom gradients.
         """
         backward = backward or few.custom_gradients
         key = backward, self.reads_before
@@ -181,21 +183,20 @@ class Tracer:
         return self._slices[key]
 
     def size_of_batch(self, otherwise: int) -> int:
-        """Return how many examples the batch has, if that is known and they are soon computed."""
+        """Return the number of examples of a batch that is known and small, else `otherwise`."""
         shapes = [leaf.shape for leaf in self.real or self.batch]
         known = shapes[0][0] if shapes and shapes[0].rank else None
         sizes = [shape.num_elements() or _MOST_ELEMENTS for shape in shapes]
         return known if known and sum(sizes) < _MOST_ELEMENTS else otherwise
 
     def examples(self, size: int, seed: int = 0) -> list[Any]:
-        """Return inputs for so many examples: real ones, or made up where only types are known.
+        """Return inputs for so many examples: real ones if they are known, else synthetic ones.
 
-        Where there are real ones those of other pairs of seeds are made up, if the function takes
-        them: the first examples of a data set may be all alike. Those of an odd seed have values
-        that the function treats otherwise than others, if it does.
+        With `also_synthetic` every other pair of seeds gives synthetic ones: the first examples of
+        a data set may be all alike. Odd seeds include the special values of the arguments.
         """
         random = np.random.default_rng(seed)
-        if self.real and not (self.made_up_too and seed // 2 % 2):
+        if self.real and not (self.also_synthetic and seed // 2 % 2):
             rows = random.permutation(np.resize(np.arange(len(self.real[0])), size))
             found = [tf.gather(x, rows) for x in self.real]
         else:
@@ -204,12 +205,12 @@ class Tracer:
         return self.with_special(found, random) if seed % 2 else found
 
     def with_special(self, inputs: Sequence[Any], random: np.random.Generator) -> list[Any]:
-        """Return inputs some of which are values that the function treats otherwise."""
+        """Return inputs with some numbers replaced by special values of the arguments."""
         pairs = zip(inputs, self.values, strict=True)
         return [with_special(x, own.special, random) for x, own in pairs]
 
     def learn_values(self, few: Trace) -> None:
-        """Find out which values the function takes, and which of them it treats otherwise."""
+        """Set `values`: which values the function accepts, and which it may treat specially."""
 
         def runs(seed: int) -> bool:
             try:
@@ -230,9 +231,9 @@ class Tracer:
                 own.tokens = 2
             special = [v for v in own.special if takes(place, Values(own.tokens, [v]))]
             self.values[place] = Values(own.tokens, special)
-        if self.real and not few.effects and (few.states or few.left or few.adding):
-            self.made_up_too = True
-            self.made_up_too = runs(seed=2)
+        if self.real and not few.effects and (few.states or few.attributes or few.loss_layers):
+            self.also_synthetic = True
+            self.also_synthetic = runs(seed=2)
 
     def _specs(self, size: int) -> list[tf.TypeSpec]:
         pairs = zip(self.batch, self.shapes, strict=True)
@@ -246,18 +247,18 @@ def run(
 
     Args:
         trace: of a function.
-        inputs: as `Tracer.examples` gives them.
-        states: values of the variables that are inputs; those that they have, if there are none.
-        nudges: for each draw that can be nudged an array of its shape: which numbers are replaced
-            by about the largest that can be drawn (1) or the least (-1).
+        inputs: from `Tracer.examples`.
+        states: values of the variables that are inputs; () for their current values.
+        nudges: for each nudged draw an array of its shape: 1 replaces a number by about the largest
+            that can be drawn, -1 by the least, 0 keeps it.
 
     Returns:
-        "rows": float64 [size, D], what the function returns of each example, and leaves of it;
-        "states": the values that it assigns; "added": for each of `trace.adding` the loss, a
-        scalar, and "alone", whether each of its rows enters that row only of what is returned;
-        "left": the tensors in `trace.left`, 0 for those that are not dense; "layers": for each of
-        `trace.layers` float64 [size, D]; if traced backward, "gradients" like them, and "weights",
-        the gradient of each of `trace.weights`.
+        "rows": float64 [size, D], the results and attributes of each example; "states": the values
+        that it assigns; "added": for each of `trace.loss_layers` the loss, a scalar, and "alone",
+        whether each of its rows affects that row only of the results; "attributes": the tensors in
+        `trace.attributes`, 0 for those that are not dense; "layers": for each of `trace.layers`
+        float64 [size, D]; if traced backward, "gradients" like them, and "weights", the gradient of
+        each of `trace.weights`.
     """
     if trace.effects:
         raise RuntimeError(f"it cannot be tried without effects ({', '.join(trace.effects)})")
@@ -272,14 +273,14 @@ def run(
 
 
 def _with_known_shape(x: Any, spec: tf.TypeSpec) -> Any:
-    """Return an input of a trace; of sparse ones not even the number of examples would be known."""
+    # TensorFlow knows no dimension of a sparse argument, not even the number of examples.
     if isinstance(x, tf.SparseTensor):
         return tf.SparseTensor(x.indices, x.values, tf.constant(spec.shape.as_list(), tf.int64))
     return x
 
 
 def _read_nodes(trace: Trace) -> None:
-    """Set what a trace's graph and the functions that it calls tell; refuse assignments."""
+    """Set the fields of a trace that its ops show; raise InputError for assignments."""
     definition = trace.function.graph.as_graph_def()
     nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
     trace.ops = [(node.name, node.op) for node in nodes]
@@ -289,7 +290,8 @@ def _read_nodes(trace: Trace) -> None:
         trace.in_16_bits |= op == "Cast" and attr["DstT"].type in (tf.bfloat16, tf.float16)
         trace.squeezes |= op == "Squeeze" and not attr["squeeze_dims"].list.i
     trace.effects = []
-    for kind, name in sorted({(kind, name) for name, kind in trace.ops if KEPT not in name}):
+    ops = {(kind, name) for name, kind in trace.ops if STAND_IN_WRITES not in name}
+    for kind, name in sorted(ops):
         if _HARMLESS.match(kind) or not tf_internals.is_stateful(kind):
             continue
         if _ASSIGNMENT.match(kind):

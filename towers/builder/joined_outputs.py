@@ -1,8 +1,8 @@
-"""The loss of the outputs: towers' outputs are joined, and a tape over them leads back to towers.
+"""Joins the towers' outputs so that a tape around `concat` can go back to the towers.
 
-TensorFlow's own tape would make the ops of the backward pass without a device, and knows nothing of
-what towers exchange. To a tape all towers are one op here, whose gradient runs on each tower's
-device and is gathered by `add_n`.
+TensorFlow's own tape would create the ops of the backward pass without devices and without the
+exchanges between towers. So a tape sees all towers as one op, whose gradient runs on each tower's
+device and is summed by `add_n`.
 """
 
 import contextlib
@@ -30,41 +30,41 @@ from towers.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class TowerGradients:
-    """The gradients of one way back through towers that were joined."""
+    """The gradients of one backward pass through the joined towers."""
 
     counts: Sequence[tf.Tensor]  # of each tower's examples
-    # (what each tower waits for, what it has then) forward and backward; none of a batch in parts.
+    # (each tower's inputs, its outputs) forward and backward; empty for a batch in parts.
     phases: Sequence[tuple[Sequence[Any], Sequence[Any]]]
-    of_towers: Sequence[Sequence[Any]]  # the gradients of variables, of each tower
+    of_towers: Sequence[Sequence[Any]]  # each tower's gradients of the variables
     gathered: Sequence[Any]  # their sums
 
 
 @dataclasses.dataclass
 class Passes:
-    """A record of what `concat` did in a step while that was traced."""
+    """A record of the passes of `concat` while a step is traced."""
 
     # {id of a Keras variable: (its `tf.Variable`, the value before the first assignment)}.
     before: dict[int, tuple[tf.Variable, tf.Tensor]] = dataclasses.field(default_factory=dict)
-    gradients: TowerGradients | None = None  # the last ones, None if nothing has gone back
+    gradients: TowerGradients | None = None  # of the last backward pass
 
 
 def concat(
     builder: Any, forward: Callable, fn: Callable, batch: Sequence[Any],
     passes: Passes | None = None,
 ) -> Any:  # fmt: skip
-    """Join the results of `fn` for each slice of `batch`; tapes can go back through it.
+    """Return the results of `fn` for the slices of `batch`, joined; tapes can go back through it.
 
     Args:
         builder: the `TowerBuilder`.
         forward: its `Forward`.
         fn: the towers' function.
         batch: its arguments.
-        passes: records what is done, if given.
+        passes: gets a record of the passes, if given.
     """
     if is_split(batch) and tf_internals.is_recording():
         return _as_one_op(builder, forward, fn, batch, passes)
     if is_split(batch):
-        builder.try_out(builder.rehearse(fn, *batch, num_slices=len(builder.devices)))
+        builder.check_exactness(builder.analyze(fn, *batch, num_slices=len(builder.devices)))
     slices = occupied(builder.split(batch, never_empty=True))
     before = passes.before if passes else None
     results = call_copies(builder, fn, slices, batch, to_join=True, before=before)
@@ -75,49 +75,49 @@ def concat(
 def _as_one_op(
     builder: Any, forward: Callable, fn: Callable, batch: Sequence[Any], passes: Passes | None
 ) -> Any:
-    """Do what `concat` does under a tape.
+    """Return the joined results as one op for tapes.
 
-    A batch that is taken in several parts goes forward twice: for the outputs, of which alone a
-    loss can be made, and again, part by part, when their gradient is known.
+    A batch in several parts goes forward twice: for the outputs, from which the loss is computed,
+    and again, part by part, when the outputs' gradient is known.
     """
-    found = builder.rehearse(fn, *batch)
-    if found.few and found.against_joining:
+    analysis = builder.analyze(fn, *batch)
+    if analysis.trace and analysis.unjoinable_reason:
         raise InputError(
             f"what the towers' function returns cannot be joined along the batch: "
-            f"{found.against_joining}; compute that from the joined outputs"
+            f"{analysis.unjoinable_reason}; compute that from the joined outputs"
         )
-    builder.try_out(found)
-    fn, sides = tf_internals.converted_as_here(fn), found.side_outputs
+    builder.check_exactness(analysis)
+    fn, side_outputs = tf_internals.converted_as_here(fn), analysis.side_outputs
     leaves = tf.nest.flatten(batch)
     dense = [i for i, x in enumerate(leaves) if isinstance(x, tf.Tensor) and x.dtype.is_floating]
     watched = [i for i in dense if tf_internals.is_recording([leaves[i]])]
     slices = rounds(builder.split(batch, builder.accumulate_steps, True), len(builder.devices))
-    parts = [_Part(builder, forward, fn, own, found, watched) for own in slices]
+    parts = [_Part(builder, forward, fn, own, analysis, watched) for own in slices]
     captured: list[tf.Tensor] = []
     while True:
         try:
             results = [result for part in parts for result in part.forward()]
             break
         except _CapturedError as error:
-            # A tape must watch these before they are used: what was made is dropped.
+            # A tape must watch these before they are used: the passes are traced again.
             captured += error.tensors
             for part in parts:
                 part.captured = captured
     outputs = [values for part in parts for values in part.outputs]
     scopes = [scope for part in parts for scope in part.replicas.scopes]
     changed = assigned(scopes)
-    # Where what goes forward again, by itself or in tf.recompute_grad, begins.
+    # A second forward pass, as in tf.recompute_grad, begins with the states before the first.
     states = {id(variable): tf.identity(variable.value) for variable in changed}
     for variable in changed if passes else ():
         passes.before.setdefault(id(variable), (variable.value, states[id(variable)]))
     for part in parts:
         part.states = states
-    assign(builder, scopes, found.policies)
+    assign(builder, scopes, analysis.policies)
     if builder.jit_compile and any(scope.overwritten for scope in scopes):
-        builder.tell([diagnostics.FLOAT8_BY_XLA])
+        builder.warn([diagnostics.FLOAT8_BY_XLA])
     reads = [item for part in parts for own in part.reads for item in own.items()]
     variables = [variable for variable, _ in dict(reads).values()]
-    whole_ones = [*captured, *variables]  # each tower takes all of them
+    unsplit = [*captured, *variables]  # each tower reads all of them
 
     @attributes.joins_towers
     def backward(*upstream: tf.Tensor) -> list[Any]:
@@ -133,16 +133,16 @@ def _as_one_op(
                 if len(parts) > 1:
                     with tf_internals.keep_losses():
                         part.forward()
-                of_slices = part.backward(rows, whole_ones)
+                of_slices = part.backward(rows, unsplit)
             of_inputs += [inputs for inputs, _ in of_slices]
             sums = gather.add_to(sums, [own for _, own in of_slices], gather_plan(builder))
         with tf.name_scope("gather"):
             with tf.device(builder.gather_device):
                 inputs = [gather.join(rows) for rows in zip(*of_inputs, strict=True)]
-            of_whole = gather.reduce_to(sums, gather_plan(builder, whole_ones))
-        ended = [scope for part in parts for scope in part.replicas.scopes]
+            of_unsplit = gather.reduce_to(sums, gather_plan(builder, unsplit))
+        last_scopes = [scope for part in parts for scope in part.replicas.scopes]
         with tf.device(builder.gather_device), tf.name_scope("gather"):
-            gradients = inputs + with_new_values(of_whole, whole_ones, ended)
+            gradients = inputs + with_new_values(of_unsplit, unsplit, last_scopes)
         if passes:
             of_towers = [own[len(captured) :] for own in sums]
             gathered = gradients[len(gradients) - len(variables) :]
@@ -156,38 +156,38 @@ def _as_one_op(
             passes.gradients = TowerGradients(counts, phases, of_towers, gathered)
         if len(parts) == 1:
             return gradients
-        # Grappler drops edges that keep an update behind the last part's reads of a variable.
+        # Grappler drops control edges that delay an update until the last part has read a variable.
         with tf.control_dependencies(gather.tensors(gradients)):
             return [gather.map_values(tf.identity, gradient) for gradient in gradients]
 
     with tf.device(builder.gather_device), tf.name_scope("gather"):
         with tf.control_dependencies(_checks_of_shapes(outputs)):
             whole = gather.map_towers(gather.join, results)
-        sources = [leaves[i] for i in watched] + whole_ones
+        sources = [leaves[i] for i in watched] + unsplit
         values = tf_internals.record_as_one_op("Towers", _values(whole), sources, backward)
-        (whole, left), added = _with_values(whole, values)
-        sides.leave(left, leaves)
+        (whole, sides), added = _with_values(whole, values)
+        side_outputs.assign(sides, leaves)
         added_losses.add_to_layers(scopes[0], added)
         return whole
 
 
 class _Part:
-    """A part of the batch, one slice for each tower: forward, and backward through that."""
+    """A part of the batch, one slice for each tower, with its forward and backward pass."""
 
     def __init__(
         self, builder: Any, forward: Callable, fn: Callable, slices: Sequence[Slice],
-        found: FunctionAnalysis, watched: Sequence[int],
+        analysis: FunctionAnalysis, watched: Sequence[int],
     ):  # fmt: skip
         self.builder, self.make_pass, self.fn, self.slices = builder, forward, fn, slices
-        self.found, self.watched = found, watched  # leaves that have gradients
-        self.captured: Sequence[tf.Tensor] = ()  # that are no arguments, and have gradients
+        self.analysis, self.watched = analysis, watched  # numbers of leaves that have gradients
+        self.captured: Sequence[tf.Tensor] = ()  # other tensors that have gradients
         self.states: dict[int, tf.Tensor] = {}  # {id of a variable: what towers read in its place}
 
     def forward(self) -> list[Any]:
-        """Return for each slice what the function returns, and the losses that layers add."""
-        found = self.found
-        self.replicas = Replicas(self.builder, self.slices, found, self.states, found.added)
-        self.reads: list[dict[int, tuple]] = []  # {id of a variable: itself, what a tape knows}
+        """Return for each slice the function's result and the losses that layers add."""
+        added = self.analysis.added
+        self.replicas = Replicas(self.builder, self.slices, self.analysis, self.states, added)
+        self.reads: list[dict[int, tuple]] = []  # {id of a variable: (it, the tensor on the tape)}
         self.inputs: list[list[tf.Tensor]] = []
         self.passes = self.builder.run(self._forward, self.replicas)
         self.outputs = [_values(own.results) for own in self.passes]
@@ -207,7 +207,7 @@ class _Part:
                 result = replica.compiled(
                     lambda: (replica.call(self.fn), replica.added_losses()), on_read
                 )
-                return replica.kept(result)
+                return replica.unpadded(result)
 
         forward = self.make_pass(replica, call)
         if not replica.by_xla:
@@ -219,7 +219,7 @@ class _Part:
     def backward(
         self, upstream: Sequence[Sequence[tf.Tensor]], variables: Sequence[Any]
     ) -> list[tuple[list, list]]:
-        """Return for each slice the gradients of its inputs, and of variables, tensors too."""
+        """Return for each slice the gradients of its inputs and of `variables`."""
 
         def back(replica: ReplicaContext) -> tuple[list, list]:
             i, replica.own = replica.tower, self.states
@@ -227,7 +227,7 @@ class _Part:
             found = self.passes[i].backward(self.outputs[i], upstream[i], [*inputs, *own])
             of_variables = replica.zero_if_empty(found[len(inputs) :])
             of_inputs = [
-                replica.kept(tf.zeros_like(x) if g is None else g)
+                replica.unpadded(tf.zeros_like(x) if g is None else g)
                 for x, g in zip(inputs, found, strict=False)
             ]
             return of_inputs, replica.gradients(of_variables, variables)
@@ -245,7 +245,7 @@ class _CapturedError(Exception):
 def _no_captures(known: Sequence[Any]) -> Iterator[None]:
     """Raise _CapturedError if the block uses other watched tensors from outside than `known`.
 
-    To the tape around the towers they would be nothing: a wrong gradient, and no word.
+    The tape around the towers would silently ignore them: a wrong gradient.
     """
     known_ids = {id(x) for x in tf.nest.flatten(list(known), expand_composites=True)}
     graph = tf.compat.v1.get_default_graph()
@@ -263,7 +263,7 @@ def _no_captures(known: Sequence[Any]) -> Iterator[None]:
 
 
 def _checks_of_shapes(outputs: Sequence[Sequence[tf.Tensor]]) -> list[tf.Operation]:
-    """Return ops that check that outputs of slices differ in axis 0 alone; check what is known."""
+    """Check that slices' outputs differ in axis 0 alone; return ops that check unknown shapes."""
     message = (
         "towers return outputs of several shapes, which cannot be joined along the batch: an axis "
         "depends on the examples of a slice, as by to_tensor() of ragged rows; give it a fixed size"
@@ -276,11 +276,11 @@ def _checks_of_shapes(outputs: Sequence[Sequence[tf.Tensor]]) -> list[tf.Operati
             if not first.shape[1:].is_fully_defined():
                 sizes = tf.shape(first)[1:], tf.shape(other)[1:]
                 checks.append(tf.debugging.assert_equal(*sizes, message))
-    return [check for check in checks if check is not None]  # None of what is known to be equal
+    return [check for check in checks if check is not None]  # None: statically equal
 
 
 def _values(structure: Any) -> list[tf.Tensor]:
-    """Return the floating-point tensors in a structure, the values of leaves that are not dense."""
+    # The floating-point tensors in a structure, of sparse and ragged leaves the values.
     found = map(_value, tf.nest.flatten(structure))
     return [value for value in found if value is not None and value.dtype.is_floating]
 

@@ -1,4 +1,4 @@
-"""A loss function in a tower: its sum over the slice, and the checks of it and its variables."""
+"""The loss function of a tower: the sum over its slice, and checks of losses and variables."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -23,20 +23,20 @@ _NO_LOSSES = (
 
 @dataclasses.dataclass(frozen=True)
 class TowerSums:
-    """Each tower's sums over its examples; towers without any, the last ones, may be missing."""
+    """Each tower's sums over its examples; the last towers are missing if they have none."""
 
     losses: list[tf.Tensor]  # sums, scalars
-    counts: list[Any]  # numbers of examples, scalar tensors if they are not known
-    gradients: list[list[Any]]  # of each tower a list like the variables: sums
+    counts: list[Any]  # numbers of examples, scalar tensors where unknown
+    gradients: list[list[Any]]  # sums: for each tower a list like the variables
     scopes: list[ReplicaScope]  # what the towers assigned
-    policies: dict[int, str]  # how these values make one, see `merging.assign_once`
-    outputs: list[Any]  # what else `loss_fn` returned for each slice, in their order
+    policies: dict[int, str]  # how to aggregate it, see `variable_aggregation.assign_once`
+    outputs: list[Any]  # the other results of `loss_fn` for each slice, in order
 
 
 def summed(loss_fn: Callable, part: Slice) -> Callable:
-    """Return a function of a slice's batch to (sum of losses, number of examples, other outputs).
+    """Return a function from a slice's batch to (sum of losses, number of examples, outputs).
 
-    The outputs are what `loss_fn` returns beside the losses, () if there is nothing.
+    The outputs are those that `loss_fn` returns after the losses, () if none.
     """
     loss_fn = tf_internals.converted_as_here(loss_fn)
 
@@ -58,7 +58,7 @@ def summed(loss_fn: Callable, part: Slice) -> Callable:
 def gradients_of_sum(forward: Any, variables: Sequence[tf.Variable]) -> list[Any]:
     """Return the gradients of a slice's sum of losses, from a `tower.Forward`.
 
-    What float8 keeps of the gradients of outputs is of the mean over all examples.
+    Scales of float8 need the gradient of the mean: it is taken, then multiplied back to the sum.
     """
     replica = forward.replica
     overwritten, rows, loss = replica.scope.overwritten, replica.part.rows, forward.results[0][0]
@@ -72,15 +72,13 @@ def gradients_of_sum(forward: Any, variables: Sequence[tf.Variable]) -> list[Any
     ]
 
 
-def checked(found: FunctionAnalysis) -> FunctionAnalysis:
-    """Raise InputError if a loss function is known to give no row for each example."""
-    if found.by_example is False:
+def check_by_example(analysis: FunctionAnalysis) -> None:
+    """Raise InputError if a loss function is known to return no row for each example."""
+    if analysis.by_example is False:
         raise InputError(_NO_LOSSES.format("another shape"))
-    return found
 
 
 def _checked(losses: Any, part: Slice) -> tf.Tensor:
-    """Return `losses` as a tensor [b], in float32 at least."""
     losses = tf.convert_to_tensor(losses)
     if not losses.dtype.is_floating:
         raise InputError(
@@ -101,7 +99,7 @@ def _checked(losses: Any, part: Slice) -> tf.Tensor:
 def variables_and_copies(
     variables: Sequence[Any], tower: int
 ) -> tuple[list[tf.Variable], dict[int, tf.Variable]]:
-    """Return the variables that a tower reads, and {id of what `loss_fn` uses: its own copy}."""
+    """Return the variables that a tower reads, and {id of a `loss_fn` variable: its own copy}."""
     own = []
     for variable in variables:
         variable = variable.values[tower] if isinstance(variable, PerTower) else variable
@@ -116,12 +114,12 @@ def variables_and_copies(
 
 
 def masters_of(variables: Sequence[Any]) -> list[tf.Variable]:
-    """Return the variables that the first tower reads."""
+    """Return the `tf.Variable`s that the first tower reads: of copies, the first."""
     return variables_and_copies(variables, 0)[0]
 
 
 def gather_plan(builder: Any, variables: Sequence[Any] = ()) -> GatherPlan:
-    """Return where a builder gathers gradients of these variables, or tensors."""
+    """Return where a builder gathers the gradients of these variables or tensors."""
     of_variables, home = None, builder.gather_device
     if builder.gather_at_variables:
         of_variables = [

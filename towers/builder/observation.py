@@ -18,8 +18,8 @@ from towers.builder.rng import SEEN
 from towers.builder.variable_aggregation import policy_of
 
 _MOST_NOISY = 2**22  # elements of a weight: noise takes time
-_UPSTREAM = 1e3  # the gradient of what is returned: a clip that is there is seen
-_NOISE = 0.1  # is added to weights: a zero would hide what a layer does
+_UPSTREAM = 1e3  # the gradient of the results: large enough to be clipped if anything clips
+_NOISE = 0.1  # is added to weights: a zero would hide what a layer computes
 
 
 class PerturbedScope(ReplicaScope):
@@ -30,14 +30,14 @@ class PerturbedScope(ReplicaScope):
 
         Args:
             own: {id of a Keras variable: what is read in its place}.
-            noise: {(shape, type, seed): what is added to weights}; it grows.
-            reads_before: whether what is assigned is read again as it was before.
+            noise: cache of the noise, {(shape, type, seed): tensor}.
+            reads_before: whether variables keep their old values when they are assigned.
         """
         super().__init__(own, "/cpu:0")
         self.noise, self.reads_before = noise, reads_before
         self.paths: list[str] = []  # of weights
-        self.weights: dict[int, tf.Tensor] = {}  # {id of a weight's `tf.Variable`: what is read}
-        self.read_again: dict[int, str] = {}  # {id: path} of what is read after it was assigned
+        self.weights: dict[int, tf.Tensor] = {}  # {id of a weight's `tf.Variable`: its noisy value}
+        self.read_again: dict[int, str] = {}  # {id: path} of variables read after an assignment
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """Return a variable's value; Keras calls this."""
@@ -66,20 +66,20 @@ class PerturbedScope(ReplicaScope):
 
 
 class Observer:
-    """Records what a function draws, what its layers return, and the losses that they add."""
+    """Records a function's random draws, its layers' outputs, and the losses that they add."""
 
     def __init__(self, trace: Any, scope: PerturbedScope, nudges: Mapping[int, tf.Tensor]):
-        """Set the trace that is filled, the scope that it runs in, and {place: nudge} of draws."""
+        """Set the trace to fill, the scope of the run, and {number of a draw: nudge}."""
         self.trace, self.scope, self.nudges = trace, scope, nudges
-        self.calls: list[str] = []  # of layers, that are under way
+        self.calls: list[str] = []  # stack of layers
         self.outputs: list[tf.Tensor] = []
-        # For each loss that a layer adds its sum, and what stands in its place.
+        # For each loss that a layer adds its sum, and the zeros that replace it.
         self.added: list[tuple[tf.Tensor, tf.Tensor]] = []
-        self.attributes = Attributes()  # as they were before the function was called
+        self.attributes = Attributes()  # before the call
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch what is called in the block, and restore what it leaves in attributes."""
+    def recording(self) -> Iterator[None]:
+        """Record the calls in the block; restore attributes at its end."""
         with (
             tf_internals.inline_functions(),
             tf_internals.recording_restarted(),
@@ -94,7 +94,7 @@ class Observer:
                 self.attributes.restore(self.attributes.changed())
 
     def draw(self, op_name: str, /, shape: Any, **arguments: Any) -> tf.Tensor:
-        """Draw by one of TensorFlow's ops."""
+        """Draw by one of TensorFlow's ops; apply the draw's nudge."""
         arguments.pop("name", None)
         with tf.name_scope(SEEN):
             drawn = tf_internals.draw_op(op_name)(shape, **arguments)
@@ -108,13 +108,13 @@ class Observer:
 
     def _make_add_loss(self, before: Callable) -> Callable:
         def add_loss(layer: keras.Layer, loss: Any) -> None:
-            # It joins many examples: the losses of each are looked at without it.
+            # The losses of examples are compared without it, since it depends on many examples.
             losses = tf.nest.flatten(loss)
             zeros = [tf.zeros_like(own) for own in losses]
             if not self.scope.is_inside():
                 for own, zero in zip(losses, zeros, strict=True):
                     self.added.append((tf.cast(tf.reduce_sum(own), tf.float64), zero))
-                    self.trace.adding.append(layer.path or layer.name)
+                    self.trace.loss_layers.append(layer.path or layer.name)
                     self.trace.added_by_example.append(_is_by_example(own, self.trace.size))
             before(layer, zeros)
 
@@ -122,7 +122,7 @@ class Observer:
 
     def _make_call(self, before: Callable) -> Callable:
         def call(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
-            self.attributes.note(layer)
+            self.attributes.save(layer)
             self.calls.append(layer.path or layer.name)
             try:
                 result = before(layer, *args, **kwargs)
@@ -148,7 +148,7 @@ class Observer:
 
         found = {}
         for key, weight in self.scope.weights.items():
-            # Only the step that makes it sparse is taken back: the whole way costs a backward pass.
+            # Only the gather is differentiated: the whole way would cost a backward pass.
             if values := list(gathered(weight)):
                 (gradient,) = tf.gradients(values, [weight])
                 if isinstance(gradient, tf.IndexedSlices):
@@ -156,35 +156,35 @@ class Observer:
         return found
 
     def outcome(self, inputs: Any, result: Any, backward: bool) -> dict[str, Any]:
-        """Return the results that `tracing.run` gives for inputs, as tensors."""
+        """Return the results of `instrumentation.run` as tensors."""
         trace, scope, values = self.trace, self.scope, []
         batch = {x.op.name for x in tf.nest.flatten(inputs, expand_composites=True)}
         for variable, value in scope.updates.values():
-            told = policy_of(variable) is not None or id(variable) in scope.averages
-            if variable.name != SEED_STATE and not told:
+            known = policy_of(variable) is not None or id(variable) in scope.averages
+            if variable.name != SEED_STATE and not known:
                 trace.states.append(variable)
                 values.append(tf.convert_to_tensor(value))
-        trace.apart = [_is_apart(value, batch) for value in values]
-        apart = {v.path: own for v, own in zip(trace.states, trace.apart, strict=True)}
-        trace.read_again = sorted(scope.read_again.values(), key=lambda path: apart.get(path, True))
+        trace.data_independent = [_is_data_independent(value, batch) for value in values]
+        last = dict(zip([v.path for v in trace.states], trace.data_independent, strict=True))
+        trace.read_again = sorted(scope.read_again.values(), key=lambda path: last.get(path, True))
 
         size, returned = trace.size, tf.nest.flatten(result)
-        trace.left = self.attributes.changed()
-        left = tensors_at(trace.left)
-        trace.shapes_left = [list(x.shape) if isinstance(x, tf.Tensor) else None for x in left]
+        trace.attributes = self.attributes.changed()
+        held = tensors_at(trace.attributes)
+        trace.attribute_shapes = [list(x.shape) if isinstance(x, tf.Tensor) else None for x in held]
         unknown = [
             x for x in returned if isinstance(x, tf.Tensor) and not x.shape.is_fully_defined()
         ]
         leaves = [x for x in returned if _is_by_example(x, size)]
         trace.by_example = bool(leaves) or (None if unknown else False)
         trace.shapes = [getattr(x, "shape", None) for x in returned]
-        trace.strays = [
+        trace.not_by_example = [
             isinstance(x, tf.Tensor)
             and x.shape.rank is not None
             and (not x.shape.rank or x.shape[0] not in (None, size))
             for x in returned
         ]
-        leaves += [x for x in left if _is_by_example(x, size)]
+        leaves += [x for x in held if _is_by_example(x, size)]
         rows = [_rows(x, size) for x in leaves] or [tf.zeros([size, 0], tf.float64)]
         alone = [
             _is_alone(zero, rows[0]) if by_example else tf.constant(False)
@@ -192,8 +192,8 @@ class Observer:
         ]
         gradients, weights = [], []
         if backward:
-            upstream = [_UPSTREAM * tf.stop_gradient(tf.cos(own)) for own in rows]  # unlike
-            # A gradient that is a new value is no sum, and towers take it for none.
+            upstream = [_UPSTREAM * tf.stop_gradient(tf.cos(own)) for own in rows]  # all different
+            # A gradient that is a new value is not summed over towers.
             weights = [
                 (path, weight)
                 for path, (key, weight) in zip(scope.paths, scope.weights.items(), strict=True)
@@ -209,7 +209,7 @@ class Observer:
             "states": values,
             "added": [loss for loss, _ in self.added],
             "alone": alone,
-            "left": [leaf if isinstance(leaf, tf.Tensor) else tf.zeros([]) for leaf in left],
+            "attributes": [leaf if isinstance(leaf, tf.Tensor) else tf.zeros([]) for leaf in held],
             "weights": [tf.cast(tf.convert_to_tensor(leaf), tf.float64) for leaf in weights],
             "layers": [_rows(leaf, size) for leaf in self.outputs],
             "gradients": [_rows(tf.convert_to_tensor(leaf), size) for leaf in gradients],
@@ -217,7 +217,7 @@ class Observer:
 
 
 def _without_training(call: Callable) -> Callable:
-    """Return a BatchNorm layer's `call` that normalises by what it has saved."""
+    """Return a BatchNorm layer's `call` that normalises by the moving averages."""
 
     def without_training(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         if tf_internals.has_own_moments(layer):  # which nobody exchanges
@@ -235,8 +235,8 @@ def _saved_moments(_: Callable) -> Callable:
     )
 
 
-def _is_apart(value: tf.Tensor, batch: Collection[str]) -> bool:
-    """Return whether a value depends on no draw, and on no output of the ops in `batch`."""
+def _is_data_independent(value: tf.Tensor, batch: Collection[str]) -> bool:
+    """Return whether a value depends on no random op and on no op in `batch`."""
     found, waiting = {value.op.name}, [value.op]
     while waiting:
         op = waiting.pop()
@@ -255,7 +255,7 @@ def _is_apart(value: tf.Tensor, batch: Collection[str]) -> bool:
 
 
 def _range_of(name: str, drawn: tf.Tensor, arguments: Mapping[str, Any]) -> tuple:
-    """Return about the least and the most that an op draws."""
+    """Return about the least and the largest number that an op draws."""
     if "uniform_int" in name:
         least = tf.cast(arguments["minval"], drawn.dtype)
         return least, tf.cast(arguments["maxval"], drawn.dtype) - tf.cast(1, drawn.dtype)
@@ -265,14 +265,14 @@ def _range_of(name: str, drawn: tf.Tensor, arguments: Mapping[str, Any]) -> tupl
 
 
 def _is_by_example(leaf: Any, size: int) -> bool:
-    """Return whether something is a tensor of numbers with a row for each example."""
+    """Return whether `leaf` is a tensor of numbers with a row for each example."""
     if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank or leaf.shape[0] != size:
         return False
     return leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool
 
 
 def _is_alone(loss: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    """Return whether the first returned row uses the first row of a loss [size, ...] alone."""
+    """Return whether the first row of results uses the first row of a loss [size, ...] alone."""
     (gradient,) = tf.gradients(rows[0], loss)
     if gradient is None:
         return tf.constant(False)

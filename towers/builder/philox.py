@@ -1,10 +1,8 @@
-"""Random numbers, drawn otherwise than TensorFlow draws them, and yet the same.
+"""Reimplements TensorFlow's stateless random ops, with the same numbers.
 
-* By XLA. It and TensorFlow's own kernels count with Philox and get the same bits, but make other
-  numbers of them. Here the numbers are made from the bits as the kernels do it: uniform ones are
-  the same to the last bit, normal ones up to the rounding of log, sin and cos. It is what a
-  compiled tower draws with.
-* On a GPU, where key and counter are made on it, and not on the host.
+* For XLA, which converts the bits of Philox to other numbers than TensorFlow's kernels do. Uniform
+  numbers are equal to the last bit, normal ones up to the rounding of log, sin and cos.
+* For GPUs: key and counter are computed on the GPU, not on the host.
 """
 
 import math
@@ -26,9 +24,8 @@ _NARROW = {
 def key_and_counter(seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
     """Return the key, uint64 `[1]`, and the counter, uint64 `[2]`, of a seed of integers `[2]`.
 
-    They are those of TensorFlow's StatelessRandomGetKeyCounter, made on the device. A GPU's kernel
-    of that op has all of its arguments in the host's memory, though the seed comes from the device,
-    and the draws want key and counter there: the host would wait for the GPU.
+    They equal those of TensorFlow's StatelessRandomGetKeyCounter. A GPU's kernel of that op has its
+    arguments in the host's memory, while seed and draws are on the GPU: the host would wait.
     """
     words = tf.raw_ops.StatelessRandomUniformFullIntV2(
         shape=[2, 2], key=[_KEY_OF_SEEDS], counter=tf.cast(seed, tf.uint64), alg=PHILOX,

@@ -1,4 +1,4 @@
-"""Records what a tower assigns to Keras variables; `merging` assigns it, once a step."""
+"""Records a tower's assignments to Keras variables; `variable_aggregation` makes them."""
 
 import contextlib
 import dataclasses
@@ -15,21 +15,18 @@ from towers.errors import InputError
 # A graph holds no variable by itself: stand-ins live as long as the graph that uses them.
 _STAND_INS: MutableMapping[tf.Graph, list[tf.Variable]] = weakref.WeakKeyDictionary()
 SEED_STATE = "seed_generator_state"  # as Keras names it; it follows no example
-KEPT = "keep_in_tower"  # names the ops that assign to stand-ins
+STAND_IN_WRITES = "keep_in_tower"  # name of the ops that assign to stand-ins
 
 
 @dataclasses.dataclass(frozen=True)
 class MovingAverageUpdate:
-    """An update of a moving average, to `before * momentum + value * weight`.
-
-    `shared`: the value is of all towers' examples, and so all have the same.
-    """
+    """An update of a moving average, to `before * momentum + value * weight`."""
 
     variable: keras.Variable
     value: tf.Tensor
     momentum: float
     weight: float
-    shared: bool
+    shared: bool  # whether all towers have the same value, that of all examples
 
     def after(self, before: Any) -> tf.Tensor:
         """Return the updated average."""
@@ -39,20 +36,20 @@ class MovingAverageUpdate:
 class ReplicaScope(keras.StatelessScope):
     """Records assignments to Keras variables in place of making them, and the losses of layers.
 
-    Weights are read from their masters. Only the inner graphs of a compiled step (loops, branches,
-    functions of XLA's) get copies, on the tower's device: XLA cannot read a master that lies on
-    another, and a loop would fetch it each time round. What such a graph may assign, which is all
-    that is not trained, has a stand-in there, a `tf.Variable` of this tower.
+    Weights are read from their masters. Inner graphs (loops, branches, functions of XLA's) read
+    copies on the tower's device: XLA cannot read a master on another device, and a loop would fetch
+    it in each iteration. Untrained variables, which such a graph may assign, have a stand-in there,
+    a `tf.Variable` of this tower.
 
     Attributes:
         count: the tower's number of examples, once it is closed.
-        updates: {id: (variable, value)} of what is assigned.
-        moved: {id: Average} of the averages that are updated outside of the tower, all at once.
+        updates: {id: (variable, value)} of the assignments.
+        deferred: {id: MovingAverageUpdate} of the averages that are updated outside of the tower.
         averages: ids of variables that are known to be moving averages: BatchNorm's.
-        added: (layer, loss) of all that layers add.
-        left: (layer, dtype, by example) of what is left of that at the end, see `added_losses`.
-        overwritten: {id of a `tf.Variable`: its `keras.Variable`} of those whose gradient is their
-            new value.
+        added: (layer, loss) of each loss that layers add.
+        loss_rows: (layer, dtype, by example) of each loss, see `added_losses.as_rows`.
+        overwritten: {id of a `tf.Variable`: its `keras.Variable`} of variables whose gradient is
+            their new value.
         new_values: {id of a master: new value} of these.
     """
 
@@ -69,19 +66,19 @@ class ReplicaScope(keras.StatelessScope):
         Args:
             own: {id of a Keras variable: what the tower reads in its place}.
             device: of the tower.
-            outer: the scope with the values of other variables, as of a tower around this one, by
-                default the one that is open; None for the masters.
-            prefetch: see `machines.VariablePrefetch`.
+            outer: the scope that gives other variables' values, as of a tower around this one; by
+                default the open scope; None for the masters.
+            prefetch: see `cross_host.VariablePrefetch`.
         """
         super().__init__(collect_losses=True)
         self.own, self.device, self.prefetch = own or {}, device, prefetch
         self.outer = tf_internals.open_scope() if outer is ... else outer
         self.eager, self.graph = tf.executing_eagerly(), tf.compat.v1.get_default_graph()
         self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
-        self.moved: dict[int, MovingAverageUpdate] = {}
+        self.deferred: dict[int, MovingAverageUpdate] = {}
         self.averages: set[int] = set()
         self.added: list[tuple[keras.Layer, tf.Tensor]] = []
-        self.left: list[tuple[keras.Layer, tf.DType, bool]] = []
+        self.loss_rows: list[tuple[keras.Layer, tf.DType, bool]] = []
         self.overwritten: dict[int, keras.Variable] = {}
         self.new_values: dict[int, tf.Tensor] = {}
         self.copies: dict[int, tf.Tensor] = {}
@@ -91,7 +88,7 @@ class ReplicaScope(keras.StatelessScope):
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Record an assignment; Keras calls this."""
         variable, value = update
-        self.moved.pop(id(variable), None)
+        self.deferred.pop(id(variable), None)
         if self.is_inside() and id(variable) not in self.stand_ins:
             self._make_stand_in(variable)
         if id(variable) in self.stand_ins:
@@ -99,26 +96,23 @@ class ReplicaScope(keras.StatelessScope):
         else:
             read = tf.stop_gradient(tf.convert_to_tensor(value))
             if variable.trainable and read.dtype.is_floating:
-                # Its gradient is the variable's own.
+                # Its gradient is that of the variable.
                 before = tf.convert_to_tensor(self._source(variable))
                 read += tf.cast(before - tf.stop_gradient(before), read.dtype)
             super().add_update((variable, read))
-        self.updates[id(variable)] = update  # that of a stand-in follows when the tower is closed
+        self.updates[id(variable)] = update  # `close` reads a stand-in's last value
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
-        """Return a variable's value in this tower; Keras calls this.
-
-        A weight's regularizer is given this.
-        """
+        """Return a variable's value in this tower; Keras calls this."""
         if variable.trainable and tf_internals.value_of(variable) is None:  # not initialized
             raise _creation_error(variable.path)
         if getattr(variable, "overwrite_with_gradient", False):  # as scales of float8 are
             for own in (tf_internals.value_of(variable), self.own.get(id(variable))):
                 self.overwritten[id(own)] = variable
-        if id(variable) in self.moved:
-            self._settle(variable)
+        if id(variable) in self.deferred:
+            self._apply_deferred(variable)
         if self.is_inside() and not variable.trainable and id(variable) not in self.stand_ins:
-            self._make_stand_in(variable)  # a loop may assign it later, and read it again
+            self._make_stand_in(variable)  # a loop may assign it later, then read it again
         if id(variable) in self.stand_ins:
             return self.stand_ins[id(variable)].read_value()
         value = super().get_current_value(variable)
@@ -132,7 +126,7 @@ class ReplicaScope(keras.StatelessScope):
         return self.copies[id(variable)]
 
     def _source(self, variable: keras.Variable) -> Any:
-        """Return a variable's value before the tower, None if it has none yet."""
+        # The value before the tower; None if there is none yet.
         if id(variable) in self.own:
             return self.own[id(variable)]
         found, master = None, tf_internals.value_of(variable)
@@ -144,54 +138,54 @@ class ReplicaScope(keras.StatelessScope):
             found = self.prefetched[id(variable)]
         return master if found is None else found
 
-    def move(self, average: MovingAverageUpdate) -> None:
-        """Record an update of an average; it is made where that is read, or once for all towers."""
-        if id(average.variable) in self.moved:
-            self._settle(average.variable)
-        self.moved[id(average.variable)] = average
+    def defer(self, average: MovingAverageUpdate) -> None:
+        """Record an update of an average; apply it once for all towers, or when it is read."""
+        if id(average.variable) in self.deferred:
+            self._apply_deferred(average.variable)
+        self.deferred[id(average.variable)] = average
         if id(average.variable) in self.updates or self.is_inside():
-            self._settle(average.variable)
+            self._apply_deferred(average.variable)
 
-    def settle(self) -> None:
-        """Make the recorded updates of averages assignments of this tower."""
-        for average in list(self.moved.values()):
-            self._settle(average.variable)
+    def apply_deferred(self) -> None:
+        """Convert all deferred updates of averages to assignments of this tower."""
+        for average in list(self.deferred.values()):
+            self._apply_deferred(average.variable)
 
-    def _settle(self, variable: keras.Variable) -> None:
-        average = self.moved.pop(id(variable))
+    def _apply_deferred(self, variable: keras.Variable) -> None:
+        average = self.deferred.pop(id(variable))
         before = self.get_current_value(variable)
         self.add_update((variable, tf.cast(average.after(before), variable.dtype)))
 
     def value_of(self, variable: keras.Variable) -> tf.Tensor:
         """Return the value that the tower assigns to a variable."""
-        if id(variable) in self.moved:
+        if id(variable) in self.deferred:
             with tf.device(self.device):
-                self._settle(variable)
+                self._apply_deferred(variable)
         return self.updates[id(variable)][1]
 
     def assigned(self) -> list[keras.Variable]:
         """Return the variables that the tower assigns."""
-        kept = [variable for variable, _ in self.updates.values()]
-        return kept + [average.variable for average in self.moved.values()]
+        deferred = [average.variable for average in self.deferred.values()]
+        return [variable for variable, _ in self.updates.values()] + deferred
 
     def without_new_values(
         self, gradients: Sequence[Any], masters: Sequence[tf.Variable]
     ) -> list[Any]:
-        """Move the gradients that are new values to `new_values`; return the others, or None."""
-        found = list(gradients)
+        """Move the gradients that are new values to `new_values`; return None in their place."""
+        rest = list(gradients)
         for i, variable in enumerate(masters):
-            if id(variable) in self.overwritten and found[i] is not None:
-                self.new_values[id(variable)], found[i] = found[i], None
-        return found
+            if id(variable) in self.overwritten and rest[i] is not None:
+                self.new_values[id(variable)], rest[i] = rest[i], None
+        return rest
 
     def close(self, count: Any) -> None:
-        """Set the tower's number of examples, and read what its stand-ins hold at its end."""
+        """Set the tower's number of examples; read the last values of its stand-ins."""
         self.count = count
         for key in self.stand_ins.keys() & self.updates.keys():
             self.updates[key] = self.updates[key][0], self.stand_ins[key].read_value()
 
     def _make_stand_in(self, variable: keras.Variable) -> None:
-        """Make a variable that the tower's inner graphs can assign, and set it outside of them."""
+        # Inner graphs can assign it; its first value is set outside of them.
         with tf.init_scope(), tf.device(self.device):
             stand_in = tf_internals.make_variable(tf.zeros(variable.shape, variable.dtype))
         with contextlib.nullcontext() if self.eager else self.graph.as_default():
@@ -202,14 +196,14 @@ class ReplicaScope(keras.StatelessScope):
             _STAND_INS.setdefault(self.graph, []).append(stand_in)
 
     def is_inside(self) -> bool:
-        """Return whether the code that runs now is in a loop, a branch or an inner function."""
+        """Return whether the current code is in a loop, a branch or an inner function."""
         return tf.compat.v1.get_default_graph() is not self.graph
 
 
 def _assign(variable: tf.Variable, value: Any) -> None:
-    # By the op itself: in a tower, the methods are refused.
+    # By the op itself: `variables_refused` patches the methods.
     value = tf.cast(value, variable.dtype)
-    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value, name=KEPT)
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value, name=STAND_IN_WRITES)
 
 
 def _creation_error(name: str | None) -> InputError:
@@ -221,13 +215,7 @@ def _creation_error(name: str | None) -> InputError:
 
 @contextlib.contextmanager
 def variables_refused() -> Iterator[None]:
-    """Refuse, in the block, to create a trainable `tf.Variable`, and to assign to any.
-
-    Of several towers' assignments the last would win.
-
-    Raises:
-        InputError: something does.
-    """
+    """Raise InputError if the block creates a trainable `tf.Variable` or assigns to any."""
 
     def create(next_creator: Callable, **kwargs: Any) -> tf.Variable:
         if kwargs.get("trainable") is False:

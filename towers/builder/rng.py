@@ -1,9 +1,8 @@
-"""Random draws by example: a tower draws its rows of what one device draws for the whole batch.
+"""Random numbers by example: a tower draws its rows of what one device draws for the whole batch.
 
 Dropout masks, noise and augmentation then depend on an example's place in the global batch, and not
-on the number of towers. Which axis of a draw is the batch is known from a rehearsal of the tower's
-function (`rehearsal`), not guessed from its size. Little is drawn in vain: TensorFlow's generators
-count (Philox of Salmon et al. 2011), so a draw can begin anywhere.
+on the number of towers. `function_analysis` finds which axis of a draw is the batch. TensorFlow's
+generators are counter-based (Philox, Salmon et al. 2011), so a draw can begin at any row.
 """
 
 import contextlib
@@ -19,13 +18,13 @@ import tensorflow as tf
 from towers import tf_internals
 from towers.builder import device_types, philox
 
-SEEN = "seen_draw"  # of the draws that come through here
+SEEN = "seen_draw"  # name scope of the draws that `ReplicaRng` makes
 SEEN_OPS = frozenset(
     "StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessRandomUniformIntV2 "
     "StatelessRandomUniformFullIntV2 StatelessTruncatedNormalV2".split()
 )
-SCOPE = "draw_by_example"  # of all that differs between towers in a graph
-# A truncated normal draws again until it lies inside: so many counts are set aside for each number.
+SCOPE = "draw_by_example"  # name scope of ops that differ between towers
+# A truncated normal draws until a number lies inside: TensorFlow reserves so many counts for each.
 _COUNTS_OF_TRUNCATED = 64
 
 _HERE = threading.local()
@@ -42,10 +41,10 @@ class BatchSlice:
 
 @dataclasses.dataclass(frozen=True)
 class BatchAxis:
-    """Where the examples are in a draw."""
+    """The axis of a draw that holds the examples."""
 
-    axis: int | None  # the one that holds them; None: the draw is for the whole batch
-    # How many neighbours along the axis are of one example: 1 if the examples alternate
+    axis: int | None  # None: the draw is for the whole batch
+    # Number of neighbours along the axis that belong to one example: 1 if the examples alternate
     # (time * batch), None if all of an example are neighbours (batch * time).
     inner: int | None = None
 
@@ -55,7 +54,7 @@ WHOLE = BatchAxis(None)
 
 @dataclasses.dataclass(frozen=True)
 class DrawInfo:
-    """The analysis of one draw; None is unknown."""
+    """The analysis of one draw; None: unknown."""
 
     op: str  # one of `tf_internals.DRAWS`
     dims: tuple[tuple[int, int] | None, ...] | None  # (constant, factor of the number of examples)
@@ -63,7 +62,7 @@ class DrawInfo:
     layer: str = ""
 
     def fits(self, op: str, shape: tf.TensorShape, size: Any) -> bool:
-        """Return whether a draw for `size` examples may be this one, by its op and shape."""
+        """Return whether a draw for `size` examples has this op and a matching shape."""
         if op != self.op or self.dims is None or shape.rank != len(self.dims):
             return False
         known = not tf.is_tensor(size)
@@ -75,10 +74,10 @@ class DrawInfo:
 
 
 class ReplicaRng:
-    """Draws a tower's rows, draw by draw in the order of the rehearsal.
+    """Draws a tower's rows, draw by draw in the order of the analysis.
 
-    What Keras draws from a `SeedGenerator` comes through here, and all of `tf.random.stateless_*`
-    but gamma, binomial, poisson and categorical.
+    It replaces the draws of Keras' `SeedGenerator`, and all of `tf.random.stateless_*` but gamma,
+    binomial, poisson and categorical.
     """
 
     def __init__(
@@ -88,10 +87,13 @@ class ReplicaRng:
         by_xla: bool = False,
         device: str = "",
     ):
-        """Set which rows of the batch are drawn, None if it is not split, on the tower's device.
+        """Set the rows to draw.
 
-        `known` is what the rehearsal found, in order, None if it could not tell. With `by_xla` the
-        draws are compiled, and are to be those of TensorFlow's kernels.
+        Args:
+            rows: of the batch; None if it is not split.
+            known: the analysis of the draws, in order; None if there is none.
+            by_xla: whether XLA compiles the draws, which must equal those of TensorFlow's kernels.
+            device: of the tower.
         """
         outer = getattr(_HERE, "rows", None)
         if outer and rows:  # a tower itself may split its slice
@@ -102,11 +104,11 @@ class ReplicaRng:
         self.rows, self.known, self.by_xla = rows, known, by_xla
         self._on_gpu = device_types.is_gpu(device) and not by_xla
         self._places = itertools.count()
-        self.num_guessed = 0  # of which the rehearsal did not know
+        self.num_guessed = 0  # draws that the analysis does not know
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Make draws in the block those of these rows; it may be entered again."""
+        """Replace the draws in the block; it may be entered again."""
         with contextlib.ExitStack() as stack:
             if self._on_gpu:
                 stack.enter_context(tf_internals.patch_keys(_key_and_counter))
@@ -120,7 +122,7 @@ class ReplicaRng:
         self, op_name: str, /, shape: Any, *, counter: Any, alg: Any, **arguments: Any
     ) -> tf.Tensor:
         """Draw by one of TensorFlow's ops, which counts up from `counter`."""
-        arguments.pop("name", None)  # a whole name, which would pass by the scope below
+        arguments.pop("name", None)  # an absolute name, which would ignore the scope below
         op = tf_internals.draw_op(op_name)
         if self.by_xla:
             op = getattr(philox, op_name, op)
@@ -136,7 +138,7 @@ class ReplicaRng:
         place = next(self._places)
         if self.known is not None and place < len(self.known):
             found = [self.known[place]]
-        else:  # what a backward pass computes again it draws again
+        else:  # recomputation in a backward pass draws again
             found = [drawn for drawn in self.known or () if drawn.fits(name, static, size)]
         layouts = {drawn.layout for drawn in found if drawn.fits(name, static, size)}
         if len(layouts) == 1 and None not in layouts:
@@ -163,7 +165,7 @@ class ReplicaRng:
             number, after = math.prod(dims), math.prod(dims[layout.axis + 1 :])
             of_axis = dims[layout.axis] // _at_least_1(size)  # of each example
             inner = after * (of_axis if layout.inner is None else layout.inner)
-            if layout.axis or layout.inner is not None:  # not one piece: draw all, take these
+            if layout.axis or layout.inner is not None:  # not contiguous: draw all, take a slice
                 outer, count = number // _at_least_1(size * inner), 0
                 drawn, begin, taken = [outer, total, inner], [0, start, 0], [outer, size, inner]
             else:
@@ -174,7 +176,7 @@ class ReplicaRng:
                 count = (first - skipped) // in_a_count
                 if op_name == "stateless_truncated_normal_v2":
                     count *= _COUNTS_OF_TRUNCATED * in_a_count
-                # `number` is not size * inner where the layout was but guessed.
+                # `number` may differ from size * inner if the layout is guessed.
                 drawn, begin, taken = [skipped + number], [skipped], [number]
             (counts,) = _as_tensors([count, 0])
             (num, drawn, begin, taken) = _as_tensors([math.prod(drawn)], drawn, begin, taken)
@@ -190,7 +192,6 @@ def _key_and_counter(seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _guess(shape: tf.TensorShape, size: Any) -> BatchAxis:
-    """Return the likely layout of a draw of which nothing else is known, by its first axis."""
     if not shape.rank:
         return WHOLE
     first = shape[0]
@@ -205,7 +206,7 @@ def _at_least_1(number: Any) -> Any:
 
 
 def _as_tensors(*lists: list[Any]) -> Sequence[Any]:
-    """Return each list as one tensor, if not all numbers in them are ints."""
+    # Lists of ints stay as they are.
     if not any(map(tf.is_tensor, itertools.chain(*lists))):
         return lists
     return [tf.stack([tf.cast(number, tf.int64) for number in numbers]) for numbers in lists]

@@ -1,4 +1,4 @@
-"""Where the examples are in what a tower function draws, as its traces show it."""
+"""Finds the batch axis of each random draw of a tower function from its traces."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import numpy as np
 from towers.builder.instrumentation import Trace, Tracer, run
 from towers.builder.rng import WHOLE, BatchAxis, DrawInfo
 
-_EFFECT = 1e-4  # of the largest change: less is rounding
+_EFFECT = 1e-4  # relative to the largest change: less is rounding
 
 
 def from_shapes(few: Trace, more: Trace) -> list[DrawInfo]:
@@ -33,9 +33,9 @@ def from_shapes(few: Trace, more: Trace) -> list[DrawInfo]:
 
 
 def find_order(tracer: Tracer, few: Trace, draws: list[DrawInfo]) -> None:
-    """Set the order of examples in draws that have several numbers of each along the axis.
+    """Set the order of examples in draws with several numbers of an example along the batch axis.
 
-    One example's numbers are replaced: nothing else of what the function returns may change.
+    One example's numbers are replaced: the results of other examples must not change.
     """
     folded = {
         place: drawn

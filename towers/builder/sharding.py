@@ -1,4 +1,4 @@
-"""Splitting a global batch into the towers' slices."""
+"""Splits a global batch into the towers' slices."""
 
 import contextlib
 import dataclasses
@@ -28,12 +28,12 @@ class PerTower:
 
 
 class DeviceResidentBatch:
-    """A batch argument whose examples lie on the towers' devices: each tower takes its rows there.
+    """A batch argument whose examples are on the towers' devices: each tower gathers its rows.
 
-        stored = [on_gpu_0, on_gpu_1]             # a tf.Variable for each tower, of all examples
-        builder.map(fn, StoredRows(stored, rows)) # rows: int64 [B], on the host
+        stored = [on_gpu_0, on_gpu_1]  # a tf.Variable for each tower, of all examples
+        builder.map(fn, DeviceResidentBatch(stored, rows))  # rows: int64 [B], on the host
 
-    Elsewhere it stands for the whole batch: `whole`, or taken on the first tower's device.
+    As a tensor it is the whole batch: `whole`, or gathered on the first tower's device.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class DeviceResidentBatch:
         dtype: tf.DType | None = None,
         whole: tf.Tensor | None = None,
     ):
-        """Set where the examples are, which of them are the batch, and their type in the batch."""
+        """Set the stored examples, the rows of the batch, and the dtype of the batch."""
         self.stored, self.rows, self.whole = list(stored), rows, whole
         self.dtype = tf.as_dtype(dtype or stored[0].dtype)
         self.shape = rows.shape.concatenate(stored[0].shape[1:])
 
     def of_tower(self, tower: int, start: Any, size: Any) -> tf.Tensor:
-        """Return some of the batch's examples, on a tower's device."""
+        """Return `size` of the batch's examples from `start` on, on a tower's device."""
         with tf.device(HOST):
             rows = self.rows[start : start + size]
         with tf.device(self.stored[tower].device):
@@ -78,7 +78,7 @@ def as_devices(devices: Sequence[str]) -> list[str]:
 
 
 def check_devices(names: Sequence[str]) -> None:
-    """Raise InputError for a device that is not there: TensorFlow would silently take the CPU."""
+    """Raise InputError for a missing device, for which TensorFlow would silently use the CPU."""
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return  # a session has its own devices
     existing = [device.name for device in tf.config.list_logical_devices()]
@@ -88,7 +88,7 @@ def check_devices(names: Sequence[str]) -> None:
 
 
 def is_device(whole: str, name: str) -> bool:
-    """Return whether a device's whole name is what a shorter one means: "/gpu:0"."""
+    """Return whether `whole`, a device's full name, matches `name`, as "/gpu:0"."""
     here = tf.DeviceSpec(job="localhost", replica=0, task=0)
     device = here.make_merged_spec(tf.DeviceSpec.from_string(whole))
     return device.make_merged_spec(tf.DeviceSpec.from_string(name)) == device
@@ -100,17 +100,17 @@ class Slice:
 
     batch: Any
     rows: BatchSlice | None  # of the batch; None: nothing was split
-    count: Any = None  # of its examples, 0 if what it holds stands in for none
+    count: Any = None  # number of its examples; 0 if it holds one row of padding
 
     def may_be_empty(self) -> bool:
-        """Return whether the number of examples is known only while it runs."""
+        """Return whether the number of examples is a tensor, which may be 0."""
         return tf.is_tensor(self.count)
 
-    def kept(self, leaf: Any) -> Any:
-        """Return a result of the slice without the rows that stand in for no example."""
+    def unpadded(self, leaf: Any) -> Any:
+        """Return a result of the slice without the row of padding, if there is one."""
         if not self.may_be_empty() or leaf is None:
             return leaf
-        # A GPU has these two ops of whole numbers on its host; tf.where would copy from there.
+        # On a GPU these two integer ops run on the host; tf.where would copy from there.
         number = num_rows(leaf)
         number *= tf.cast(tf.minimum(self.count, 1), tf.convert_to_tensor(number).dtype)
         return _part(leaf, 0, BatchSlice(0, number, None))
@@ -119,10 +119,14 @@ class Slice:
 def split(
     batch: Sequence[Any], num_towers: int, num_rounds: int = 1, never_empty: bool = False
 ) -> list[Slice]:
-    """Return each tower's slice of `batch`; with rounds, those of one after the other's.
+    """Return each tower's slice of `batch`, round by round.
 
-    Where the number of examples is known only while it runs, towers may be left without any. With
-    `never_empty` these get the last one, too, of a count of 0: functions may fail of no example.
+    Args:
+        batch: a structure of tensors.
+        num_towers: slices of each round.
+        num_rounds: parts of the batch, one after the other.
+        never_empty: if the number of examples is a tensor, pad a slice without examples with the
+            last example, and set its count to 0: functions may fail without examples.
     """
     tf_internals.refuse_fork()
     leaves = as_leaves(batch, num_towers)
@@ -161,12 +165,12 @@ def slices_of(total: Any, num_towers: int, num_rounds: int = 1) -> list[tuple[An
 
 
 def is_split(batch: Sequence[Any]) -> bool:
-    """Return whether anything in a batch is split, and not handed over as it is."""
+    """Return whether a batch holds anything but `PerTower` and None."""
     return not all(isinstance(leaf, PerTower | None) for leaf in tf.nest.flatten(batch))
 
 
 def as_leaves(batch: Sequence[Any], num_towers: int | None = None) -> list[Any]:
-    """Return the leaves of a batch as what can be split, or as `PerTower`s for so many towers."""
+    """Return the leaves of a batch: tensors to split along axis 0, or `PerTower`s."""
     leaves = []
     for leaf in tf.nest.flatten(batch):
         if leaf is None:
@@ -190,15 +194,15 @@ def as_leaves(batch: Sequence[Any], num_towers: int | None = None) -> list[Any]:
 
 
 def occupied(slices: Sequence[Slice]) -> list[Slice]:
-    """Leave out the slices, always the last ones, that surely hold no example; never all."""
+    """Return the slices without the last ones that surely hold no example, at least one."""
     return list(slices[: max(sum(not _is_empty(part) for part in slices), 1)])
 
 
 def rounds(slices: Sequence[Slice], num_towers: int) -> list[list[Slice]]:
-    """Return the occupied slices of each round of towers; those without any are left out."""
+    """Return the occupied slices of each round, without rounds that have none."""
     starts = range(0, len(slices), num_towers)
-    held = [i for i in starts if not i or not _is_empty(slices[i])]
-    return [occupied(slices[i : i + num_towers]) for i in held]
+    used = [i for i in starts if not i or not _is_empty(slices[i])]
+    return [occupied(slices[i : i + num_towers]) for i in used]
 
 
 def _is_empty(part: Slice) -> bool:
@@ -217,18 +221,18 @@ def _part(leaf: Any, tower: int, rows: BatchSlice) -> Any:
             for first, others in ((rows.start, tf.zeros_like(rest)), (rows.size, rest))
         )
         return tf.sparse.slice(leaf, start, size)
-    # What was made on a GPU need not come back from there as a whole.
+    # A tensor on a GPU is sliced there, not copied as a whole.
     device = getattr(leaf, "device", None) or ""
     with tf.device(device) if is_gpu(device) else contextlib.nullcontext():
         found = leaf[rows.start : rows.start + rows.size]
-    mask = tf_internals.mask_of(leaf)  # AutoGraph, which may read this, knows no :=
+    mask = tf_internals.mask_of(leaf)  # AutoGraph, which may convert this, does not support :=
     if mask is not None:
         tf_internals.set_mask_of(found, mask[rows.start : rows.start + rows.size])
     return found
 
 
 def num_rows(value: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> int | tf.Tensor:
-    """Return the size of axis 0, as an int where it is known."""
+    """Return the size of axis 0, an int if it is known."""
     known = tf.compat.dimension_value(value.shape[0])
     if known is not None:
         return known

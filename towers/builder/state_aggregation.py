@@ -1,4 +1,4 @@
-"""How the values that towers assign to a variable make that of one device, as trials show it."""
+"""Finds how to aggregate the values that towers assign to a variable, by trial runs."""
 
 import contextlib
 from collections.abc import Sequence
@@ -13,77 +13,79 @@ from towers.builder.instrumentation import Trace, Tracer, run
 from towers.builder.rng import DrawInfo
 from towers.builder.variable_aggregation import merge
 
-_SAME = 1e-4  # of the largest change of a state that is computed in two ways
+_SAME = 1e-4  # relative tolerance of a state that is computed in two ways
 _SAME_IN_FLOAT64 = 1e-8
-_FAR = 100.0  # where running maxima and minima begin, too
-_TRIALS = 12  # the last of two examples is the larger one by chance: half of the time
-_TRIALS_OF_ADDED = 3
+_FAR = 100.0  # a start far from the data shows running maxima and minima
+_TRIALS = 12  # in one trial the last of two examples is the larger one by chance
+_TRIALS_OF_LOSSES = 3
 _POLICIES = ("first", "mean", "sum", "max", "min")
 
 
 def policies_of(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) -> dict[int, str]:
-    """Return {id of a variable: how several towers' values make one}, of those that can be told.
+    """Return {id of a variable: its policy of `merge`}, without variables that none fits.
 
     The function is run on two slices and on both together, from several values of the variables.
     """
-    traces = tracer.two_and_both(few, draws)
-    possible, moved = {id(v): _POLICIES for v in few.states}, set()
+    traces = tracer.slice_traces(few, draws)
+    possible, changed = {id(v): _POLICIES for v in few.states}, set()
     values = [v.numpy() for v in few.states]
-    # Where a long run is, small changes are lost.
+    # A large value would hide small changes.
     near = [v if np.max(np.abs(v), initial=0) < _FAR**2 else np.zeros_like(v) for v in values]
     for trial in range(_TRIALS):
         before = [np.asarray(v + _FAR * (trial % 3 - 1), v.dtype) for v in near]
-        results = [found["states"] for found in _tried(tracer, traces, trial, before)]
+        results = [found["states"] for found in _run_slices(tracer, traces, trial, before)]
         for variable, start, *own in zip(few.states, before, *results, strict=True):
             if not all(np.array_equal(value, start) for value in own):
-                moved.add(id(variable))
+                changed.add(id(variable))
             possible[id(variable)] = _agreeing(possible[id(variable)], start, own, traces)
-    # One that did not change may do so for examples that were not tried, if they have a part in it.
-    told = moved | {id(v) for v, apart in zip(few.states, few.apart, strict=True) if apart}
-    return {k: policies[0] for k, policies in possible.items() if policies and k in told}
+    # One that did not change may do so for other examples, if it depends on examples.
+    independent = zip(few.states, few.data_independent, strict=True)
+    known = changed | {id(v) for v, is_independent in independent if is_independent}
+    return {k: policies[0] for k, policies in possible.items() if policies and k in known}
 
 
-def of_added(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) -> list[AddedLoss]:
-    """Return of each loss that layers add how slices' losses make that of both together."""
-    traces = tracer.two_and_both(few, draws)
-    possible = [("mean", "sum")] * len(few.adding)
-    alone = [True] * len(few.adding)  # whether a row of the loss is of one row of the result
-    for trial in range(_TRIALS_OF_ADDED):
-        found = _tried(tracer, traces, trial)
+def policies_of_losses(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) -> list[AddedLoss]:
+    """Return how slices' values of each loss that layers add combine to that of both slices."""
+    traces = tracer.slice_traces(few, draws)
+    possible = [("mean", "sum")] * len(few.loss_layers)
+    alone = [True] * len(few.loss_layers)  # whether a row of the loss affects one row of the result
+    for trial in range(_TRIALS_OF_LOSSES):
+        found = _run_slices(tracer, traces, trial)
         for place, (*own, both) in enumerate(zip(*(f["added"] for f in found), strict=True)):
-            # Parts of it may have been computed in float32.
-            own.append(np.float32(both))
+            own.append(np.float32(both))  # parts may have been computed in float32
             possible[place] = _agreeing(possible[place], 0.0, own, traces)
         for place, rows in enumerate(zip(*(f["alone"] for f in found), strict=True)):
             alone[place] &= all(rows)
     by_example = [all(rows) for rows in zip(*(t.added_by_example for t in traces), strict=True)]
     return [
         AddedLoss(layer, "rows" if own and policies else next(iter(policies), None), rows)
-        for layer, policies, own, rows in zip(few.adding, possible, alone, by_example, strict=True)
+        for layer, policies, own, rows in zip(
+            few.loss_layers, possible, alone, by_example, strict=True
+        )
     ]
 
 
-def policies_of_left(
+def policies_of_attributes(
     tracer: Tracer, few: Trace, draws: Sequence[DrawInfo] | None
 ) -> list[str | None]:
-    """Return how slices' tensors in attributes make those of the batch; None: it cannot be told.
+    """Return how slices' tensors in attributes combine to those of the batch; None: unknown.
 
     A tensor with a row for each example is joined, the others are aggregated as states are.
     """
-    if not few.shapes_left:
+    if not few.attribute_shapes:
         return []
 
     def have_rows(traces: Sequence[Trace]) -> list[bool]:
-        shapes = [[s is None or s[:1] == [t.size] for s in t.shapes_left] for t in traces]
+        shapes = [[s is None or s[:1] == [t.size] for s in t.attribute_shapes] for t in traces]
         return list(map(all, zip(*shapes, strict=True)))
 
     by_rows = have_rows([few])
     with contextlib.suppress(Exception):  # then shapes for few examples are all that is known
-        traces = tracer.two_and_both(few, draws)
+        traces = tracer.slice_traces(few, draws)
         by_rows = have_rows(traces)
         possible = {place: _POLICIES for place, rows in enumerate(by_rows) if not rows}
         for trial in range(_TRIALS if possible else 0):
-            results = [found["left"] for found in _tried(tracer, traces, trial)]
+            results = [found["attributes"] for found in _run_slices(tracer, traces, trial)]
             for place, policies in possible.items():
                 *own, both = (found[place] for found in results)
                 kind, alike = both.dtype.kind, all(x.shape == both.shape for x in own)
@@ -98,10 +100,9 @@ def policies_of_left(
     return [ROWS if rows else None for rows in by_rows]
 
 
-def _tried(
+def _run_slices(
     tracer: Tracer, traces: Sequence[Trace], trial: int, before: Sequence[Any] = ()
 ) -> list[dict[str, Any]]:
-    """Run two slices, and both together, on examples of this trial."""
     parts = [tracer.examples(trace.size, 2 * trial + i) for i, trace in enumerate(traces[:2])]
     inputs = [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
     return [run(trace, part, before) for trace, part in zip(traces, inputs, strict=True)]
@@ -110,7 +111,7 @@ def _tried(
 def _agreeing(
     policies: Sequence[str], before: Any, values: Sequence[Any], traces: Sequence[Trace]
 ) -> list[str]:
-    """Return the policies that make of two slices' values the last one, that of both together."""
+    # The policies by which the first two of `values`, the slices', give the last, of both together.
     exact = np.asarray(values[-1]).dtype
     *own, both = (np.asarray(value, np.float64) for value in values)
     change = max(np.max(np.abs(v - before), initial=0) for v in (*own, both))

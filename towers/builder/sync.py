@@ -1,12 +1,11 @@
 """Values that towers exchange in the middle of a step, as BatchNorm's moments over all towers.
 
-Towers are traced one after the other, but what they exchange is needed before any of them is done.
-So each tower goes on with a stand-in for what it will get; once all towers are traced, the values
-are combined on the gather device, once for all, and the result replaces the stand-ins. No tower
-waits in the graph for more than the values themselves.
+Towers are traced one after the other, so a tower is traced before the others' values exist. It goes
+on with a stand-in for the result; once all towers are traced, the values are combined on the gather
+device, and the result replaces the stand-ins. In the graph a tower waits for these values alone.
 
-GPUs, to which a third device is two transfers more, exchange by collectives, and each combines the
-values by itself.
+GPUs exchange by collectives, and each combines the values: a gather device would cost two more
+transfers.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.collectives import Collective, are_there
+from towers.builder.collectives import Collective, are_used
 from towers.builder.cross_host import VariablePrefetch
 from towers.errors import InputError
 
@@ -26,7 +25,7 @@ _SECOND = (
     "other a third time: leave BatchNorm local (batch_norm='local'), or take another normalisation "
     "(GroupNormalization, LayerNormalization)"
 )
-SCOPE = "exchange"  # of what differs between towers in a graph, as their places do
+SCOPE = "exchange"  # name scope of ops that differ between towers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,27 +42,27 @@ class _Round:
 class SyncGroup:
     """The exchanges of one step's towers.
 
-    The first call of a tower meets the first of each other tower, and so on: all must make the same
-    calls in the same order, as copies of one function do.
+    A tower's first call combines with the first call of each other tower, and so on: all must make
+    the same calls in the same order, as copies of one function do.
     """
 
     def __init__(self, counts: Sequence[Any], devices: Sequence[str]):
-        """Set the towers' devices and numbers of examples, tensors if 0 is possible, or None."""
+        """Set the towers' devices and numbers of examples: ints, tensors if 0 is possible, None."""
         self.counts, self.devices, self.num_towers = list(counts), list(devices), len(counts)
         self.equal = all(isinstance(c, int) and c == counts[0] for c in counts)
-        self.is_open = True  # to more exchanges, while towers are traced
-        self._by_collectives = are_there(devices)
+        self.is_open = True  # while towers are traced
+        self._by_collectives = are_used(devices)
         self._prefetches = [VariablePrefetch(device) for device in devices]
         self._graph = tf.compat.v1.get_default_graph()
         self._rounds: list[_Round] = []
         self._num_joined = 0  # of these
 
     def handle(self, tower: int, by_xla: bool = False) -> "SyncHandle":
-        """Return the part of tower number `tower`; one that XLA compiles can exchange nothing."""
+        """Return the handle of tower number `tower`; one that XLA compiles can exchange nothing."""
         return SyncHandle(self, tower, by_xla, self._prefetches[tower].prefetch)
 
     def round(self, place: int, combine: Callable) -> _Round:
-        """Return exchange number `place`, or raise InputError where not all towers come."""
+        """Return exchange number `place`; raise InputError if towers cannot exchange here."""
         if tf.executing_eagerly():
             raise InputError(
                 "towers that run one after the other cannot wait for each other: make a "
@@ -83,7 +82,7 @@ class SyncGroup:
         return self._rounds[place]
 
     def join(self, gather_device: str) -> None:
-        """Replace the stand-ins by what was exchanged, when all towers are traced.
+        """Replace the stand-ins by the results, when all towers are traced.
 
         Raises:
             InputError: the towers made different calls.
@@ -107,22 +106,26 @@ class SyncGroup:
 
 
 class SyncHandle:
-    """One tower's part in the exchanges of a step."""
+    """The exchanges of one tower."""
 
     def __init__(self, group: SyncGroup, tower: int, by_xla: bool, prefetch: Callable):
-        """Take part in the exchanges of `group` as tower number `tower`."""
+        """Join `group` as tower number `tower`."""
         self.count, self.num_towers, self.equal = group.counts[tower], group.num_towers, group.equal
         self.tower, self.by_xla, self.prefetch = tower, by_xla, prefetch
         self.layers: list[Any] = []  # of BatchNorm, that the tower has gone through, on a GPU
         self._group, self._device = group, group.devices[tower]
         self._places = itertools.count()
 
-    def meet(
+    def all_reduce(
         self, value: tf.Tensor, combine: Callable, shape: Sequence[int], known: Any = None
     ) -> tf.Tensor:
-        """Return `combine(stack)`, of this shape, of all towers' values `[N, ...]`.
+        """Return `combine(stack)` of all towers' values, stacked to `[N, ...]`; it has no gradient.
 
-        Gradients do not go through it. `known` must be the same in all towers.
+        Args:
+            value: of this tower.
+            combine: maps the stack to the result.
+            shape: of the result.
+            known: must be equal in all towers.
         """
         return self._exchanged(
             value,
@@ -133,13 +136,13 @@ class SyncHandle:
         )
 
     def all_sum(self, value: tf.Tensor) -> tf.Tensor:
-        """Return the sum of all towers' values. Gradients do not go through it."""
+        """Return the sum of all towers' values; it has no gradient."""
         return self._exchanged(
             value, value.shape, tf.add_n, lambda collective: collective.sum(value, self._device)
         )
 
     def all_gather(self, value: tf.Tensor) -> tf.Tensor:
-        """Return the stack of all towers' values [...], `[N, ...]`, each with its gradients."""
+        """Return the stack of all towers' values, `[N, ...]`, with gradients to each tower."""
 
         @tf.custom_gradient
         def gathered(value: tf.Tensor) -> tuple[tf.Tensor, Callable]:
@@ -147,7 +150,7 @@ class SyncHandle:
                 with tf.name_scope(SCOPE):
                     return self.all_sum(upstream)[self.tower]
 
-            return self.meet(value, tf.identity, [self.num_towers, *value.shape]), gradient
+            return self.all_reduce(value, tf.identity, [self.num_towers, *value.shape]), gradient
 
         return gathered(value)
 

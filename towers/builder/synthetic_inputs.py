@@ -1,7 +1,7 @@
-"""Made-up examples: values of the types that a tower function is called with.
+"""Synthetic examples of the types that a tower function is called with.
 
-A function that treats some values otherwise, as a mask does, is tried with these: the constants
-that its graph compares its arguments with, and tokens from all of the table that they choose from.
+They include values that the function may treat specially: the constants that its graph compares its
+arguments with, and tokens from the whole table that they index.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import tensorflow as tf
 from towers import tf_internals
 
 UNKNOWN_DIM = 4  # stands for an unknown length that is not the batch
-_LONGER = 16, 64  # and these do, where a function takes no such short ones
+_LONGER = 16, 64  # tried next, for functions that need longer ones
 _COMPARISONS = "Equal NotEqual Less LessEqual Greater GreaterEqual".split()
 _TESTS_OF_NAN = ("IsNan", "IsInf", "IsFinite")
 _MOST_SPECIAL = 8
@@ -27,16 +27,16 @@ _MOST_SPECIAL = 8
 
 @dataclasses.dataclass
 class Values:
-    """The values that an argument may have, as far as they are known."""
+    """The values to try for an argument."""
 
     tokens: int = 2  # whole numbers below this
-    special: list[float] = dataclasses.field(default_factory=list)  # are treated otherwise
+    special: list[float] = dataclasses.field(default_factory=list)  # may be treated specially
 
 
 def possible_shapes(leaves: Sequence[Any], layers: Sequence[keras.Layer]) -> Iterator[list]:
-    """Yield shapes of the leaves of a batch, with lengths for what is unknown in them.
+    """Yield shapes of a batch's leaves with the unknown dimensions filled in.
 
-    They are what the layers were made for, the outermost first, and then some of all lengths.
+    First those of the layers' own inputs, the outermost layer first, then some lengths.
     """
     shapes = [leaf.shape for leaf in leaves]
     if all(is_known(leaf) for leaf in leaves):
@@ -64,14 +64,14 @@ def possible_shapes(leaves: Sequence[Any], layers: Sequence[keras.Layer]) -> Ite
 
 
 def is_known(leaf: Any) -> bool:
-    """Return whether all but the number of examples is known; ragged rows have any length."""
+    """Return whether a leaf's shape is known but for axis 0 and ragged dimensions."""
     if isinstance(leaf, tf.RaggedTensor):
         return True
     return leaf.shape.rank is not None and leaf.shape[1:].is_fully_defined()
 
 
 def spec_of(leaf: Any, size: int, shape: tf.TensorShape | None = None) -> tf.TypeSpec:
-    """Return the type of a leaf of the batch for `size` examples; `shape` replaces its own."""
+    """Return the TypeSpec of a leaf for `size` examples, with `shape` in place of its own."""
     if isinstance(leaf, tf.RaggedTensor):
         shape = [size, *leaf.shape[1:]]
         return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
@@ -82,7 +82,7 @@ def spec_of(leaf: Any, size: int, shape: tf.TensorShape | None = None) -> tf.Typ
 
 
 def sample(spec: tf.TypeSpec, random: np.random.Generator, tokens: int = 2) -> Any:
-    """Return a random value of a type, whole numbers below `tokens`: labels must be valid."""
+    """Return a random value of a spec, with whole numbers below `tokens`: labels must be valid."""
     shape = [UNKNOWN_DIM if dim is None else dim for dim in spec.shape]
     if spec.dtype.is_floating:
         value = random.normal(size=shape)
@@ -101,7 +101,7 @@ def sample(spec: tf.TypeSpec, random: np.random.Generator, tokens: int = 2) -> A
 def with_special(
     value: Any, special: Sequence[float], random: np.random.Generator, share: float = 0.4
 ) -> Any:
-    """Replace a share of a value's numbers by special ones."""
+    """Replace a share of a tensor's numbers by random ones of `special`."""
     if not special or not isinstance(value, tf.Tensor):
         return value
     chosen = random.choice(np.asarray(special, np.float64), value.shape.as_list())
@@ -109,13 +109,13 @@ def with_special(
     return tf.where(mask, tf.cast(tf.constant(chosen), value.dtype), value)
 
 
-# {graph: {name of a placeholder: a value that it will have}}
+# {graph: {name of a placeholder: its value}}
 _GIVEN: MutableMapping[tf.Graph, dict[str, tf.Tensor]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def given(arguments: Any, values: Any) -> Iterator[None]:
-    """Make the real values of a graph's arguments known in the block."""
+    """Set the values of a graph's arguments for `known_values` in the block."""
     own, real = (
         list(filter(tf.is_tensor, tf.nest.flatten(each, expand_composites=True)))
         for each in (arguments, values)
@@ -131,7 +131,7 @@ def given(arguments: Any, values: Any) -> Iterator[None]:
 
 
 def known_values(tensors: Sequence[Any]) -> list[Any] | None:
-    """Return the values of tensors, None unless all are known or can be computed from `given`."""
+    """Return the values of tensors; None unless all are eager or follow from `given` ones."""
     if not all(isinstance(x, tf.Tensor) for x in tensors):
         return None
     if not any(map(tf.is_symbolic_tensor, tensors)):
@@ -168,7 +168,7 @@ def known_values(tensors: Sequence[Any]) -> list[Any] | None:
 
 
 def stand_in(captured: tf.Tensor) -> tf.Tensor:
-    """Return a captured tensor, ones for one that has no value outside of its graph."""
+    """Return a captured tensor if it is eager, else ones of its shape."""
     if not tf.is_symbolic_tensor(captured):
         return captured
     shape = [UNKNOWN_DIM if dim is None else dim for dim in captured.shape]
@@ -176,7 +176,7 @@ def stand_in(captured: tf.Tensor) -> tf.Tensor:
 
 
 def values_in(graph: tf.Graph, specs: Sequence[tf.TypeSpec]) -> list[Values]:
-    """Return the values that a traced function treats specially, of its first arguments."""
+    """Return the values that a traced function may treat specially, for its first arguments."""
     found = [Values() for _ in specs]
     components = [tf.nest.flatten(spec, expand_composites=True) for spec in specs]
     places = [i for i, own in enumerate(components) for _ in own]
@@ -205,7 +205,7 @@ def values_in(graph: tf.Graph, specs: Sequence[tf.TypeSpec]) -> list[Values]:
 
 
 def _around(value: np.ndarray | None) -> list[float]:
-    """Return a number that others are compared with, some below and above, and usual marks."""
+    # A constant of a comparison, numbers beside it, and common padding values.
     if value is None or value.size != 1 or value.dtype.kind not in "fiu":
         return []
     number = float(value.item())
@@ -213,7 +213,7 @@ def _around(value: np.ndarray | None) -> list[float]:
 
 
 def _special_in_functions(graph: tf.Graph) -> Iterator[float]:
-    """Yield the constants that inner functions, such as branches and loops, compare with."""
+    # Constants of comparisons in branches, loops and other inner functions.
     for function in graph.as_graph_def().library.function:
         nodes = {node.name: node for node in function.node_def}
         for node in function.node_def:
@@ -224,7 +224,7 @@ def _special_in_functions(graph: tf.Graph) -> Iterator[float]:
 
 
 def _representable(values: Sequence[float], dtype: tf.DType) -> list[float]:
-    """Return the first of these numbers, each once, that a type has."""
+    # The first few, each once.
     fit = list(values) if dtype.is_floating else []
     if dtype.is_integer:
         low, high = dtype.min, dtype.max

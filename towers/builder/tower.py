@@ -11,9 +11,9 @@
         optimizer.apply(gradients, model.trainable_variables)
         return loss
 
-A tower function is called once for each tower, and before that on made-up examples, to learn what
-it does with each; it creates no variables, and assigns only those of Keras. `replica_context` makes
-copies exact; `joined` leads tapes back from what `concat` joins.
+A tower function is called once for each tower, and before that on synthetic examples, to analyze
+it; it must create no variables, and may assign only Keras variables. `replica_context` makes the
+copies exact; `joined_outputs` lets a tape go back through `concat`.
 """
 
 import warnings
@@ -37,12 +37,12 @@ from towers.builder.replica_context import ReplicaContext, Replicas, call_copies
 
 
 class Forward:
-    """One copy's forward pass, under its tape; `backward` goes back through it."""
+    """One copy's forward pass under a tape, and the backward pass through it."""
 
     def __init__(self, replica: ReplicaContext, call: Callable, variables: Any = None):
-        """Run `call(tape)`, to go back once to `variables`, or if None often to all."""
-        self.replica, often = replica, variables is None
-        with tf.GradientTape(often, watch_accessed_variables=often) as self.tape:
+        """Run `call(tape)`; None watches all variables, for several backward passes."""
+        self.replica, persistent = replica, variables is None
+        with tf.GradientTape(persistent, watch_accessed_variables=persistent) as self.tape:
             self.tape.watch(variables or ())
             self.results = call(self.tape)
 
@@ -72,20 +72,20 @@ class TowerBuilder:
         accumulate_steps: int = 1,
         gather_at_variables: bool = False,
         jit_compile: bool = False,
-        on_doubt: Callable[[str], None] = warnings.warn,
+        on_warning: Callable[[str], None] = warnings.warn,
     ):
         """Set where the towers run and where their results are gathered.
 
         Args:
             devices: one TensorFlow device for each tower; a device may hold several towers.
             gather_device: the device of splitting, summing and joining.
-            batch_norm: what BatchNorm's moments are taken over: "sync" all towers' examples, in a
-                `tf.function` (else each tower's, with a warning); "local" the tower's own slice.
-            accumulate_steps: `gradients`, and `concat` under a tape, take the batch in so many
-                parts, one after the other, each split over the towers: less memory, the same sums.
-            gather_at_variables: gather each gradient where its variable lies.
-            jit_compile: XLA compiles what these compute in a tower; BatchNorm must be local.
-            on_doubt: is called with what several towers may not compute as one device does.
+            batch_norm: "sync" computes BatchNorm's moments over all towers' examples, in a
+                `tf.function` (else over each tower's, with a warning); "local" over each slice.
+            accumulate_steps: number of parts into which `gradients`, and `concat` under a tape,
+                split the batch, one after the other: less memory, the same sums.
+            gather_at_variables: sum each gradient on its variable's device.
+            jit_compile: compile each tower by XLA; BatchNorm must be local.
+            on_warning: called with each line on what towers may compute otherwise than one device.
         """
         if batch_norm not in ("sync", "local"):
             raise ValueError(f"batch_norm={batch_norm!r} must be 'sync' or 'local'")
@@ -94,16 +94,17 @@ class TowerBuilder:
         self.devices, self.gather_device = sharding.as_devices(devices), gather_device
         self.batch_norm, self.jit_compile = batch_norm, jit_compile
         self.accumulate_steps, self.gather_at_variables = accumulate_steps, gather_at_variables
-        self.num_slices = len(self.devices) * accumulate_steps  # that `gradients` makes of a batch
-        known = replica_context.FunctionAnalyses(self.num_slices, on_doubt)
-        self.rehearse, self.try_out, self.tell = known.rehearse, known.try_out, known.tell
+        self.num_slices = len(self.devices) * accumulate_steps  # of a batch of `gradients`
+        analyses = replica_context.FunctionAnalyses(self.num_slices, on_warning)
+        self.analyze, self.warn = analyses.analyze, analyses.warn
+        self.check_exactness = analyses.check_exactness
 
     def map(self, fn: Callable, *batch: Any) -> list[Any]:
         """Return the results of `fn` on each tower, in tower order."""
         return call_copies(self, fn, self.split(batch), batch)
 
     def sum(self, fn: Callable, *batch: Any) -> Any:
-        """Return the sum over towers of the results of `fn`, of any structure; see `add`."""
+        """Return the sum over towers of the results of `fn`, a structure of tensors; see `add`."""
         results = call_copies(self, fn, sharding.occupied(self.split(batch)), batch)
         return self.gather(gather.add_by_machine(losses.gather_plan(self)), results)
 
@@ -118,34 +119,36 @@ class TowerBuilder:
     def gradients(self, loss_fn: Callable, variables: Iterable[Any], *batch: Any) -> tuple:
         """Return the mean loss over all examples and its gradients.
 
-        Keras variables that `loss_fn` assigns are assigned once, after all towers, as their
-        `aggregation` says, or as trials show it; if these do not, `on_doubt` is called.
+        Keras variables that `loss_fn` assigns are assigned once, after all towers, by their
+        `aggregation` or by the one that the analysis finds; if it finds none, `on_warning` is
+        called.
 
         Args:
             loss_fn: maps a tower's slice of the batch to its losses, one for each example, `[b]`,
                 or to `(losses, outputs)`, a tuple.
             variables: `keras.Variable`s, `tf.Variable`s or a mix. A `PerTower` of `keras.Variable`s
-                is one variable with copies: `loss_fn` uses the first, each tower reads its own.
+                is one variable with copies: `loss_fn` names the first, each tower reads its own.
             *batch: the global batch.
 
         Returns:
-            The loss, a scalar, and a list like `variables`: tensors, `IndexedSlices` where all
-            towers gave them, None for what no tower uses, `PerTower`s of these for copies; then, if
-            `loss_fn` returns any, the outputs, joined as by `concat`.
+            The mean loss, a scalar, and a gradient for each variable: a tensor, `IndexedSlices` if
+            all towers gave these, None if no tower uses the variable, a `PerTower` for copies; then
+            the outputs of `loss_fn`, if any, joined as by `concat`.
 
         Raises:
-            ValueError: `variables` holds something else, or `loss_fn` breaks a rule.
+            ValueError: `variables` holds something else, or `loss_fn` returns other losses.
         """
         variables = list(variables)
-        self.try_out(self.rehearse(loss_fn, *batch))
+        self.check_exactness(self.analyze(loss_fn, *batch))
         sums = self.tower_sums(loss_fn, variables, *batch)
         means = self.gather_sums(sums, variables)
-        nothing = isinstance(sums.outputs[0], tuple) and not sums.outputs[0]
-        return means if nothing else (*means, self.gather(gather.join, sums.outputs))
+        no_outputs = isinstance(sums.outputs[0], tuple) and not sums.outputs[0]
+        return means if no_outputs else (*means, self.gather(gather.join, sums.outputs))
 
     def tower_sums(self, loss_fn: Callable, variables: Sequence[Any], *batch: Any) -> TowerSums:
-        """Return each tower's sums for `gradients`; `gather_sums` must follow."""
-        found = losses.checked(self.rehearse(loss_fn, *batch))
+        """Return each tower's sums for `gradients`; call `gather_sums` next."""
+        analysis = self.analyze(loss_fn, *batch)
+        losses.check_by_example(analysis)
         masters, totals, made = losses.masters_of(variables), [], []
 
         def on_tower(replica: ReplicaContext) -> tuple:
@@ -156,43 +159,43 @@ class TowerBuilder:
                 forward = Forward(replica, lambda _: replica.call(sum_of_losses), own)
                 return forward.results, losses.gradients_of_sum(forward, own)
 
-            ((loss, count, rest), beside), gradients = replica.compiled(compute)
-            made.append((replica.close(count), replica.kept(rest), replica.kept(beside)))
+            ((loss, count, outputs), side), gradients = replica.compiled(compute)
+            made.append((replica.close(count), replica.unpadded(outputs), replica.unpadded(side)))
             return loss, replica.scope.count, replica.gradients(gradients, masters)
 
         slices = self.split(batch, self.accumulate_steps, never_empty=True)
         for own in sharding.rounds(slices, len(self.devices)):
             with gather.after(totals):
-                results = self.run(on_tower, Replicas(self, own, found, {}, found.added))
+                replicas = Replicas(self, own, analysis, {}, analysis.added)
+                results = self.run(on_tower, replicas)
             totals = gather.add_to(totals, results, losses.gather_plan(self))
         sums, counts, gradients = map(list, zip(*totals, strict=True))
-        scopes, outputs, left = map(list, zip(*made, strict=True))
-        found.side_outputs.leave(self.gather(gather.join, left), batch)
-        sums = cross_host.sent_last(sums, gradients, self.devices)
-        return TowerSums(sums, counts, gradients, scopes, found.policies, outputs)
+        scopes, outputs, sides = map(list, zip(*made, strict=True))
+        analysis.side_outputs.assign(self.gather(gather.join, sides), batch)
+        sums = cross_host.send_after_gradients(sums, gradients, self.devices)
+        return TowerSums(sums, counts, gradients, scopes, analysis.policies, outputs)
 
     def gather_sums(self, sums: TowerSums, variables: Sequence[Any]) -> tuple[tf.Tensor, list[Any]]:
-        """Return the mean loss and its gradients from the towers' sums; assign what they assign."""
+        """Return the mean loss and its gradients; make the towers' assignments."""
         with tf.name_scope("gather"):
-            loss, found = gather.mean_gradients(
-                sums, variables, losses.gather_plan(self, variables)
-            )
-            found = variable_aggregation.with_new_values(
-                found, losses.masters_of(variables), sums.scopes
+            plan = losses.gather_plan(self, variables)
+            loss, gradients = gather.mean_gradients(sums, variables, plan)
+            gradients = variable_aggregation.with_new_values(
+                gradients, losses.masters_of(variables), sums.scopes
             )
         replica_context.assign(self, sums.scopes, sums.policies)
-        return loss, found
+        return loss, gradients
 
     def split(self, batch: Any, rounds: int = 1, never_empty: bool = False) -> list[Any]:
-        """Return each tower's slice of `batch`; with rounds, those of one after the other's."""
+        """Return each tower's slice of `batch`, round by round; see `sharding.split`."""
         home = HOST if is_gpu(self.gather_device) else self.gather_device  # where the batch is
         with tf.device(home), tf.name_scope("split"):
             return sharding.split(batch, len(self.devices), rounds, never_empty)
 
     def run(self, fn: Callable, replicas: Replicas) -> list[Any]:
-        """Return `fn(replica)` for each tower's context, made on the tower's device."""
+        """Return `fn(replica)` for each tower's context, run on the tower's device."""
         results = []
-        for replica in replicas:  # after the last, they exchange
+        for replica in replicas:  # after the last one it replaces the stand-ins of all
             with tf.device(replica.device), tf.name_scope(replica.name) as replica.name, replica:
                 results.append(fn(replica))
         return results
@@ -204,9 +207,9 @@ class TowerBuilder:
 
     @staticmethod
     def add(values: Sequence[Any]) -> Any:
-        """Return the sum of towers' values; None counts as nothing, `IndexedSlices` stay sparse."""
+        """Return the sum of towers' values without the Nones; `IndexedSlices` stay sparse."""
         values = [value for value in values if value is not None]
         if all(isinstance(value, int | tf.IndexedSlices) for value in values):
             return gather.add_other(values)
-        # The name makes add_n move a single value to the gather device too.
+        # With a name add_n moves a single value to the gather device, too.
         return tf.add_n(list(map(tf.convert_to_tensor, values)), name="AddN")

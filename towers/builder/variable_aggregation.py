@@ -1,4 +1,4 @@
-"""Aggregates the values that towers assign to a variable into one, assigned once a step."""
+"""Aggregates the values that towers assign to a variable, and assigns the result once a step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,31 +18,34 @@ def assign_once(
 ) -> list[keras.Variable]:
     """Make the assignments that closed scopes record; return variables of unknown aggregation.
 
-    These are taken for averages if they are floats, else for counters of steps. `policies` are, by
-    id, those of variables that do not say it themselves; see `merge`. Towers' own copies of a
-    variable get the value that it gets.
+    Floats of unknown aggregation get the mean, others the first tower's value.
+    Towers' copies of a variable get the value that it gets.
+
+    Args:
+        scopes: of the towers.
+        policies: {id of a variable: policy of `merge`} for variables without `aggregation`.
     """
-    found: dict[int, tuple[keras.Variable, list[ReplicaScope]]] = {}
+    scopes_of: dict[int, tuple[keras.Variable, list[ReplicaScope]]] = {}
     for scope in scopes:
         for variable in scope.assigned():
-            found.setdefault(id(variable), (variable, []))[1].append(scope)
+            scopes_of.setdefault(id(variable), (variable, []))[1].append(scope)
     unknown = []
     groups: dict[Any, tuple[str, list[ReplicaScope], list[keras.Variable]]] = {}
-    for key, (variable, own) in found.items():
+    for key, (variable, own) in scopes_of.items():
         policy = policy_of(variable) or policies.get(key)
         averaged = any(key in scope.averages for scope in own)
         if len(own) > 1 and not (policy or averaged or variable.name == SEED_STATE):
             unknown.append(variable)
         policy = policy or "mean"
-        # What GPUs assign leaves each of them as one tensor.
-        moved = all(key in scope.moved for scope in own)
-        packs = (moved or len(own) > 1) and policy != "first"
+        # A GPU sends its values as one tensor.
+        deferred = all(key in scope.deferred for scope in own)
+        packs = (deferred or len(own) > 1) and policy != "first"
         packs = packs and is_gpu(own[0].device) and variable.value.dtype.is_floating
-        group: Any = (policy, variable.dtype, moved, *map(id, own)) if packs else key
+        group: Any = (policy, variable.dtype, deferred, *map(id, own)) if packs else key
         groups.setdefault(group, (policy, own, []))[2].append(variable)
     for group, (policy, own, variables) in groups.items():
         if isinstance(group, tuple):
-            packed = _merge_packed(policy, own, variables, moved=group[2])
+            packed = _merge_packed(policy, own, variables, deferred=group[2])
             values = unpack(packed, [v.value for v in variables])
         else:
             values = [scope.value_of(variables[0]) for scope in own]
@@ -60,7 +63,7 @@ def assign_once(
 
 
 def policy_of(variable: keras.Variable) -> str | None:
-    """Return the policy that a variable's own `aggregation` names, or None."""
+    """Return the policy that a variable's own `aggregation` names, None if it names none."""
     policies = {"sum": "sum", "mean": "mean", "only_first_replica": "first"}
     return policies.get(getattr(variable, "aggregation", None))
 
@@ -74,7 +77,7 @@ def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]
         values: of the towers.
         counts: their numbers of examples.
     """
-    if policy in ("sum", "max", "min"):  # of a tower without examples it may be anything
+    if policy in ("sum", "max", "min"):  # a tower without examples may have any value
         values = [values[0], *(
             tf.where(count > 0, value, before if policy == "sum" else values[0])
             for value, count in zip(values[1:], counts[1:], strict=True)
@@ -95,46 +98,45 @@ def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]
 def with_new_values(
     gradients: Sequence[Any], masters: Sequence[tf.Variable], scopes: Sequence[ReplicaScope]
 ) -> list[Any]:
-    """Return gathered gradients, with new values in the place of those that are no gradients.
+    """Return gathered gradients, with the aggregated new values of overwritten variables.
 
-    Of several towers' new values the largest is taken, as Keras does when it accumulates gradients,
-    unless the variable says otherwise: these are scales, and the largest numbers that were seen.
+    Without an `aggregation` the largest of the towers' values is taken, as Keras does when it
+    accumulates gradients: the variables are scales of float8, and largest absolute values.
     """
-    found = list(gradients)
+    result = list(gradients)
     for i, master in enumerate(masters):
         own = [scope for scope in scopes if id(master) in scope.new_values]
         if own:
             policy = policy_of(own[0].overwritten[id(master)]) or "max"
             values = [scope.new_values[id(master)] for scope in own]
             value = merge(policy, master, values, [scope.count for scope in own])
-            copies = isinstance(found[i], PerTower)
-            found[i] = PerTower([value] * len(found[i].values)) if copies else value
-    return found
+            copies = isinstance(result[i], PerTower)
+            result[i] = PerTower([value] * len(result[i].values)) if copies else value
+    return result
 
 
 def widen(value: tf.Tensor) -> tf.Tensor:
-    """Cast to float32 at least: sums in 16 bits lose examples."""
+    """Cast 16-bit floats to float32: sums in 16 bits lose examples."""
     return tf.cast(value, tf.float32) if value.dtype.size < 4 else value
 
 
 def _merge_packed(
-    policy: str, scopes: Sequence[ReplicaScope], variables: Sequence[keras.Variable], moved: bool
+    policy: str, scopes: Sequence[ReplicaScope], variables: Sequence[keras.Variable], deferred: bool
 ) -> tf.Tensor:
-    """Return the merged values of variables that pack together, flat, on the current device."""
-
+    # Returned are the merged values of the variables, flat, on the current device.
     def of_elements(numbers: Sequence[float], dtype: tf.DType) -> tf.Tensor:
         sizes = [v.value.shape.num_elements() for v in variables]
         return tf.constant(np.repeat(numbers, sizes), dtype)
 
-    averages = [scopes[0].moved.get(id(v)) for v in variables]
+    averages = [scopes[0].deferred.get(id(v)) for v in variables]
     one_part = len({scope.device for scope in scopes}) == len(scopes)
-    if moved and one_part and all(average.shared for average in averages):
-        scopes = scopes[:1]  # all have the same
+    if deferred and one_part and all(average.shared for average in averages):
+        scopes = scopes[:1]  # all have the same value
     values = []
     for scope in scopes:
         with tf.device(scope.device):
-            if moved:
-                own = [scope.moved[id(v)] for v in variables]
+            if deferred:
+                own = [scope.deferred[id(v)] for v in variables]
                 value = pack([average.value for average in own])
                 value *= of_elements([average.weight for average in own], value.dtype)
             else:
@@ -145,14 +147,14 @@ def _merge_packed(
         value = _mean(values, scopes)
     else:
         value = merge(policy, before, values, [scope.count for scope in scopes])
-    if moved:
+    if deferred:
         momenta = of_elements([average.momentum for average in averages], value.dtype)
         value += tf.cast(before, value.dtype) * momenta
     return value
 
 
 def _mean(values: Sequence[tf.Tensor], scopes: Sequence[ReplicaScope]) -> tf.Tensor:
-    """Return the mean of flat values, weighted by the scopes' examples; each device sends once."""
+    # Weighted by examples; each device sends one tensor.
     if len(values) == 1:
         return values[0]
     counts = [scope.count for scope in scopes]

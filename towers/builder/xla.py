@@ -1,7 +1,7 @@
-"""A tower as one program of XLA's, for `TowerBuilder(..., jit_compile=True)`.
+"""Compiles a tower by XLA, for `TowerBuilder(..., jit_compile=True)`.
 
-XLA reads no variable that lies on another device, as masters do. So each variable that a compiled
-tower reads is read outside, once, on the tower's device, and comes in as a tensor.
+XLA cannot read a variable on another device, as masters are. So each variable that a compiled tower
+reads is read outside of the program, once, on the tower's device, and passed in as a tensor.
 """
 
 import contextlib
@@ -17,14 +17,16 @@ from towers.builder.replica_scope import ReplicaScope
 def compiled(
     fn: Callable, on_read: Callable[[tf.Variable, tf.Tensor], None] = lambda *_: None
 ) -> tuple[ReplicaScope, Any]:
-    """Call `fn`, which returns a scope and a structure of tensors, as one program of XLA's.
+    """Compile `fn` by XLA, run it, and return its scope and structure of tensors.
 
-    `on_read` is called with each trainable variable that is read, and its value outside, before the
-    program runs: a tape that watches the value goes back through the program.
+    Args:
+        fn: returns (the scope that records its assignments, a structure of tensors).
+        on_read: is called with each trainable variable that `fn` reads and the value outside of the
+            program, before the program runs, so that a tape can watch the value.
 
     Raises:
-        ValueError: `fn` uses a variable otherwise than by reading it, or calls a `tf.function` that
-            keeps another tower's weights.
+        ValueError: `fn` does something else with a variable than read it, or calls a `tf.function`
+            that was traced in another tower.
     """
     outside = tf.init_scope if tf.executing_eagerly() else _current_graph().as_default
     scopes: list[ReplicaScope] = []
@@ -43,7 +45,7 @@ def compiled(
 
         with tf_internals.patch_reads(read), tf_internals.custom_gradients_copied():
             scope, results = fn()
-            scope.settle()  # which reads the moving averages
+            scope.apply_deferred()  # which reads the moving averages
         scopes.append(scope)
         return results, [value for _, value in scope.updates.values()]
 
@@ -75,9 +77,9 @@ def compiled(
 
 
 def read_outside() -> contextlib.AbstractContextManager[None]:
-    """Make functions that are called in the block read variables here, on the block's device.
+    """Make functions that the block calls read variables outside, on the block's device.
 
-    One that XLA is to compile reads none that lies on another device, as a `tf.Variable` may.
+    XLA cannot read a variable on another device in a function with `jit_compile`.
     """
     if tf.executing_eagerly():
         return contextlib.nullcontext()

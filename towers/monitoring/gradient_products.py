@@ -103,7 +103,7 @@ def _table(pairs: _Pairs, num_towers: int, measured: tf.Tensor | None) -> tf.Ten
         with tf.device(place):
             wanted = None if measured is None else on_current_device(measured)
             parts.append(_cond(wanted, functools.partial(of_place, of_towers), num_towers))
-    parts = cross_host.sums(parts, list(pairs), tf.add_n)
+    parts = cross_host.sum_by_machine(parts, list(pairs), tf.add_n)
     with tf.device(HOST):
         return tf.add_n(parts) if parts else tf.zeros([num_towers, 3])
 

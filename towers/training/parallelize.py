@@ -202,7 +202,7 @@ class _Steps:
         self._placed: set[int] = set()  # ids of variables
         self._batch: Any = None  # real, while a function is traced for the first time
         self._makes_variables = self._is_dropped = False  # see `_making_variables`
-        self._functions: dict[tuple, Callable] = {}  # kept, so that each is rehearsed once
+        self._functions: dict[tuple, Callable] = {}  # kept, so that each is analyzed once
 
     def on_towers(self, name: str) -> Callable:
         """Return a step of the model with its outermost layers on towers."""
@@ -319,7 +319,7 @@ class _Steps:
             leaves = tf.nest.flatten((args, kwargs))
             inside = isinstance(tf_internals.open_scope(), ReplicaScope)
             for own in filter(_is_extension, () if inside else leaves):
-                self.builder.tell([
+                self.builder.warn([
                     f"layer {layer.name} runs on one device: its argument {type(own).__name__} is "
                     "an ExtensionType, which is not split; call it with a dict of its tensors"
                 ])  # fmt: skip
@@ -328,7 +328,7 @@ class _Steps:
             if inside or not any(map(_is_batch, leaves)) or _is_symbolic(leaves):
                 return keras_call(layer, *args, **kwargs)
             if tf.executing_eagerly():  # one op after the other: towers would bring nothing
-                self.builder.tell(["run_eagerly=True: all steps run on one device"])
+                self.builder.warn(["run_eagerly=True: all steps run on one device"])
                 return keras_call(layer, *args, **kwargs)
             return self._call_on_towers(layer, (args, kwargs))
 
@@ -343,7 +343,7 @@ class _Steps:
                 return layer(*arguments[0], **arguments[1])
         fn, batch, reason = self._divided(layer, arguments, leaves)
         if reason:
-            self.builder.tell([f"layer {layer.name} runs on one device: {reason}"])
+            self.builder.warn([f"layer {layer.name} runs on one device: {reason}"])
             with tf.device(self.home), self._plain():
                 return layer(*arguments[0], **arguments[1])
         if self._copies:
@@ -375,8 +375,8 @@ class _Steps:
             for size in sorted(sizes, key=lambda size: size is not None):
                 fn, batch = self._function(layer, arguments, leaves, size)
                 reason = self._reason_against(layer, fn, batch)
-                found = self.builder.rehearse(fn, *batch, silent=True)
-                if not reason and not exactness_checks.find_by_trials(found):
+                found = self.builder.analyze(fn, *batch, silent=True)
+                if not reason and not exactness_checks.check_on_samples(found):
                     return fn, batch, ""
         fn, batch = self._function(layer, arguments, leaves)
         reason = "" if len(set(sizes) - {None}) > 1 else self._reason_against(layer, fn, batch)
@@ -393,7 +393,7 @@ class _Steps:
             return diagnostics.FLOAT8_BY_XLA
         if self.builder.num_slices == 1:
             return ""
-        found = self.builder.rehearse(fn, *batch, silent=True)
+        found = self.builder.analyze(fn, *batch, silent=True)
         unknown = [
             f"; of its arguments {x.shape} is all that is known: give their shape in the data set, "
             "by tf.ensure_shape"
@@ -401,13 +401,13 @@ class _Steps:
             if not synthetic_inputs.is_known(x)
         ]
         unknown = "".join(unknown[:1])
-        if found.few is None:
+        if found.trace is None:
             return f"it cannot be called with another number of examples ({found.reason}){unknown}"
-        if found.against_joining:
-            return f"{found.against_joining}{unknown}"
+        if found.unjoinable_reason:
+            return f"{found.unjoinable_reason}{unknown}"
         number = next((x.shape[0] for x in batch if x.shape[0]), 1)
         slices = slices_of(number, len(self.builder.devices), self.builder.accumulate_steps)
-        return found.against_one_example if any(size == 1 for _, size in slices) else ""
+        return found.single_example_reason if any(size == 1 for _, size in slices) else ""
 
     def _function(
         self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any], num_rows: Any = ...

@@ -1,4 +1,1 @@
-"""Towers on other machines: TensorFlow servers there, which one program has at a time.
-
-Other rooms come here by `towers.devices.remote`.
-"""
+"""Towers on other machines; other rooms use it through `towers.devices.remote`."""

@@ -18,14 +18,14 @@ from collections.abc import Mapping, Sequence
 from towers.errors import InputError
 
 PORT = 2222  # TensorFlow's usual one
-_MAX_WORKERS = 65536  # a typo in a list of nodes must not take all memory
-# A server that speaks HTTP/2, as gRPC does, answers this at once with its own settings frame.
+_MAX_WORKERS = 65536  # a typo in a list of nodes must not use up all memory
+# A server of HTTP/2, as gRPC's, answers this at once with a settings frame.
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _REMEDY = "or name the workers, as --workers=host1:2222,host2:2222"
 
 
 def find_workers(text: str, environ: Mapping[str, str]) -> list[str]:
-    """Return the distinct "host:port" addresses that a value of `--workers` stands for.
+    """Return the distinct "host:port" addresses of a value of `--workers`.
 
     Raises:
         InputError: an address is malformed or named twice, or the environment lacks a variable.
@@ -126,12 +126,9 @@ def join_address(host: str, port: int) -> str:
 
 
 def check_distinct(addresses: Sequence[str]) -> None:
-    """Refuse two names of one worker, as localhost:2222 and 127.0.0.1:2222: it would hang.
+    """Raise InputError for two names of one worker, as localhost:2222 and 127.0.0.1:2222.
 
-    A host that does not resolve passes here; connecting to it fails with its own message.
-
-    Raises:
-        InputError: two addresses are the same worker.
+    TensorFlow would hang. A host that does not resolve passes: connecting to it fails.
     """
     found: dict[tuple[str, int], str] = {}
     for address in addresses:
@@ -141,7 +138,7 @@ def check_distinct(addresses: Sequence[str]) -> None:
         except OSError:
             continue
         for ip in {where[0].removeprefix("::ffff:") for *_, where in resolved}:
-            # TensorFlow takes the port at all addresses of a machine.
+            # TensorFlow listens on the port at all addresses of a machine.
             other = found.setdefault(("" if is_here(ip) else ip, port), address)
             if other != address:
                 raise InputError(
@@ -161,7 +158,7 @@ def is_here(ip: str) -> bool:
 
 
 def responds(address: str, timeout_seconds: float) -> bool:
-    """Return whether a gRPC server at an address answers in time, as a stopped one does not."""
+    """Return whether a gRPC server at an address answers in time; a stopped process does not."""
     where = parse_address(address, "workers")
     try:
         with socket.create_connection(where, timeout_seconds) as connection:

@@ -2,8 +2,8 @@
 
     only_to("10.0.0.5", 2222)     # after it began to listen, before it answers
 
-A filter on the listening socket (Linux' classic BPF, for which no privilege is needed) drops what
-is addressed to any other; the connections that it accepts inherit the filter.
+A filter on the listening socket (Linux' classic BPF, which needs no privilege) drops packets for
+other addresses; accepted connections inherit the filter.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from pathlib import Path
 from towers.errors import RunError
 
 _SO_ATTACH_FILTER = 26
-_NETWORK_HEADER = 0xFFF00000  # where it begins in a filter's eyes: SKF_NET_OFF
+_NETWORK_HEADER = 0xFFF00000  # its offset in a filter: SKF_NET_OFF
 _OTHERWISE = "towers worker --any_address serves at all addresses"
-_OPEN = ("01", "08")  # states of a connection, in the kernel's table, in which it may be served
+_OPEN = ("01", "08")  # states of open connections in the kernel's table
 _LOAD_BYTE, _LOAD_WORD, _AND, _JUMP_IF_EQUAL, _RETURN = 0x30, 0x20, 0x54, 0x15, 0x06
 
 
@@ -31,10 +31,10 @@ class Reached(RunError):
 
 
 def only_to(ip: str, port: int) -> None:
-    """Drop what reaches this process' server at any address other than `ip`.
+    """Drop packets for this process' server at any address other than `ip`.
 
     Args:
-        ip: an address of this machine, of IPv4 or IPv6, in numbers.
+        ip: a numeric address of this machine, IPv4 or IPv6.
         port: on which the process listens.
 
     Raises:
@@ -88,10 +88,7 @@ def _filter(ip: str) -> bytes:
 
 
 def _connected(port: int) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Return this machine's addresses at which somebody is connected to a port.
-
-    A connection that is older than the filter is not seen by it.
-    """
+    # This machine's addresses at which somebody is connected: the filter misses older connections.
     found = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):  # a machine without IPv6

@@ -1,14 +1,14 @@
-"""The workers of a program: found, claimed, watched, released, and taken back.
+"""The workers of a program: connected, reserved, watched, released, and taken back.
 
     cluster = connect(["host1:2222", "host2:2222"])
     builder = towers.TowerBuilder(cluster.devices, gather_device=cluster.home)
 
 A worker (`towers worker`) is TensorFlow's server, which runs in a folder of its own. Worker and
-program talk by files there (`rendezvous`), which the program reads and writes with TensorFlow's own
+program exchange files there (`rendezvous`), which the program reads and writes with TensorFlow's
 file ops on the worker's device: there is no other connection.
 
-A heartbeat thread for each worker rewrites the program's claim. A worker that does not answer for
-the timeout is lost: its connections are shut, and a call that waits for it fails as it does when a
+A heartbeat thread for each worker rewrites the program's reservation. A worker that does not answer
+in time is lost: its connections are shut, so that calls that wait for it fail as they do when a
 worker is killed.
 """
 
@@ -44,13 +44,13 @@ from towers.workers.rendezvous import Message, Owner, Reservation, WorkerInfo
 
 TIMEOUT_SECONDS = 15.0
 MAX_CLOCK_SKEW_SECONDS = 2.0  # without a warning
-_HEARTBEATS = 5  # in the time after which a worker is lost
-_SHUT_SECONDS = 0.1  # from one shutting of connections to the next: gRPC opens them again
-_STARVED_SECONDS = 1.0  # that a thread wakes up too late, as it does without Python's lock
-_PATIENCE_SECONDS = 8.0  # a worker that is free again needs some for a new server
-_BUSY_SECONDS = 60.0  # before one that another program has is asked again: the run is built anew
-_PARTING_SECONDS = 2.0  # in which a worker that cannot be had may hear so
-_POLL_SECONDS = 1.0  # from one look for lost workers to the next
+_HEARTBEATS = 5  # in the timeout
+_SHUT_SECONDS = 0.1  # pause between shutting connections: gRPC opens them again
+_STARVED_SECONDS = 1.0  # delay of a thread from which on Python's lock was held
+_PATIENCE_SECONDS = 8.0  # for a worker that is free again to start a new server
+_BUSY_SECONDS = 60.0  # pause before another program's worker is asked again: it costs a rebuild
+_PARTING_SECONDS = 2.0  # for disconnecting from workers that are not available
+_POLL_SECONDS = 1.0  # pause between checks of lost workers
 _NO_ANSWER = (
     "does not answer: start `towers worker --address={}` there, or see what lies between by "
     "`towers doctor --workers`"
@@ -59,18 +59,18 @@ _NO_ANSWER = (
 
 @dataclasses.dataclass
 class Worker:
-    """A worker: where it is, what it offers, and whether this program has it."""
+    """A worker: its address, its devices, and whether this program has it."""
 
     address: str  # host:port
-    task: int  # its place among all: "/job:worker/task:1"
+    task: int  # its number: "/job:worker/task:1"
     info: WorkerInfo = dataclasses.field(default_factory=WorkerInfo)
     devices: list[str] = dataclasses.field(default_factory=list)  # of its towers
     is_alive: bool = False
-    clock_seconds: float = 0.0  # its clock's minus that of the program
-    heard_at: float = 0.0  # when it last answered, by time.monotonic
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # held to ask it
-    problem: str = ""  # why it is lost, or cannot be had
-    busy_until: float = 0.0  # by time.monotonic: that it is asked again before makes no sense
+    clock_seconds: float = 0.0  # its clock's time minus that of the program
+    last_answer: float = 0.0  # by time.monotonic
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # held during calls
+    problem: str = ""  # why it is lost or not available
+    busy_until: float = 0.0  # by time.monotonic: when to ask it again
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ class Worker:
 
     @property
     def host(self) -> str:
-        """Return the device on which its files are read."""
+        """Return the device on which the worker's files are read."""
         return f"{self.name}/cpu:0"
 
     def __str__(self) -> str:
@@ -88,11 +88,12 @@ class Worker:
 
 
 class Cluster:
-    """The workers that a program has; `workers` are all, also those that are lost.
+    """The workers of a program.
 
     Attributes:
+        workers: all of them, also the lost ones.
         home: the device of the program on which towers' results are gathered.
-        returned: whether a worker that was lost responds again, see `watch_for_returns`.
+        returned: whether a lost worker responds again, see `watch_for_returns`.
     """
 
     home = PROGRAM + HOST
@@ -103,24 +104,24 @@ class Cluster:
         towers_per_worker: int = 0,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ):
-        """Raise InputError for two addresses of one worker; nothing is connected to yet."""
+        """Set the addresses; raise InputError for two addresses of one worker."""
         check_distinct(addresses)
         self.workers = [Worker(address, task) for task, address in enumerate(addresses)]
         self.towers_per_worker, self.timeout_seconds = towers_per_worker, timeout_seconds
         self.returned = False
         self._id = secrets.token_hex(8)
         self._own_address = _address_towards(addresses[0])
-        self._port, self._is_filtered = 0, False  # of this program, to which the workers connect
+        self._port, self._is_filtered = 0, False  # of this program; the workers connect to it
         self._heartbeats: dict[int, threading.Thread] = {}
         self._closing = threading.Event()
 
     @property
     def devices(self) -> list[str]:
-        """Return the devices of the towers, worker by worker, of those that are there."""
+        """Return the devices of the towers on the workers that are alive, worker by worker."""
         return [device for worker in self.alive() for device in worker.devices]
 
     def is_on_loopback(self, machine: str) -> bool:
-        """Return whether a worker, "/job:worker/task:1", is reached by the loopback interface."""
+        """Return whether a machine, "/job:worker/task:1", is reached by the loopback interface."""
         named = [worker.address for worker in self.workers if worker.name == machine]
         return bool(named) and _address_towards(named[0]) in ("localhost", "127.0.0.1", "[::1]")
 
@@ -129,10 +130,10 @@ class Cluster:
         return [worker for worker in self.workers if worker.is_alive]
 
     def open(self, at_least: int = 0) -> None:
-        """Claim all workers that are there.
+        """Reserve all workers that are available.
 
         Args:
-            at_least: how many are enough; 0: all.
+            at_least: number of workers that is enough; 0: all.
 
         Raises:
             InputError: there are too few; each that is missing, busy or too old is named.
@@ -142,14 +143,14 @@ class Cluster:
                 f"--min_workers={at_least}, but --workers has {count(len(self.workers), 'worker')}"
                 f": name more of them, or type --min_workers={len(self.workers)}"
             )
-        self._claim(self.workers)
+        self._reserve(self.workers)
         if len(self.alive()) < (at_least or len(self.workers)):
             missing = [f"{w} {w.problem}" for w in self.workers if not w.is_alive]
             self.close()
             raise InputError(f"--workers: {'; '.join(missing)}")
 
     def report(self) -> list[str]:
-        """Return the lines of a table of the workers, then those missing, then warnings."""
+        """Return lines: a table of the workers, the missing ones, and warnings."""
         header = ("worker", "address", "host", "towers", "TensorFlow", "clock s", "device")
         rows, warned = [], []
         for worker in self.alive():
@@ -178,7 +179,7 @@ class Cluster:
         ]
 
     def find_lost(self) -> list[Worker]:
-        """Return the workers that were there and do not respond."""
+        """Return the workers that were alive and do not respond."""
         seconds = self.timeout_seconds / _HEARTBEATS
         for worker, answer in _ask_each(self.alive(), lambda w: responds(w.address, seconds)):
             if not answer:
@@ -188,7 +189,7 @@ class Cluster:
     def drop_lost(self) -> list[Worker]:
         """Disconnect from lost workers, so that the others can go on; return the lost ones.
 
-        What lies on the other workers is gone, too: the caller builds everything anew.
+        Variables on the other workers are lost, too: the caller must rebuild everything.
         """
         dropped, lost = [], [worker for worker in self.alive() if worker.problem]
         while True:
@@ -200,14 +201,14 @@ class Cluster:
                         thread.join()
                 self._connect()
             dropped += lost
-            # One that was started again does not know this program any more.
+            # A worker that was restarted does not know this program any more.
             for worker, problem in _ask_each(self.alive(), self._ownership_problem):
                 worker.problem = worker.problem or problem
             if not (lost := [worker for worker in self.alive() if worker.problem]):
                 return dropped
 
     def watch_for_returns(self) -> None:
-        """Set `returned`, from a thread, once a worker that was lost responds again."""
+        """Set `returned`, from a thread, once a lost worker responds again."""
         self.returned = False
 
         def watch() -> None:
@@ -218,23 +219,19 @@ class Cluster:
             threading.Thread(target=watch, name="lost workers", daemon=True).start()
 
     def _absent(self) -> list[Worker]:
-        """Return the workers that this program has not, without those known to be busy."""
         now = time.monotonic()
         return [w for w in self.workers if not w.is_alive and w.busy_until < now]
 
     def take_back(self, at_least: int) -> bool:
-        """Claim the workers that respond again, and wait until `at_least` are there.
+        """Reserve the workers that respond again; wait for `at_least`, return whether they came.
 
-        What lay on workers is gone if there are new ones.
-
-        Returns:
-            Whether so many are there.
+        Variables on all workers are lost if there are new ones.
         """
         until = time.monotonic() + self.timeout_seconds + _PATIENCE_SECONDS
         while True:
             answers = _ask_each(self._absent(), lambda worker: responds(worker.address, 1.0))
             if back := [worker for worker, answer in answers if answer]:
-                self._claim(back, patience=self.timeout_seconds)
+                self._reserve(back, patience=self.timeout_seconds)
             if len(self.alive()) >= at_least or time.monotonic() > until:
                 return len(self.alive()) >= at_least
             time.sleep(0.2)
@@ -245,7 +242,7 @@ class Cluster:
         for worker in self.alive():
             worker.is_alive = False
             with contextlib.suppress(tf.errors.OpError):
-                self._write_claim(worker, released=True)
+                self._write_reservation(worker, released=True)
         with self.cut_off([worker for worker in self.workers if worker.problem]):
             for thread in self._heartbeats.values():
                 thread.join()
@@ -255,21 +252,21 @@ class Cluster:
             remote.set_cluster(None)
         atexit.unregister(self.close)
 
-    def _claim(self, wanted: Sequence[Worker], patience: float = _PATIENCE_SECONDS) -> None:
-        """Claim what can be had of these workers; `problem` says why the others cannot.
+    def _reserve(self, wanted: Sequence[Worker], patience: float = _PATIENCE_SECONDS) -> None:
+        """Reserve the available ones of these workers; set `problem` of the others.
 
-        One whose server ends just now, as when another program has released it, is asked again.
+        A worker whose server ends just now, as another program has released it, is asked again.
         """
         until, left = time.monotonic() + patience, list(wanted)
         while left:
-            self._claim_once(left, max(until - time.monotonic(), 0.0))
+            self._reserve_once(left, max(until - time.monotonic(), 0.0))
             left = [w for w in left if w.info == WorkerInfo() and time.monotonic() < until]
         for worker in wanted:
             if worker.is_alive:
                 self._start_heartbeat(worker)
 
-    def _claim_once(self, wanted: Sequence[Worker], patience: float) -> None:
-        """Claim what can be had; a worker that fails to answer at any point has an empty `info`."""
+    def _reserve_once(self, wanted: Sequence[Worker], patience: float) -> None:
+        # A worker that does not answer at any point has an empty `info`.
         until, found = time.monotonic() + patience, []
 
         def wait(worker: Worker) -> bool:
@@ -283,7 +280,7 @@ class Cluster:
             if answer:
                 found.append(worker)
         with self.cut_off(found, after=self.timeout_seconds):
-            while True:  # until all that are something else are left out
+            while True:  # until no address of something else is left
                 try:
                     self._connect(*found)
                     break
@@ -296,7 +293,7 @@ class Cluster:
                     for worker in foreign:
                         worker.problem = problem
                     found = [worker for worker in found if worker not in foreign]
-        for worker, problem in _ask_each(found, self._claim_one):
+        for worker, problem in _ask_each(found, self._reserve_one):
             worker.problem, worker.is_alive = problem, not problem
             if problem and worker.info != WorkerInfo():  # somebody else has it, or it does not fit
                 worker.busy_until = time.monotonic() + _BUSY_SECONDS
@@ -304,29 +301,29 @@ class Cluster:
             with self.cut_off(refused, after=_PARTING_SECONDS):
                 self._connect()
 
-    def _claim_one(self, worker: Worker) -> str:
-        """Claim a worker that is connected; return why it cannot be had, "" if it can."""
+    def _reserve_one(self, worker: Worker) -> str:
+        """Reserve a connected worker; return why it is not available, "" if it is."""
         try:
-            worker.info = self._read(worker, rendezvous.OFFER, WorkerInfo) or WorkerInfo()
+            worker.info = self._read(worker, rendezvous.INFO_FILE, WorkerInfo) or WorkerInfo()
             if problem := self._mismatch(worker):
                 return problem
             until = time.monotonic() + _PATIENCE_SECONDS
             while time.monotonic() < until:
-                self._write_claim(worker)
-                lease = self._read(worker, rendezvous.LEASE, Owner)
-                if lease and lease.id == self._id:
-                    worker.heard_at = time.monotonic()
+                self._write_reservation(worker)
+                owner = self._read(worker, rendezvous.OWNER_FILE, Owner)
+                if owner and owner.id == self._id:
+                    worker.last_answer = time.monotonic()
                     return ""
                 time.sleep(0.1)
         except tf.errors.OpError as error:
             worker.info = WorkerInfo()
             return f"does not answer: {first_line(error)}"
-        if lease and lease.id:
-            return f"is busy: {lease} has it; wait for its end, or name another worker"
+        if owner and owner.id:
+            return f"is busy: {owner} has it; wait for its end, or name another worker"
         return "does not give itself to anybody: start `towers worker` there again"
 
     def _mismatch(self, worker: Worker) -> str:
-        """Return what of a worker does not go with this program, "" if all does."""
+        """Return why a worker does not fit this program, "" if it does."""
         info = worker.info
         for package, ours in ("towers", towers.__version__), ("tensorflow", tf.__version__):
             theirs = getattr(info, package)
@@ -347,7 +344,7 @@ class Cluster:
                 f"{wanted} asks for more: type --towers_per_worker={there}"
             )
         worker.devices = [f"{worker.name}/{info.kind}:{i}" for i in range(wanted)]
-        if not info.deterministic:  # where TensorFlow refuses to read a clock
+        if not info.deterministic:  # TensorFlow's clock op is not
             sent = time.time()
             with self._asking(worker):
                 with tf.device(worker.host):
@@ -358,10 +355,10 @@ class Cluster:
 
     def _ownership_problem(self, worker: Worker) -> str:
         try:
-            lease = self._read(worker, rendezvous.LEASE, Owner)
+            owner = self._read(worker, rendezvous.OWNER_FILE, Owner)
         except tf.errors.OpError as error:
             return f"does not answer: {first_line(error)}"
-        return "" if lease and lease.id == self._id else "was started again"
+        return "" if owner and owner.id == self._id else "was started again"
 
     def _start_heartbeat(self, worker: Worker) -> None:
         def beat() -> None:
@@ -370,20 +367,20 @@ class Cluster:
                 until = time.monotonic() + pause
                 if self._closing.wait(pause):
                     return
-                # While Python's lock was held, as TensorFlow does in registering a large function,
-                # nobody could hear.
-                worker.heard_at += max(time.monotonic() - until, 0.0)
+                # Time in which Python's lock was held, as while TensorFlow registers a large
+                # function, does not count.
+                worker.last_answer += max(time.monotonic() - until, 0.0)
                 try:
-                    self._write_claim(worker)
+                    self._write_reservation(worker)
                 except tf.errors.OpError:
-                    silent = time.monotonic() - worker.heard_at
+                    silent = time.monotonic() - worker.last_answer
                     if silent > self.timeout_seconds:
                         worker.problem = worker.problem or f"has not answered for {silent:.0f} s"
                         while worker.is_alive and not self._closing.wait(_SHUT_SECONDS):
                             _shut_connections([worker.address])  # others may wait for it still
                     pause = _SHUT_SECONDS
                     continue
-                worker.heard_at, pause = time.monotonic(), self.timeout_seconds / _HEARTBEATS
+                worker.last_answer, pause = time.monotonic(), self.timeout_seconds / _HEARTBEATS
 
         thread = threading.Thread(target=beat, name=f"worker {worker.task}", daemon=True)
         self._heartbeats[worker.task] = thread
@@ -393,31 +390,31 @@ class Cluster:
         with self._asking(worker):
             return rendezvous.from_text(kind, remote.read_file(worker.host, name))
 
-    def _write_claim(self, worker: Worker, released: bool = False) -> None:
+    def _write_reservation(self, worker: Worker, released: bool = False) -> None:
         who = self._id, socket.gethostname(), os.getpid(), rendezvous.user_name()
         own = f"{self._own_address}:{self._port}"
-        claim = Reservation(*who, self.timeout_seconds, released, own)
+        reservation = Reservation(*who, self.timeout_seconds, released, own)
         with self._asking(worker):
             with tf.device(self.home):
-                name = tf.constant(rendezvous.claim_file(self._id))
-                text = tf.constant(rendezvous.to_text(claim))
+                name = tf.constant(rendezvous.reservation_file(self._id))
+                text = tf.constant(rendezvous.to_text(reservation))
             with tf.device(worker.host):
                 tf.raw_ops.WriteFile(filename=name, contents=text)
 
     @contextlib.contextmanager
     def _asking(self, worker: Worker) -> Iterator[None]:
-        """Make ops of the block on a worker fail with an OpError if it does not answer in time."""
+        """Make ops in the block fail with an OpError if the worker does not answer in time."""
         with worker.lock:
             now = time.monotonic()
-            left = self.timeout_seconds - (now - (worker.heard_at or now))
+            left = self.timeout_seconds - (now - (worker.last_answer or now))
             with self.cut_off([worker], after=max(left, 0.5)), tf_internals.unary_rpcs():
                 yield
 
     def _connect(self, *more: Worker) -> None:
-        """Connect to the workers that are alive and to these, and disconnect from all others.
+        """Connect to the workers that are alive and to `more`; disconnect from all others.
 
-        TensorFlow holds Python's lock in this, and waits for what other threads have asked, which
-        could not end: so no thread may be asking a worker.
+        TensorFlow holds Python's lock meanwhile and waits for other threads' calls to workers: a
+        deadlock, unless there are none.
         """
         with contextlib.ExitStack() as stack:
             for worker in self.workers:
@@ -432,9 +429,9 @@ class Cluster:
 
     @contextlib.contextmanager
     def cut_off(self, workers: Sequence[Worker], after: float = 0.0) -> Iterator[None]:
-        """Make whatever waits for workers fail with an OpError once the block has run `after` s.
+        """Make all calls to workers fail with an OpError after the block has run for `after` s.
 
-        Their connections are shut, again and again, for all threads of this process.
+        The workers' connections are shut, again and again, for all threads of this process.
         """
         done = threading.Event()
 
@@ -445,7 +442,7 @@ class Cluster:
                 if done.wait(pause):
                     return
                 if time.monotonic() - until > _STARVED_SECONDS:
-                    pause = _STARVED_SECONDS  # an answer may be there that nobody could take
+                    pause = _STARVED_SECONDS  # an answer may wait to be read
                     continue
                 pause = _SHUT_SECONDS
                 _shut_connections([worker.address for worker in workers])
@@ -468,16 +465,16 @@ def connect(
     timeout_seconds: float = TIMEOUT_SECONDS,
     min_workers: int = 0,
 ) -> Cluster:
-    """Claim the workers at these addresses for this program, until it ends.
+    """Reserve the workers at these addresses for this program, until it ends.
 
-    Call it before anything creates a variable: TensorFlow loses what is assigned, by `assign`, to
-    one that is older than the connection; such a variable can only be read.
+    Call it before anything creates a variable: TensorFlow loses values that are assigned to a
+    variable that is older than the connection.
 
     Args:
-        workers: "host1:2222,host2:2222", or what else `--workers` takes; or a list of addresses.
+        workers: "host1:2222,host2:2222", or another value of `--workers`; or a list of addresses.
         towers_per_worker: towers of each; 0: one on each of its GPUs, else one.
-        timeout_seconds: after which a worker that does not answer is lost.
-        min_workers: how many are enough; 0: all.
+        timeout_seconds: time without an answer after which a worker is lost.
+        min_workers: number of workers that is enough; 0: all.
 
     Returns:
         The workers, whose `devices` are those of the towers.
@@ -513,10 +510,10 @@ def connect_run(options: Options, goes_on: bool = False) -> Cluster | None:
 
     Args:
         options: of the run.
-        goes_on: whether one worker is enough, unless the options say more; else all are needed.
+        goes_on: whether one worker is enough unless the options ask for more; else all are needed.
 
     Raises:
-        InputError: there are too few workers, or their towers are not as many as asked for.
+        InputError: there are too few workers, or another number of towers was asked for.
     """
     if not options.workers:
         return None
@@ -538,17 +535,17 @@ def connect_run(options: Options, goes_on: bool = False) -> Cluster | None:
 
 
 def alternating_devices(options: Options, numbers: Sequence[int]) -> list[str]:
-    """Connect to the options' workers; return their devices in turn, so that two are on two.
+    """Connect to the options' workers; return their devices, alternating between the workers.
 
     Args:
-        options: of the run; without `towers_per_worker` each has as many as are needed.
-        numbers: of towers that are to be tried.
+        options: of the run; without `towers_per_worker` each has as many as needed.
+        numbers: the numbers of towers to try.
 
     Returns:
-        The devices; none if the options name no workers.
+        The devices; [] if the options name no workers.
 
     Raises:
-        InputError: as `connect_run`, or there are fewer devices than the most towers.
+        InputError: as `connect_run`, or there are too few devices.
     """
     if not options.workers:
         return []
@@ -569,13 +566,13 @@ def alternating_devices(options: Options, numbers: Sequence[int]) -> list[str]:
 def _ask_each(
     workers: Sequence[Worker], ask: Callable[[Worker], Any]
 ) -> list[tuple[Worker, Any]]:
-    """Return (worker, its answer) for each, all being asked at once."""
+    # In parallel; returned is (worker, its answer) for each.
     with ThreadPoolExecutor(len(workers) or 1) as pool:
         return list(zip(workers, pool.map(ask, workers), strict=True))
 
 
 def _address_towards(address: str) -> str:
-    """Return the address of this machine by which a worker reaches it."""
+    # Of this machine, at which a worker can reach it.
     try:
         found = socket.getaddrinfo(*parse_address(address, "workers"), type=socket.SOCK_DGRAM)
         family, kind, protocol, _, where = found[0]
@@ -588,7 +585,6 @@ def _address_towards(address: str) -> str:
 
 
 def _shut_connections(addresses: Sequence[str]) -> None:
-    """Shut this process' connections to these addresses."""
     peers = set()
     for address in addresses:
         with contextlib.suppress(OSError):

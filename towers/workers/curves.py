@@ -1,7 +1,7 @@
-"""Curves of a run's workers: what their towers take, wait for, hold, send and receive.
+"""Curves of a run's workers: their step and wait times, memory and network traffic.
 
-All is read over TensorFlow's connection, from Linux' files there. Network counters are the
-machine's: what others send is in them, and each of several workers on one machine shows all of it.
+They are read over TensorFlow's connection from files of Linux there. Network counters are those of
+the machine: they include other programs' traffic, and several workers on a machine share them.
 """
 
 import re
@@ -14,10 +14,10 @@ _COUNTERS = "/proc/net/dev"  # a row for each interface; 1st number: bytes recei
 
 
 class MachineCurves:
-    """Makes curves of the workers that hold the towers; none where there is no worker."""
+    """Computes curves of the workers that hold the towers."""
 
     def __init__(self, devices: Sequence[str]):
-        """Take the devices of the towers, in tower order."""
+        """Set the devices of the towers, in tower order."""
         self._towers: dict[str, list[int]] = {}
         for tower, device in enumerate(devices):
             if machine := machine_of(device):
@@ -29,8 +29,8 @@ class MachineCurves:
         """Return {tag: value} after `step` steps.
 
         Args:
-            step: of which there are so many; bytes are those of a step since the point before.
-            tower_seconds: of each tower's step; empty if they are not known.
+            step: number of steps; bytes are means for a step since the last point.
+            tower_seconds: of each tower's step; empty if unknown.
         """
         found: dict[str, float] = {}
         counters = {machine: _network_bytes(machine) for machine in self._towers}
@@ -53,9 +53,9 @@ class MachineCurves:
 
 
 def _network_bytes(machine: str) -> tuple[int, int] | None:
-    """Return the bytes that a worker's interfaces have received and sent; None: it does not tell.
+    """Return the bytes that a worker's interfaces have received and sent, None if unknown.
 
-    The loopback interface counts only for a worker of this machine, which is reached by it.
+    The loopback interface counts only for a worker on this machine.
     """
     text, cluster = remote.read_text(machine, _COUNTERS), remote.current_cluster()
     local = bool(cluster) and cluster.is_on_loopback(machine)

@@ -1,6 +1,6 @@
-"""`towers doctor --workers=...`: tries out each worker, and the network between them and here.
+"""`towers doctor --workers=...`: tests each worker and the network between all machines.
 
-What does not answer in time is cut off and fails, so nothing here waits for long.
+Calls that take too long are cut off and fail.
 """
 
 import contextlib
@@ -25,26 +25,26 @@ from towers.workers.addresses import find_workers, parse_address, responds
 from towers.workers.cluster import MAX_CLOCK_SKEW_SECONDS, Cluster, Worker
 
 _CONNECT_SECONDS = 2.0
-_FREE_SECONDS = 4.0  # a worker that has just been released starts a new server
-_COPY_SECONDS = 20.0  # that a copy may take: 4 MiB over 2 Mbit/s
+_FREE_SECONDS = 4.0  # in which a worker that has just been released starts a new server
+_COPY_SECONDS = 20.0  # timeout of a copy: 4 MiB over 2 Mbit/s
 _COPY_BYTES = 2**22
 _ROUND_TRIPS = 20
-_COPIES = 3  # which are timed, after one that opens connections
+_COPIES = 3  # timed, after one that opens connections
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerCheck(Check):
-    """A finding about a worker, with its figures."""
+    """The result of a worker's test, with its figures."""
 
     address: str = ""
-    round_trip_seconds: float | None = None  # of a number, with TensorFlow's part in it
+    round_trip_seconds: float | None = None  # of one number, with TensorFlow's overhead
     to_bytes_per_second: float | None = None  # from this machine to the worker
     from_bytes_per_second: float | None = None
     clock_seconds: float | None = None  # its clock's minus that of this machine
 
 
 def check_network(options: Options, say: Callable[[str], None]) -> Iterator[Check]:
-    """Try out the workers that the options name; yield each finding, then print a table."""
+    """Test the workers that the options name; yield each result, then print a table."""
     named = find_workers(options.workers, os.environ)
     with ThreadPoolExecutor(len(named)) as pool:
         problems = dict(zip(named, pool.map(_why_unreachable, named), strict=True))
@@ -57,7 +57,7 @@ def check_network(options: Options, say: Callable[[str], None]) -> Iterator[Chec
     if not reached:
         return
     cluster = Cluster(reached, options.towers_per_worker, options.worker_timeout_seconds)
-    with contextlib.suppress(InputError):  # each says itself why it cannot be had
+    with contextlib.suppress(InputError):  # `problem` of each says why
         cluster.open(1)
     try:
         for worker in cluster.workers:
@@ -116,7 +116,6 @@ def _why_unreachable(address: str) -> str:
 
 
 def _check_worker(cluster: Cluster, worker: Worker) -> WorkerCheck:
-    """Time copies to a worker and back."""
     name, info = f"worker {worker.address}", worker.info
     numbers = np.random.default_rng(0).standard_normal(_COPY_BYTES // 4, np.float32)
     with tf.device(cluster.home):
@@ -125,14 +124,14 @@ def _check_worker(cluster: Cluster, worker: Worker) -> WorkerCheck:
     def send() -> tf.Tensor:
         sent = _copy(here, worker.host)
         with tf.device(worker.host):
-            sent[0].numpy()  # when it is there
+            sent[0].numpy()  # wait until it has arrived
         return sent
 
     try:
         with cluster.cut_off([worker], _COPY_SECONDS):
             round_trip = _median_seconds(lambda: _copy(one, worker.host).numpy(), _ROUND_TRIPS)
             to = _median_seconds(send, _COPIES)
-            there = iter([send() for _ in range(_COPIES + 1)])  # one that was fetched is kept here
+            there = iter([send() for _ in range(_COPIES + 1)])  # a fetched tensor is cached
             back = _median_seconds(lambda: next(there).numpy(), _COPIES)
     except tf.errors.OpError as error:
         problem, remedy = first_line(error), "look at its log, and at the network between"
@@ -171,7 +170,7 @@ def _copy(value: tf.Tensor, device: str) -> tf.Tensor:
 
 
 def _median_seconds(call: Callable[[], object], number: int) -> float:
-    """Return the median time of `number` calls, after one that warms up."""
+    # Of `number` calls, after one that warms up.
     taken = []
     for _ in range(number + 1):
         start = time.perf_counter()

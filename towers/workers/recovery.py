@@ -1,10 +1,10 @@
-"""How a run over workers goes on when these are lost or come back.
+"""Continues a run when workers are lost or come back.
 
-Before each call of the train loop the masters are kept as they are, which copies nothing. When a
-worker is lost, whatever the call has done is thrown away: an update is whole or not at all. What
-was kept becomes a checkpoint, and the run is built anew on the workers that are there, as a new
-process would resume it. No number depends on the number of towers, so all stay the same. Masters
-that lie on workers are lost with these: such a run goes on from its last checkpoint.
+Before each call of the train loop the masters' values are kept, without a copy. When a worker is
+lost, the call's updates are dropped, so that an update is complete or not made at all. The kept
+values become a checkpoint, and the run is rebuilt on the remaining workers, as a new process would
+resume it. Results do not depend on the number of towers. Masters on workers are lost with these:
+such a run continues from its last checkpoint.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from towers.errors import RunError
 from towers.formatting import count, first_line
 from towers.options.run import Options
 
-_MAX_ERRORS = 3  # in a row at one step, of connections alone: no worker was lost
-# Of connections, and of servers that know nothing of this program any more.
+_MAX_ERRORS = 3  # failed connections in a row at one step, without a lost worker
+# Failed connections, and servers that were restarted.
 _CONNECTION_ERRORS = tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError
 
 
@@ -27,13 +27,13 @@ class Recovery:
     """Recovers a run from the loss of workers; one object serves all its rebuilds."""
 
     def __init__(self, options: Options, say: Callable[[str], None]):
-        """Take the run's options, and what prints a line."""
+        """Set the run's options, and the function that prints a line."""
         self._options, self._say = options, say
         self._where, self._num_errors = "", 0
 
     @contextlib.contextmanager
     def reraise_device_loss(self) -> Iterator[None]:
-        """Raise DevicesChanged where the block fails because a worker is lost."""
+        """Raise DevicesChanged if the block fails because a worker is lost."""
         try:
             yield
         except tf.errors.OpError as error:
@@ -48,10 +48,10 @@ class Recovery:
             raise remote.DevicesChanged from None
 
     def go_on(self, step: int | None) -> bool:
-        """Wait for as many workers as are needed; return whether the run is to go on.
+        """Wait until there are enough workers; return whether the run is to go on.
 
         Args:
-            step: of the state that was saved; None: there is only the last checkpoint.
+            step: of the saved state; None: there is only the last checkpoint.
 
         Raises:
             RunError: there are too few workers.

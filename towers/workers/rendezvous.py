@@ -1,14 +1,14 @@
-"""What a worker and a program tell each other: JSON files in its server's folder.
+"""Messages between a worker and a program: JSON files in the server's folder.
 
-A program reads and writes them with TensorFlow's own file ops on the worker's device, so nothing
-but TensorFlow's connection is needed:
+A program reads and writes them with TensorFlow's file ops on the worker's device, so TensorFlow's
+connection is the only one:
 
-    offer.json    what the worker has: a WorkerInfo
-    claim.ID      a program wants the worker; written again and again as a heartbeat: a Claim
-    lease.json    the worker's answer: the Lease of the program that has it, or {}
+    offer.json    written by the worker: a WorkerInfo
+    claim.ID      written by a program, again and again as a heartbeat: a Reservation
+    lease.json    the worker's answer: the Owner, the program that has the worker, or {}
 
-The worker decides, so two programs never have it. When a lease is over the server is replaced by a
-new one with a new, empty folder.
+The worker decides, so two programs never have it. When the program has left, a new server with a
+new, empty folder replaces the old one.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import pwd
 import re
 from typing import Any, TypeVar
 
-OFFER, LEASE = "offer.json", "lease.json"
+INFO_FILE, OWNER_FILE = "offer.json", "lease.json"
 _CLAIM = re.compile(r"claim\.([\w-]{1,80})", re.ASCII)
 _MAX_TIMEOUT_SECONDS = 3600.0
 
@@ -35,7 +35,7 @@ class DeviceInfo:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker is and has; empty where an older one does not tell."""
+    """A worker's versions, address and devices; fields are empty if an older worker lacks them."""
 
     towers: str = ""  # versions
     tensorflow: str = ""
@@ -53,18 +53,18 @@ class WorkerInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Reservation:
-    """What a program writes, at least every `timeout_seconds`."""
+    """A program's request for a worker, rewritten at least every `timeout_seconds`."""
 
     id: str = ""
     host: str = ""
     pid: int = 0
     user: str = ""
-    timeout_seconds: float = 15.0  # without a heartbeat for so long, the lease is over
-    released: bool = False  # the program needs the worker no more
+    timeout_seconds: float = 15.0  # without a heartbeat for so long, the worker is free again
+    released: bool = False  # whether the program has released the worker
     address: str = ""  # of TensorFlow's server in the program
 
     def __post_init__(self) -> None:
-        """Replace a timeout that makes no sense by the default, and cap it at an hour."""
+        """Replace an invalid timeout by the default, and cap it at an hour."""
         seconds = self.timeout_seconds
         valid = seconds if math.isfinite(seconds) and seconds > 0 else Reservation.timeout_seconds
         object.__setattr__(self, "timeout_seconds", min(valid, _MAX_TIMEOUT_SECONDS))
@@ -72,13 +72,13 @@ class Reservation:
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """Which program has a worker."""
+    """The program that has a worker."""
 
-    id: str = ""  # "": none has
+    id: str = ""  # "": none
     host: str = ""
     pid: int = 0
     user: str = ""
-    time: float = 0.0  # of the worker's clock when it was given, in seconds since 1970
+    time: float = 0.0  # of the worker's clock at the start, in seconds since 1970
 
     def __str__(self) -> str:
         """Return "anna's program on node7 (pid 17)"; a stranger's names are escaped."""
@@ -89,13 +89,13 @@ class Owner:
 Message = TypeVar("Message", WorkerInfo, Reservation, Owner)
 
 
-def claim_file(id: str) -> str:
-    """Return the file name of a claim; its id is of letters, digits, - and _."""
+def reservation_file(id: str) -> str:
+    """Return the file name of a reservation; its id has letters, digits, - and _."""
     return f"claim.{id}"
 
 
-def claim_id(file: str) -> str:
-    """Return the id in the file name of a claim, "" for another file."""
+def reservation_id(file: str) -> str:
+    """Return the id in the file name of a reservation, "" for another file."""
     match = _CLAIM.fullmatch(file)
     return match[1] if match else ""
 
@@ -106,10 +106,9 @@ def to_text(message: WorkerInfo | Reservation | Owner | None) -> str:
 
 
 def from_text(kind: type[Message], text: str | bytes) -> Message | None:
-    """Return the message in a text, None if that is incomplete or no such message.
+    """Parse a message; return None if the text is incomplete, as while it is written, or invalid.
 
-    A file may be read while it is written. Fields that newer versions add are left out, those that
-    older ones lack have their defaults.
+    Unknown fields, of newer versions, are ignored; missing ones get their defaults.
     """
     try:
         return _build(kind, json.loads(text))
@@ -130,7 +129,7 @@ def _build(kind: type, values: dict[str, Any]) -> Any:
 
 
 def user_name() -> str:
-    """Return the name of this process' user, or the number of one who has no name."""
+    """Return the name of this process' user, the number if there is no name."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:

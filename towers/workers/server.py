@@ -1,9 +1,9 @@
 """A worker: TensorFlow's server on this machine, for one program at a time.
 
 There are two processes. The supervisor decides which program has the worker (see `rendezvous`); its
-child is the server. When a lease is over the child is killed and another takes its place on the
-same port: all memory is free again within a second. The supervisor has TensorFlow imported and
-never started, so a fork of it need not import it.
+child is the server. When the program has left, the child is killed and a new one takes its place on
+the same port: all memory is free again within a second. The supervisor has imported TensorFlow and
+never started it, so that a fork of it starts quickly.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from towers.workers.rendezvous import DeviceInfo, Owner, Reservation, WorkerInfo
 NUM_CPU_DEVICES = 16  # logical ones of a worker without GPUs; more where there are more cores
 _POLL_SECONDS = 0.1
 _RESPONSE_SECONDS = 4.0
-_MAX_TIMEOUTS = 20.0  # of silence: another program's server may have that address by then
+_MAX_TIMEOUTS = 20.0  # without a heartbeat: another program's server may have that address then
 _PARTING_SECONDS = 0.3  # in which the server still answers the program that released it
 _PORTS = range(20000, 32000)  # for port 0: below those that connections take for themselves
 _ATTEMPTS = 3  # at other ports, where any may be taken
@@ -51,18 +51,18 @@ def serve(
     any_address: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Serve one program after the other, until a signal ends it.
+    """Serve one program after the other, until a signal.
 
     Args:
-        host: name or number of an address of this machine; the server is reached there alone.
+        host: name or number of an address of this machine, the only one that the server answers at.
         port: 0 for any free one.
-        options: what the server takes of the GPUs.
+        options: of the GPUs.
         any_address: serve at all addresses of the machine, whatever `host` is.
         say: prints a line.
 
     Raises:
-        InputError: the address is none of this machine's, the port is taken, or the options cannot
-            be had.
+        InputError: the address is not this machine's, the port is taken, or the options are
+            impossible here.
         RunError: the server does not start.
     """
     attempts = 1 if port else _ATTEMPTS
@@ -88,7 +88,7 @@ def serve(
             if introduced or not attempts:
                 raise
             ip, port = _find_address(host, 0, any_address)  # that one may have been taken meanwhile
-        # The kernel clears up after a server that was killed.
+        # The kernel needs time to free the port of a server that was killed.
         end = time.monotonic() + 10
         while problem := _port_problem(ip, port):
             if time.monotonic() > end:
@@ -97,73 +97,74 @@ def serve(
 
 
 def _lend(folder: Path, process: multiprocessing.Process, say: Callable[[str], None]) -> str:
-    """Lend a server to the first program that claims it; return why the lease is over."""
+    """Lend a server to the first program that asks for it; return why it is free again."""
     try:
-        claims = Claims(folder)
+        reservations = Reservations(folder)
         while True:
-            free = claims.lease is None
-            why = claims.look()
-            if free and claims.lease:
-                say(f"taken       by {claims.lease}")
+            free = reservations.owner is None
+            why = reservations.look()
+            if free and reservations.owner:
+                say(f"taken       by {reservations.owner}")
             if why:
                 time.sleep(_PARTING_SECONDS)
                 return why
             if process.exitcode is not None:
                 return f"the server ended ({_exit_text(process.exitcode)})"
             time.sleep(_POLL_SECONDS)
-    except OSError as error:  # a program can do there what it likes
+    except OSError as error:  # a program can do anything there
         return f"its folder cannot be used any more: {error.strerror}"
 
 
-class Claims:
-    """The claims on a worker: which program has it, and whether it still has.
+class Reservations:
+    """The programs' reservations of a worker.
 
     Attributes:
-        lease: of the program that has the worker, or None.
+        owner: the program that has the worker, or None.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic):
-        """Begin with a worker that is free; `clock` returns seconds."""
-        self.lease: Owner | None = None
+        """Begin with a free worker; `clock` returns seconds."""
+        self.owner: Owner | None = None
         self._folder, self._clock = folder, clock
-        self._claims: dict[str, Reservation] = {}
-        # When each claim's file was last seen to change, and its modification time and size.
-        self._heard: dict[str, tuple[float, tuple[int, int]]] = {}
+        self._by_id: dict[str, Reservation] = {}
+        # {id: (when its file was last seen to change, (modification time, size))}.
+        self._last_changes: dict[str, tuple[float, tuple[int, int]]] = {}
         self._publish()
 
     def look(self) -> str:
-        """Read the claims; return why the lease is over, "" if it is not or there is none."""
+        """Read the reservations; return why the owner has lost the worker, "" if it has not."""
         now = self._clock()
         for path in sorted(self._folder.iterdir()):
-            if claim_id := rendezvous.claim_id(path.name):
+            if program := rendezvous.reservation_id(path.name):
                 with contextlib.suppress(OSError):
                     about = path.stat()
                     state = about.st_mtime_ns, about.st_size
-                    if self._heard.get(claim_id, (0.0, None))[1] != state:
-                        if claim := rendezvous.from_text(Reservation, path.read_bytes()):
-                            self._claims[claim_id] = claim
-                        self._heard[claim_id] = now, state  # half a claim is a heartbeat, too
-        if self.lease is None:
-            for claim_id, claim in self._claims.items():
-                if not claim.released:
-                    self.lease = Owner(claim_id, claim.host, claim.pid, claim.user, time.time())
+                    if self._last_changes.get(program, (0.0, None))[1] != state:
+                        if wanted := rendezvous.from_text(Reservation, path.read_bytes()):
+                            self._by_id[program] = wanted
+                        self._last_changes[program] = now, state  # half a file counts, too
+        if self.owner is None:
+            for program, wanted in self._by_id.items():
+                if not wanted.released:
+                    who = wanted.host, wanted.pid, wanted.user
+                    self.owner = Owner(program, *who, time.time())
                     self._publish()
                     break
             return ""
-        claim = self._claims[self.lease.id]
-        if claim.released:
+        wanted = self._by_id[self.owner.id]
+        if wanted.released:
             return "the program has released it"
-        timeouts = (now - self._heard[self.lease.id][0]) / claim.timeout_seconds
-        # While TensorFlow registers a large function there, it holds Python's lock, and nobody
-        # writes. Its server answers then, too; but not that of a process that is stopped.
-        if timeouts <= 1.0 or (timeouts <= _MAX_TIMEOUTS and _program_responds(claim.address)):
+        timeouts = (now - self._last_changes[self.owner.id][0]) / wanted.timeout_seconds
+        # While TensorFlow registers a large function, it holds Python's lock, and the program
+        # cannot write. Its server still answers; that of a stopped process does not.
+        if timeouts <= 1.0 or (timeouts <= _MAX_TIMEOUTS and _program_responds(wanted.address)):
             return ""
-        return f"no word from the program for {claim.timeout_seconds:g} s"
+        return f"no word from the program for {wanted.timeout_seconds:g} s"
 
     def _publish(self) -> None:
-        temporary = self._folder / f".{rendezvous.LEASE}"
-        temporary.write_text(rendezvous.to_text(self.lease), encoding="utf-8")
-        temporary.replace(self._folder / rendezvous.LEASE)  # read whole, or not at all
+        temporary = self._folder / f".{rendezvous.OWNER_FILE}"
+        temporary.write_text(rendezvous.to_text(self.owner), encoding="utf-8")
+        temporary.replace(self._folder / rendezvous.OWNER_FILE)  # read whole, or not at all
 
 
 def _program_responds(address: str) -> bool:
@@ -201,10 +202,7 @@ def _find_address(host: str, port: int, any_address: bool) -> tuple[str, int]:
 
 
 def _port_problem(ip: str, port: int) -> OSError | None:
-    """Return why this process cannot listen at an address and, as TensorFlow does, at all others.
-
-    What a server that was killed leaves of its connections is no obstacle.
-    """
+    # TensorFlow listens at all addresses. Old connections of a server that was killed do not count.
     everywhere = ("::", socket.AF_INET6) if socket.has_dualstack_ipv6() else ("", socket.AF_INET)
     for host, family in [(ip, socket.AF_INET6 if ":" in ip else socket.AF_INET), everywhere]:
         try:
@@ -221,7 +219,7 @@ def _port_problem(ip: str, port: int) -> OSError | None:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """Make a folder for a server, locked as long as it is used; delete those of killed workers."""
+    """Make a folder for a server, locked while it is in use; delete those of killed workers."""
     prefix = "towers-worker-"
     with files.Lock() as lock:
         for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
@@ -244,12 +242,12 @@ def _folder() -> Iterator[Path]:
 def _server(
     folder: Path, address: str, ip: str, options: GpuOptions, any_address: bool
 ) -> Iterator[tuple[multiprocessing.Process, WorkerInfo]]:
-    """Run a server in a process of its own, for the length of the block; raises as `serve` does."""
+    """Run a server in a child process during the block; raises as `serve` does."""
     receiving, sending = multiprocessing.Pipe(duplex=False)
     parent = os.getpid()
 
     def run() -> None:
-        # It ends with its parent, however that ends; a Ctrl-C in the terminal is the parent's.
+        # It ends with its parent, however that ends; the parent alone handles Ctrl-C.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
@@ -259,7 +257,7 @@ def _server(
         try:
             server, devices = _start(address, ip, any_address, options)
             info = _worker_info(address, started_in, parent, devices)
-            Path(rendezvous.OFFER).write_text(rendezvous.to_text(info), encoding="utf-8")
+            Path(rendezvous.INFO_FILE).write_text(rendezvous.to_text(info), encoding="utf-8")
             sending.send(info)
         except (InputError, RunError) as error:
             sending.send(error)

@@ -135,7 +135,7 @@ def likely_cause(
     graph, _ = runner.trace(next(iter(batched(batch, even))))
     ops = [(Op(name, op.type, "", ""), op) for name, op in traced_ops(graph)]
     drawn = [
-        *filter(exactness_checks.of_draws, found),
+        *filter(exactness_checks.is_about_draws, found),
         *exactness_checks.random_ops_of(op for op, _ in ops),
     ]
     if drawn:

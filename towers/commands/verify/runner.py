@@ -60,8 +60,8 @@ class Runner:
         found = []
         with contextlib.suppress(Exception):  # of a model whose own train_step calls something else
             fn, arguments = self.tower_function(batch)
-            rehearsal = self.builder.rehearse(fn, *arguments, num_slices=2, silent=True)
-            found = exactness_checks.find(rehearsal, tf.nest.flatten(arguments), thorough=True)
+            analysis = self.builder.analyze(fn, *arguments, num_slices=2, silent=True)
+            found = exactness_checks.check(analysis, tf.nest.flatten(arguments), thorough=True)
         return [*found, *self.doubts]
 
 
@@ -76,7 +76,7 @@ class TrainRunner(Runner):
         if plain:
             unparallelize(self.model)
         batches = run.data.train.train_batches(run.options.batch_size, seed=run.options.seed)
-        run.rehearse(next(iter(batches)))
+        run.analyze(next(iter(batches)))
         self._step = self._traced(batches.element_spec)
 
     def _traced(self, batch: Any) -> Callable:

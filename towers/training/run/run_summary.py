@@ -75,7 +75,7 @@ def _length(run: RunContext) -> str:
 
 def _cost_of_moments(run: RunContext) -> list[str]:
     """Return a line on the cost of moments over all towers, if there are any and these are GPUs."""
-    if run.options.batch_norm != "sync" or not collectives.are_there(run.builder.devices):
+    if run.options.batch_norm != "sync" or not collectives.are_used(run.builder.devices):
         return []
     number = sum(
         isinstance(layer, keras.layers.BatchNormalization) and layer.trainable

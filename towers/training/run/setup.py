@@ -113,13 +113,13 @@ class RunContext:
             rate *= tf.where(examples >= start, tf.constant(0.5, rate.dtype), 1.0)
         return rate
 
-    def rehearse(self, batch: Any) -> FunctionAnalysis:
+    def analyze(self, batch: Any) -> FunctionAnalysis:
         """Try the towers' function on a batch, and return what was found out about it.
 
         To be called before the step is traced, which would try it on made-up examples.
         """
         example, draws = batch
-        return self.task.rehearse(*example, draws)
+        return self.task.analyze(*example, draws)
 
     def timetable(self) -> Timetable:
         """Return the timetable from the masters' step to the end of the run."""
@@ -261,7 +261,7 @@ def assemble(
             accumulate_steps=options.accumulate_steps,
             gather_at_variables=options.variables == "sharded",
             jit_compile=options.jit_compile,
-            on_doubt=doubts.append,
+            on_warning=doubts.append,
         )
         if network.compiled:
             task = compiled.Compiled(builder, network, options, dataset)

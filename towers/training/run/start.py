@@ -234,7 +234,7 @@ def begin(
         lines += devices.precision_advice(options.dtype)
     for line in lines:
         say(line)
-    run.rehearse(batch)
+    run.analyze(batch)
     placement, lines = _place(run, train_loop, batches, say)
     lines += _check_numbers(run, placement, batch, say)
     # Until here, nothing was written. The checkpoint comes first: a folder that cannot be written,
@@ -317,7 +317,7 @@ def _check_numbers(run: RunContext, placement: Placement, batch: Batch, say: Say
     found = list(run.doubts)
     on_one = [line for line in found if " runs on one device: " in line]
     if not on_one:
-        found += exactness_checks.find(run.rehearse(batch), tf.nest.flatten(batch))
+        found += exactness_checks.check(run.analyze(batch), tf.nest.flatten(batch))
     found += exactness_checks.random_ops_of(placement.ops + placement.compiled + placement.gone)
     found = list(dict.fromkeys(found))
     if found:
@@ -325,7 +325,7 @@ def _check_numbers(run: RunContext, placement: Placement, batch: Batch, say: Say
         say(f"numbers     {'are those of one device' if same else _MAY_DEPEND}:")
     for line in found:
         say(f"  {line}")
-    if run.options.rng_check == "strict" and any(map(exactness_checks.of_draws, found)):
-        first = next(filter(exactness_checks.of_draws, found))
+    if run.options.rng_check == "strict" and any(map(exactness_checks.is_about_draws, found)):
+        first = next(filter(exactness_checks.is_about_draws, found))
         raise RunError(f"--rng_check=strict: {first}; or type --rng_check=report")
     return found

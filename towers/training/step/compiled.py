@@ -52,7 +52,7 @@ class Compiled(Task):
 
     default_on_gpus = "sharded"
     squares_rows = True
-    _rehearsed: FunctionAnalysis | None = None
+    _analyzed: FunctionAnalysis | None = None
 
     def __init__(self, builder: TowerBuilder, model: keras.Model, options: Options, data: Data):
         """Place the weights, and make all variables that a step needs.
@@ -207,22 +207,22 @@ class Compiled(Task):
         def train_step(
             example: Any, draws: tf.Tensor, measured: tf.Tensor | None = None
         ) -> tuple[dict[str, tf.Tensor], list[Any]]:
-            self.rehearse(*example, draws)
+            self.analyze(*example, draws)
             make = of_examples if self.by_example and builder_of(self.model) else of_outputs
             metrics, _ = make(example, draws, measured)
             return metrics, [None] * len(self.model.trainable_variables)
 
         return train_step
 
-    def rehearse(self, *batch: Any) -> FunctionAnalysis:
+    def analyze(self, *batch: Any) -> FunctionAnalysis:
         """See `Task`; where a loss is not of one example alone, outputs are joined from here on."""
-        found = super().rehearse(*batch)
-        if self.by_example and self.builder.num_slices > 1 and found is not self._rehearsed:
-            self._rehearsed, alone = found, found.few is not None and found.by_example
-            if not alone or found.reason or exactness_checks.find_by_trials(found):
+        found = super().analyze(*batch)
+        if self.by_example and self.builder.num_slices > 1 and found is not self._analyzed:
+            self._analyzed, alone = found, found.trace is not None and found.by_example
+            if not alone or found.reason or exactness_checks.check_on_samples(found):
                 self.by_example = False
                 self._check_by_example("a loss of an example that others of its batch are part of")
-                found = super().rehearse(*batch)
+                found = super().analyze(*batch)
         return found
 
     def update_rules(self) -> UpdateRules:

@@ -148,9 +148,9 @@ class Task(abc.ABC):
             return self.model.trainable_variables
         return [PerTower(own) for own in zip(*(r.weights for r in replicas), strict=True)]
 
-    def rehearse(self, *batch: Any) -> FunctionAnalysis:
+    def analyze(self, *batch: Any) -> FunctionAnalysis:
         """Try the towers' function on (*example, draws); return what was found out about it."""
-        return self.builder.rehearse(self.tower_function, *batch, silent=True)
+        return self.builder.analyze(self.tower_function, *batch, silent=True)
 
     @property
     @abc.abstractmethod
