@@ -9,7 +9,6 @@ names the closest public interface, or the one that is missing ("Public");
 
 import contextlib
 import functools
-import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -902,13 +901,6 @@ def refuse_fork() -> None:
             "it would wait for ever; start it by multiprocessing.get_context('spawn'), or fork "
             "before the first model or tensor is made"
         )
-
-
-def step_of_fit(model: keras.Model) -> Function:
-    """Return the `tf.function` that `fit` calls with its iterator. Public: an attribute for it."""
-    model.make_train_function()
-    calling = inspect.unwrap(model.train_function)
-    return inspect.getclosurevars(calling).nonlocals["multi_step_on_iterator"]
 
 
 def ops_are_deterministic() -> bool:

@@ -3,6 +3,7 @@
 Logical CPUs stand in for GPUs. Plain `fit` on one GPU is the measure.
 """
 
+import inspect
 import re
 
 import keras
@@ -47,7 +48,11 @@ def view(num_towers, **options):
         if num_towers:
             towers.parallelize(model, devices=GPUS[:num_towers])
         batches = tf.data.Dataset.from_tensor_slices((DATA["x"], DATA["y"])).batch(8)
-        return gpu_estimate.read_fit(model, batches)
+        model.make_train_function()
+        called = inspect.getclosurevars(inspect.unwrap(model.train_function)).nonlocals
+        step, one = called["multi_step_on_iterator"], model.steps_per_execution == 1
+        call = model.train_function
+        return gpu_estimate.read(step, iter(batches), call=call, is_one_step=one)
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -1,7 +1,6 @@
-"""Which devices hold the towers, which memory they have, and what the driver says.
+"""The towers' devices: choice, memory options, and the driver's view.
 
-The public functions are loaded when they are first used: some modules of this room need no
-TensorFlow, and those who import them do not wait for it.
+Public functions are imported at first use: some modules of this package do not need TensorFlow.
 """
 
 from towers.options.lazy import lazily

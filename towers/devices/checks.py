@@ -1,8 +1,8 @@
-"""Findings of a check of this machine."""
+"""Results of the checks of this machine."""
 
 import dataclasses
 
-OK, PROBLEM, NOTE = "ok", "problem", "note"  # a note is something to know, nothing to mend
+OK, PROBLEM, NOTE = "ok", "problem", "note"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Which GPUs CUDA shows this process, and which of them TensorFlow uses.
+"""Finds which GPUs CUDA shows this process, and which of them TensorFlow uses.
 
 CUDA reads CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER once, when TensorFlow first lists devices.
-Nothing here needs TensorFlow: its GPUs come as (name, compute capability).
+This module does not import TensorFlow: its GPUs are passed as (name, compute capability).
 """
 
 import re
@@ -11,7 +11,7 @@ from towers.devices.nvml import DriverGpu
 from towers.errors import InputError
 from towers.options.gpu import GpuOptions
 
-_NO_GPU = ("", "-1", "none", "nodevfiles")  # so one says it; the last is Slurm's
+_NO_GPU = ("", "-1", "none", "nodevfiles")  # values that hide all GPUs; the last is Slurm's
 _NO_DRIVER = "no NVIDIA driver answers here: leave the flag out, or see towers doctor"
 
 ONE_PART = "CUDA shows a process one part of a GPU that MIG splits, and nothing beside it"
@@ -22,7 +22,7 @@ Seen = tuple[str | None, tuple[int, int] | None]  # one of TensorFlow's GPUs
 def tidy(environ: MutableMapping[str, str]) -> None:
     """Make CUDA number GPUs as the driver does, not by speed; unquote CUDA_VISIBLE_DEVICES.
 
-    For CUDA, quotes are part of the name of a GPU that does not exist.
+    CUDA takes quotes for part of a name, and shows no GPU.
     """
     environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     value = environ.get("CUDA_VISIBLE_DEVICES")
@@ -95,9 +95,9 @@ def _choose(
 
 
 def visible_in(environ: Mapping[str, str], driver: Sequence[DriverGpu]) -> list[DriverGpu]:
-    """Return the GPUs that CUDA shows a process, in its order.
+    """Return the GPUs that CUDA shows a process, in CUDA's order.
 
-    A process sees one part of a GPU that MIG splits, the first, and nothing beside it.
+    Of GPUs that MIG splits a process sees the first part only, and no other GPU.
     """
     listed = listed_in(environ, driver)
     return [gpu for gpu in listed if gpu.mig is not None][:1] or listed
@@ -106,8 +106,8 @@ def visible_in(environ: Mapping[str, str], driver: Sequence[DriverGpu]) -> list[
 def listed_in(environ: Mapping[str, str], driver: Sequence[DriverGpu]) -> list[DriverGpu]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES names, in its order, by CUDA's rules.
 
-    An entry begins with a number, or is a prefix of one GPU's UUID, or a part's whole name; the
-    first that is none of these hides all that follow. A GPU that is named twice hides all.
+    An entry begins with a number, or is a prefix of one GPU's UUID or the full name of a part. An
+    invalid entry hides all that follow; a GPU that is named twice hides all.
     """
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
@@ -138,11 +138,10 @@ def hides_all(environ: Mapping[str, str]) -> bool:
 
 
 def match(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGpu | None]:
-    """Return the driver's GPU for each of TensorFlow's, None if there is none like it.
+    """Return the driver's GPU for each of TensorFlow's, None if none matches.
 
-    TensorFlow keeps the order and may skip some (a small one beside a large one), so each of its
-    GPUs is the next visible one of the same name and compute capability. If both have one, it is
-    the same, whatever the driver calls it.
+    TensorFlow keeps the order and may skip small GPUs, so each of its GPUs is the next visible one
+    of the same name and compute capability. If both have one GPU, the name does not matter.
     """
     if len(gpus) == len(visible) == 1:
         return list(visible)
@@ -168,7 +167,7 @@ def skipped(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGp
 def why_skipped(
     missing: Sequence[DriverGpu], num_listed: int, build: Mapping[str, object]
 ) -> tuple[str, str]:
-    """Return why a build of TensorFlow probably leaves GPUs out, and what to type."""
+    """Return (the likely reason why TensorFlow leaves GPUs out, what to type)."""
     install = "type pip install 'tensorflow[and-cuda]>=2.21,<2.22'"
     lost = [gpu.index for gpu in missing if gpu.name is None]
     if lost:
@@ -196,9 +195,9 @@ def why_skipped(
 
 
 def compiles(capability: tuple[int, int] | None, build: Mapping[str, object]) -> bool:
-    """Return whether a build of TensorFlow has no binary kernels for a compute capability.
+    """Return whether TensorFlow must compile its kernels for a compute capability.
 
-    Kernels for "sm_80" run on 8.0 to 8.9.
+    Binary kernels for "sm_80" run on 8.0 to 8.9.
     """
     names = [n for n in build.get("cuda_compute_capabilities", ()) if n.startswith("sm_")]
     if capability is None or not names:

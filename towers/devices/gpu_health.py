@@ -1,11 +1,11 @@
-"""Utilisation, memory, power, temperature and clocks of the GPUs during a run.
+"""Samples utilisation, memory, power, temperature and clocks of the GPUs during a run.
 
     with contextlib.closing(GpuHealth()) as health:
         ...
         health.read()    # {"gpu_0/utilisation_percent": 97.5, ...}: means since the last call
 
 A thread asks the driver once a second, so the train loop never waits for it. Without a driver or a
-visible GPU there is no thread and nothing to read.
+visible GPU there is no thread.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from towers.devices import nvml
 from towers.devices.gpus import visible_gpus
 
 PERIOD_SECONDS = 1.0
-_PEAKS = ("memory_used_mib", "temperature_celsius")  # a mean would hide how near the limit it is
+_PEAKS = ("memory_used_mib", "temperature_celsius")  # a mean would hide values near the limit
 _CLOSE_SECONDS = 1.0  # a driver that hangs must not hold up the end of a run
 
 
@@ -25,7 +25,7 @@ class GpuHealth:
     """Samples the GPUs that this process sees, in the background."""
 
     def __init__(self, wait: Callable[[float], bool] | None = None):
-        """Start the thread; `wait` waits so many seconds, and returns whether to end."""
+        """Start the thread; `wait(seconds)` returns whether to end."""
         self._gpus = visible_gpus(nvml.gpus())
         self._closed = threading.Event()
         self._wait = wait or self._closed.wait
@@ -37,8 +37,8 @@ class GpuHealth:
     def read(self) -> dict[str, float]:
         """Return {"gpu_I/NAME": value} since the last call; I is the driver's index.
 
-        A value is the mean of the samples, or for memory and temperature the peak. What a GPU did
-        not tell is left out.
+        A value is the mean of the samples, for memory and temperature the peak. Values that a GPU
+        does not report are left out.
         """
         samples, self._samples = self._samples, []
         window: dict[str, list[float]] = {}
@@ -56,7 +56,7 @@ class GpuHealth:
             self._thread.join(_CLOSE_SECONDS)
 
     def _watch(self) -> None:
-        # Whatever a driver does, a run goes on without these curves.
+        # An error of the driver must not end the run.
         with contextlib.suppress(Exception), nvml.opened() as there:
             while there:
                 for gpu in self._gpus:

@@ -1,4 +1,4 @@
-"""Which GPUs a process sees and how much of their memory it takes: set, then read back."""
+"""Sets which GPUs a process sees and how much memory it uses of them, and reads it back."""
 
 import dataclasses
 import os
@@ -15,15 +15,15 @@ from towers.options.gpu import GpuOptions
 
 _THREAD_MODE = "TF_GPU_THREAD_MODE"
 _TF32_CAPABILITY = _BFLOAT16_CAPABILITY = (8, 0)
-_in_force = GpuOptions()  # what this process has set, once, before TensorFlow starts
+_in_force = GpuOptions()  # set once, before TensorFlow starts
 
 
 def configure(**options: Any) -> None:
-    """Set what this process sees and takes of the GPUs; nothing is started, no memory is taken.
+    """Set which GPUs this process sees and how it uses them; TensorFlow is not started.
 
-    Options that are left at their defaults ask for nothing, so a second call may repeat some of
-    what the first one set. `allow_soft_placement` and `tf32` may change at any time: the last call
-    counts. Once `deterministic` was asked for, it holds for the rest of the process.
+    Defaults change nothing, so a second call may repeat some options of the first one.
+    `allow_soft_placement` and `tf32` may change at any time: the last call counts. Once set,
+    `deterministic` holds for the rest of the process.
 
     Args:
         **options: fields of `towers.options.gpu.GpuOptions`: `visible_gpus`,
@@ -31,15 +31,26 @@ def configure(**options: Any) -> None:
             `allow_soft_placement`, `tf32`, `deterministic`.
 
     Raises:
-        InputError: an option is out of range or cannot be had here, a GPU is full, or the call
-            comes too late.
+        InputError: an option is out of range or impossible here, a GPU is full, or TensorFlow has
+            started.
     """
     global _in_force
     asked, before = GpuOptions(**options), _in_force.demands()
     new = {name: value for name, value in asked.demands().items() if before.get(name) != value}
     asked = dataclasses.replace(asked, **before | new)
     if new or not (before or tf_internals.has_started()):
-        _check_in_time(new)
+        event = None
+        if "visible_gpus" in new and tf_internals.has_listed_devices():
+            event = "listed its devices"
+        elif new and tf_internals.has_started():
+            event = "started"
+        chosen = new.get("visible_gpus", "none") != "none"
+        if event and (chosen or tf.config.list_physical_devices("GPU")):
+            given = ", ".join(f"--{name}={value}" for name, value in new.items())
+            raise InputError(
+                f"{given} comes too late, TensorFlow has {event}: call towers.devices.configure() "
+                "before anything that lists devices or creates a tensor"
+            )
         _set(asked)
     tf.config.set_soft_device_placement(asked.allow_soft_placement)
     if asked.tf32 != _in_force.tf32:  # else it stays as the program has it
@@ -50,24 +61,9 @@ def configure(**options: Any) -> None:
 
 
 def hide_gpus() -> None:
-    """Leave the GPUs to other processes, unless TensorFlow has started and has them already."""
+    """Leave the GPUs to other processes, unless TensorFlow has started and uses them already."""
     if not tf_internals.has_started():
         tf.config.set_visible_devices([], "GPU")
-
-
-def _check_in_time(new: dict[str, Any]) -> None:
-    event = None
-    if "visible_gpus" in new and tf_internals.has_listed_devices():
-        event = "listed its devices"
-    elif new and tf_internals.has_started():
-        event = "started"
-    chosen = new.get("visible_gpus", "none") != "none"
-    if event and (chosen or tf.config.list_physical_devices("GPU")):
-        given = ", ".join(f"--{name}={value}" for name, value in new.items())
-        raise InputError(
-            f"{given} comes too late, TensorFlow has {event}: call towers.devices.configure() "
-            "before anything that lists devices or creates a tensor"
-        )
 
 
 def _set(asked: GpuOptions) -> None:
@@ -113,7 +109,7 @@ def _limit_mib(options: GpuOptions, gpu: DriverGpu | None) -> int | None:
 
 
 def _check_free_memory(gpu: DriverGpu, limit_mib: int | None, choice: Sequence[DriverGpu]) -> None:
-    # An older driver does not tell how much of the total it keeps to itself.
+    # An older driver does not report its reserve.
     most = gpu.free_bytes if gpu.processes else gpu.cuda_bytes
     if not gpu.full and (limit_mib or 0) * MIB <= most:
         return
@@ -129,10 +125,10 @@ def _check_free_memory(gpu: DriverGpu, limit_mib: int | None, choice: Sequence[D
 
 
 def read_back() -> list[str]:
-    """Return lines that say what is in force, read from TensorFlow; it is started if need be.
+    """Return lines on the settings in force, read from TensorFlow, which is started.
 
     Raises:
-        RunError: it is not what `configure` was asked for.
+        RunError: they differ from those of `configure`.
     """
     asked = _in_force
     tf.config.list_logical_devices()
@@ -164,7 +160,7 @@ def read_back() -> list[str]:
 
 
 def precision() -> list[str]:
-    """Return a line that says whether TF32 is on, if there is a GPU that has it."""
+    """Return a line on whether TF32 is on, if there is a GPU that has it."""
     gpus = _names_and_capabilities(tf.config.get_visible_devices("GPU"))
     if not any((capability or (0,)) >= _TF32_CAPABILITY for _, capability in gpus):
         return []
@@ -179,7 +175,7 @@ def precision() -> list[str]:
 
 
 def precision_advice(dtype: str) -> list[str]:
-    """Return a line that names the faster precision, if a GPU has no fast kernels for `dtype`."""
+    """Return a line on the faster precision, if a GPU has no fast kernels for `dtype`."""
     gpus = _names_and_capabilities(tf.config.get_visible_devices("GPU"))
     slow = [
         f"/gpu:{i} ({name}, compute capability {'.'.join(map(str, capability))})"
@@ -195,13 +191,14 @@ def precision_advice(dtype: str) -> list[str]:
 
 
 def try_out() -> None:
-    """Try a small computation on each GPU in another process, before this one depends on it.
+    """Test each GPU by a small computation in another process.
 
-    A CUDA or cuDNN that does not fit is found before any data is read, and an abort deep inside is
-    a message. It takes some seconds; nothing is done without a GPU, or once TensorFlow has started.
+    A CUDA or cuDNN that does not fit is found before any data is read, and an abort inside CUDA
+    becomes a message. It takes some seconds, and does nothing without a GPU or once TensorFlow has
+    started.
 
     Raises:
-        RunError: a GPU computes wrong or not at all, or a copy between two arrives changed.
+        RunError: a GPU computes wrong results or none, or a copy between two arrives changed.
     """
     everything = tf.config.list_physical_devices("GPU")
     visible = tf.config.get_visible_devices("GPU")
@@ -218,7 +215,7 @@ def try_out() -> None:
 
 
 def visible_gpus(driver: Sequence[DriverGpu]) -> list[DriverGpu]:
-    """Return those of the driver's GPUs that CUDA shows this process."""
+    """Return the driver's GPUs that CUDA shows this process."""
     cuda_visible_devices.tidy(os.environ)
     return cuda_visible_devices.visible_in(os.environ, driver)
 
@@ -233,7 +230,7 @@ def driver_gpus(gpus: Sequence[tf.config.PhysicalDevice]) -> list[DriverGpu | No
 
 
 def missing_gpus(visible: Sequence[DriverGpu]) -> list[DriverGpu]:
-    """Return those of the driver's GPUs that TensorFlow does not list."""
+    """Return the driver's GPUs that TensorFlow does not list."""
     gpus = tf.config.list_physical_devices("GPU")
     return cuda_visible_devices.skipped(_names_and_capabilities(gpus), visible)
 
@@ -248,13 +245,13 @@ def _names_and_capabilities(
 def config_proto(
     *, log_device_placement: bool = False, num_cpus: int = 1, **options: Any
 ) -> tf.compat.v1.ConfigProto:
-    """Return the `ConfigProto` with which a session, in a program of TensorFlow 1, does the same.
+    """Return a `ConfigProto` with the same options, for sessions of `tf.compat.v1`.
 
         config = towers.devices.config_proto(allow_growth=True)
         with tf.compat.v1.Session(config=config) as session: ...
 
     Args:
-        log_device_placement: let the session print the device of every op.
+        log_device_placement: whether the session prints the device of every op.
         num_cpus: number of CPU devices; several stand in for GPUs.
         **options: as for `configure`.
 

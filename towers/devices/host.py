@@ -1,4 +1,4 @@
-"""Versions, the machine, and the environment variables that may change numbers."""
+"""Describes versions, the machine, and environment variables that may change numbers."""
 
 import importlib.metadata
 import os
@@ -18,7 +18,7 @@ import towers
 from towers.devices import nvml
 from towers.devices.nvml import MIB
 
-# Those that only choose what is logged are left out, and Terraform's, which begin with TF_, too.
+# Variables for logging are left out, and Terraform's, which begin with TF_, too.
 _OTHERS = "CPP|CLI|VAR|LOG|INPUT|WORKSPACE|PLUGIN_CACHE|IN_AUTOMATION|REGISTRY|CLOUD|DATA_DIR"
 _ENVIRONMENT = re.compile(
     "(CUBLAS|CUDA|CUDNN|DNNL|KERAS|KMP|MKL|NCCL|NVIDIA|OMP|ONEDNN|OPENBLAS|XLA)_.*"
@@ -30,7 +30,7 @@ _SECRET_OPTION = re.compile(f"-[^=]*{_SECRET}[^=]*")
 
 
 def versions() -> dict[str, str | None]:
-    """Return {"python": "3.11.7", ...}; None for what is not there, such as a driver."""
+    """Return {"python": "3.11.7", ...}; None for missing parts, such as a driver."""
     build = tf.sysconfig.get_build_info()
     return {
         "python": platform.python_version(),
@@ -65,7 +65,7 @@ def processor() -> str:
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that may change what is computed, without secrets."""
+    """Return the variables that may change results, without secrets."""
     names = filter(_ENVIRONMENT.fullmatch, sorted(environ))
     return {name: environ[name] for name in names if not re.search(_SECRET, name)}
 

@@ -9,10 +9,10 @@ _STATUS = "/proc/self/status"
 
 
 def of_device(device: str) -> tuple[float, float] | None:
-    """Return the MiB that TensorFlow has on a device, (now, peak); None if that is unknown.
+    """Return the MiB that TensorFlow uses on a device, (now, peak); None if unknown.
 
-    The logical CPU devices of a process share its memory: for each it is that of the process.
-    Another machine tells the memory of its process, in a file, and nothing of its GPUs.
+    For a logical CPU device it is the memory of the process. Of other machines the memory of the
+    process is known, from a file, but not that of their GPUs.
     """
     import tensorflow as tf
 
@@ -27,7 +27,7 @@ def of_device(device: str) -> tuple[float, float] | None:
         return (_mib("VmRSS", status), _mib("VmHWM", status)) if status else None
     try:
         info = tf.config.experimental.get_memory_info(device)
-    except ValueError:  # no run ends for want of a curve
+    except ValueError:  # a missing curve must not end a run
         return None
     return info["current"] / MIB, info["peak"] / MIB
 
@@ -42,7 +42,7 @@ def peak_mib() -> float:
 
 
 def of_host() -> int:
-    """Return the bytes of memory that the machine, or this process' container, has."""
+    """Return the bytes of memory of the machine, or of this process' container."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
@@ -52,7 +52,7 @@ def of_host() -> int:
 
 
 def in_words(num_bytes: float) -> str:
-    """Return "1.5 GiB", or as many MiB, TiB or PiB."""
+    """Return a number of bytes as "1.5 GiB", in MiB, GiB, TiB or PiB."""
     power = next((p for p in (50, 40, 30) if num_bytes >= 2**p), 20)
     return f"{num_bytes / 2**power:.1f} {'MGTP'[power // 10 - 2]}iB"
 

@@ -1,7 +1,7 @@
-"""The driver's view of the GPUs, by NVML; without a driver there are none.
+"""Reads the driver's view of the GPUs by NVML; without a driver there are none.
 
 GPUs are numbered in PCI bus order, as in nvidia-smi. A GPU that MIG splits is listed as its parts.
-What a driver does not tell, as of a laptop, a virtual GPU or a part, is None.
+Values that the driver does not report, as for a laptop, a virtual GPU or a part, are None.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 import pynvml
 
 MIB = 2**20
-# The second, which is no NVMLError, is for some functions that an older driver lacks.
+# The second, which is no NVMLError, is raised for functions that an older driver lacks.
 _ERRORS = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
 _NO_P2P = {
     pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED: "the chipset does not support it",
@@ -36,7 +36,7 @@ class DriverGpu:
     total_bytes: int | None = None  # of its memory
     free_bytes: int | None = None
     processes: tuple[str, ...] = ()  # that hold its memory: "python (pid 17, 3000 MiB)"
-    cuda_bytes: int | None = None  # CUDA's total: without what the driver keeps to itself
+    cuda_bytes: int | None = None  # CUDA's total: without the driver's reserve
     mig: int | None = None  # number of a part on its GPU
     other_names: tuple[str, ...] = ()  # of a part: its older name, and the UUID of its GPU
 
@@ -46,28 +46,28 @@ class DriverGpu:
 
     @property
     def key(self) -> str:
-        """What CUDA_VISIBLE_DEVICES and --visible_gpus call it: "0", or of a part "MIG-..."."""
+        """The name in CUDA_VISIBLE_DEVICES and --visible_gpus: "0", of a part "MIG-..."."""
         return str(self.index) if self.mig is None else self.uuid or str(self.index)
 
     @property
     def full(self) -> bool:
-        """Whether less than a twentieth of its memory is free: somebody else uses it."""
+        """True if less than 5 % of its memory is free: another process uses it."""
         return None not in (self.free_bytes, self.total_bytes) and (
             self.free_bytes < self.total_bytes / 20
         )
 
 
 def gpus() -> list[DriverGpu]:
-    """Return the GPUs of this machine, [] where there is no driver."""
+    """Return the GPUs of this machine, [] without a driver."""
     with opened() as there:
         count = (_ask(pynvml.nvmlDeviceGetCount) or 0) if there else 0
         return [gpu for index in range(count) for gpu in _gpus(index)]
 
 
 def sample(gpu: DriverGpu) -> dict[str, float]:
-    """Return a GPU's utilisation, memory, power, temperature and clocks, as far as it tells them.
+    """Return a GPU's utilisation, memory, power, temperature and clocks, as far as known.
 
-    NVML must be `opened`. What a part does not tell, as power, is that of its whole GPU.
+    NVML must be `opened`. Values that a part does not have, as power, are those of its whole GPU.
     """
     handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, gpu.index)
     handles = [handle]
@@ -94,7 +94,7 @@ def sample(gpu: DriverGpu) -> dict[str, float]:
 
 
 def driver_version() -> str | None:
-    """Return the driver's version, None where there is no driver."""
+    """Return the driver's version, None without a driver."""
     with opened() as there:
         return _ask(pynvml.nvmlSystemGetDriverVersion) if there else None
 
@@ -107,10 +107,9 @@ def driver_cuda_version() -> tuple[int, int] | None:
 
 
 def peer_access(gpus: Sequence[DriverGpu]) -> dict[tuple[str, str], str | None]:
-    """Return for each pair of GPUs why they cannot read and write each other's memory (P2P).
+    """Return {("0", "1"): why two GPUs cannot access each other's memory (P2P)}.
 
-    Returns:
-        {("0", "1"): reason}; "" if P2P is there, None if the driver does not tell.
+    "" if they can, None if unknown.
     """
     found: dict[tuple[str, str], str | None] = {}
     with opened() as there:
@@ -121,8 +120,8 @@ def peer_access(gpus: Sequence[DriverGpu]) -> dict[tuple[str, str], str | None]:
                 directions = pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_CAPS_INDEX_WRITE
                 answers = [_ask(pynvml.nvmlDeviceGetP2PStatus, *pair, way) for way in directions]
             reasons = [_NO_P2P.get(answer, f"status {answer}") for answer in answers if answer]
-            told = None not in answers and pynvml.NVML_P2P_STATUS_UNKNOWN not in answers
-            found[first.key, second.key] = next(iter(reasons), "") if told else None
+            known = None not in answers and pynvml.NVML_P2P_STATUS_UNKNOWN not in answers
+            found[first.key, second.key] = next(iter(reasons), "") if known else None
     return found
 
 
@@ -162,7 +161,7 @@ def _gpus(index: int) -> list[DriverGpu]:
 
 
 def _read(handle: Any, known: DriverGpu) -> DriverGpu:
-    # An older driver has only the first version of this, which does not tell what it keeps.
+    # An older driver has only the first version of this call, without the reserve.
     memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
     memory = memory or _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
     bus = _ask(pynvml.nvmlDeviceGetPciInfo, handle)
@@ -172,7 +171,7 @@ def _read(handle: Any, known: DriverGpu) -> DriverGpu:
         name = _ask(pynvml.nvmlSystemGetProcessName, process.pid) or "?"
         used = f", {process.usedGpuMemory // MIB} MiB" if process.usedGpuMemory else ""
         processes.append(f"{name} (pid {process.pid}{used})")
-    told = {
+    values = {
         "uuid": _ask(pynvml.nvmlDeviceGetUUID, handle),
         "pci_bus_id": bus and bus.busId,
         "name": _ask(pynvml.nvmlDeviceGetName, handle),
@@ -181,13 +180,12 @@ def _read(handle: Any, known: DriverGpu) -> DriverGpu:
         "cuda_bytes": memory and int(memory.total - getattr(memory, "reserved", 0)),
         "free_bytes": memory and int(memory.free),
     }
-    told = {name: value for name, value in told.items() if value is not None}
-    return dataclasses.replace(known, processes=tuple(processes), **told)
+    values = {name: value for name, value in values.items() if value is not None}
+    return dataclasses.replace(known, processes=tuple(processes), **values)
 
 
 def _ask(function: Callable, *arguments: Any) -> Any:
-    """Call NVML; None if it does not answer: not supported, no permission, GPU lost."""
     try:
         return function(*arguments)
-    except (*_ERRORS, UnicodeDecodeError):  # a process may bear any name
+    except (*_ERRORS, UnicodeDecodeError):  # not supported, no permission, GPU lost; odd names
         return None

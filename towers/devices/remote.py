@@ -1,6 +1,6 @@
-"""Devices of other machines: all that the rest of the library asks of `towers.workers`.
+"""Devices of other machines: the interface of `towers.workers` for the rest of the library.
 
-Without other machines `current()` is None, and nothing here does anything.
+Without other machines `current_cluster()` is None, and nothing here does anything.
 """
 
 from typing import Any
@@ -26,34 +26,34 @@ _cluster: Any = None  # a `towers.workers.cluster.Cluster`
 
 
 class DevicesChanged(Exception):
-    """Other machines were lost or came back: the run is built anew on those that are there."""
+    """Machines were lost or came back: the run must be rebuilt on those that are there."""
 
 
 def set_cluster(cluster: Any) -> None:
-    """Set the machines that this program is connected to, None for none."""
+    """Set the machines that this program is connected to, or None."""
     global _cluster
     _cluster = cluster
 
 
 def current_cluster() -> Any:
-    """Return the machines that this program is connected to, None if it is to none."""
+    """Return the machines that this program is connected to, or None."""
     return _cluster
 
 
 def name_of(machine: str) -> str:
-    """Return the name for people of a machine, "/job:worker/task:1"."""
+    """Return a machine's name for messages; `machine` is "/job:worker/task:1"."""
     found = _machine(machine)
     return str(found) if found else machine
 
 
 def folder_of(machine: str) -> str:
-    """Return the folder to which paths of a machine are relative."""
+    """Return the folder of a machine's relative paths."""
     found = _machine(machine)
     return found.info.folder if found else ""
 
 
 def device_info(device: str) -> Any:
-    """Return what a machine says of one of its devices, a `DeviceInfo`; None if nothing."""
+    """Return a machine's `DeviceInfo` of one of its devices, None if unknown."""
     if not (owner := _machine(machine_of(device))):
         return None
     kind, _, number = device.rpartition("/")[2].partition(":")
@@ -62,9 +62,9 @@ def device_info(device: str) -> Any:
 
 
 def memory_of(device: str) -> int | None:
-    """Return the bytes that TensorFlow may take of a device, None if its machine does not say.
+    """Return the bytes that TensorFlow may use on a device, None if unknown.
 
-    Logical CPU devices share a machine's memory: each tower has its part.
+    Logical CPU devices share a machine's memory: each tower has an equal part.
     """
     found = device_info(device)
     if not found or found.memory_bytes is None:
@@ -74,19 +74,18 @@ def memory_of(device: str) -> int | None:
 
 
 def read_text(machine: str, path: str) -> str | None:
-    """Return a file of a machine, None if that does not answer."""
+    """Return the text of a file on a machine, None if the machine does not answer."""
     try:
         return read_file(f"{machine}{HOST}", path).decode(errors="replace")
-    except tf.errors.OpError:  # the next step tells that it is lost
+    except tf.errors.OpError:  # the next step finds that it is lost
         return None
 
 
 def read_file(device: str, path: str) -> bytes:
-    """Return a file that is where a device is.
+    """Return the content of a file on a device's machine.
 
-    A tensor that is made elsewhere, or taken from there, is copied while Python's lock is held: if
-    the machine hangs, no thread could do anything about it. An op that is given tensors of here, or
-    copies them to here, is waited for without the lock.
+    Python's lock is held while an eager tensor is created on another machine or read from there: if
+    that hangs, no thread can run. So only ops whose inputs and outputs are local are used.
     """
     with tf_internals.unary_rpcs():
         with tf.device(PROGRAM + HOST):

@@ -1,11 +1,11 @@
-"""Which devices hold the towers, and what a process takes of them.
+"""Chooses and describes the towers' devices.
 
     devices.configure(visible_gpus="0,2", per_process_gpu_memory_fraction=0.4)
     names = devices.tower_devices()
     print(devices.report(names))
 
-Options become TensorFlow's settings before it starts, so `configure` comes before anything that
-creates a tensor; what is in force is read back.
+`configure` must come before anything that creates a tensor: TensorFlow reads its settings when it
+starts. `report` reads them back.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ _TOO_LATE = ", and has started: no CPU devices can be added"
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A tower's device; None is what is unknown, or does not apply to a CPU."""
+    """A tower's device; None where unknown or for a CPU."""
 
     tower: int
-    device: str  # as TensorFlow names it, "/gpu:0"
+    device: str  # TensorFlow's name, "/gpu:0"
     name: str | None  # of the product
     pci_bus_id: str | None = None
     driver_index: int | None = None  # the GPU's number in nvidia-smi
@@ -50,17 +50,17 @@ class Device:
 def tower_devices(
     num_towers: int = 0, devices: str | Sequence[str] = "", divide_cores: bool = False
 ) -> list[str]:
-    """Return the device of each tower; logical CPU devices are made where there is no GPU.
+    """Return the device of each tower; create logical CPU devices if there is no GPU.
 
     Args:
-        num_towers: 0 for one tower on each visible GPU, else one on the CPU; N for exactly N GPUs,
-            or, where there is no GPU, N logical CPU devices: several towers share one, with a line
-            that says so, if TensorFlow has started with fewer.
-        devices: devices to use in place of the first ones ("/gpu:0,/gpu:2" or a list), or "cpu" for
-            logical CPU devices although there are GPUs, or "gpu" for GPUs alone, the first ones.
-        divide_cores: whether several towers on the CPU each compute an op on their share of the
-            cores, where TensorFlow would divide every op over all of them. It changes neither a
-            number of threads that is set nor a TensorFlow that has started.
+        num_towers: 0 for one tower on each visible GPU, or one on the CPU if there is none; N for
+            exactly N GPUs, or N logical CPU devices if there is no GPU. If TensorFlow has started
+            with fewer of these, towers share them, and a line says so.
+        devices: devices to use in place of the first ones ("/gpu:0,/gpu:2" or a list), "cpu" for
+            logical CPU devices even if there are GPUs, or "gpu" for the first GPUs only.
+        divide_cores: whether each of several towers on the CPU computes an op on its share of the
+            cores, while TensorFlow would use all cores for every op. A number of threads that is
+            set already stays.
 
     Returns:
         Device strings such as "/gpu:0", in tower order.
@@ -81,8 +81,13 @@ def tower_devices(
         chosen = _first_devices(num_towers, gpus, kind == "gpu")
     else:
         chosen = _named_devices(num_towers, names)
-    if divide_cores:
-        _divide_cores(chosen)
+    is_set = "TF_NUM_INTRAOP_THREADS" in os.environ
+    is_set = is_set or tf.config.threading.get_intra_op_parallelism_threads()
+    if divide_cores and len(chosen) > 1 and all("cpu" in name for name in chosen) and not is_set:
+        # Else, on 2 cores, ResNet-20's step took 1.10 times as long with 2 towers, 1.19 with 4.
+        share = -(-len(os.sched_getaffinity(0)) // len(chosen))
+        with contextlib.suppress(RuntimeError):  # it has started
+            tf.config.threading.set_intra_op_parallelism_threads(share)
     cpus = [f"/cpu:{i}" for i in range(_provide_cpus(chosen))]
     existing = gpus + cpus
     missing = [device for device in chosen if device not in existing]
@@ -104,16 +109,16 @@ def tower_devices(
 
 
 def asks_for_cpus(devices: str) -> bool:
-    """Return whether the towers are to be on logical CPU devices although there may be GPUs."""
+    """Return whether a value of `devices` asks for logical CPU devices even if there are GPUs."""
     return devices.strip().lower() == "cpu"
 
 
 def describe(devices: Sequence[str] | None = None) -> list[Device]:
-    """Return what is known of each tower's device; nothing is started or taken.
+    """Return a description of each tower's device; TensorFlow is not started.
 
     Args:
-        devices: of the towers, as `tower_devices` returns them; by default all visible GPUs, or the
-            CPU where there is none.
+        devices: of the towers, from `tower_devices`; by default all visible GPUs, or the CPU if
+            there is none.
     """
     gpus = _logical_gpus()
     if devices is None:
@@ -139,10 +144,10 @@ def describe(devices: Sequence[str] | None = None) -> list[Device]:
 
 
 def report(devices: Sequence[str]) -> list[str]:
-    """Return the lines that a run prints about its devices: a table, then what is in force.
+    """Return the lines that a run prints about its devices: a table, then the settings in force.
 
     Raises:
-        RunError: TensorFlow does not keep what `configure` was asked for.
+        RunError: TensorFlow's settings differ from those of `configure`.
     """
     if are_remote(devices) and (cluster := remote.current_cluster()):
         return [*cluster.report(), *read_back()]
@@ -155,11 +160,9 @@ def report(devices: Sequence[str]) -> list[str]:
 
 
 def _logical_gpus() -> list[tf.config.PhysicalDevice]:
-    """Return the physical GPU of each of /gpu:0, /gpu:1, ...; one with logical parts repeats.
-
-    `tf.config.list_logical_devices` would start TensorFlow: no logical CPU can be made then.
-    """
-    cuda_visible_devices.tidy(os.environ)  # settles how CUDA numbers them, before it lists them
+    # The physical GPU of each of /gpu:0, /gpu:1, ...: one with logical parts repeats.
+    # `tf.config.list_logical_devices` would start TensorFlow, and no logical CPU could be created.
+    cuda_visible_devices.tidy(os.environ)  # sets CUDA's order before CUDA lists the GPUs
     return [
         gpu
         for gpu in tf.config.get_visible_devices("GPU")
@@ -168,11 +171,8 @@ def _logical_gpus() -> list[tf.config.PhysicalDevice]:
 
 
 def _first_devices(num_towers: int, gpus: list[str], only_gpus: bool) -> list[str]:
-    """Return the first GPUs, or CPUs if there is no GPU, never fewer than asked for.
-
-    It is an error if TensorFlow sees none of the driver's GPUs and nobody hid them: a run that was
-    meant for them would take days on the CPU, and say nothing.
-    """
+    # If TensorFlow sees none of the driver's GPUs and nobody hid them, CPUs are an error: a run
+    # would silently take days.
     driver = nvml.gpus()
     on_purpose = cuda_visible_devices.hides_all(os.environ) or tf.config.list_physical_devices(
         "GPU"
@@ -202,7 +202,7 @@ def _cpus(num_towers: int) -> list[str]:
 
 
 def _driver_says(driver: Sequence[DriverGpu]) -> str:
-    """Return a clause: what the driver sees, and the likely cause if TensorFlow sees less."""
+    # A clause: what the driver sees, and the likely cause if TensorFlow sees less.
     if not driver:
         return "" if _logical_gpus() else ", no NVIDIA driver answers here"
     visible = visible_gpus(driver)
@@ -224,7 +224,6 @@ def _driver_says(driver: Sequence[DriverGpu]) -> str:
 
 
 def _named_devices(num_towers: int, names: str) -> list[str]:
-    """Return "/gpu:0" for each of gpu:0, /GPU:0, /device:GPU:0, and so on."""
     option, chosen = f"--devices={names}", []
     for name in names.split(","):
         match = re.fullmatch(r"/?(?:device:)?(gpu|cpu):(\d{1,3})", name.strip().lower())
@@ -245,21 +244,8 @@ def _named_devices(num_towers: int, names: str) -> list[str]:
     return chosen
 
 
-def _divide_cores(devices: Sequence[str]) -> None:
-    """Set the threads of an op, before TensorFlow starts.
-
-    Without it, on 2 cores, ResNet-20's step took 1.10 times as long with 2 towers, 1.19 with 4.
-    """
-    said = "TF_NUM_INTRAOP_THREADS" in os.environ
-    said = said or tf.config.threading.get_intra_op_parallelism_threads()
-    if len(devices) > 1 and all(device.startswith("/cpu:") for device in devices) and not said:
-        share = -(-len(os.sched_getaffinity(0)) // len(devices))
-        with contextlib.suppress(RuntimeError):  # it has started
-            tf.config.threading.set_intra_op_parallelism_threads(share)
-
-
 def _provide_cpus(chosen: Sequence[str]) -> int:
-    """Make the logical CPU devices that `chosen` needs, if in time; return how many there are."""
+    # Creates those that `chosen` needs, if TensorFlow has not started; returns their number.
     needed = max((int(d.split(":")[1]) + 1 for d in chosen if d.startswith("/cpu")), default=1)
     cpu = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(cpu)

@@ -1,16 +1,16 @@
 """Self-test: a small computation on every device and a copy between every two, checked and timed.
 
 It runs in a process of its own, `python -m towers.devices.self_test DEVICE...`, so that an abort
-deep inside CUDA becomes a message. That process sees only the GPUs that it is asked for, and prints
-one JSON object:
+inside CUDA becomes a message. That process sees only the GPUs that it is asked for, and prints one
+JSON object:
 
     {"gpus": [["NVIDIA A100", [8, 0]]],                   all that TensorFlow lists
      "build": {"cuda_version": "12.5.1"},                 tf.sysconfig.get_build_info()
      "devices": {"/cpu:0": {"errors": [], "gflops": {"matmul": 90.0, "convolution": 80.0}}, ...},
      "copies": {"/cpu:0 to /gpu:0": null, ...}}           null, or what was wrong
 
-With --all_sum before the devices the process sums over all of them instead, as towers do:
-{"float32": null, ...}, null or what was wrong. A collective that hangs must not hide the rest.
+With --all_sum before the devices the process sums over all of them instead, as towers do, and
+prints {"float32": null, ...}, null or what was wrong.
 """
 
 import itertools
@@ -34,7 +34,7 @@ MATMUL_SIZE = 1024
 COPY_BYTES = 2**22
 SUM_TIMEOUT_SECONDS = 120
 SUM_ELEMENTS = 100_003
-# Those that are rarest in collectives come last: the first failure ends all that follow.
+# The types that are rarest in collectives come last: a failure ends all that follow.
 SUM_TYPES = ("float32", "float64", "float16", "int64", "bfloat16", "int32")
 
 
@@ -48,12 +48,12 @@ def run_probe(
     Args:
         devices: "/cpu:1", "/gpu:0", numbered as TensorFlow lists them; logical CPUs are made as
             needed. Without any, "gpus" and "build" are found without starting a device.
-        timeout_seconds: that the process may take.
-        environ: what the process sees in place of os.environ.
+        timeout_seconds: of the process.
+        environ: environment of the process, by default os.environ.
 
     Returns:
-        The object that the module's docstring shows; if the process failed, how it ended: "was
-        ended by SIGABRT: last words".
+        The object in the module's docstring; if the process failed, how it ended: "was ended by
+        SIGABRT: last line".
     """
     environ = {
         **search_path.child_environment(os.environ if environ is None else environ),
@@ -82,8 +82,8 @@ def run_all_sum(
 
     Args:
         devices: two or more, as for `run_probe`.
-        timeout_seconds: that the process may take.
-        environ: what the process sees in place of os.environ.
+        timeout_seconds: of the process.
+        environ: environment of the process, by default os.environ.
 
     Returns:
         {type: None, or what was wrong}; if the process failed, how it ended, as `run_probe`.
@@ -92,14 +92,14 @@ def run_all_sum(
 
 
 def _last_words(output: bytes | None) -> str:
-    """Return the last line that is neither TensorFlow's usual log nor of a C++ stack trace."""
+    # Without TensorFlow's usual log and C++ stack traces.
     lines = (output or b"").decode(errors="replace").splitlines()
     chatter = re.compile(r"\s*$|[IW]\d{4} |WARNING: All log messages before|\s*(@ +0x|\*\*\*)")
     said = [line.strip()[:200] for line in lines if not chatter.match(line)]
     return said[-1] if said else "without a word"
 
 
-# ------------------------------------------------------------------ what the process itself runs
+# ------------------------------------------------------------------------ runs in the process
 
 
 def probe(devices: Sequence[str]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def probe(devices: Sequence[str]) -> dict[str, Any]:
 
 
 def _make_visible(devices: Sequence[str], gpus: Sequence[Any]) -> dict[str, str]:
-    """Hide the other GPUs, and make logical CPUs; return {device: its name in this process}."""
+    # Hides the other GPUs, creates logical CPUs, and returns {device: its name in this process}.
     import tensorflow as tf
 
     tf.config.set_soft_device_placement(False)
@@ -148,7 +148,7 @@ def probe_device(device: str) -> dict[str, Any]:
 
 
 def _operations() -> Iterator[tuple[str, Callable, list[Any], Any, float]]:
-    """Yield (name, function, inputs, its result by numpy, its GFLOP)."""
+    # Yields (name, function, inputs, expected result, GFLOP).
     import numpy as np
     import tensorflow as tf
 
@@ -165,7 +165,7 @@ def _operations() -> Iterator[tuple[str, Callable, list[Any], Any, float]]:
 
 
 def _gflops(device: str, function: Callable, arrays: list[Any], expected: Any, gflop: float):
-    """Check a function's result on a device, and return its GFLOP/s."""
+    # Checks a function's result on a device, and returns its GFLOP/s.
     import numpy as np
     import tensorflow as tf
 
@@ -207,7 +207,7 @@ def probe_copy(source: str, target: str) -> str | None:
 def all_sum(devices: Sequence[str]) -> dict[str, str | None]:
     """Sum over all devices, as towers do; return {type: None, or what was wrong}.
 
-    What fails ends all collectives of the process: the types after it are not tried.
+    A failure ends all collectives of the process: later types are not tested.
     """
     import numpy as np
     import tensorflow as tf

@@ -1,10 +1,10 @@
-"""Bytes that a traced training step will move and hold, computed before anything runs.
+"""Computes the bytes that a traced training step will send and hold, before anything runs.
 
     step = read_step(train_loop.get_concrete_function(batches, tf.constant(0)))
     step.crossing_bytes()       # {("/cpu:0", "/cpu:1"): 4_300_000, ...}
 
-This reads the traced graph; `towers.graphs.placement` reads what TensorFlow's placer, optimizer and
-partitioner make of it. That both give the same bytes is a check of either.
+It reads the traced graph; `towers.graphs.placement` reads the executed one. Equal bytes in both are
+a check of either.
 """
 
 from collections import Counter
@@ -13,11 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from towers.builder.device_types import HOST
 from towers.builder.op_names import tower_of
 from towers.graphs.placement import Placement, needed_ops, short_device_name
 from towers.tf_internals import called_graph
-
-HOST = "/cpu:0"  # where TensorFlow puts an op that asks for nothing
 
 _COPIES = frozenset("Identity IdentityN StopGradient PreventGradient".split())
 _SAME_BUFFER = _COPIES | frozenset("Reshape Squeeze ExpandDims".split())
@@ -32,10 +31,9 @@ class TracedStep:
     """The ops of one training step that TensorFlow will not prune.
 
     Attributes:
-        devices: {op: "/cpu:0"}, each after those that it needs, those of a branch before its
-            condition.
+        devices: {op: "/cpu:0"} in topological order, the ops of a branch before its condition.
         known: ops whose values follow from constants and shapes alone.
-        loops: types of ops whose insides are not looked into: loops, functions with variables.
+        loops: types of ops whose insides are not read: loops, functions with variables.
     """
 
     def __init__(self, body: tf.Graph, homes: dict[tf.Operation, str]):
@@ -52,9 +50,8 @@ class TracedStep:
     def crossing_bytes(self) -> Counter[tuple[str, str]]:
         """Return {(source, target): bytes in a step}.
 
-        A value crosses once to each device, however many ops take it there. Values that are known
-        beforehand are left out: they are scalars, and the optimizer decides whether they cross. The
-        loop's condition, 1 byte, goes to all devices.
+        A value is sent once to each device. Constant values are left out: they are scalars, and the
+        optimizer decides whether they are sent. The loop's condition, 1 byte, goes to all devices.
         """
         total = Counter({(HOST, d): 1 for d in set(self.devices.values()) if d != HOST})
         for tensor, target in self.crossings():
@@ -62,7 +59,7 @@ class TracedStep:
         return total
 
     def crossings(self) -> Iterator[tuple[tf.Tensor, str]]:
-        """Yield each (tensor, other device that takes it) once."""
+        """Yield each (tensor, other device that reads it) once."""
         seen = set()
         for tensors, target in self._takers:
             for tensor in (self._behind(tensor, _COPIES) for tensor in tensors):
@@ -93,8 +90,8 @@ class TracedStep:
     def activation_bytes(self, tower: int) -> int:
         """Return the peak bytes of a tower's forward and backward pass.
 
-        Its ops run in the order in which they were traced; a tensor lives from its op to the last
-        that takes it. Not counted: weights, the batch, and the gradients that leave the tower.
+        Ops are assumed to run in traced order; a tensor lives from its op to its last consumer.
+        Weights, the batch, and the gradients that leave the tower are not counted.
         """
         of_tower = {op for op in self.devices if tower_of(op.name) == tower}
         graphs = dict.fromkeys(op.graph for op in self.devices if op in of_tower)
@@ -109,7 +106,7 @@ class TracedStep:
         for i, op in enumerate(order):
             for tensor in op.outputs:
                 end = last.get((op, tensor.value_index))
-                # None: it leaves the tower, nobody takes it, or it is another name of its input
+                # None: it leaves the tower, is unused, or is another name of its input
                 if end is not None and op.type != "ReadVariableOp":
                     live += num_bytes(tensor)
                     ending[end] += num_bytes(tensor)
@@ -118,7 +115,7 @@ class TracedStep:
         return most
 
     def _read(self, graph: tf.Graph, caller: str) -> None:
-        """Add a graph's ops and its branches'; one that asks for no device gets `caller`."""
+        # Ops that request no device get that of `caller`.
         for op in needed_ops([*(t.op for t in graph.outputs), *graph.control_outputs]):
             if op.type in _BRANCHES:
                 self._read_branches(op, short_device_name(op.device) or caller)
@@ -126,7 +123,7 @@ class TracedStep:
                 self.loops.add(op.type)
             inputs = [self._behind(tensor, frozenset()) for tensor in op.inputs]
             resources = [self.devices[t.op] for t in inputs if t.dtype == tf.resource]
-            # An op on a variable runs where the variable lies, whatever it asks for.
+            # An op on a variable runs on the variable's device, whatever it requests.
             device = self._homes.get(op) or short_device_name(op.device) or caller
             if resources and op.type not in FUNCTIONS:
                 device = resources[-1]
@@ -145,12 +142,12 @@ class TracedStep:
             self._outer |= {placeholder.op: tensor for placeholder, tensor in pairs}
             self._read(inner, device)
             self._takers.append((inner.outputs, device))
-        # Each device must know which one is taken.
+        # Each device needs the condition.
         used = {device for _, device in self._takers[before:]}
         self._takers += [([condition], device) for device in used]
 
     def _behind(self, tensor: tf.Tensor, kinds: frozenset[str]) -> tf.Tensor:
-        """Follow placeholders and ops of these types back to the tensor that they pass on."""
+        # Follows placeholders and ops of these types back to the tensor that they forward.
         while True:
             op = tensor.op
             if op in self._outer:
@@ -169,7 +166,7 @@ def read_step(function: Any) -> TracedStep:
         inner.op: short_device_name(outer.device) for outer, inner in function.graph.captures
     }
     pairs = zip(loop.inputs, body.inputs, strict=True)
-    # A loop's input lies where it was made, whatever device its placeholder asks for.
+    # A loop's input is on the device of its op, whatever its placeholder requests.
     return TracedStep(
         body, {i.op: outside.get(o.op) or short_device_name(o.op.device) or HOST for o, i in pairs}
     )
@@ -178,11 +175,11 @@ def read_step(function: Any) -> TracedStep:
 def executed_bytes(
     placement: Placement, step: TracedStep
 ) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]], int]:
-    """Return what crosses in an executed graph, to compare with the traced one.
+    """Return the bytes sent in an executed graph, to compare with those of the traced one.
 
     Returns:
-        {(source, target): bytes in a step}, without values known beforehand; {(source, target):
-        number of values whose size TensorFlow does not tell}; bytes of the values known beforehand.
+        {(source, target): bytes in a step}, without constant values; {(source, target): number of
+        values of unknown size}; bytes of the constant values.
     """
     known = {op.name for op in step.known}
     crossing, unknown, constants = Counter(), Counter(), 0
@@ -198,7 +195,7 @@ def executed_bytes(
 
 
 def _is_local(op: tf.Operation, caller: str) -> bool:
-    """Return whether a called function is on one device, without variables and loops."""
+    # On one device, without variables and loops.
     inside = called_graph(op, "f").get_operations()
     asked = {short_device_name(one.device) for one in inside}
     variables = any(tensor.dtype == tf.resource for tensor in op.inputs)
@@ -207,14 +204,13 @@ def _is_local(op: tf.Operation, caller: str) -> bool:
 
 
 def num_bytes(tensor: tf.Tensor | tf.Variable) -> int:
-    """Return the bytes of a tensor, 0 if its shape is not known or it is a resource."""
+    """Return the bytes of a tensor, 0 if its shape is unknown or it is a resource."""
     if not tensor.shape.is_fully_defined() or tensor.dtype in (tf.resource, tf.variant, tf.string):
         return 0
     return tensor.shape.num_elements() * tensor.dtype.size
 
 
 def _is_known(op: tf.Operation, inputs: list[tf.Tensor], known: set[tf.Operation]) -> bool:
-    """Return whether an op's value follows from constants and shapes alone."""
     if op.type in _OF_SHAPES:
         return all(tensor.shape.is_fully_defined() for tensor in op.inputs)
     if op.type == "Placeholder" or op.type in FUNCTIONS or op.op_def.is_stateful:

@@ -1,7 +1,7 @@
-"""The graphs that TensorFlow executes on logical CPUs, joined, as they would be with GPUs.
+"""Joins the graphs that TensorFlow executes on logical CPUs, as if these were GPUs.
 
-TensorFlow executes one graph for each device; here a node's inputs are found across them, and sends
-and receives are gone. `/cpu:0` is the host, `/cpu:1` stands for `/gpu:0`, and so on.
+TensorFlow executes one graph for each device. Here they are one graph, without sends and receives.
+`/cpu:0` is the host, `/cpu:1` stands for `/gpu:0`, and so on.
 """
 
 import re
@@ -25,17 +25,17 @@ class Node:
 
     Attributes:
         gpu: "/gpu:0", or "" for the host.
-        name: as it was traced, or as TensorFlow named what it added.
+        name: the traced name, or TensorFlow's name of a node that it added.
         traced: the traced op, or None.
-        type: the op, as users know it.
-        kernel: how it is done on a GPU.
-        depth: in how many loops it stands: the one over the steps, and those of the model.
+        type: the type of the traced op.
+        kernel: of the GPU.
+        depth: number of loops around it: the one over the steps, and those of the model.
         measured: whether it runs only in steps that telemetry measures.
-        takers: (which output, None if it only waits; the node that takes it; as which input).
+        takers: its consumers: (output number, None for a control edge; node; input number).
     """
 
     def __init__(self, proto: NodeDef, traced: Mapping[str, tf.Operation], depth: int = 0):
-        """Read a node; `traced` are the function's ops by name, which stand at `depth`."""
+        """Read a node; `traced` has the function's ops by name, which are in `depth` loops."""
         device = short_device_name(proto.device)
         self.proto = proto
         self.gpu = ""
@@ -51,12 +51,12 @@ class Node:
 
     @property
     def repeated(self) -> bool:
-        """Whether it stands in a loop of the model, such as an LSTM's."""
+        """True in a loop of the model, such as an LSTM's."""
         return self.depth > 1
 
     @property
     def scope(self) -> str:
-        """What it belongs to: "tower_0", or its outermost scope in the loop, as "gather"."""
+        """The outermost name scope in the loop: "tower_0", "gather"."""
         if (tower := tower_of(self.name)) is not None:
             return f"tower_{tower}"
         scopes = [re.sub(r"_\d+$", "", scope) for scope in self.name.split("/")[:-1]]
@@ -64,33 +64,28 @@ class Node:
 
     @property
     def layer(self) -> str:
-        """The layers that it stands in, outermost first; outside of a tower, its scope."""
+        """The layers that it is in, outermost first; outside of a tower its scope."""
         in_tower = tower_of(self.name) is not None
         return layer_of(self.name) if in_tower else self.scope or self.name
 
     @property
     def dtype(self) -> str:
-        """The type by which the kernel is chosen: of the first argument that is no variable."""
+        """The dtype of its first argument that is no variable."""
         arguments = (*self.kernel.inputs, *self.kernel.outputs)
         return next((a.dtype.name for a in arguments if a.dtype != tf.resource), "")
 
     @property
     def bytes(self) -> int | None:
-        """The bytes of its first output, None if the shape is not known."""
+        """Bytes of the first output, None if the shape is unknown."""
         return self.num_bytes(0)
 
     def num_bytes(self, index: int) -> int | None:
-        """Return the bytes of an output, None if its shape is not known."""
+        """Return the bytes of an output, None if its shape is unknown."""
         tensors = self.traced.outputs[index : index + 1] if self.traced else []
-        if not tensors:  # TensorFlow added this node: what takes its output was traced
+        if not tensors:  # TensorFlow added this node: read the inputs of its traced consumers
             takers = [(taker.traced, place) for i, taker, place in self.takers if i == index]
             tensors = [op.inputs[i] for op, i in takers if op and i < len(op.inputs)]
         return max(map(num_bytes, tensors), default=0) or None
-
-    def dtype_of_output(self, index: int) -> str:
-        """Return the type of an output, "" for one that oneDNN added."""
-        outputs = self.kernel.outputs
-        return outputs[index].dtype.name if index < len(outputs) else ""
 
     def memory_of(self, arguments: Sequence[Argument], index: int) -> str:
         """Return "host" or the GPU for one of `kernel.inputs` or `kernel.outputs`."""
@@ -102,7 +97,7 @@ class Node:
 def read_nodes(
     graphs: Iterable[tf.compat.v1.GraphDef], traced: Mapping[str, tf.Operation], depth: int = 0
 ) -> list[Node]:
-    """Return the nodes of the executed graphs, joined over the devices: without sends.
+    """Return the nodes of the executed graphs, joined over the devices, without sends.
 
     Args:
         graphs: one for each device.
@@ -137,7 +132,7 @@ def read_nodes(
 def _producer(
     source: str, nodes: Mapping[str, Node], sends: Mapping[bytes, tuple]
 ) -> tuple[Node, int | None]:
-    """Return the node that makes an input, maybe on another device, and the output's number."""
+    # The node, maybe on another device, and the number of its output.
     name, _, index = source.lstrip("^").partition(":")
     waits = source.startswith("^")
     node = nodes[name]
@@ -146,6 +141,6 @@ def _producer(
         if "/ctrl/" not in sent:
             producer, number = _producer(sent, there, sends)
             return producer, None if waits else number
-        # An order to wait is sent as an empty constant.
+        # A control edge is sent as an empty constant.
         return _producer(there[sent.partition(":")[0]].proto.input[0], there, sends)
     return node, None if waits else int(index or 0)

@@ -1,7 +1,7 @@
-"""TensorFlow's kernel for an op on a GPU, and which of its arguments lie in the host's memory.
+"""Finds TensorFlow's GPU kernel for an op, and which of its arguments are in the host's memory.
 
-TensorFlow's wheel knows its GPU kernels on any machine. An op that oneDNN, or another rewrite for
-CPUs, has put into the graph is looked up by the op that it replaces.
+TensorFlow's wheel has the registry of GPU kernels on any machine. An op of oneDNN, or of another
+rewrite for CPUs, is looked up as the op that it replaces.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from towers import tf_internals
 
 NodeDef = tf.compat.v1.NodeDef
 
-# Ops that start no kernel: other names of a buffer, control flow, and what moves values.
+# Ops that launch no kernel: other names of a buffer, control flow, transfers.
 _NO_LAUNCH = frozenset(
     "Identity IdentityN Reshape Squeeze ExpandDims Bitcast StopGradient PreventGradient Const NoOp "
     "PlaceholderWithDefault ReadVariableOp AssignVariableOp Enter Exit Merge Switch LoopCond "
@@ -35,17 +35,17 @@ class Argument(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GpuKernel:
-    """How an op is done on a GPU.
+    """An op's kernel on a GPU.
 
     Attributes:
-        type: the op, as users know it.
+        type: the op that users know.
         exists: whether there is a kernel for these types; without one the op runs on the host.
-        inputs, outputs: where they lie; of an op that is not registered none are known.
-        launches: kernels that it starts, at least. None are started by other names of a buffer
-            (Reshape, Identity, a variable's reading and plain assignment, a tensor's rows if they
-            are a multiple of 64 bytes, as they are taken to be), by control flow, by constants, nor
-            by what gives nothing but lists and values in the host's memory, such as shapes and
-            int32 counters. Transfers and collectives are told apart from launches.
+        inputs, outputs: the arguments; () for an unregistered op.
+        launches: least number of kernels that it launches. 0 for other names of a buffer (Reshape,
+            Identity, reading and plainly assigning a variable, rows of a tensor, which are assumed
+            to be a multiple of 64 bytes), control flow, constants, and ops whose outputs are all
+            lists or in the host's memory, such as shapes and int32 counters. Transfers and
+            collectives are not launches.
     """
 
     type: str
@@ -56,7 +56,7 @@ class GpuKernel:
 
 
 def gpu_kernel(node: NodeDef, traced_type: str = "") -> GpuKernel:
-    """Return how an executed node would be done on a GPU; `traced_type` is what was traced."""
+    """Return the GPU kernel of an executed node; `traced_type` is the type of the traced op."""
     kind, num_ops = _replaced_ops(node, traced_type)
     definition = tf_internals.op_definition(kind)
     if definition is None:  # a call of a function
@@ -71,7 +71,7 @@ def gpu_kernel(node: NodeDef, traced_type: str = "") -> GpuKernel:
 
 
 def _replaced_ops(node: NodeDef, traced_type: str) -> tuple[str, int]:
-    """Return the first op that an op for CPUs alone replaces, and how many it does."""
+    # The first op that an op for CPUs replaces, and the number of ops.
     if node.op == "_UnaryOpsComposition":
         names = node.attr["op_names"].list.s
         return names[0].decode(), len(names)
@@ -95,7 +95,6 @@ class _Kernel:
 
 @functools.cache
 def _kernels(op_type: str) -> list[_Kernel]:
-    """Return the kernels of an op for GPUs, then those for any device."""
     found = tf_internals.registered_kernels(op_type)
     return [
         _Kernel(
@@ -125,7 +124,7 @@ def _items(values: Any) -> list:
 def _arguments(
     node: NodeDef, arguments: Iterable[Any], kernel: _Kernel | None
 ) -> tuple[Argument, ...]:
-    """Return a node's inputs or outputs; an argument of its op may stand for a list of them."""
+    # An argument of an op may be a list of tensors.
     found = []
     for argument in arguments:
         if argument.type_list_attr:

@@ -1,10 +1,10 @@
-"""Where every op really ran, read from the graph that TensorFlow executed.
+"""Reads where every op really ran from the graph that TensorFlow executed.
 
     placement = read_placement(train_loop, batches, tf.constant(0))     # no step is made
     placement.misplaced(["/cpu:0", "/cpu:1"])                           # []
 
 `op.device` of a traced function is only a request: soft placement and colocation change it. This
-reads the graph after TensorFlow's placer, optimizer and partitioner.
+module reads the graph after TensorFlow's placer, optimizer and partitioner.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from towers import tf_internals
 from towers.builder.device_types import machine_of
 from towers.builder.op_names import layer_of, tower_of
 
-# Ops that move values between devices, steer loops, or read masters where these are.
+# Ops that move values between devices, control loops, or read masters on their devices.
 _NOT_OF_A_TOWER = frozenset(
     "_Send _Recv _HostSend _HostRecv _Arg _Retval Const NoOp Enter Exit Merge Switch LoopCond "
     "NextIteration ReadVariableOp VarHandleOp ResourceGather".split()
@@ -33,46 +33,41 @@ _IN_BRANCH = re.compile(r"/(?:then|else)/_\d+/")
 class Op:
     """One op of an executed graph."""
 
-    name: str  # as in the function that was traced, or as TensorFlow named what it added
+    name: str  # the traced name, or TensorFlow's name of an op that it added
     type: str
-    requested: str  # device that was asked for, "" where none was
+    requested: str  # the requested device, "" if none
     device: str  # where it runs, "/cpu:0"; "" if TensorFlow folded, fused or pruned it
 
     @property
     def tower(self) -> int | None:
-        """The tower in whose scope the op stands, or None."""
+        """The tower whose name scope the op is in, or None."""
         return tower_of(self.name)
 
     @property
     def layer(self) -> str:
-        """The layers that the op stands in, outermost first: "cnn/block_2/conv1"."""
+        """The layers that the op is in, outermost first: "cnn/block_2/conv1"."""
         return layer_of(self.name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A value that crosses from one device to another in a step.
-
-    `bytes` is None if unknown; a value that is made in a branch crosses only in some steps.
-    """
+    """A value that is sent from one device to another in a step."""
 
     name: str
     source: str
     target: str
-    bytes: int | None
-    in_some_steps: bool = False
+    bytes: int | None  # None if unknown
+    in_some_steps: bool = False  # as a value that is made in a branch
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The ops of an executed graph, and what crosses between its devices."""
+    """The ops of an executed graph, and the transfers between its devices."""
 
     ops: tuple[Op, ...]
-    # Traced, and not run: the result was known or unused, or another op computes it.
-    gone: tuple[Op, ...]
+    gone: tuple[Op, ...]  # traced, then folded, fused or pruned
     transfers: tuple[Transfer, ...]
-    # Traced, and now part of an XLA program, on the device of the op that calls it.
-    compiled: tuple[Op, ...] = ()
+    compiled: tuple[Op, ...] = ()  # in an XLA program, on the device of the op that calls it
 
     def misplaced(self, devices: Sequence[str]) -> list[Op]:
         """Return the ops in a tower's scope that do not run on that tower's device."""
@@ -84,7 +79,7 @@ class Placement:
         """Return {(source, target): bytes}, as far as shapes are known.
 
         Args:
-            in_each_step: leave out what crosses in some steps only; else it is the most of a step.
+            in_each_step: leave out transfers of some steps only.
         """
         total: Counter[tuple[str, str]] = Counter()
         for transfer in self.transfers:
@@ -96,14 +91,13 @@ class Placement:
 def read_placement(function: Any, *arguments: Any) -> Placement:
     """Call a `tf.function` once and return where its ops ran.
 
-    It is executed: hand it arguments that do no work, such as a loop of 0 steps, whose graph is
-    placed and optimised like any other.
+    Pass arguments that do no work, such as a loop of 0 steps: the graph is placed all the same.
 
     Raises:
-        ValueError: the function has run with such arguments before; TensorFlow places a graph when
-            it first runs, and shows it only then.
+        ValueError: the function has run with such arguments before; TensorFlow shows a graph only
+            at its first run.
     """
-    # Traced first: what runs in tracing, as a model that is tried, is no graph of the function.
+    # Traced first: functions that run during tracing do not belong to the graph.
     traced = dict(traced_ops(function.get_concrete_function(*arguments).graph))
     with tf_internals.executed_graphs() as functions:
         function(*arguments)
@@ -136,7 +130,7 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
 def short_device_name(device: str) -> str:
     """Return "/gpu:0" for "/job:localhost/replica:0/task:0/device:GPU:0"; "" for "".
 
-    That of another machine keeps the machine: "/job:JOB/task:1/gpu:0".
+    The name of another machine is kept: "/job:JOB/task:1/gpu:0".
     """
     match = re.search(r"/(?:device:)?([A-Za-z_]+):(\d+)$", device)
     if not match or match[1] in ("job", "replica", "task"):
@@ -147,8 +141,8 @@ def short_device_name(device: str) -> str:
 def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Operation]]:
     """Yield (name, op) of a graph and of the functions that it calls.
 
-    Names in a called function have the call's name in front, as after inlining. What inlining puts
-    in front of names in a loop or a branch is removed by `traced_name`.
+    Names in a called function begin with the call's name, as after inlining; `traced_name` removes
+    the prefixes that inlining adds in loops and branches.
     """
     for op in graph.get_operations():
         yield scope + op.name, op
@@ -158,7 +152,7 @@ def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Opera
 
 
 def needed_ops(ops: Iterable[tf.Operation]) -> list[tf.Operation]:
-    """Return these ops and those that they need, in topological order; the rest is pruned."""
+    """Return these ops and all that they depend on, in topological order."""
     waiting = [(op, False) for op in ops]
     found, opened = [], set()
     while waiting:
@@ -174,13 +168,13 @@ def needed_ops(ops: Iterable[tf.Operation]) -> list[tf.Operation]:
 
 
 def traced_name(name: str, traced: Container[str]) -> str:
-    """Return a node's traced name: without the scope that inlining puts in front of it."""
+    """Return a node's traced name, without the prefix that inlining adds."""
     parts = re.split(r"/_\d+/", name)
     return next((p for p in ("/".join(parts[i:]) for i in range(len(parts))) if p in traced), name)
 
 
 def _takers(graphs: Iterable[Any]) -> dict[bytes, tuple[str, int]]:
-    """Return {sent tensor: (name of a node that takes it, as which input)}."""
+    # {sent tensor: (name of a consumer, number of its input)}.
     takers = {}
     for graph in graphs:
         received = {n.name: n.attr["tensor_name"].s for n in graph.node if n.op in _RECEIVES}
@@ -199,16 +193,16 @@ def _transfer(
     name = traced_name(origin, traced)
     dtype = tf.as_dtype(node.attr["T"].type)
     tensor = num_bytes = None
-    if "/ctrl/" in source:  # only an order of execution crosses
+    if "/ctrl/" in source:  # a control edge
         num_bytes = 0
     elif name in traced:
         tensor = traced[name].outputs[int(index or 0) if source == origin else 0]
     elif dtype == tf.bool:  # a loop's condition
         num_bytes = 1
     elif branches := traced.get(traced_name(origin.partition("/output/_")[0], traced)):
-        if len({(t.shape, t.dtype) for t in branches.outputs}) == 1:  # which of them is not told
+        if len({(t.shape, t.dtype) for t in branches.outputs}) == 1:  # one of several outputs
             tensor = branches.outputs[0]
-    elif taker := takers.get(node.attr["tensor_name"].s):  # what was traced may be what takes it
+    elif taker := takers.get(node.attr["tensor_name"].s):  # its consumer may have been traced
         op = traced.get(traced_name(taker[0], traced))
         tensor = next(iter(op.inputs[taker[1] : taker[1] + 1]), None) if op else None
     if tensor is not None and tensor.dtype == dtype and tensor.shape.is_fully_defined():

@@ -14,7 +14,7 @@ _MOST = 8  # lines of strays
 
 
 def report(placement: Placement, stray: Sequence[str]) -> list[str]:
-    """Return a run's lines: the strays that `strays` found, and the bytes that cross in a step."""
+    """Return a run's lines: misplaced ops, from `strays`, and the bytes sent in a step."""
     ours = [op for op in placement.ops if op.tower is not None]
     lines = [f"placement   {len(ours)} ops in towers, each on its tower's device"]
     if num_compiled := len({op.tower for op in placement.compiled} - {None}):
@@ -59,7 +59,7 @@ def strays(
         placement: of the executed graph.
         devices: of the towers, in their order.
         masters: {name: variable}.
-        master_devices: on which masters may be.
+        master_devices: allowed devices of masters.
     """
     types: dict[tuple, list[str]] = defaultdict(list)
     for op in placement.misplaced(devices):
@@ -86,7 +86,7 @@ def _why(requested: str, device: str, tower: str) -> str:
 
 
 def table(placement: Placement) -> list[str]:
-    """Return the lines of a table: how many ops of each type run on each device."""
+    """Return the lines of a table: the number of ops of each type on each device."""
     counts = Counter((op.device, op.type) for op in placement.ops)
     devices = sorted({device for device, _ in counts})
     types = sorted({kind for _, kind in counts})
