@@ -10,6 +10,8 @@ weights for 24x24 images.
 import keras
 import tensorflow as tf
 
+from .parts import full_precision, images, require_whole
+
 
 def cnn(
     num_classes: int = 10,
@@ -31,12 +33,11 @@ def cnn(
         are float32, so that the loss is computed in full precision.
 
     Raises:
-        ValueError: an argument is of another kind, or out of range.
+        ValueError: an argument has a wrong type or is out of range.
 
     Source: cifar10.py of TensorFlow's tutorial "Convolutional Neural Networks" (2015).
     """
-    if not isinstance(num_classes, int) or num_classes < 1:
-        raise ValueError(f"num_classes={num_classes!r} must be a whole number of at least 1")
+    require_whole(num_classes=num_classes)
     if not isinstance(lrn, bool):
         raise ValueError(f"lrn={lrn!r} must be true or false")
     if not isinstance(weight_decay, int | float) or not 0 <= weight_decay < float("inf"):
@@ -44,7 +45,6 @@ def cnn(
             f"weight_decay={weight_decay!r} must be a number of at least 0; 0 is no weight decay"
         )
     layers = keras.layers
-    full_precision = keras.config.dtype_policy().variable_dtype
 
     def conv(name: str, bias: float, activation: str | None) -> keras.layers.Layer:
         return layers.Conv2D(
@@ -68,10 +68,10 @@ def cnn(
             name=name,
         )
 
-    inputs = keras.Input(image_shape, dtype=full_precision, name="images")
+    inputs = images(image_shape)
     x = conv("conv1", bias=0.0, activation=None)(inputs)
     x = layers.MaxPooling2D(pool_size=3, strides=2, padding="same", name="pool1")(x)
-    # The tutorial's ReLU comes before: that is the same, and has four times as much to do.
+    # The tutorial's ReLU is before the pooling: the same result, with four times the work.
     x = layers.Activation("relu", name="relu1")(x)
     if lrn:
         x = LocalResponseNormalization(name="norm1")(x)
@@ -85,7 +85,7 @@ def cnn(
     logits = layers.Dense(
         num_classes,
         kernel_initializer=keras.initializers.TruncatedNormal(stddev=1 / 192),
-        dtype=full_precision,
+        dtype=full_precision(),
         name="logits",
     )(x)
     return keras.Model(inputs, logits, name="cnn")
@@ -98,11 +98,11 @@ def local_response_normalization(
 
         y[c] = x[c] * (bias + alpha * sum(x[c - depth_radius : c + depth_radius + 1] ** 2)) ** -0.75
 
-    The values of `tf.nn.local_response_normalization` with beta=0.75, which takes a quarter of the
-    network's step on a CPU, and has neither a float64 nor a bfloat16 kernel there. The sum as a
-    1x1 convolution with a band matrix, the power as square roots and the gradient in closed form
-    take a third of the time: 4.1 ms instead of 13.6 ms for `[128, 12, 12, 64]` forward and backward
-    on 2 cores (5.2 ms where TensorFlow derives the gradient).
+    Equals `tf.nn.local_response_normalization` with beta=0.75, which takes a quarter of the
+    network's step on a CPU, and has no float64 and no bfloat16 kernel there. The sum as a 1x1
+    convolution with a band matrix, the power as square roots and the gradient in closed form take a
+    third of the time: 4.1 ms instead of 13.6 ms for `[128, 12, 12, 64]` forward and backward on 2
+    cores (5.2 ms with TensorFlow's gradient).
 
     Args:
         x: `[..., C]`, floating point.
@@ -121,7 +121,7 @@ def local_response_normalization(
         weights = tf.fill([num_channels, num_channels], tf.constant(factor, values.dtype))
         radius = min(depth_radius, num_channels)
         band = tf.linalg.band_part(weights, radius, radius)
-        # A convolution, and no product of matrices: a GPU has it in either layout of images.
+        # A convolution, not a matrix product: GPUs have it for both layouts of images.
         rows = values if x.shape.rank == 4 else tf.reshape(values, [-1, 1, 1, num_channels])
         sums = tf.nn.conv2d(rows, band[tf.newaxis, tf.newaxis], 1, "VALID")
         return sums if x.shape.rank == 4 else tf.reshape(sums, tf.shape(values))
@@ -141,7 +141,7 @@ def local_response_normalization(
         return x * power, gradient
 
     # In float16 squares overflow from 256 on; in bfloat16 the gradient is off by up to 30 % for
-    # inputs around 100. In float32 it takes a quarter longer, and both are right.
+    # inputs around 100. float32 takes a quarter longer.
     work_dtype = tf.float32 if x.dtype.size < 4 else x.dtype
     return tf.cast(normalize(tf.cast(x, work_dtype)), x.dtype)
 

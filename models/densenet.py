@@ -56,7 +56,7 @@ def densenet_bc(
         are float32, so that the loss is computed in full precision.
 
     Raises:
-        ValueError: an argument is of another kind, or out of range.
+        ValueError: an argument has a wrong type or is out of range.
     """
     require_whole(growth=growth, num_classes=num_classes)
     require_rate(dropout=dropout)

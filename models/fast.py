@@ -3,11 +3,12 @@
     model = fast(num_classes=10, image_shape=(32, 32, 3))
     logits = model(images)                                # [B, 32, 32, 3] -> [B, 10]
 
-Six convolutions of 3x3 in three groups of 64, 256 and 256 channels behind a fixed one of 2x2, which
-takes neighbouring pixels and colours apart: 1,973,968 weights, of which 1,971,328 are trained.
+A fixed 2x2 convolution, which separates the patterns of neighbouring pixels and colours, then six
+3x3 convolutions in three groups of 64, 256 and 256 channels:
+1,973,968 weights, of which 1,971,328 are trained.
 
-The network has 118 million multiplications an image of 32x32. As in fast.ai's entries to DAWNBench,
-its first steps may see smaller images: `small_size=24, small_steps=100`.
+The network has 118 million multiplications for an image of 32x32. As in fast.ai's entries to
+DAWNBench, the first steps may use smaller images: `small_size=24, small_steps=100`.
 
 Source: Jordan 2024, 94% on CIFAR-10 in 3.29 Seconds on a Single GPU, arXiv:2404.00498.
 """
@@ -21,9 +22,9 @@ import tensorflow as tf
 from . import parts
 
 _GROUPS = (1, 4, 4)  # times `width`: channels
-_MOST_PIXELS = 100  # of a map whose kernel learns by products; measured at 9, 25, 49, 121, 225
-_LEAST_CHANNELS = 128  # before and after
-_SHRINKS_BY = 8  # three poolings, and one that takes what is left
+_MOST_PIXELS = 100  # of a map whose kernel gradient is computed by products; measured at 9 to 225
+_LEAST_CHANNELS = 128  # input and output
+_SHRINKS_BY = 8  # by three poolings; a global one follows
 
 
 def fast(
@@ -47,7 +48,7 @@ def fast(
         are float32, so that the loss is computed in full precision.
 
     Raises:
-        ValueError: an argument is of another kind, or out of range.
+        ValueError: an argument has a wrong type or is out of range.
     """
     least = _SHRINKS_BY + 4
     parts.require_whole(num_classes=num_classes, width=width)
@@ -65,7 +66,7 @@ def fast(
     inputs = x = parts.images(image_shape)
     if small_size and small_steps:
         x = SmallAtFirst(small_size, small_steps, dtype=full_precision, name="small")(x)
-    # Both signs of each pattern: after the activation nothing of it is lost.
+    # Both signs of each pattern: the activation loses nothing.
     x = layers.Conv2D(
         filters=8 * image_shape[-1],
         kernel_size=2,
@@ -74,7 +75,7 @@ def fast(
         trainable=False,
         name="patterns",
     )(x)
-    # Without an offset, none of the gradients behind it are asked for: 5 % of a step.
+    # Without an offset no gradient goes back beyond it: 5 % of a step.
     x = _normalize_and_activate(x, "patterns", epsilon=5e-4, center=False)
     for group, times in enumerate(_GROUPS, start=1):
         x = _conv(f"group{group}_conv1", times * width)(x)
@@ -83,7 +84,7 @@ def fast(
         x = _conv(f"group{group}_conv2", times * width)(x)
         x = _normalize_and_activate(x, f"group{group}_2")
     x = layers.GlobalMaxPooling2D(name="pool")(x)
-    # Smaller values and larger weights than usual: as the logits begin near 0, and move slowly.
+    # Smaller values and larger weights than usual: the logits begin near 0 and change slowly.
     scale = (4 * width) ** -0.5
     x = layers.Rescaling(scale, dtype=full_precision, name="scale")(x)
     logits = layers.Dense(
@@ -110,7 +111,7 @@ def _conv(name: str, num_channels: int) -> keras.layers.Layer:
 def _normalize_and_activate(
     x: keras.KerasTensor, name: str, epsilon: float = 1e-6, center: bool = True
 ) -> keras.KerasTensor:
-    # Without a scale: Muon keeps the kernels' norms, and all channels count alike.
+    # Without a scale: Muon keeps the kernels' norms, and all channels have equal weight.
     x = keras.layers.BatchNormalization(
         momentum=0.6, epsilon=epsilon, scale=False, center=center, name=f"{name}_norm"
     )(x)
@@ -119,17 +120,16 @@ def _normalize_and_activate(
 
 @keras.saving.register_keras_serializable(package="towers_models")
 class Conv2D(keras.layers.Conv2D):
-    """A convolution of odd size and step 1 whose kernel learns faster in bfloat16, on CPUs.
+    """A convolution of odd size and stride 1 with a faster kernel gradient in bfloat16, on CPUs.
 
-    There oneDNN computes a convolution and the gradient of its input at twice float32's rate, but
-    the gradient of its kernel no faster than in float32. For small maps of many channels it pays to
-    compute that as what it is: for each of the kernel's places one product of two matrices, of the
-    pixels that the place meets, and of what comes back from there. Nothing is multiplied by
-    padding: at 3x3 pixels that is 40 % of all.
+    oneDNN computes a convolution and the gradient of its input at twice float32's rate, but the
+    gradient of its kernel no faster than in float32. For small maps of many channels one matrix
+    product for each position of the kernel is faster, of the inputs that the position multiplies
+    and the upstream gradients. It skips the padding: at 3x3 pixels that is 40 %.
 
-    Measured on an AMD EPYC with AVX512_BF16, 256 to 256 channels, 1000 images, milliseconds of two
-    cores: 226 became 144 at 7x7 pixels, 124 became 69 at 5x5, 58 became 20 at 3x3. Of fewer
-    channels, 64 to 256, oneDNN is the faster one: 128 and 140 at 11x11 pixels.
+    Measured on an AMD EPYC with AVX512_BF16, 256 to 256 channels, 1000 images, milliseconds on two
+    cores: 226 became 144 at 7x7 pixels, 124 became 69 at 5x5, 58 became 20 at 3x3. For fewer
+    channels, 64 to 256, oneDNN is faster: 128 and 140 at 11x11 pixels.
     """
 
     def convolution_op(self, inputs: tf.Tensor, kernel: keras.Variable) -> tf.Tensor:
@@ -148,7 +148,7 @@ def _is_on_cpu(x: tf.Tensor) -> bool:
 
 @tf.custom_gradient
 def convolve(x: tf.Tensor, kernel: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-    """Return what `tf.nn.conv2d(x, kernel, 1, "SAME")` does; of small maps see `Conv2D`."""
+    """Return `tf.nn.conv2d(x, kernel, 1, "SAME")` with the kernel gradient of `Conv2D`."""
 
     def gradient(upstream: tf.Tensor) -> list[tf.Tensor]:
         given = dict(out_backprop=upstream, strides=[1] * 4, padding="SAME")
@@ -164,24 +164,23 @@ def convolve(x: tf.Tensor, kernel: tf.Tensor) -> tuple[tf.Tensor, Callable]:
 
 
 def _by_products(x: tf.Tensor, upstream: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
-    """Return the gradient of a kernel of `shape`, a product for each of its places."""
-    # Rows of maps to the front: then some of them are no copy. It takes a tenth of the time.
+    # Rows of maps come first: slices of them are no copies. It takes a tenth of the time.
     x, upstream = (tf.transpose(maps, [1, 0, 2, 3]) for maps in (x, upstream))
     down, across = (range(-(size // 2), size // 2 + 1) for size in shape[:2])
     products = {}
     for j in across:
-        met, back = x[:, :, _met(j)], upstream[:, :, _met(-j)]
+        columns, gradients = x[:, :, _overlap(j)], upstream[:, :, _overlap(-j)]
         for i in down:
             products[i, j] = tf.matmul(
-                tf.reshape(met[_met(i)], [-1, shape[2]]),
-                tf.reshape(back[_met(-i)], [-1, shape[3]]),
+                tf.reshape(columns[_overlap(i)], [-1, shape[2]]),
+                tf.reshape(gradients[_overlap(-i)], [-1, shape[3]]),
                 transpose_a=True,
             )
     return tf.reshape(tf.stack([products[place] for place in sorted(products)]), shape)
 
 
-def _met(distance: int) -> slice:
-    """Return the pixels that are met by a place so far from the middle, in one direction."""
+def _overlap(distance: int) -> slice:
+    # The pixels that a kernel position at this distance from the middle multiplies.
     return slice(max(distance, 0), min(distance, 0) or None)
 
 
@@ -189,8 +188,8 @@ def _met(distance: int) -> slice:
 class CosinePatterns(keras.initializers.Initializer):
     """The patterns of a cosine transform over a patch and its colours, and their negatives.
 
-    The source takes the principal components of patches of training images. Of natural images these
-    are nearly the cosine transform's, which needs no images.
+    The source uses the principal components of patches of training images, which for natural images
+    are nearly those of the cosine transform.
     """
 
     def __call__(self, shape: tuple[int, ...], dtype: str | None = None) -> tf.Tensor:
@@ -203,7 +202,7 @@ class CosinePatterns(keras.initializers.Initializer):
 
 
 def _cosines(size: int, dtype: str) -> tf.Tensor:
-    """Return the orthonormal discrete cosine transform, `[size, size]`, a row for each pattern."""
+    # The orthonormal discrete cosine transform, [size, size], a row for each pattern.
     numbers = tf.range(size, dtype=tf.float64)
     rows = tf.cos(numbers[:, None] * (numbers + 0.5) * math.pi / size)
     return tf.cast(tf.math.l2_normalize(rows, axis=1), dtype)
@@ -211,7 +210,7 @@ def _cosines(size: int, dtype: str) -> tf.Tensor:
 
 @keras.saving.register_keras_serializable(package="towers_models")
 class IdentityFirst(keras.initializers.VarianceScaling):
-    """Kernels whose first channels hand on the input as it is; the others are random, uniform.
+    """Kernels whose first channels pass the input on; the others are random, uniform.
 
     Source: arXiv:2404.00498, section 3.1, "dirac initialization".
     """
@@ -237,13 +236,13 @@ class IdentityFirst(keras.initializers.VarianceScaling):
 
 @keras.saving.register_keras_serializable(package="towers_models")
 class SmallAtFirst(keras.layers.Layer):
-    """Makes images smaller in the first training steps, whose weights are rough anyhow.
+    """Shrinks images in the first training steps, and counts the steps.
 
-    The network behind it must take images of any size. It counts the calls of training.
+    The network behind it must accept images of any size.
     """
 
     def __init__(self, size: int, num_steps: int, **kwargs: object):
-        """Set size and length.
+        """Set the size and the number of steps.
 
         Args:
             size: height and width of the small images, in pixels.
@@ -255,7 +254,7 @@ class SmallAtFirst(keras.layers.Layer):
         self.num_steps = num_steps
 
     def build(self, input_shape: tuple) -> None:
-        """Make the counter."""
+        """Create the counter."""
         self.steps = self.add_weight(
             shape=(), initializer="zeros", dtype="int64", trainable=False, name="steps"
         )

@@ -1,4 +1,4 @@
-"""What the families of models share: layers with the papers' constants, checks of arguments."""
+"""Layers with the papers' constants, and checks of arguments, for all families of models."""
 
 import keras
 
@@ -29,13 +29,13 @@ def norm(name: str) -> keras.layers.Layer:
 
 
 def norm_relu(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
-    """Apply a BatchNorm and a ReLU, `norm1` and `relu1` for a name that ends so: `block_*1`."""
+    """Apply a BatchNorm and a ReLU; those of `block_*1` are `block_norm1` and `block_relu1`."""
     x = norm(name.replace("*", "norm"))(x)
     return keras.layers.ReLU(name=name.replace("*", "relu"))(x)
 
 
 def drop_path(x: keras.KerasTensor, rate: float, name: str) -> keras.KerasTensor:
-    """Zero a branch `[B, ...]` for whole examples in training; the others are scaled up for it.
+    """Zero a branch `[B, ...]` for random examples in training, and scale up the others.
 
     Source: Deep Networks with Stochastic Depth, arXiv:1603.09382.
     """
@@ -46,7 +46,7 @@ def drop_path(x: keras.KerasTensor, rate: float, name: str) -> keras.KerasTensor
 
 
 def drop_rates(last: float, num_blocks: int) -> list[float]:
-    """Return the rates of `drop_path`: they grow by the same amount up to the last block's."""
+    """Return linearly growing rates of `drop_path`, up to `last` for the last block."""
     return [last * (block + 1) / num_blocks for block in range(num_blocks)]
 
 
@@ -98,17 +98,14 @@ def require_size(image_shape: Shape, smallest: int) -> None:
 
 @keras.saving.register_keras_serializable(package="towers_models")
 class Shortcut(keras.layers.Layer):
-    """The paper's option A: takes every `stride`-th pixel and appends channels of zeros.
-
-    It has no weights, which is how the paper's CIFAR-10 networks get by with so few.
-    """
+    """The paper's option A: takes every `stride`-th pixel and appends channels of zeros."""
 
     def __init__(self, num_channels: int, stride: int, **kwargs: object):
         """Set the shape of the output.
 
         Args:
             num_channels: number of channels of the output, at least that of the input.
-            stride: distance in pixels, along height and width.
+            stride: of the pixels, along height and width.
             **kwargs: `name`, `dtype` and the other arguments of `keras.layers.Layer`.
         """
         super().__init__(**kwargs)
@@ -117,7 +114,7 @@ class Shortcut(keras.layers.Layer):
 
     def call(self, inputs: keras.KerasTensor) -> keras.KerasTensor:
         """Map `[B, H, W, C]` to `[B, H / stride, W / stride, num_channels]`, rounded up."""
-        # The mean of one pixel: on CPUs a strided slice takes ten times as long, there and back.
+        # A pool of one pixel: on CPUs a strided slice and its gradient take ten times as long.
         pixels = keras.ops.average_pool(inputs, pool_size=1, strides=self.stride)
         num_missing = self.num_channels - inputs.shape[-1]
         return keras.ops.pad(pixels, [(0, 0), (0, 0), (0, 0), (0, num_missing)])

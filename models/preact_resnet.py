@@ -84,7 +84,7 @@ def preact_resnet(
         are float32, so that the loss is computed in full precision.
 
     Raises:
-        ValueError: an argument is of another kind, or out of range.
+        ValueError: an argument has a wrong type or is out of range.
     """
     require_whole(width=width, num_classes=num_classes)
     require_rate(drop_path=drop_path)

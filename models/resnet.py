@@ -16,7 +16,7 @@ Source: Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 
 
 import keras
 
-from .parts import Shortcut, conv, norm
+from .parts import Shortcut, conv, images, logits, norm, norm_relu
 
 Shape = tuple[int, int, int]
 
@@ -65,7 +65,7 @@ def resnet(
         are float32, so that the loss is computed in full precision.
 
     Raises:
-        ValueError: there is no such depth, or another argument no whole number of at least 1.
+        ValueError: the depth is another one, or an argument is no whole number of at least 1.
     """
     for name, value in (("width", width), ("num_classes", num_classes)):
         if not isinstance(value, int) or value < 1:
@@ -77,12 +77,9 @@ def resnet(
         lower = max(8, int((depth - 2) // 6 * 6 + 2))
         nearest = f"{lower}" if depth < 8 else f"{lower} or {lower + 6}"
         raise ValueError(f"depth={depth} must be 6n + 2 with n >= 1; nearest: {nearest}")
-    full_precision = keras.config.dtype_policy().variable_dtype
 
-    inputs = keras.Input(image_shape, dtype=full_precision, name="images")
-    x = conv("conv1", width)(inputs)
-    x = norm("norm1")(x)
-    x = keras.layers.ReLU(name="relu1")(x)
+    inputs = images(image_shape)
+    x = norm_relu(conv("conv1", width)(inputs), "*1")
     for stage in (1, 2, 3):
         for block in range(1, int(depth) // 6 + 1):
             x = _residual_block(
@@ -92,10 +89,7 @@ def resnet(
                 name=f"stage{stage}_block{block}",
             )
     x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
-    logits = keras.layers.Dense(
-        num_classes, kernel_initializer="he_normal", dtype=full_precision, name="logits"
-    )(x)
-    return keras.Model(inputs, logits, name=f"resnet{depth}")
+    return keras.Model(inputs, logits(x, num_classes), name=f"resnet{depth}")
 
 
 def _residual_block(
@@ -103,8 +97,7 @@ def _residual_block(
 ) -> keras.KerasTensor:
     """Apply two convolutions, `[B, H, W, C]` to `[B, H / stride, W / stride, num_channels]`."""
     x = conv(f"{name}_conv1", num_channels, stride=stride)(inputs)
-    x = norm(f"{name}_norm1")(x)
-    x = keras.layers.ReLU(name=f"{name}_relu1")(x)
+    x = norm_relu(x, f"{name}_*1")
     x = conv(f"{name}_conv2", num_channels)(x)
     x = norm(f"{name}_norm2")(x)
     if stride != 1:

@@ -72,7 +72,7 @@ def resnext(
         are float32, so that the loss is computed in full precision.
 
     Raises:
-        ValueError: an argument is of another kind, or out of range.
+        ValueError: an argument has a wrong type or is out of range.
     """
     require_whole(groups=groups, group_width=group_width, width=width, num_classes=num_classes)
     require_rate(drop_path=drop_path)
@@ -134,7 +134,7 @@ def _block(
 
 @keras.saving.register_keras_serializable(package="towers_models")
 class GroupedConv2D(keras.layers.Conv2D):
-    """A `Conv2D` with `groups` that computes them one by one: the same weights and values.
+    """A `Conv2D` that computes its groups one by one, with the same weights and values.
 
     TensorFlow has no gradients of grouped convolutions in float64 and float16 on CPUs, and Keras
     compiles them by XLA there, which takes many times as long.

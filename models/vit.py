@@ -59,7 +59,7 @@ def vit(
         are float32, so that the loss is computed in full precision.
 
     Raises:
-        ValueError: an argument is of another kind, or out of range.
+        ValueError: an argument has a wrong type or is out of range.
     """
     require_whole(depth=depth, width=width, heads=heads, patch=patch, num_classes=num_classes)
     require_rate(dropout=dropout, drop_path=drop_path)
@@ -106,10 +106,10 @@ def _block(
 
 @keras.saving.register_keras_serializable(package="towers_models")
 class Positions(layers.Layer):
-    """Adds a learned vector to each place of a sequence."""
+    """Adds a learned vector to each position of a sequence."""
 
     def build(self, input_shape: tuple) -> None:
-        """Make the weights `[N, C]` for inputs `[B, N, C]`."""
+        """Create the weights `[N, C]` for inputs `[B, N, C]`."""
         self.vectors = self.add_weight(
             shape=input_shape[1:],
             initializer=keras.initializers.RandomNormal(stddev=0.02),

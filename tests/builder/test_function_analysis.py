@@ -1,4 +1,4 @@
-"""What a rehearsal finds out of a tower function, and what the builder makes of it."""
+"""What an analysis finds out of a tower function, and what the builder makes of it."""
 
 import threading
 

@@ -322,7 +322,7 @@ def test_the_batch_size_may_be_unknown(num_towers):
 
 @pytest.mark.parametrize("size, num_calls", [(2, 2), (0, 1)])
 def test_towers_known_to_get_nothing_are_left_out_of_sums(size, num_calls):
-    calls = []  # of towers: a rehearsal has symbolic tensors
+    calls = []  # of towers: an analysis has symbolic tensors
 
     def fn(x):
         calls.extend([] if tf.is_symbolic_tensor(x) else [x])

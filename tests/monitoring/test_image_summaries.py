@@ -125,7 +125,7 @@ def of_each_tower(run, batch):
     slices = []
 
     def loss_fn(images, labels, draws):
-        if not tf.is_symbolic_tensor(images):  # as a rehearsal has them
+        if not tf.is_symbolic_tensor(images):  # as an analysis has them
             slices.append((images, labels, draws))
         return tf.zeros(tf.shape(labels))
 

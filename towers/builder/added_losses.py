@@ -22,7 +22,7 @@ from towers.builder.variable_aggregation import widen
 
 @dataclasses.dataclass(frozen=True)
 class AddedLoss:
-    """How the losses that a layer adds for several slices combine to that of the batch."""
+    """The policy that combines a layer's losses of several slices to that of the batch."""
 
     layer: str  # its path
     # "mean", weighted by examples; "sum"; "rows": a loss for each example, which the function adds

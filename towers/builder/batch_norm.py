@@ -64,7 +64,11 @@ def over_all_towers(sync: SyncHandle | None, mode: str, device: str) -> Iterator
             scope = tf_internals.open_scope()
             if isinstance(scope, ReplicaScope):
                 scope.averages |= averages_of(layer)
-            if training is True and layer.trainable and mask is None and _has_kernel(layer, inputs):
+            fused = training is True and layer.trainable and mask is None and not layer.renorm
+            fused = fused and not tf_internals.has_own_moments(layer) and 0 not in inputs.shape
+            last = layer.axis in (-1, inputs.shape.rank - 1)
+            wide = keras.backend.result_type(inputs.dtype, "float32") == "float32"
+            if fused and last and wide:
                 return _call(layer, inputs, sync_of(layer), is_gpu(device), scope)
             return keras_call(layer, inputs, training=training, mask=mask)
 
@@ -89,14 +93,6 @@ def averages_of(layer: keras.layers.BatchNormalization) -> set[int]:
 
 
 # The fused kernels. Shapes are x [B, H, W, C]; scale, offset and moments [C].
-
-
-def _has_kernel(layer: Any, inputs: tf.Tensor) -> bool:
-    if tf_internals.has_own_moments(layer):
-        return False
-    last = layer.axis in (-1, inputs.shape.rank - 1)
-    wide = keras.backend.result_type(inputs.dtype, "float32") == "float32"
-    return last and wide and 0 not in inputs.shape and not layer.renorm
 
 
 def _call(

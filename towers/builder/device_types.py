@@ -1,4 +1,4 @@
-"""Which devices are GPUs, and which are on other machines.
+"""Tells apart GPUs, CPUs, and devices of other machines.
 
 Some results can be computed in several ways: a CPU is limited by bytes, a GPU by launches and by
 copies from the host. Code that depends on the device asks this module.

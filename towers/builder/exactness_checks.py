@@ -145,7 +145,7 @@ class _Trials:
 
     @functools.cached_property
     def by_place(self) -> bool:
-        """Whether results depend on the order of examples, as by random numbers."""
+        """True if results depend on the order of examples, as by random numbers."""
         draws = self.few.draws or any("Random" in kind for _, kind in self.few.ops)
         return bool(draws) or not self.is_steady(self.few)
 

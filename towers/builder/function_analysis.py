@@ -67,7 +67,7 @@ class FunctionAnalysis:
 
     @functools.cached_property
     def unjoinable_reason(self) -> str:
-        """Why the results of slices cannot be joined to that of the batch; "" if they can."""
+        """The reason why slices' results cannot be joined to that of the batch; "" if they can."""
         if any(self.trace.not_by_example):
             return f"its output {self.trace.not_by_example.index(True)} has no row for each example"
         places = [i for i, x in enumerate(self.trace.shapes) if x and not x.is_fully_defined()]
@@ -91,7 +91,7 @@ class FunctionAnalysis:
 
     @functools.cached_property
     def single_example_reason(self) -> str:
-        """Why the result of a slice of one example has another shape; "" if it has not."""
+        """The reason why a slice of one example returns another shape; "" if it does not."""
         if not self.trace.squeezes:
             return ""
         one = _trace(self.tracer, 1)

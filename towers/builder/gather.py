@@ -6,7 +6,7 @@ or on every tower by collectives. Values of GPUs are packed: few ops and transfe
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -248,18 +248,6 @@ def map_values(fn: Callable, gradient: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return type(gradient)(fn(gradient.values), gradient.indices, gradient.dense_shape)
     return fn(gradient)
-
-
-def mark_static_rows(
-    gradients: Sequence[Any], variables: Sequence[tf.Variable], fixed: Collection[int]
-) -> list[Any]:
-    """Convert the sparse gradients of variables with these ids to `StaticIndexedSlices`."""
-    return [
-        StaticIndexedSlices(g.values, g.indices, g.dense_shape)
-        if id(variable) in fixed and isinstance(g, tf.IndexedSlices)
-        else g
-        for g, variable in zip(gradients, variables, strict=True)
-    ]
 
 
 @contextlib.contextmanager

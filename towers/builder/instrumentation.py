@@ -190,7 +190,7 @@ class Tracer:
         return known if known and sum(sizes) < _MOST_ELEMENTS else otherwise
 
     def examples(self, size: int, seed: int = 0) -> list[Any]:
-        """Return inputs for so many examples: real ones if they are known, else synthetic ones.
+        """Return inputs for `size` examples: real ones if they are known, else synthetic ones.
 
         With `also_synthetic` every other pair of seeds gives synthetic ones: the first examples of
         a data set may be all alike. Odd seeds include the special values of the arguments.

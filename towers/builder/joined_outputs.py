@@ -181,7 +181,7 @@ class _Part:
         self.builder, self.make_pass, self.fn, self.slices = builder, forward, fn, slices
         self.analysis, self.watched = analysis, watched  # numbers of leaves that have gradients
         self.captured: Sequence[tf.Tensor] = ()  # other tensors that have gradients
-        self.states: dict[int, tf.Tensor] = {}  # {id of a variable: what towers read in its place}
+        self.states: dict[int, tf.Tensor] = {}  # {id of a variable: the value that towers read}
 
     def forward(self) -> list[Any]:
         """Return for each slice the function's result and the losses that layers add."""

@@ -220,7 +220,7 @@ def _without_training(call: Callable) -> Callable:
     """Return a BatchNorm layer's `call` that normalises by the moving averages."""
 
     def without_training(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
-        if tf_internals.has_own_moments(layer):  # which nobody exchanges
+        if tf_internals.has_own_moments(layer):  # towers do not exchange these
             tf_internals.open_scope().averages |= averages_of(layer)
         else:
             training = False

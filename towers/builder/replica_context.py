@@ -142,7 +142,12 @@ class ReplicaContext:
     def gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients without those that are new values, which `scope` records."""
         gradients = self.scope.without_new_values(gradients, variables)
-        return gather.mark_static_rows(gradients, variables, self._replicas.analysis.fixed_rows)
+        fixed = self._replicas.analysis.fixed_rows
+        for i, (own, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if id(variable) in fixed and isinstance(own, tf.IndexedSlices):
+                rows = own.values, own.indices, own.dense_shape
+                gradients[i] = gather.StaticIndexedSlices(*rows)
+        return gradients
 
 
 class Replicas:
@@ -240,7 +245,7 @@ class FunctionAnalyses:
 
     def __init__(self, num_slices: int, on_warning: Callable[[str], None]):
         """Set the number of slices of a batch, and what is called with each warning."""
-        self._num_slices, self._on_doubt = num_slices, on_warning
+        self._num_slices, self._on_warning = num_slices, on_warning
         self._warned: set[str] = set()
         self._cache: list[tuple[list[Any], FunctionAnalysis]] = []  # the newest first, as the next
         self._checked: list[FunctionAnalysis] = []
@@ -296,7 +301,7 @@ class FunctionAnalyses:
         for line in lines:
             if line not in self._warned:
                 self._warned.add(line)
-                self._on_doubt(line)
+                self._on_warning(line)
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -24,7 +24,7 @@ SEEN_OPS = frozenset(
     "StatelessRandomUniformFullIntV2 StatelessTruncatedNormalV2".split()
 )
 SCOPE = "draw_by_example"  # name scope of ops that differ between towers
-# A truncated normal draws until a number lies inside: TensorFlow reserves so many counts for each.
+# A truncated normal draws until a number is in range: TensorFlow reserves these counts for each.
 _COUNTS_OF_TRUNCATED = 64
 
 _HERE = threading.local()
@@ -196,7 +196,7 @@ def _guess(shape: tf.TensorShape, size: Any) -> BatchAxis:
         return WHOLE
     first = shape[0]
     if first is None or tf.is_tensor(size):
-        return BatchAxis(0) if first is None else WHOLE  # what is unknown of a shape is its batch
+        return BatchAxis(0) if first is None else WHOLE  # an unknown size is that of the batch
     folded = shape.rank > 2 and size > 1 and first % size == 0
     return BatchAxis(0) if first == size or folded else WHOLE
 

@@ -11,7 +11,7 @@ _EFFECT = 1e-4  # relative to the largest change: less is rounding
 
 
 def from_shapes(few: Trace, more: Trace) -> list[DrawInfo]:
-    """Analyse draws by their shapes for two numbers of examples."""
+    """Analyze draws by their shapes for two numbers of examples."""
     found = []
     for (op, shape, layer), (_, other, _) in zip(few.draws, more.draws, strict=True):
         known = shape is not None and other is not None and None not in (*shape, *other)

@@ -22,18 +22,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.builder import (
-    cross_host,
-    gather,
-    joined_outputs,
-    losses,
-    replica_context,
-    sharding,
-    variable_aggregation,
-)
+from towers.builder import cross_host, gather, joined_outputs, losses, replica_context, sharding
 from towers.builder.device_types import HOST, is_gpu
 from towers.builder.losses import TowerSums
 from towers.builder.replica_context import ReplicaContext, Replicas, call_copies
+from towers.builder.variable_aggregation import with_new_values
 
 
 class Forward:
@@ -81,8 +74,8 @@ class TowerBuilder:
             gather_device: the device of splitting, summing and joining.
             batch_norm: "sync" computes BatchNorm's moments over all towers' examples, in a
                 `tf.function` (else over each tower's, with a warning); "local" over each slice.
-            accumulate_steps: number of parts into which `gradients`, and `concat` under a tape,
-                split the batch, one after the other: less memory, the same sums.
+            accumulate_steps: number of parts of a batch that `gradients`, and `concat` under a
+                tape, process one after the other: less memory, the same sums.
             gather_at_variables: sum each gradient on its variable's device.
             jit_compile: compile each tower by XLA; BatchNorm must be local.
             on_warning: called with each line on what towers may compute otherwise than one device.
@@ -120,8 +113,7 @@ class TowerBuilder:
         """Return the mean loss over all examples and its gradients.
 
         Keras variables that `loss_fn` assigns are assigned once, after all towers, by their
-        `aggregation` or by the one that the analysis finds; if it finds none, `on_warning` is
-        called.
+        `aggregation` or the one that the analysis finds; if it finds none, with a warning.
 
         Args:
             loss_fn: maps a tower's slice of the batch to its losses, one for each example, `[b]`,
@@ -166,8 +158,7 @@ class TowerBuilder:
         slices = self.split(batch, self.accumulate_steps, never_empty=True)
         for own in sharding.rounds(slices, len(self.devices)):
             with gather.after(totals):
-                replicas = Replicas(self, own, analysis, {}, analysis.added)
-                results = self.run(on_tower, replicas)
+                results = self.run(on_tower, Replicas(self, own, analysis, {}, analysis.added))
             totals = gather.add_to(totals, results, losses.gather_plan(self))
         sums, counts, gradients = map(list, zip(*totals, strict=True))
         scopes, outputs, sides = map(list, zip(*made, strict=True))
@@ -180,9 +171,7 @@ class TowerBuilder:
         with tf.name_scope("gather"):
             plan = losses.gather_plan(self, variables)
             loss, gradients = gather.mean_gradients(sums, variables, plan)
-            gradients = variable_aggregation.with_new_values(
-                gradients, losses.masters_of(variables), sums.scopes
-            )
+            gradients = with_new_values(gradients, losses.masters_of(variables), sums.scopes)
         replica_context.assign(self, sums.scopes, sums.policies)
         return loss, gradients
 
@@ -195,7 +184,7 @@ class TowerBuilder:
     def run(self, fn: Callable, replicas: Replicas) -> list[Any]:
         """Return `fn(replica)` for each tower's context, run on the tower's device."""
         results = []
-        for replica in replicas:  # after the last one it replaces the stand-ins of all
+        for replica in replicas:  # at its end all stand-ins are replaced
             with tf.device(replica.device), tf.name_scope(replica.name) as replica.name, replica:
                 results.append(fn(replica))
         return results

@@ -2,9 +2,9 @@
 
     x, y = examples("train", ({"tokens": [[1, 2], [3, 4]], "price": [0.5, 1.5]}, [0, 1]))
 
-Each part is an array, or whatever numpy makes one of, or several of them: in a dict, in a tuple, or
-in a list of arrays as Keras takes it. Where that cannot be meant, since the rows would not agree,
-a list or tuple of arrays is one array: that of each example.
+Each part is an array, anything that numpy converts to one, or several of these in a dict, a tuple,
+or a list of arrays as in Keras. If the numbers of rows differ, a list or tuple of arrays is stacked
+to one array, with a row for each.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ CLASSES_ARE = "classes are 0, 1, 2, ...: return floats where targets are no clas
 
 
 def examples(name: str, parts: Sequence[object]) -> Structure:
-    """Return (x,), (x, y) or (x, y, sample_weight) as arrays, of the types that splits store.
+    """Return (x,), (x, y) or (x, y, sample_weight) as arrays, in the types of `stored_spec`.
 
     Args:
-        name: of the whole, for messages.
-        parts: the user's x, y and sample_weight; the last of them may be None.
+        name: for messages.
+        parts: the user's x, y and sample_weight; the last ones may be None.
 
     Raises:
-        InputError: something cannot be an array of numbers, booleans or texts, has a NaN or an
-            infinity, is empty, or has another number of rows.
+        InputError: a part is no array of numbers, booleans or texts, has a NaN or an infinity, is
+            empty, or has another number of rows.
     """
     parts = list(parts)
     while len(parts) > 1 and parts[-1] is None:
@@ -44,9 +44,9 @@ def examples(name: str, parts: Sequence[object]) -> Structure:
     if wrong := _unequal_rows(found):
         raise InputError(f"{name} {wrong}; return as many of each, one row for each example")
     found = _check_targets(name, found)
-    with np.errstate(over="ignore"):  # of float64: seen as an infinity
-        kept = stored(found, stored_spec(tf.nest.map_structure(spec_of, found)))
-    for (path, array), (_, given) in zip(leaves(kept), leaves(found), strict=True):
+    with np.errstate(over="ignore"):  # of float64: becomes an infinity
+        result = stored(found, stored_spec(tf.nest.map_structure(spec_of, found)))
+    for (path, array), (_, given) in zip(leaves(result), leaves(found), strict=True):
         if array.dtype.kind == "f":
             finite = np.isfinite(array).reshape(len(array), -1).all(axis=1)
             row = int(np.argmin(finite))
@@ -58,7 +58,7 @@ def examples(name: str, parts: Sequence[object]) -> Structure:
                 )
             if not finite[row]:
                 raise InputError(f"{where} a NaN or an infinity")
-    return kept
+    return result
 
 
 def leaves(example: Structure, parts: Sequence[str] = PARTS) -> Iterator[tuple[str, object]]:
@@ -73,7 +73,7 @@ def leaves(example: Structure, parts: Sequence[str] = PARTS) -> Iterator[tuple[s
 
 
 def check_labels(name: str, example: Structure, num_classes: int) -> None:
-    """Raise InputError, which names the row, for labels from `num_classes` on, unless that is 0."""
+    """Raise InputError, which names the row, for a label of `num_classes` or more; 0: no check."""
     wrong = np.flatnonzero(example[1] >= num_classes) if num_classes else ()
     if len(wrong):
         raise InputError(
@@ -83,12 +83,12 @@ def check_labels(name: str, example: Structure, num_classes: int) -> None:
 
 
 def format_spec(spec: Structure) -> str:
-    """Return the types and shapes of an example in words: "x [28, 28] uint8, y [] int32"."""
+    """Return the shapes and types of an example as text: "x [28, 28] uint8, y [] int32"."""
     return ", ".join(f"{path} {list(leaf.shape)} {leaf.dtype.name}" for path, leaf in leaves(spec))
 
 
 def describe(value: object) -> str:
-    """Return types and shapes of any value, on one line."""
+    """Return the types and shapes of any value, on one line."""
     if isinstance(value, tuple | list):
         items = ", ".join(map(describe, value[:4]))
         return f"({items}{', ...' * (len(value) > 4)})"
@@ -98,7 +98,7 @@ def describe(value: object) -> str:
 
 
 def _to_arrays(name: str, value: object, stack: bool = False) -> Structure:
-    """Return the arrays of a value; with `stack`, a sequence of arrays is one array."""
+    # With `stack`, a sequence of arrays is one array.
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             raise InputError(f"{name} has the keys {list(value)}; return a dict with texts as keys")
@@ -113,7 +113,7 @@ def _to_arrays(name: str, value: object, stack: bool = False) -> Structure:
 
 
 def _is_several(value: object) -> bool:
-    """Return whether a value is several arrays, and not the rows of one."""
+    # Several arrays, not the rows of one.
     if not isinstance(value, tuple | list):
         return False
     kinds = dict | tuple | (list if isinstance(value, tuple) else tuple)
@@ -157,7 +157,6 @@ def _array(name: str, value: object) -> np.ndarray:
 
 
 def _unequal_rows(parts: Structure) -> str:
-    """Return a sentence on a leaf with another number of rows than the first, "" if none has."""
     (first, of_first), *others = leaves(parts)
     for name, array in others:
         if len(array) != len(of_first):
@@ -166,7 +165,7 @@ def _unequal_rows(parts: Structure) -> str:
 
 
 def _check_targets(name: str, example: Structure) -> Structure:
-    """Return the example, the images of a classification, whose integers are 0..255, as uint8."""
+    # Integer images of a classification become uint8.
     for path, array in leaves(example[1:], PARTS[1:]):
         if array.dtype.kind in "SUO":
             raise InputError(

@@ -1,19 +1,18 @@
 """Augmentation as pure batched functions, run inside each tower on its own slice.
 
-Every random number comes from `draws`, one row for each example, so what an example looks like
-depends on (seed, step, its place in the global batch), in which epochs "shift" mirrors it on (seed,
-its row), and nothing on the tower that it falls to:
+All random numbers come from `draws`, one row for each example. So an augmented example depends on
+(seed, step, its place in the global batch), the epochs in which "shift" mirrors it on (seed, its
+row), and nothing on the tower:
 
     draws = tf.random.stateless_uniform([128, augment.NUM_DRAWS], seed=[seed, step])
     images = augment.train_images(images_uint8, draws, "tutorial")  # float32 [128, 24, 24, 3]
 
-A kind is a base, as the README describes them, and after it there may be parts, as in
-"resnet,cutout=8,mixup=0.2", see `parts`. Evaluation knows the base alone: the centre crop, or the
-whole image.
+A kind is a base, see README.md, optionally followed by parts, as in "resnet,cutout=8,mixup=0.2",
+see `augment_ops`. Evaluation uses the base alone: the centre crop, or the whole image.
 
-The tutorial's brightness adds one number (up to 63 of 255) to the whole image. Nothing is clipped
-after it, contrast is about the mean, and standardisation takes the mean away: it cancels. So it is
-not computed, and the result is the tutorial's for images of any range; a test compares the two.
+The tutorial's brightness adds one number (up to 63 of 255) to the whole image. It is not computed:
+nothing is clipped, contrast is relative to the mean, and standardisation subtracts the mean, so it
+cancels. A test compares the two.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _ALTERNATING = NUM_DRAWS - 1
 _CONTRAST_RANGE = (0.2, 1.8)
 _PADDING = {"resnet": 4, "shift": 2}  # pixels on each side
 
-# Data sets whose classes stay what they are when cut and mirrored.
+# Data sets whose classes do not change when images are cropped and mirrored.
 _PUBLISHED = ("cifar10", "cifar100", "cifar100_coarse", "shapes")
 _DESCRIPTIONS = {
     "tutorial": "crop, flip, brightness, contrast, standardised",
@@ -53,9 +52,8 @@ _SHOWN_CLASSES = 10  # in a line
 def resolve(kind: str, data: Data, compiled: bool = False) -> str:
     """Return the kind that --augment means for a data set.
 
-    "auto" is "tutorial" for the data sets that come with Towers. The user's own images only become
-    standardised: "none", or "off" for a compiled model, which takes them as they are. Examples that
-    are no images are left alone.
+    "auto" is "tutorial" for the data sets of this package, "none" (standardise only) for the user's
+    images, "off" for these with a compiled model and for examples that are no images.
 
     Args:
         kind: "auto" or one of `names`, and parts.
@@ -63,8 +61,8 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
         compiled: whether the model is compiled.
 
     Raises:
-        InputError: the kind is for images and the examples are none, or it would cut and mirror
-            images whose targets have places in them, as masks have; or there is no such part.
+        InputError: the kind is for images and the examples are none, it would crop and mirror
+            images whose targets are images, as masks, or a part is unknown.
     """
     plan = parse(kind)
     if plan.base == "auto" and data.image_shape is not None:
@@ -99,7 +97,7 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
 
 
 def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -> list[str]:
-    """Return a few lines on what an example is, and what happens to it before the model.
+    """Return lines on the examples of a data set and their augmentation.
 
         images      32x32x3 uint8 -> 24x24x3 float32: crop, flip, brightness, contrast, standardised
         targets     10 classes: airplane, automobile, bird, ...
@@ -179,7 +177,7 @@ def train_images(
 
 
 def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32) -> tf.Tensor:
-    """Prepare a batch for evaluation, as `train_images`, but nothing is random."""
+    """Prepare a batch for evaluation: `train_images` without randomness."""
     height, width, _ = output_shape(images.shape[1:], kind)
     top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
     images = images[:, top : top + height, left : left + width]
@@ -187,7 +185,7 @@ def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32
 
 
 def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int, int]:
-    """Return the shape (h, w, C) that `train_images` and `eval_images` give to (H, W, C).
+    """Return the shape (h, w, C) of the results of `train_images` and `eval_images`.
 
     Raises:
         ValueError: `kind` is unknown.
@@ -207,7 +205,7 @@ def _random_crop_and_flip(images: tf.Tensor, draws: tf.Tensor, base: str) -> tf.
     if base == "shift":
         images, margin = _pad_by_reflection(images, margin), 0
     rows, columns = (size + 2 * margin for size in images.shape[1:3])
-    # A float32 below 1 times a whole number never rounds up to that number.
+    # A float32 below 1 times a whole number never rounds up to the number.
     top = draws[:, _ROW] * (rows - height + 1)
     left = draws[:, _COLUMN] * (columns - width + 1)
     mirrored = draws[:, _ALTERNATING if base == "shift" else _FLIP] < 0.5
@@ -216,8 +214,8 @@ def _random_crop_and_flip(images: tf.Tensor, draws: tf.Tensor, base: str) -> tf.
 
 
 def _pad_by_reflection(images: tf.Tensor, margin: int) -> tf.Tensor:
-    """Pad images, by less where they have too few pixels."""
-    # tf.pad fails for an empty batch, and has no kernel for bytes on a GPU.
+    # By less than `margin` if there are too few pixels. tf.pad fails for an empty batch, and has no
+    # kernel for bytes on a GPU.
     for axis in (1, 2):
         size = images.shape[axis]
         side = min(margin, size - 1)
@@ -250,10 +248,9 @@ def _crop_by_transform(
     images: tf.Tensor, top: tf.Tensor, left: tf.Tensor, mirrored: tf.Tensor, height: int,
     width: int, margin: int,
 ) -> tf.Tensor:  # fmt: skip
-    """Crop on a GPU, where a gather has no kernel for bytes, and int32 lies on the host.
+    """Crop on a GPU, where a gather has no kernel for bytes, and int32 is on the host.
 
-    The pixel at (x, y) of a window is that at (a x + c, y + f) of the image: whole numbers, of
-    which float32 has all that an image can need, and what lies outside is 0.
+    The pixel at (x, y) of a window is that at (a x + c, y + f) of the image, 0 outside of it.
     """
     top, left = tf.floor(top) - margin, tf.floor(left) - margin
     flip = tf.cast(mirrored, tf.float32)
@@ -270,10 +267,10 @@ def _crop_by_transform(
 def _scaled(
     images: tf.Tensor, base: str, stored: tf.DType, contrast: tf.Tensor | float = 1.0
 ) -> tf.Tensor:
-    """Return images, once `stored` as that type, in the range that the model takes.
+    """Return images, which were `stored` in that type, in the range of the model's inputs.
 
-    To standardise is `tf.image.adjust_contrast`, then `tf.image.per_image_standardization`, in one
-    pass less: the stretched image's mean and variance follow from those of its channels.
+    Standardisation is `tf.image.adjust_contrast`, then `tf.image.per_image_standardization`, in one
+    pass less: the adjusted image's mean and variance follow from those of its channels.
     """
     if base == "off":
         return images
@@ -286,8 +283,7 @@ def _scaled(
     offset = channel_mean - tf.reduce_mean(channel_mean, 3, keepdims=True)
     within = tf.reduce_sum(tf.square(centred), [1, 2, 3], keepdims=True)
     between = height * width * tf.reduce_sum(tf.square(offset), 3, keepdims=True)
-    # 1 / deviation, at most sqrt(num) as in TensorFlow: an image of one colour must not become
-    # noise. Written as 1.0 / x it would become TensorFlow's Reciprocal, whose last bit depends on
-    # the example's place in the batch.
+    # 1 / deviation, at most sqrt(num) as in TensorFlow, for images of one colour. As 1.0 / x it
+    # would become TensorFlow's Reciprocal, whose last bit depends on the place in the batch.
     scale = num**0.5 / tf.maximum(tf.sqrt(contrast * contrast * within + between), 1.0)
     return centred * (contrast * scale) + offset * scale

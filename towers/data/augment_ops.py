@@ -1,11 +1,11 @@
 """The parts of --augment, such as mixup: batched functions of images and draws.
 
-    images = parts.on_values(images, draws, plan, tf.uint8)     # before they are standardised
-    images = parts.on_standardised(images, draws, plan)         # after it
-    images = parts.mixed(images, partners, draws, plan)         # with others of the batch
+    images = augment_ops.on_values(images, draws, plan, tf.uint8)   # before standardisation
+    images = augment_ops.on_standardised(images, draws, plan)       # after it
+    images = augment_ops.mixed(images, partners, draws, plan)       # with others of the batch
 
 Each example has its own numbers. The last bit of a power or a sine may depend on an example's place
-in the batch, since TensorFlow computes several at once: these are taken in float64 and rounded.
+in the batch, since TensorFlow's kernels are vectorized: they are computed in float64 and rounded.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ import tensorflow as tf
 from towers.data.pipeline import NUM_DRAWS
 from towers.options.augmentation import Augmentation
 
-_FIRST = 4  # column of `draws`; those before are of the bases, the last too
+_FIRST = 4  # column of `draws`; the columns before and the last one are for the bases
 (
     _CUT_ROW, _CUT_COLUMN, _BRIGHTNESS, _CONTRAST, _SATURATION, _OP_0, _SIGN_0, _OP_1, _SIGN_1,
     _SHARE, _ANGLE, _BOX_ROW, _BOX_COLUMN, _WHICH,
 ) = range(_FIRST, NUM_DRAWS - 1)  # fmt: skip
 
 _GREY = (0.299, 0.587, 0.114)  # of red, green and blue, ITU-R BT.601
-_FILL = 128.0  # beyond an image's border
+_FILL = 128.0  # outside of an image
 
-# RandAugment at magnitude 10: degrees, part of a side, part of the way to an image without that
-# quality, bits.
+# RandAugment at magnitude 10: degrees, part of a side, blending factor, bits.
 _TURN, _SHEAR, _SHIFT, _BLEND, _BITS = 30, 0.3, 0.3, 0.9, 4
 
 
@@ -39,7 +38,7 @@ def on_values(
 ) -> tf.Tensor:
     """Apply color and randaugment to images `[b, h, w, C]`.
 
-    If they were not `stored` as bytes, each is stretched to 0..255 for that, and back.
+    Images that were not `stored` as bytes are scaled to 0..255, and back.
     """
     if not plan.color and not plan.randaugment:
         return images
@@ -58,7 +57,7 @@ def on_values(
 
 
 def on_standardised(images: tf.Tensor, draws: tf.Tensor, plan: Augmentation) -> tf.Tensor:
-    """Apply cutout: a square of zeros, the mean, about any pixel (DeVries and Taylor 2017)."""
+    """Apply cutout: a square of zeros, the mean, around any pixel (DeVries and Taylor 2017)."""
     if not plan.cutout:
         return images
     rows = _span(draws[:, _CUT_ROW], plan.cutout, images.shape[1])
@@ -71,7 +70,7 @@ def mixed(
 ) -> tf.Tensor:
     """Mix images with their partners: mixup (Zhang et al. 2018), CutMix (Yun et al. 2019).
 
-    With both, each example has one of the two, either as likely as the other.
+    With both, each example has one of the two with probability 1/2.
     """
     own_share, inside = _mixing(images.shape[1], images.shape[2], draws, plan)
     cut = tf.where(_box(*inside), partners, images) if plan.cutmix else None
@@ -86,7 +85,7 @@ def mixed(
 def share(
     height: int, width: int, draws: tf.Tensor, plan: Augmentation, dtype: tf.DType | str
 ) -> tf.Tensor:
-    """Return each example's share of its own target in its loss, `[b]`."""
+    """Return the weight of each example's own target in its loss, `[b]`."""
     own_share, inside = _mixing(height, width, draws, plan)
     if plan.cutmix:
         rows, columns = (tf.reduce_sum(tf.cast(side, tf.float64), axis=1) for side in inside)
@@ -98,7 +97,7 @@ def share(
 def _mixing(
     height: int, width: int, draws: tf.Tensor, plan: Augmentation
 ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """Return mixup's share of each example, `[b]`, and CutMix's rows and columns of the partner."""
+    # Mixup's weight of each example, `[b]`, and CutMix's rows and columns of the partner.
     own_share = _beta(draws, plan.mixup or plan.cutmix)
     if not plan.cutmix:
         return own_share, []
@@ -113,10 +112,10 @@ def _has_cutmix(draws: tf.Tensor, plan: Augmentation) -> tf.Tensor:
 
 
 def _beta(draws: tf.Tensor, alpha: float) -> tf.Tensor:
-    """Return samples of Beta(alpha, alpha), float64 `[b]`, each from two uniform numbers.
+    """Return samples of Beta(alpha, alpha), float64 `[b]`.
 
-    Bailey (1994) makes Student's t, with 2 alpha degrees of freedom, of two uniform numbers; and
-    (1 + t / sqrt(t^2 + 2 alpha)) / 2 is of that distribution.
+    Bailey (1994) computes Student's t, with 2 alpha degrees of freedom, from two uniform numbers;
+    (1 + t / sqrt(t^2 + 2 alpha)) / 2 has that distribution.
     """
     uniform = tf.cast(draws[:, _SHARE], tf.float64)
     angle = tf.cos(2 * math.pi * tf.cast(draws[:, _ANGLE], tf.float64))
@@ -125,15 +124,12 @@ def _beta(draws: tf.Tensor, alpha: float) -> tf.Tensor:
     return 0.5 + 0.5 * tf.sign(angle) * tf.sqrt(part)
 
 
-# Colours.
-
-
 def _randaugment_op(
     images: tf.Tensor, which: tf.Tensor, minus: tf.Tensor, strength: float
 ) -> tf.Tensor:
-    """Apply to each image one of OPS, by `which`, uniform in [0, 1); `strength` is in 0..1.
+    """Apply one of OPS to each image, by `which`, uniform in [0, 1); `strength` is in 0..1.
 
-    Each op is given its own images alone: to do all of them with all images took 6 times as long.
+    Each op gets its own images only: all ops for all images took 6 times as long.
     """
     number, num_ops = tf.cast(which * len(OPS), tf.int32), len(OPS)
     amounts = tf.where(minus, -strength, strength)
@@ -147,7 +143,7 @@ def _randaugment_op(
 
 
 def _enhance(images: tf.Tensor, without: Callable, amounts: tf.Tensor) -> tf.Tensor:
-    """Move images away from what has not some quality, or nearer to it."""
+    # Blends with an image without the quality, such as a grey one for colour.
     factor = _by_example(1 + amounts, images.dtype)
     return tf.clip_by_value(_blend(without(images), images, factor), 0, 255)
 
@@ -161,14 +157,14 @@ def _mean_grey(images: tf.Tensor) -> tf.Tensor:
 
 
 def _grey(images: tf.Tensor) -> tf.Tensor:
-    """Return images `[b, h, w, 1]`: the luminance of RGB, else the mean of the channels."""
+    # [b, h, w, 1]: the luminance of RGB, else the mean of the channels.
     channels = images.shape[3]
     weights = _GREY if channels == 3 else [1 / channels] * channels
     return tf.reduce_sum(images * tf.constant(weights, images.dtype), axis=3, keepdims=True)
 
 
 def _blur(images: tf.Tensor) -> tf.Tensor:
-    """Smooth images as Pillow does: a pixel counts 5, its neighbours 1, the border stays."""
+    # As Pillow: a pixel has weight 5, its neighbours 1, the border stays.
     height, width = images.shape[1:3]
     if min(height, width) < 3:
         return images
@@ -179,14 +175,12 @@ def _blur(images: tf.Tensor) -> tf.Tensor:
 
 
 def _autocontrast(images: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
-    """Stretch each channel to 0..255."""
     low = tf.reduce_min(images, [1, 2], keepdims=True)
     range_ = tf.reduce_max(images, [1, 2], keepdims=True) - low
     return tf.where(range_ > 0, (images - low) * (255 / tf.maximum(range_, 1)), images)
 
 
 def _equalize(images: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
-    """Equalize the histogram of each channel, as Pillow does."""
     height, width, channels = images.shape[1:]
     num = tf.shape(images)[0] * channels
     # Of each channel of each image 256 numbers, one after the other.
@@ -195,7 +189,7 @@ def _equalize(images: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
     ones = tf.ones_like(flat)
     counts = tf.reshape(tf.math.unsorted_segment_sum(ones, bins, 256 * num), [num, 256])
     below = tf.cumsum(counts, axis=1, exclusive=True)
-    # As Pillow, which divides whole numbers: the brightest pixels take no part.
+    # As Pillow, which divides whole numbers and leaves out the brightest pixels.
     others = tf.reduce_max(tf.where(counts > 0, below, 0), axis=1, keepdims=True)
     step = tf.floor(others / 255)
     becomes = tf.minimum(tf.floor((below + tf.floor(step / 2)) / tf.maximum(step, 1)), 255)
@@ -232,7 +226,7 @@ def _affine(
     across, down = _SHEAR * shear_x - sine, _SHEAR * shear_y + sine
     left = x - cosine * x - across * y + _SHIFT * width * shift_x
     top = y - down * x - cosine * y + _SHIFT * height * shift_y
-    # Where each pixel comes from, in float64: half a pixel must not be another one by its last bit.
+    # Source coordinates in float64: the last bit must not decide which pixel is the nearest.
     columns, rows = np.meshgrid(np.arange(width, dtype=float), np.arange(height, dtype=float))
     cosine, across, down, left, top = (t[:, None, None] for t in (cosine, across, down, left, top))
     column = tf.round(cosine * columns + across * rows + left)
@@ -264,7 +258,7 @@ OPS = {
 
 
 def _span(place: tf.Tensor, length: tf.Tensor | float, size: int) -> tf.Tensor:
-    """Return which pixels lie within a span about any pixel, bool `[b, size]`."""
+    # The pixels within a span around any pixel, bool [b, size].
     middle = tf.cast(tf.floor(place * size), tf.float64) + 0.5
     pixels = np.arange(size) + 0.5
     low, high = middle - length / 2, middle + length / 2

@@ -1,4 +1,4 @@
-"""A cache file of arrays that take long to make."""
+"""Caches arrays in a file."""
 
 import contextlib
 import sys
@@ -12,9 +12,9 @@ from towers import files
 
 
 def cached_arrays(path: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return the arrays in a file; where it is missing or damaged, make them and write it.
+    """Return the arrays in a file; if it is missing or damaged, make them and write it.
 
-    If it cannot be written a warning is printed, and the next run makes the arrays again.
+    If it cannot be written, a warning is printed.
     """
     with contextlib.suppress(OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile):
         with open(path, "rb") as file, np.load(file) as arrays:

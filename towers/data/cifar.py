@@ -1,12 +1,11 @@
-"""CIFAR-10 and CIFAR-100: found under a folder, or downloaded, and read.
+"""Finds or downloads, and reads, CIFAR-10 and CIFAR-100.
 
-`cifar100` has a hundred classes, `cifar100_coarse` the twenty that these belong to. Images: 50,000
-for training and 10,000 for testing, uint8 `[32, 32, 3]`; 180 MB.
+`cifar100` has 100 classes, `cifar100_coarse` 20 groups of these. Images: 50,000 for training and
+10,000 for testing, uint8 `[32, 32, 3]`; 180 MB.
 
-They were published in two forms. A binary file is a row of records without header: a byte for each
-label, then the picture as 3072 bytes, its red plane, its green plane, its blue plane. The other
-form is a pickled dict. A lost byte is seen by either reader, a changed one by the sum that a
-published file is known to have.
+They were published in two formats: binary files, whose records are a byte for each label, then 3072
+bytes of the red, green and blue planes; and pickled dicts. Both readers find a missing byte; the
+published md5 sums find a changed one.
 
 Source: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
 """
@@ -39,24 +38,24 @@ _MOST_OF_A_PICKLE = 4  # times the bytes of its pictures
 class Cifar:
     """A published data set."""
 
-    name: str  # as --dataset gives it
-    title: str  # as its authors do
+    name: str  # the value of --dataset
+    title: str  # the authors' name
     class_names: tuple[str, ...]
-    num_records: Mapping[str, int]  # of each file, by its name without ending; the test set's last
+    num_records: Mapping[str, int]  # {file name without ending: records}, the test set last
     labels: Mapping[str, int]  # {key in a pickle: number of classes}, in a record's order
-    key: str  # that of the labels which are the classes
+    key: str  # of the labels that are the classes
     url: str  # of an archive of the binary files
     md5: str  # of that archive
-    folder: str  # that is in it
-    md5_of: Mapping[str, str]  # {name of a file: sum}, where it is known
-    # In the name of a folder in which some of the files mean the rest is missing. Files of others
-    # may have such names as train and test, too.
+    folder: str  # in the archive
+    md5_of: Mapping[str, str]  # {name of a file: its md5}, where known
+    # A folder with this in its name and only some of the files is reported as incomplete: files
+    # called train and test may belong to something else.
     sign: str = ""
 
     def load(self, data_dir: str) -> Data:
-        """Read the data set from wherever it lies under `data_dir`; download it if it is nowhere.
+        """Read the data set from `data_dir` or a folder below; download it if it is missing.
 
-        Files that are not those that were published are named in a warning, and taken.
+        Files that differ from the published ones are used, with a warning.
 
         Raises:
             InputError: a file is damaged or missing from its set, or the download failed.
@@ -84,9 +83,9 @@ class Cifar:
         return Data(self.name, train, test, len(self.class_names), self.class_names)
 
     def find(self, data_dir: str) -> list[str]:
-        """Return the paths of the training files and the test file, or nothing.
+        """Return the paths of the training files and the test file, [] if they are missing.
 
-        The folders nearest to `data_dir` come first.
+        Folders nearest to `data_dir` come first.
 
         Raises:
             InputError: some of the files are there, but no folder has them all.
@@ -109,9 +108,9 @@ class Cifar:
         return []
 
     def read(self, path: str) -> tuple[np.ndarray, np.ndarray, str]:
-        """Return images, uint8 `[N, 32, 32, 3]`, labels, int32 `[N]`, and the name of another file.
+        """Return images, uint8 `[N, 32, 32, 3]`, labels, int32 `[N]`, and the file's name.
 
-        It is "" for a file that is the published one.
+        The name is "" if the file is the published one.
 
         Raises:
             InputError: the file is damaged; it is named.
@@ -143,7 +142,7 @@ class Cifar:
         return images, labels, "" if md5 == self.md5_of.get(name, md5) else name
 
     def _binary(self, path: str, content: bytes, num: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pictures' planes, uint8 `[N, 3072]`, and a row of labels for each key."""
+        # The pictures' planes, uint8 [N, 3072], and a row of labels for each key.
         num_labels, size = len(self.labels), len(self.labels) + _PICTURE_BYTES
         if len(content) != num * size:
             raise InputError(
@@ -188,7 +187,7 @@ class Cifar:
                     hash_algorithm="md5",
                     extract=True,
                 )
-                # In one move, when it is complete; another process may have brought it meanwhile.
+                # In one move, when it is complete; another process may have done it meanwhile.
                 if not self.find(data_dir):
                     os.replace(os.path.join(path, self.folder), folder)
         except Exception as error:  # Keras raises many kinds, the plain Exception among them
@@ -201,14 +200,14 @@ class Cifar:
 
 
 def _folders(top: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield (folder, names of the files in it), shallowest first, without hidden folders."""
+    # Yields (folder, names of its files), shallowest first, without hidden folders.
     waiting, seen = [top], set()
-    for folder in waiting:  # which grows meanwhile
+    for folder in waiting:  # the list grows
         real = os.path.realpath(folder)
         if real in seen:  # a link back up
             continue
         seen.add(real)
-        _, folders, files = next(os.walk(folder), ("", [], []))  # nothing, if it cannot be read
+        _, folders, files = next(os.walk(folder), ("", [], []))  # empty if it cannot be read
         yield folder, files
         waiting += [os.path.join(folder, name) for name in sorted(folders) if name[0] != "."]
 
@@ -246,7 +245,7 @@ def _of_100(name: str, class_names: str, key: str) -> Cifar:
         url=f"{_HOME}/cifar-100-binary.tar.gz",
         md5="03b5dce01913d631647c71ecec9e9cb8",
         folder="cifar-100-binary",
-        # That of the binary files is vouched for by one source alone; that of their archive is not.
+        # The sums of the binary files have one public source only and are left out.
         md5_of={
             "train": "16019d7e3df5f24257cddd939b257f8d",
             "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",

@@ -1,12 +1,12 @@
-"""A table in a text file: `--dataset=FILE.csv`, or `--dataset=TRAIN.csv,TEST.csv`.
+"""Reads a table in a text file: `--dataset=FILE.csv`, or `--dataset=TRAIN.csv,TEST.csv`.
 
     area,rooms,price
     80,3,250.5
 
-The first line names the columns. The last is the target, or those that `--target=price,...` names;
-all others are features, one float32 `[F]`, where a column that `--categories` names gives a 0 or 1
-for each of its texts in the training examples. A target is classes if it is one column of texts, or
-of whole numbers from 0 to 999; else it is numbers, float32 `[T]`.
+The first line names the columns. The last one, or those of `--target=price,...`, are the target;
+all others are features, one float32 `[F]`. A column of `--categories` becomes a 0 or 1 for each of
+its texts in the training examples. A target is classes if it is one column of texts, or of whole
+numbers from 0 to 999; else it is numbers, float32 `[T]`.
 """
 
 import csv
@@ -32,7 +32,7 @@ def load(dataset: str, paths: Sequence[str], target: str = "", categories: str =
     """Read the table of one file, or those of the training and the test set.
 
     Args:
-        dataset: the name of the data set, as --dataset gave it.
+        dataset: the value of --dataset.
         paths: of one or two files.
         target: the names of the target columns, with commas; "": the last one.
         categories: the names of feature columns that are categories, with commas.
@@ -78,7 +78,7 @@ def load(dataset: str, paths: Sequence[str], target: str = "", categories: str =
 def _targets(
     tables: Sequence["CsvTable"], names: Sequence[str]
 ) -> tuple[list[np.ndarray], list[str], str]:
-    """Return each table's targets, the names of their classes, and why there are none, if so."""
+    # Each table's targets, the names of the classes, and why whole numbers are no classes, or "".
     name = names[0]
     if len(names) == 1 and not is_number(tables[0].column(name)[0]):
         texts = tables[0].texts(name, "target")
@@ -96,15 +96,15 @@ def _targets(
 
 
 class CsvTable:
-    """The cells of a file, as text; `lines` are the numbers of its rows' lines, from 1 on."""
+    """The cells of a file, as text; `lines` has the line number of each row, from 1."""
 
     def __init__(self, path: str):
-        """Read a file; an InputError names it and the line that is no row of a table."""
+        """Read a file; an InputError names a line that is no row of the table."""
         self.path, self._rows, self.lines = path, [], []
         try:
             files.check_is_file(path)
             with open(path, newline="", encoding="utf-8-sig") as file:
-                # Of a line without end no more is read than a reader of lines may hold.
+                # Without a limit a line without end would use up the memory.
                 lines = iter(lambda: self._check_length(file.readline(_MAX_LINE)), "")
                 rows = csv.reader(lines, strict=True)
                 self.names = [name.strip() for name in next(rows, [])]
@@ -141,7 +141,7 @@ class CsvTable:
         return line
 
     def check_names(self) -> None:
-        """Refuse columns without a name, or of one name, or one alone."""
+        """Raise InputError for a column without a name, two of one name, or a single column."""
         if "" in self.names:
             raise InputError(f"{self.path}: a column has no name; {_FIRST_LINE}")
         twice = [n for place, n in enumerate(self.names) if self.places[n] != place]
@@ -153,7 +153,7 @@ class CsvTable:
             raise InputError(f"{self.path} has one column, {self.names[0]!r}; {_FIRST_LINE}")
 
     def column(self, name: str) -> list[str]:
-        """Return the cells of a column; an InputError if there is none, or one is empty."""
+        """Return the cells of a column; raise InputError if it is missing or a cell is empty."""
         if name not in self.places:
             raise InputError(f"{self.path} has no column {name}; it has {_some(self.names)}")
         cells = [row[self.places[name]].strip() for row in self._rows]
@@ -165,7 +165,7 @@ class CsvTable:
         return cells
 
     def texts(self, name: str, what: str) -> list[str]:
-        """Return the different texts of a column, sorted."""
+        """Return the distinct texts of a column, sorted."""
         found = sorted(set(self.column(name)))
         if len(found) > _MAX_CLASSES:
             raise InputError(
@@ -175,7 +175,7 @@ class CsvTable:
         return found
 
     def index(self, name: str, known: Sequence[str]) -> np.ndarray:
-        """Return where each text of a column is in a list, int32 `[N]`."""
+        """Return the index of each of a column's texts in `known`, int32 `[N]`."""
         places, cells = {text: i for i, text in enumerate(known)}, self.column(name)
         for line, cell in zip(self.lines, cells, strict=True):
             if cell not in places:
@@ -186,7 +186,7 @@ class CsvTable:
         return np.array([places[cell] for cell in cells], np.int32)
 
     def features(self, columns: Sequence[str], categories: Sequence[str]) -> np.ndarray:
-        """Return columns, float64 `[N, F]`; "city=Oslo" is 1 where the category city is Oslo."""
+        """Return columns, float64 `[N, F]`; "city=Oslo" is 1 if the category city is Oslo."""
         found = {}
         for name in categories:
             known = [column for column in columns if column.startswith(f"{name}=")]

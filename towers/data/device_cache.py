@@ -1,11 +1,11 @@
-"""A training set in memory where the towers are: the program sends numbers of rows, no examples.
+"""Caches a training set in the memory of the towers' devices: the program sends row numbers only.
 
-    stored = on_towers.store(split, ["/gpu:0", "/gpu:1"])   # None: it is too large, or no array
-    for rows, draws in stored.train_batches(128, seed=1): ...
-    example = stored.example(rows)                          # as `split.train_batches` has it
+    cache = cache_on_devices(split, ["/gpu:0", "/gpu:1"])   # None: it is too large, or no array
+    for rows, draws in cache.train_batches(128, seed=1): ...
+    example = cache.example(rows)                           # as from `split.train_batches`
 
-Each GPU holds all of it, since any example may fall to any tower. A worker holds it once, for all
-of its towers, in the memory of its machine where its GPUs have not enough.
+Each GPU holds the whole set, since any tower may get any example. Another machine holds it once for
+all of its towers, in the host's memory if its GPUs have not enough.
 """
 
 import functools
@@ -20,16 +20,16 @@ from towers.builder.sharding import DeviceResidentBatch
 from towers.data.pipeline import ArraySplit, Split, Structure
 from towers.devices import memory, remote
 
-_SHARE = 0.25  # of a device's memory that is free
-_STORED_DTYPE = {tf.int32: tf.int64}  # TensorFlow gathers no int32 on a GPU
-_CHUNK_BYTES = 64 * 2**20  # sent at once to a worker: no message may have 2 GiB
+_SHARE = 0.25  # of a device's free memory
+_STORED_DTYPE = {tf.int32: tf.int64}  # TensorFlow cannot gather int32 on a GPU
+_CHUNK_BYTES = 64 * 2**20  # sent at once to another machine: a message must have less than 2 GiB
 
 
 class DeviceCache:
-    """A split in the memory of towers' devices, or of their workers; it takes `bytes` of each."""
+    """A split in the memory of the towers' devices or machines; it uses `bytes` of each."""
 
     def __init__(self, split: ArraySplit, homes: Sequence[str]):
-        """Copy the split to these devices, one for each tower; several may have one."""
+        """Copy the split to these devices, one for each tower; towers may share one."""
         self.bytes, self.homes = num_bytes(split), list(homes)
         self.train_batches = split.train_rows
         arrays = tf.nest.flatten(split.arrays())
@@ -47,7 +47,7 @@ class DeviceCache:
     def example(self, rows: tf.Tensor) -> Structure:
         """Return a batch that a `TowerBuilder` splits without moving its examples."""
         specs, whole = tf.nest.flatten(self._split.spec), [None] * len(self._stored)
-        if not are_gpus(self.homes):  # this process has it, too, and needs to ask no worker
+        if not are_gpus(self.homes):  # this process has the batch, too
             with tf.device(HOST):
                 whole = tf.nest.flatten(self._split.batch(rows))
         leaves = [
@@ -58,10 +58,10 @@ class DeviceCache:
 
 
 def cache_on_devices(split: Split, names: Sequence[str]) -> DeviceCache | None:
-    """Copy a split to where the towers with these devices are.
+    """Copy a split to the devices of the towers.
 
-    It is None where some are on CPUs of this machine, which have it already, and where it takes
-    more than a quarter of the free memory.
+    Returns None if it is no array, if a tower is on a CPU of this machine, which has it already, or
+    if it uses more than a quarter of a device's free memory.
     """
     if not isinstance(split, ArraySplit):
         return None
@@ -81,13 +81,13 @@ def cache_on_devices(split: Split, names: Sequence[str]) -> DeviceCache | None:
 
 
 def num_bytes(split: ArraySplit) -> int:
-    """Return how many bytes a GPU needs to hold a split, the most that any device needs."""
+    """Return the bytes of a split on a device."""
     leaves = tf.nest.flatten(split.spec)
     return split.size * sum(s.shape.num_elements() * _stored_dtype(s.dtype).size for s in leaves)
 
 
 def _free(name: str, limits: dict[str, int]) -> float:
-    """Return how many bytes are free on a device, 0 if that is not known."""
+    # In bytes, 0 if unknown.
     if machine_of(name):
         info = remote.device_info(name)
         return (info and info.memory_bytes) or 0
@@ -114,7 +114,7 @@ def _copy(array: tf.Tensor, home: str) -> tf.Variable:
     row_bytes = array.shape[1:].num_elements() * dtype.size
     num_rows = max(_CHUNK_BYTES // max(row_bytes, 1), 1)
     for start in range(0, len(array), num_rows):
-        with tf.device(f"{PROGRAM}{HOST}"):  # so that no more is sent than these
+        with tf.device(f"{PROGRAM}{HOST}"):  # only these rows are sent
             rows = tf.cast(array[start : start + num_rows], dtype)
         with tf.device(home):
             copied[start : start + num_rows].assign(rows)

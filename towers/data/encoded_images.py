@@ -1,13 +1,13 @@
-"""Splits that do not fit in memory: encoded images are read by number and decoded on the way.
+"""Splits that do not fit in memory: encoded images are read by row number, and decoded in parallel.
 
-A source knows how many images there are, their labels, and how to read number i; what it keeps in
-memory is a label and a place for each, whatever the images weigh.
+A source has the labels, and reads the image of a row; in memory it keeps a label and a place for
+each.
 
 The order is that of `ArraySplit`, a permutation of the row numbers computed from (seed, epoch). So
-resuming is exact and reads nothing that came before, and each epoch is shuffled as a whole.
+resuming is exact and reads no earlier images, and each epoch is shuffled as a whole.
 
-A batch is read in one call of Python, in which each read lets other threads run; decoding is
-TensorFlow's own, in as many threads as there are cores, and its results keep their order.
+A batch is read in one call of Python, which releases the lock at each read; TensorFlow decodes in
+as many threads as there are cores, in order.
 """
 
 import contextlib
@@ -27,23 +27,23 @@ from towers.data.pipeline import Data, IndexedSplit, digest
 from towers.errors import InputError
 
 Size = tuple[int, int]  # (height, width)
-MAX_PIXELS = 64_000_000  # of an image, decoded: 200 MB, in as many threads as there are cores
+MAX_PIXELS = 64_000_000  # of a decoded image: 200 MB in each thread
 
 _CORES = os.cpu_count() or 1  # not left to autotuning: see `pipeline.prefetched`
 _TRIED_IMAGES = 16  # of each split, at the start
-_SIZED_FILES = 20_000  # of more, so many are looked at: a file system may take a millisecond each
+_SIZED_FILES = 20_000  # most files whose size is read: it may take a millisecond each
 
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """Graph functions that read without this process: both take a row, int64 []."""
+    """Graph functions of a row, int64 [], that read without this process."""
 
     read: Callable[[tf.Tensor], tf.Tensor]  # the encoded image, text []
     path: Callable[[tf.Tensor], tf.Tensor]  # of its file, text []
 
 
 class Source(Protocol):
-    """Where the encoded images of a split are, and their labels, integers `[N]`, N at least 1."""
+    """The encoded images of a split, and their labels, integers `[N]`, N at least 1."""
 
     labels: np.ndarray
 
@@ -54,13 +54,13 @@ class Source(Protocol):
         """Return the image's name for messages."""
 
     def files(self) -> tuple[str, list[str]]:
-        """Return a folder, and the files in it by their relative names."""
+        """Return a folder, and the relative names of the files in it."""
 
     def reader(self, folder: str) -> "Reader":
         """Return a reader for a graph; relative paths are below `folder`."""
 
     def sample_rows(self, num: int) -> np.ndarray:
-        """Return about `num` rows, int64, that show whether the files are the same elsewhere."""
+        """Return about `num` rows, int64, by which files on another machine are compared."""
 
 
 def data_set(
@@ -70,18 +70,17 @@ def data_set(
     size: Size | None,
     max_pixels: int = MAX_PIXELS,
 ) -> Data:
-    """Return a data set of encoded images; try some of them.
+    """Return a data set of encoded images, after decoding some of them.
 
     Args:
-        name: as --dataset gave it.
-        sources: "train", "test" and, where there is one, "validation".
+        name: the value of --dataset.
+        sources: "train", "test" and, if there is one, "validation".
         class_names: by label.
-        size: to which images are resized; None: they must be of one size.
-        max_pixels: that an image may have.
+        size: to which images are resized; None: all must have the same size.
+        max_pixels: largest number of pixels of an image.
 
     Raises:
-        InputError: one of those that are tried is damaged or too large, or sizes differ and none is
-            given.
+        InputError: a decoded image is damaged or too large, or sizes differ without `size`.
     """
     if size and size[0] * size[1] > max_pixels:
         raise InputError(
@@ -104,7 +103,7 @@ def data_set(
 
 
 class EncodedSplit(IndexedSplit):
-    """A split whose images are read and decoded as they are needed."""
+    """A split whose images are read and decoded when they are needed."""
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class EncodedSplit(IndexedSplit):
         resize: bool,
         max_pixels: int = MAX_PIXELS,
     ):
-        """Keep the labels; read nothing. Images of another shape are resized, or are errors."""
+        """Set the source and the shape of images; others are resized, or raise an error."""
         self.size = len(source.labels)
         self.spec = (tf.TensorSpec(image_shape, tf.uint8), tf.TensorSpec([], tf.int32))
         self.source, self._shape, self._resize = source, image_shape, resize
@@ -122,11 +121,10 @@ class EncodedSplit(IndexedSplit):
             self._labels = tf.constant(source.labels, tf.int32)
 
     def checksum(self) -> dict[str, Any]:
-        """See `Split.checksum`: of names and sizes of the files, wherever they lie, and labels."""
+        """See `Split.checksum`: of the labels and the files' relative names and sizes."""
         folder, names = self.source.files()
         found = hashlib.sha256("\0".join(names).encode(errors="surrogateescape"))
-        places = np.linspace(0, len(names) - 1, min(len(names), _SIZED_FILES)).astype(int)
-        for place in places.tolist():
+        for place in evenly_spaced(len(names), _SIZED_FILES).tolist():
             found.update(b"%d;" % os.path.getsize(os.path.join(folder, names[place])))
         found.update(digest(self.labels(tf.range(self.size)).numpy()).encode())
         kind, sha256 = "names, sizes and labels", found.hexdigest()
@@ -144,7 +142,7 @@ class EncodedSplit(IndexedSplit):
         Args:
             rows: batches of rows, int64 `[B]`.
             batch_size: B.
-            folder: relative paths are below it.
+            folder: of relative paths.
             where: the machine's name, for messages.
         """
         reader = self.source.reader(folder)
@@ -179,12 +177,11 @@ class EncodedSplit(IndexedSplit):
     ) -> tf.data.Dataset:
         """Return batches (rows, images `[B, H, W, 3]`) from batches of at most `batch_size` rows.
 
-        `read_all` returns the encoded images of rows, `explain` fails with a row's fault.
+        `read_all` returns the encoded images of rows, `explain` raises the error of a row.
 
-        An image that cannot be decoded is dropped, the gap is seen, and then it is looked into: the
-        error of a decoder does not say which image it had. One row of zeros ends each batch on the
-        way, so that there is no endless search for an image that can be decoded when none can, as
-        on a disk that has gone away.
+        A decoder's error does not name the image. So an image that cannot be decoded is dropped,
+        its row is found missing, and `explain` decodes it again. A row of zeros ends each batch,
+        so that the search for an image ends when none can be decoded, as on a disk that is gone.
         """
         num_read = batch_size + 1
 
@@ -215,10 +212,10 @@ class EncodedSplit(IndexedSplit):
         return tf.data.Dataset.zip(rows, decoded.batch(num_read)).map(check)
 
     def _read(self, rows: np.ndarray) -> np.ndarray:
-        """Return encoded images; one that cannot be read or is too large is empty."""
+        # An image that cannot be read or is too large is empty.
         contents = np.full(len(rows), b"", object)
         for place, row in enumerate(rows.tolist()):
-            with contextlib.suppress(Exception):  # `_explain` finds out which
+            with contextlib.suppress(Exception):  # `_explain` raises it
                 content = self.source.read(row)
                 check_pixels("", content, self._max_pixels)
                 contents[place] = content
@@ -239,12 +236,12 @@ class EncodedSplit(IndexedSplit):
 
 
 def evenly_spaced(size: int, num: int) -> np.ndarray:
-    """Return about `num` rows of 0..size-1, int64, evenly, the first and the last among them."""
+    """Return about `num` evenly spaced rows of 0..size-1, int64, with the first and the last."""
     return np.unique(np.linspace(0, size - 1, min(num, size)).astype(np.int64))
 
 
 def on_program_host(values: Any) -> tf.Tensor:
-    """Return values on this machine, which functions for others take as they are, uncopied."""
+    """Return values as a tensor on this machine; functions for other machines capture it."""
     with tf.init_scope(), tf.device(f"{PROGRAM}{HOST}"):
         return tf.constant(values)
 
@@ -254,12 +251,12 @@ def _decode(encoded: tf.Tensor, channels: int = 3) -> tf.Tensor:
 
 
 def resized(image: tf.Tensor, size: Size) -> tf.Tensor:
-    """Return an image `[h, w, C]` in another size; if it shrinks, all its pixels count."""
+    """Return an image `[h, w, C]` resized, with antialiasing."""
     return tf.cast(tf.round(tf.image.resize(image, size, antialias=True)), tf.uint8)
 
 
 def decoded(name: str, read: Callable[[], bytes], max_pixels: int, channels: int = 3) -> tf.Tensor:
-    """Read and decode an image now: uint8 `[h, w, channels]`, on the host.
+    """Read and decode an image eagerly: uint8 `[h, w, channels]`, on the host.
 
     Raises:
         InputError: it cannot be read, is damaged, or has more than `max_pixels`; it is named.

@@ -1,10 +1,10 @@
-"""Image files in folders: `--dataset=folder --data_dir=DIR`.
+"""Reads image files in folders: `--dataset=folder --data_dir=DIR`.
 
     DIR/train/CLASS/*.png    also .jpg, .jpeg, .bmp, .gif, and in folders below
     DIR/test/CLASS/*.png     or DIR/validation or DIR/val, which beside test is a third split
 
-Labels are 0, 1, ... in the order of the class names. Nothing but the files' names is kept in memory
-(some 100 bytes each); see `towers.data.encoded_images`.
+Labels are 0, 1, ... in the order of the class names. Only the files' names are in memory (some 100
+bytes each); see `towers.data.encoded_images`.
 """
 
 import os
@@ -27,11 +27,11 @@ def load(
     size: encoded_images.Size | None = None,
     max_pixels: int = encoded_images.MAX_PIXELS,
 ) -> Data:
-    """Find the images in DIR; decode a few of them. They become uint8 `[H, W, 3]`.
+    """Find the images in DIR, to be read as uint8 `[H, W, 3]`; decode a few of them.
 
     Raises:
         InputError: a folder is missing, empty or cannot be read, test has a class that train has
-            not, sizes differ and `size` is None, or one of the images that are tried is damaged.
+            not, sizes differ and `size` is None, or a decoded image is damaged.
     """
     train = os.path.join(folder, "train")
     tests = [name for name in ("test", "validation", "val")
@@ -104,11 +104,11 @@ def images_below(folder: str) -> list[str]:
     """Return the paths of the images in a folder and those below, sorted.
 
     Raises:
-        InputError: a folder cannot be read, or what is called like an image is no file.
+        InputError: a folder cannot be read, or an image is no file.
     """
     found, waiting = [], [folder]
     try:
-        for parent in waiting:  # which grows meanwhile
+        for parent in waiting:  # the list grows
             with os.scandir(parent) as entries:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):

@@ -1,6 +1,6 @@
-"""The number of pixels of an encoded image, from its header: decoding takes memory for them all.
+"""Reads the number of pixels of an encoded image from its header.
 
-A few kilobytes can ask for gigabytes, whether somebody means harm or has scanned a map.
+Decoding needs memory for all of them: a file of a few kilobytes may need gigabytes.
 """
 
 import importlib
@@ -14,11 +14,11 @@ _PLUGINS = {b"\xff\xd8\xff": "Jpeg", b"GIF8": "Gif", b"BM": "Bmp", b"RIFF": "Web
 
 
 def check_pixels(name: str, content: bytes, most: int) -> None:
-    """Refuse an image of more pixels than `most`.
+    """Raise InputError if an image has more pixels than `most`.
 
     Raises:
         InputError: it names the image, its pixels and the flag.
-        ValueError: it has no header that can be read.
+        ValueError: the header cannot be read.
     """
     try:
         width, height, pictures = _size(content)
@@ -34,7 +34,7 @@ def check_pixels(name: str, content: bytes, most: int) -> None:
 
 
 def _size(content: bytes) -> tuple[int, int, int]:
-    if content.startswith(b"\x89PNG"):  # at a fixed place, before texts that Pillow would read
+    if content.startswith(b"\x89PNG"):  # at a fixed offset: Pillow would also read text chunks
         return *struct.unpack_from(">II", content, 16), 1
     (kind,) = (kind for start, kind in _PLUGINS.items() if content.startswith(start))
     plugin = importlib.import_module(f"PIL.{kind}ImagePlugin")

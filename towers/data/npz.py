@@ -1,10 +1,10 @@
-"""Arrays in a file of numpy's: `--dataset=FILE.npz`.
+"""Reads arrays in a file of numpy's: `--dataset=FILE.npz`.
 
     np.savez("mine.npz", x_train=..., y_train=..., x_test=..., y_test=...)
 
-Further keys are x_val and y_val (or x_validation ...), and w_train (or sample_weight_train) and the
-like for sample weights. Several inputs or outputs are x_train.NAME and the like, or x_train/NAME.
-Without a test set, x and y alone will do. Pickled objects are not read.
+Further keys are x_val and y_val (or x_validation ...), w_train (or sample_weight_train ...) for
+sample weights, and x_train.NAME or x_train/NAME for several inputs or outputs. Without a test set,
+x and y are enough. Pickled objects are not read.
 """
 
 import contextlib
@@ -31,11 +31,10 @@ _HALVES = {None: "train", "val": "validation"}
 
 
 def load(dataset: str, path: str) -> Data:
-    """Read a file; see `towers.data.user_data` for what its arrays may be.
+    """Read a file; `towers.data.user_data` checks its arrays.
 
     Raises:
-        InputError: the file cannot be read, its keys are others, or its arrays are no data to train
-            on.
+        InputError: the file cannot be read, or has other keys or invalid arrays.
     """
     with opened(path, f"--dataset={dataset}") as content:
         arrays = {key: content[key] for key in content.files}
@@ -66,11 +65,11 @@ def load(dataset: str, path: str) -> Data:
 
 @contextlib.contextmanager
 def opened(path: str, named: str) -> Iterator[np.lib.npyio.NpzFile]:
-    """Yield the arrays of a file, each of which is read when it is asked for.
+    """Yield the arrays of a file, which are read lazily.
 
     Args:
         path: of the file.
-        named: what messages call it, such as --dataset=mine.npz.
+        named: its name in messages, such as --dataset=mine.npz.
 
     Raises:
         InputError: it cannot be read, is damaged, has arrays of objects, or unpacks to more than
@@ -99,6 +98,6 @@ def opened(path: str, named: str) -> Iterator[np.lib.npyio.NpzFile]:
 
 
 def fault(error: Exception, ending: str) -> str:
-    """Return the fault of a file of numpy's, from the error that numpy raised."""
+    """Return what is wrong with a file of numpy's, from the error that numpy raised."""
     objects = re.search("Object arrays|Python objects", str(error))
     return "has arrays of objects" if objects else f"is damaged, or no {ending} file"

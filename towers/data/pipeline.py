@@ -4,11 +4,11 @@
     for (images, labels), draws in split.train_batches(128, seed=1, step=40, examples=5120): ...
     for (images, labels), counted in split.eval_batches(1000): ...
 
-An example is (x,), (x, y) or (x, y, sample_weight), each a tensor or any structure of them in dicts
-and tuples. Training batches are endless and always full. Example number e of a run (counted from 0
-over all epochs) is in epoch e // size, at position e % size of that epoch's order; a batch may
-straddle two epochs. `draws` feeds `towers.data.augment`. Evaluation is one pass in order, the last
-batch padded with zeros that do not count.
+An example is (x,), (x, y) or (x, y, sample_weight), each a tensor or a structure of tensors in
+dicts and tuples. Training batches are endless and always full. Example number e of a run (counted
+from 0 over all epochs) is in epoch e // size, at position e % size of that epoch's order; a batch
+may span two epochs. `draws` are the random numbers of `towers.data.augment`. Evaluation is one pass
+in order; the last batch is padded with zeros that are not counted.
 """
 
 import abc
@@ -24,16 +24,16 @@ from towers.errors import InputError
 
 Structure = Any  # of tf.nest: dicts and tuples
 
-# Random numbers of each example: those of `augment`'s bases, of its parts, and one that alternates.
+# Random numbers of each example: for augmentation's bases, its parts, and one that alternates.
 NUM_DRAWS, _BASE_DRAWS, _PART_DRAWS = 19, 4, 14
 _PREFETCH_BATCHES = 2
 # TensorFlow's default of 4 rounds leaves neighbours of one epoch visibly related (chi-square of
 # their distances 34 per degree of freedom at 20,000 examples); with 8 it is 1.0, as numpy's.
 _SHUFFLE_ROUNDS = 8
-_SHUFFLE_STREAM = -1  # keeps the shuffle's random numbers apart from the draws of step 0, 1, ...
-_PARTS_STREAM = -2  # and down from here are the draws of parts, of step 0, 1, ...
-_EPOCH_BEFORE_FIRST = -1  # its order says which images are mirrored first
-_HELD_OUT_KEY = (2016, 0, 0)  # the same for all runs: an evaluation later finds the same examples
+_SHUFFLE_STREAM = -1  # the draws of step 0, 1, ... are in streams 0, 1, ...
+_PARTS_STREAM = -2  # and those of parts in streams -2, -3, ...
+_EPOCH_BEFORE_FIRST = -1  # its order determines which images are mirrored first
+_HELD_OUT_KEY = (2016, 0, 0)  # constant, so that a later evaluation finds the same examples
 
 
 class Split(abc.ABC):
@@ -41,7 +41,7 @@ class Split(abc.ABC):
 
     size: int
     spec: Structure  # of tf.TensorSpec: one example, without batch axis
-    paired: bool = False  # whether draws give each example another one of its batch, its partner
+    paired: bool = False  # whether draws include a partner for each example, another of its batch
 
     def train_batches(
         self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
@@ -51,15 +51,15 @@ class Split(abc.ABC):
         Args:
             batch_size: B, the global batch. May be larger than the split.
             seed: of the order and the draws.
-            step: number of the first batch; its draws are those of (seed, step).
-            examples: number of examples seen before the first batch, its place in the order. It is
-                `step * batch_size` unless the batch size has changed on the way.
+            step: number of the first batch; its draws depend on (seed, step).
+            examples: number of examples before the first batch: `step * batch_size` unless the
+                batch size has changed.
 
         Returns:
             A dataset of (example, draws): the structure of `spec` with an axis of B in front, and
             float32 `[B, NUM_DRAWS]` in [0, 1). The draws of a `paired` split are (draws, partners):
             partners are (example, draws), each row that of the example before. An example's last
-            draw moves by 1/2 in each epoch; where rows have no numbers it is a draw as the others.
+            draw changes by 1/2 in each epoch; for rows without numbers it is random.
         """
         batches = self._shuffled_batches(batch_size, seed, examples)
         return self._with_draws(batches, batch_size, seed, step, examples)
@@ -69,7 +69,7 @@ class Split(abc.ABC):
 
         Returns:
             A dataset of (example, counted): the structure of `spec` with an axis of B in front, and
-            float32 `[B]`: 1 for each example, 0 for the zeros that fill the last batch.
+            float32 `[B]`: 1 for each example, 0 for the padding of the last batch.
         """
 
         def pad(*example):
@@ -84,7 +84,7 @@ class Split(abc.ABC):
         return prefetched(self._batches_in_order(batch_size).map(pad))
 
     def with_partners(self) -> "Split":
-        """Return the split, paired."""
+        """Return a copy of the split whose draws include partners."""
         found = copy.copy(self)
         found.paired = True
         return found
@@ -93,7 +93,7 @@ class Split(abc.ABC):
         self, batches: tf.data.Dataset, batch_size: int, seed: int, step: int, examples: int
     ) -> tf.data.Dataset:
         def draw(step, number):
-            # Two streams, so that what bases draw does not depend on how many parts there are.
+            # Two streams, so that the bases' draws do not depend on the number of parts.
             streams = (step, _BASE_DRAWS), (_PARTS_STREAM - step, _PART_DRAWS)
             columns = [
                 tf.random.stateless_uniform([batch_size, num], seed=[seed, stream], alg="philox")
@@ -113,18 +113,18 @@ class Split(abc.ABC):
 
     @abc.abstractmethod
     def held_out(self, fraction: float) -> tuple["Split", "Split"]:
-        """Return the rest and the part that is held out, for testing or validation.
+        """Return the remaining part and the held-out part, for testing or validation.
 
-        Which examples are held out depends on size and fraction alone. Neither part is empty.
+        The held-out examples depend on size and fraction only. Neither part is empty.
 
         Raises:
             InputError: there is only one example.
         """
 
     def checksum(self) -> dict[str, Any]:
-        """Return "kind", "sha256" and more: whether two runs were given the same data.
+        """Return {"kind", "sha256", ...} by which the data of two runs are compared.
 
-        The user's own code is not read through.
+        The data of the user's own pipelines are not read.
         """
         return {"kind": "pipeline", "sha256": None, "examples": self.size}
 
@@ -140,17 +140,17 @@ class Split(abc.ABC):
 class IndexedSplit(Split):
     """A split whose examples are read by their row numbers."""
 
-    _rows: tf.Tensor | None = None  # of the source, where not all of them are this split's
+    _rows: tf.Tensor | None = None  # this split's rows of the source; None: all
 
     def train_rows(
         self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
     ) -> tf.data.Dataset:
-        """Return what `train_batches` returns, with rows, int64 `[B]`, for examples."""
+        """Return `train_batches` with rows, int64 `[B]`, in place of examples."""
         rows = shuffled_rows(batch_size, self.size, seed, examples)
         return self._with_draws(rows, batch_size, seed, step, examples)
 
     def numbers(self, rows: tf.Tensor) -> np.ndarray:
-        """Return the numbers of these rows in the whole set, of which this may be a part."""
+        """Return the numbers of these rows in the source."""
         return np.asarray(self._source_rows(rows))
 
     def held_out(self, fraction: float) -> tuple[Split, Split]:
@@ -188,7 +188,7 @@ class ArraySplit(IndexedSplit):
 
         Args:
             *example: x, y and sample_weight, or the first of these: arrays, or structures of
-                arrays in dicts and tuples, of as many rows each. They are kept as `stored_spec`.
+                arrays in dicts and tuples, with equal numbers of rows, stored as `stored_spec`.
         """
         example = tf.nest.map_structure(np.asarray, example)
         self.spec = stored_spec(tf.nest.map_structure(spec_of, example))
@@ -201,7 +201,7 @@ class ArraySplit(IndexedSplit):
             )
 
     def arrays(self) -> Structure:
-        """Return all examples, on the host: the structure of `spec` with an axis of them."""
+        """Return all examples, on the host: the structure of `spec` with an axis in front."""
         return self._arrays if self._rows is None else self.batch(tf.range(self.size))
 
     def checksum(self) -> dict[str, Any]:
@@ -231,15 +231,15 @@ class ArraySplit(IndexedSplit):
 class Data:
     """A data set."""
 
-    name: str  # as --dataset gave it
+    name: str  # the value of --dataset
     train: Split
     test: Split
     num_classes: int = 0  # targets are 0..num_classes-1, one for each example; 0: no classes
-    class_names: tuple[str, ...] = ()  # "0", "1", ... where there are none
-    validation: Split | None = None  # a third split, if there is one
+    class_names: tuple[str, ...] = ()  # "0", "1", ... if they have no names
+    validation: Split | None = None
     notes: tuple[str, ...] = ()  # lines that the start of a run prints
     columns: tuple[str, ...] = ()  # of a table, in the order of x
-    no_classes: str = ""  # why whole numbers as targets are no classes: the example is named
+    no_classes: str = ""  # why integer targets are no classes, with the example
 
     @property
     def spec(self) -> Structure:
@@ -256,24 +256,24 @@ class Data:
 
 
 def stored_spec(spec: Structure) -> Structure:
-    """Return what examples of these types and shapes are kept as.
+    """Return the types and shapes in which examples of this spec are stored.
 
-    Floats become float32, sample weights too. A y that is one integer, `[]` or `[1]`, is a label,
+    Floats and sample weights become float32. A y that is one integer, `[]` or `[1]`, is a label,
     int32 `[]`. All else stays as it is.
     """
 
-    def kept(leaf):
+    def as_float32(leaf):
         return tf.TensorSpec(leaf.shape, tf.float32) if leaf.dtype.is_floating else leaf
 
     x, *rest = spec
     if rest and is_label(rest[0]):
         rest[0] = tf.TensorSpec([], tf.int32)
     weights = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape, tf.float32), rest[1:])
-    return (*(tf.nest.map_structure(kept, part) for part in (x, *rest[:1])), *weights)
+    return (*(tf.nest.map_structure(as_float32, part) for part in (x, *rest[:1])), *weights)
 
 
 def stored(example: Structure, spec: Structure) -> Structure:
-    """Return arrays with these types, and rows of these shapes; texts stay as they are."""
+    """Return arrays converted to these types and shapes; texts stay as they are."""
 
     def convert(array, spec):
         if spec.dtype != tf.string:
@@ -295,7 +295,7 @@ def is_label(y: Structure) -> bool:
 
 
 def held_out_rows(size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of `Split.held_out`, int64: those of the rest and those held out, rising."""
+    """Return the remaining rows and the held-out rows, int64, in rising order."""
     with tf.device("/cpu:0"):
         rows = tf.range(size, dtype=tf.int64)
         held = is_held_out(rows, size, num_held_out(size, fraction)).numpy()
@@ -303,7 +303,7 @@ def held_out_rows(size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def num_held_out(size: int, fraction: float) -> int:
-    """Return how many of `size` examples are held out, at least 1 and not all."""
+    """Return the number of held-out examples, at least 1 and less than `size`."""
     if size < 2:
         raise InputError(
             f"a part is to be held out, but there is {size} example (or batch); give 2 or more"
@@ -312,12 +312,12 @@ def num_held_out(size: int, fraction: float) -> int:
 
 
 def is_held_out(rows: tf.Tensor, size: int, num_held: int) -> tf.Tensor:
-    """Return whether each row is held out: at random, since data may be periodic."""
+    """Return whether each row is held out: random rows, since data may be periodic."""
     return _shuffled(rows, size, tf.constant(_HELD_OUT_KEY, tf.int64)) < num_held
 
 
 def shuffled_rows(batch_size: int, size: int, seed: int, examples: int) -> tf.data.Dataset:
-    """Return the rows, int64 `[B]`, of each batch, without end, from example `examples` on."""
+    """Return an endless dataset of each batch's rows, int64 `[B]`, from example `examples` on."""
     return _example_numbers(batch_size, examples).map(lambda number: _row(number, size, seed))
 
 
@@ -333,10 +333,10 @@ def _row(number: tf.Tensor, size: int, seed: int) -> tf.Tensor:
 
 
 def _alternating(number: tf.Tensor, size: int, seed: int) -> tf.Tensor:
-    """Return a number in [0, 1) for each example of a batch, which moves by 1/2 in each epoch.
+    """Return a number in [0, 1) for each example of a batch, which changes by 1/2 in each epoch.
 
-    Half of the images are mirrored in the first epoch, the others in the next one, and so on
-    (Jordan 2024, arXiv:2404.00498, "alternating flip"): two epochs show all there is.
+    By it half of the images are mirrored in the first epoch, the others in the second, and so on
+    ("alternating flip", Jordan 2024, arXiv:2404.00498).
     """
     row = _row(number, size, seed)
     place = _shuffled(row, size, epoch_keys(tf.constant(_EPOCH_BEFORE_FIRST), 1, seed)[0])
@@ -350,11 +350,11 @@ def _shuffled(rows: tf.Tensor, size: int, keys: tf.Tensor) -> tf.Tensor:
 
 
 def epoch_keys(first: tf.Tensor, num: int, seed: int) -> tf.Tensor:
-    """Return the keys of the orders of epochs first..first+num-1, int64 `[num, 3]`, 0..2**32-1.
+    """Return the shuffle keys of epochs first..first+num-1, int64 `[num, 3]` in 0..2**32-1.
 
-    RandomIndexShuffle keeps only the low bits of its seed, 8 of each number for up to 65,536
-    examples. Given (seed, epoch) itself it would repeat after 256 epochs, and the orders of epochs
-    in a row would be related. So its seed is drawn: of one Philox stream, one block an epoch.
+    RandomIndexShuffle uses only the low bits of its seed, 8 of each number for up to 65,536
+    examples: with (seed, epoch) it would repeat after 256 epochs, and successive orders would be
+    related. So each epoch's key is a block of a Philox stream.
     """
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=[seed, _SHUFFLE_STREAM])
     counter += tf.stack([tf.cast(first, tf.uint64), tf.constant(0, tf.uint64)])
@@ -366,10 +366,10 @@ def epoch_keys(first: tf.Tensor, num: int, seed: int) -> tf.Tensor:
 
 
 def prefetched(batches: tf.data.Dataset) -> tf.data.Dataset:
-    """Prepare the next batches while one is used.
+    """Prepare the next batches while one is used, without autotuning.
 
-    Nothing here is left to TensorFlow's autotuning, and its thread sleeps ever longer, up to a
-    minute: whoever drops an iterator waits for it (measured: 14 to 40 s at the end of a run).
+    The thread of TensorFlow's autotuning sleeps up to a minute, and deleting an iterator waits for
+    it (measured: 14 to 40 s at the end of a run).
     """
     options = tf.data.Options()
     options.autotune.enabled = False
@@ -377,7 +377,7 @@ def prefetched(batches: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def digest(*arrays: np.ndarray) -> str:
-    """Return the sha256 of the types, shapes and values of arrays, in 64 digits."""
+    """Return the sha256 of the types, shapes and values of arrays, as 64 hex digits."""
     found = hashlib.sha256()
     for array in arrays:
         found.update(f"{array.dtype.name}{list(array.shape)};".encode())

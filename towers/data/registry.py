@@ -1,9 +1,9 @@
-"""The data sets by name: the one place that knows which there are.
+"""The table of data sets by name.
 
-A name with a colon is a function of the user's own, one that ends in .npz or .csv a file.
+A name with a colon is a function of the user, one that ends in .npz or .csv a file.
 
 To add one, write its module `towers/data/NAME.py` with `load(path) -> Data`, where `path` is the
-folder to look in and to keep files in, give it a line in DATA_SETS and a call in `load`.
+folder of its files, and add a line in DATA_SETS and a call in `load`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DataSet:
-    """The facts of a data set that are needed before its module is loaded."""
+    """The properties of a data set that are needed before its module is imported."""
 
     module: str
-    layout: str = ""  # of files of the user's own, which need --data_dir
-    published: bool = False  # its files are downloaded if they are nowhere
+    layout: str = ""  # of the user's files, which need --data_dir
+    published: bool = False  # its files are downloaded if they are missing
 
 
 DATA_SETS = {
@@ -56,18 +56,18 @@ def load(
         dataset: a name in DATA_SETS, "module:function", see `towers.data.user_data`, or the path of
             a file: FILE.npz, see `towers.data.npz`, FILE.csv or TRAIN.csv,TEST.csv, see
             `towers.data.csv_file`.
-        data_dir: the folder of the user's own files; of the other sets the folder where they are
-            looked for and kept, None or "" being `$XDG_CACHE_HOME/towers` or `~/.cache/towers`.
-        image_size: (height, width) to which the images of the user's own files are resized; None:
-            they are all of one size.
+        data_dir: the folder of the user's files, or of published ones; None or "" for these is
+            `$XDG_CACHE_HOME/towers` or `~/.cache/towers`.
+        image_size: (height, width) to which the images of the user's files are resized; None: all
+            must have the same size.
         validation_fraction: the part of the training examples, 0..1, that becomes the validation
             split; 0: the data set's own, if it has one.
-        target: the target columns of a table, with commas between them; "": the last one.
-        max_image_pixels: of an image in the user's own files; None: see `encoded.MAX_PIXELS`.
-        categories: the columns of a table whose texts are categories, with commas between them.
+        target: the target columns of a table, separated by commas; "": the last one.
+        max_image_pixels: of an image in the user's files; None: `encoded_images.MAX_PIXELS`.
+        categories: the columns of a table that are categories, separated by commas.
 
     Raises:
-        InputError: there is no such data set, or it is damaged or cannot be had.
+        InputError: the data set is unknown, damaged or not available.
     """
     kind, paths = _look_up(dataset, data_dir)
     if image_size and kind not in ("folder", "tfrecord"):
@@ -100,7 +100,7 @@ def load(
 
 
 def locate(dataset: str, data_dir: str | None = None) -> str | None:
-    """Return a line on where a data set is, None if it would be downloaded; load nothing.
+    """Return a line on where a data set is, None if it would be downloaded.
 
     Raises:
         InputError: there is no such data set, or some of its files are missing.
@@ -121,7 +121,7 @@ def locate(dataset: str, data_dir: str | None = None) -> str | None:
 
 
 def stand_in(dataset: str) -> Data:
-    """Return images drawn in code, of the form and with the classes of a published data set."""
+    """Return synthetic images with the shape and classes of a published data set."""
     from towers.data import cifar
 
     names = cifar.SETS[dataset].class_names
@@ -129,13 +129,13 @@ def stand_in(dataset: str) -> Data:
 
 
 def cache_dir() -> str:
-    """Return the folder for files that are kept between runs."""
+    """Return the folder of cached files."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return os.path.join(cache, "towers")
 
 
 def _look_up(dataset: str, data_dir: str | None) -> tuple[str, list[str]]:
-    """Return the module that loads a data set, and its files or the folder to look in."""
+    # The module that loads a data set, and its files or its folder.
     names = dataset.lower().split(",")
     if all(name.endswith(".csv") for name in names):
         return "csv_file", _files(dataset, data_dir, dataset.split(","))
@@ -160,7 +160,7 @@ def _look_up(dataset: str, data_dir: str | None) -> tuple[str, list[str]]:
 
 
 def _files(dataset: str, data_dir: str | None, names: list[str]) -> list[str]:
-    """Return the paths of files, of which `names` are paths as they stand or below `data_dir`."""
+    # Names are relative to the current folder or to `data_dir`.
     if len(names) > 2:
         raise InputError(
             f"--dataset={dataset} names {len(names)} files; TRAIN.csv,TEST.csv is meant"

@@ -1,15 +1,14 @@
-"""Encoded images that each worker reads itself, from files of its own that are the program's.
+"""Encoded images that each worker reads itself, from its own copies of the program's files.
 
-    files = remote_files.find(split, devices, batch_size=128)     # None: a worker has no such files
+    files = remote_files.find(split, devices, batch_size=128)   # None: a worker has no such files
     for rows, draws in files.train_batches(128, seed=1): ...    # the workers begin to read
     example = files.example(rows)                               # in a step: once for each batch
 
-The program sends each step's numbers of rows, and a worker has these examples read and decoded
-already: it has the same order of its own, a pure function of seed and step. It compares the two.
+A worker computes the order of examples itself, a pure function of seed and step, and reads ahead.
+The program sends each step's row numbers, and the worker compares them with its own.
 
-Before the start the contents of files are compared, by fingerprints that TensorFlow makes of them
-here and there: of some 256 images over the whole training set, the first and the last of each
-TFRecord file among them. A file that is not there is found when it is read, at the latest.
+Before the start fingerprints of some 256 images are compared, spread over the training set, with
+the first and the last of each TFRecord file. A missing file is found when it is read at the latest.
 """
 
 import functools
@@ -28,23 +27,23 @@ from towers.devices import remote
 from towers.errors import InputError
 
 _NUM_COMPARED = 256  # images
-# A record that differs there, and no sign that the worker is lost.
+# Errors of a record that differs there; others mean that the worker is lost.
 _DIFFERENT_FILE = (
     tf.errors.DataLossError, tf.errors.InvalidArgumentError, tf.errors.OutOfRangeError,
 )  # fmt: skip
-_numbers = itertools.count()  # of iterators: each has a name of its own on its worker
+_numbers = itertools.count()  # of iterators: each has a unique name on its worker
 
 
 class RemoteReader:
     """A split that workers read, in batches of one size."""
 
     def __init__(self, split: EncodedSplit, names: Sequence[str], batch_size: int, num_rounds: int):
-        """Set which worker reads for which tower; read nothing."""
+        """Assign the slices of a batch to the workers of the towers' devices, `names`."""
         self._split, self._slices = split, slices_of(batch_size, len(names), num_rounds)
-        of_workers: dict[str, list[tuple[int, int]]] = {}
+        slices: dict[str, list[tuple[int, int]]] = {}
         for part, name in zip(self._slices, itertools.cycle(names)):
-            of_workers.setdefault(machine_of(name), []).append(part)
-        self._readers = [_Reader(split, *each) for each in of_workers.items()]
+            slices.setdefault(machine_of(name), []).append(part)
+        self._readers = [_Reader(split, *each) for each in slices.items()]
 
     def __str__(self) -> str:
         """Return the line that the start of a run prints."""
@@ -53,13 +52,13 @@ class RemoteReader:
     def train_batches(
         self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
     ) -> tf.data.Dataset:
-        """Return what `Split.train_batches` does, with rows for examples; workers begin to read."""
+        """Return `IndexedSplit.train_rows`; the workers begin to read."""
         for reader in self._readers:
             reader.start(batch_size, seed, examples)
         return self._split.train_rows(batch_size, seed=seed, step=step, examples=examples)
 
     def example(self, rows: tf.Tensor) -> Structure:
-        """Return the next batch, which has these rows, its images on the workers."""
+        """Return the next batch, which has these rows; its images are on the workers."""
         parts = {}
         for reader in self._readers:
             parts |= reader.next(rows)
@@ -71,14 +70,14 @@ class RemoteReader:
 def find(
     split: Split, names: Sequence[str], batch_size: int, num_rounds: int = 1
 ) -> RemoteReader | None:
-    """Return a split for the workers of these devices to read; None if one has not its files.
+    """Return a reader for the workers of these devices; None if one lacks the files.
 
     Raises:
-        InputError: a file is another one on a worker.
+        InputError: a file on a worker differs.
     """
     workers = list(dict.fromkeys(map(machine_of, names)))
     if not isinstance(split, EncodedSplit) or split.paired or not all(workers):
-        return None  # a partner is mostly another worker's
+        return None  # partners are mostly on other workers
     source = split.source
     rows = source.sample_rows(_NUM_COMPARED)
     here = _fingerprints(split, f"{PROGRAM}{HOST}", "")(tf.constant(rows))
@@ -102,7 +101,7 @@ def find(
 
 
 class _Reader:
-    """Reads these slices, (start, size), of each batch on a worker."""
+    """Reads the slices, (start, size), of each batch on one worker."""
 
     def __init__(self, split: EncodedSplit, worker: str, slices: Sequence[tuple[int, int]]):
         self._split, self._worker, self._slices = split, worker, slices
@@ -116,7 +115,7 @@ class _Reader:
         self._name = f"towers_data_{next(_numbers)}"
 
     def start(self, batch_size: int, seed: int, examples: int) -> None:
-        """Begin with the batch after this number of examples."""
+        """Begin to read after this number of examples."""
         size, places = self._split.size, self._places
 
         @tf.function(autograph=False)
@@ -145,12 +144,12 @@ class _Reader:
                 return dict(zip(self._slices, parts, strict=True))
 
     def _iterator(self) -> tf.Tensor:
-        # By name: TensorFlow crashes where a function returns a resource of another machine.
+        # By name: TensorFlow crashes if a function returns a resource of another machine.
         return tf.raw_ops.IteratorV2(shared_name=self._name, container="", **self._spec)
 
 
 class _RemoteBatch(DeviceResidentBatch):
-    """The images of a batch in slices, {(start, size): images}, each on the worker of its tower."""
+    """The images of a batch as slices, {(start, size): images}, each on the worker of its tower."""
 
     def __init__(self, parts: dict[tuple[int, int], tf.Tensor], rows: tf.Tensor):
         first = next(iter(parts.values()))
@@ -168,8 +167,7 @@ class _RemoteBatch(DeviceResidentBatch):
 
 
 def _fingerprints(split: EncodedSplit, device: str, folder: str) -> Callable:
-    """Return a function from rows to fingerprints of their images on a device, uint8 `[n, 8]`."""
-
+    # A function from rows to fingerprints of their images on a device, uint8 [n, 8].
     @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)])
     def made(rows: tf.Tensor) -> tf.Tensor:
         with tf.device(device):

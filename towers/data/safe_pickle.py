@@ -1,9 +1,8 @@
-"""A pickled dict with arrays of bytes, read so that nothing else in the pickle can run.
+"""Reads a pickled dict with arrays of bytes, without running anything else in the pickle.
 
-A pickle is a program. Its reader knows the names that an array is made with, puts harmless
-functions of its own in their place, and refuses any other name. Nine bytes can ask for gigabytes,
-by a memo of so many places, and three million for tuples nested so deep that freeing them overruns
-the stack; so its steps are looked through before any is made.
+A pickle is a program. The reader replaces the names by which arrays are built with harmless
+functions, and rejects all others. A large memo index can allocate gigabytes, and deeply nested
+tuples overflow the stack when they are freed, so all opcodes are checked before any is executed.
 """
 
 import pickle
@@ -12,7 +11,7 @@ from io import BytesIO
 
 import numpy as np
 
-_MAX_CONTAINERS = 1000  # with MARK; a writer makes one for each 1000 items of a list
+_MAX_CONTAINERS = 1000  # with MARK, which is written for each 1000 items of a list
 _CONTAINERS = {
     "MARK", "EMPTY_LIST", "LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
     "EMPTY_DICT", "DICT", "EMPTY_SET", "FROZENSET", "REDUCE", "BUILD", "INST", "OBJ", "NEWOBJ",
@@ -21,10 +20,10 @@ _CONTAINERS = {
 
 
 def loads(content: bytes) -> object:
-    """Return the content of a pickle; it takes a few times the memory of its bytes.
+    """Return the content of a pickle; it uses a few times the memory of its bytes.
 
     Raises:
-        Exception: of many kinds: it is damaged, or has other objects than arrays of bytes.
+        Exception: of any type: it is damaged, or has other objects than arrays of bytes.
     """
     containers = 0
     for step, (opcode, argument, _) in enumerate(pickletools.genops(content)):
@@ -37,15 +36,14 @@ def loads(content: bytes) -> object:
 
 
 def _dtype(name: bytes | str, *_: object) -> np.dtype:
-    # numpy's own unchangeable object: a state in the file cannot alter it; and no array of objects,
-    # which is made of pointers, can be built.
+    # numpy's immutable object, which a state in the file cannot change. An array of objects, which
+    # holds pointers, cannot be built.
     if name not in (b"u1", "u1"):
         raise ValueError(f"the dtype {name!r} is not allowed in it")
     return np.dtype(np.uint8)
 
 
-# Arrays get their shape, dtype and bytes in a later step (numpy's __setstate__, which checks that
-# they agree).
+# Arrays get their shape, dtype and bytes later, by numpy's __setstate__, which checks them.
 _STAND_INS = {
     "numpy.dtype": _dtype,
     "numpy.ndarray": None,

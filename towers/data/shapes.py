@@ -1,9 +1,9 @@
 """The built-in data set: ten shapes, drawn from a fixed seed, so that every demo works offline.
 
-20,000 training and 4,000 test pictures, uint8 `[32, 32, 3]`, as many of each class. Place, size,
-angle, colours, background, clutter and noise vary. All shapes have the same area and the shape is
-as often the brighter as the darker part, so neither colour nor mean brightness tells the class:
-a linear classifier stays near chance, while a small CNN passes 97 % within a few epochs.
+20,000 training and 4,000 test pictures, uint8 `[32, 32, 3]`, equally many of each class. Place,
+size, angle, colours, background, clutter and noise vary. All shapes have the same area and are
+brighter or darker than the background equally often, so that colour and brightness do not show the
+class: a linear classifier stays near chance, a small CNN passes 97 % within a few epochs.
 
     images, labels = shapes.draw(100, seed=(1, 0))
 """
@@ -17,7 +17,7 @@ import numpy as np
 from towers.data.cache import cached_arrays
 from towers.data.pipeline import ArraySplit, Data
 
-# A change of the pictures needs a new name, or an old file would be taken for the new set.
+# A change of the pictures needs a new name: old files may be in caches.
 FILE = "shapes-v1.npz"
 _PARTS = ("train_images", "train_labels", "test_images", "test_labels")
 NUM_TRAIN, NUM_TEST = 20_000, 4_000
@@ -25,7 +25,7 @@ _SEED = 2016
 _SIZE = 32
 _CHUNK = 100  # pictures drawn at once: their planes stay in the processor's cache
 # How hard it is. Six epochs of the tutorial's CNN reach 99 %; with any angle, 98 %.
-_MIN_CONTRAST = 0.3  # of greys, 0..1: what cannot be seen cannot be learnt
+_MIN_CONTRAST = 0.3  # of greys, 0..1
 _MAX_NOISE = 0.05  # standard deviation, colours 0..1
 _NUM_SPECKS = 3
 _MAX_TILT = 0.8  # radians, either way
@@ -82,7 +82,7 @@ CLASS_NAMES = tuple(_OUTLINES)
 
 
 def load(data_dir: str) -> Data:
-    """Return the data set, from `data_dir` or, the first time, drawn and kept there."""
+    """Return the data set from `data_dir`; draw and store it there the first time."""
 
     def make() -> dict[str, np.ndarray]:
         train, test = (draw(num, (_SEED, i)) for i, num in enumerate((NUM_TRAIN, NUM_TEST)))
@@ -95,7 +95,7 @@ def load(data_dir: str) -> Data:
 
 
 def draw(num: int, seed: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Draw pictures, as many of each class; the same ones for the same arguments.
+    """Draw pictures, equally many of each class; equal arguments give equal pictures.
 
     Returns:
         Images, uint8 `[num, 32, 32, 3]`, and labels, int32 `[num]`.
@@ -125,28 +125,25 @@ def _draw_chunk(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _colours(num: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return two colours for each picture, `[n, 3, 1, 1]`, that the eye can tell apart."""
+    # Two colours of some contrast for each picture, [n, 3, 1, 1].
     pairs = rng.random((8, 2, num, 3, 1, 1), np.float32)
     grey = pairs[:, :, :, 0] * 0.3 + pairs[:, :, :, 1] * 0.6 + pairs[:, :, :, 2] * 0.1
     contrast = np.abs(grey[:, 0] - grey[:, 1])
-    # The first pair that will do, or the best one.
+    # The first pair of enough contrast, or the best one.
     chosen = np.argmax(np.minimum(contrast, _MIN_CONTRAST), axis=0).ravel()
     pairs = pairs[chosen, :, np.arange(num)]
     return pairs[:, 0], pairs[:, 1]
 
 
 def _uniform(rng: np.random.Generator, num: int, low: float, high: float) -> np.ndarray:
-    """Return one number for each picture, float32 `[n, 1, 1]`."""
     return np.float32(low) + np.float32(high - low) * rng.random((num, 1, 1), np.float32)
 
 
 def _mix(below: np.ndarray, above: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Lay `[n, 3, 32, 32]` over another, `weight` `[n, 32, 32]` of it."""
     return below + (above - below) * weight[:, None]
 
 
 def _turn(x, y, num: int, rng: np.random.Generator, limit: float = np.pi):
-    """Rotate coordinates by an angle of its own for each picture, at most `limit`."""
     angle = _uniform(rng, num, -limit, limit)
     cos, sin = np.cos(angle), np.sin(angle)
     return x * cos + y * sin, y * cos - x * sin
@@ -176,7 +173,7 @@ def _speck(x, y, num: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _coverage(labels: np.ndarray, x, y, rng: np.random.Generator) -> np.ndarray:
-    """Return the part of each pixel that a picture's shape covers, `[n, 32, 32]`."""
+    # The part of each pixel that the shape covers, [n, 32, 32].
     num = len(labels)
     radius = _uniform(rng, num, *_RADIUS)
     x = (x - _uniform(rng, num, -_MAX_SHIFT, _MAX_SHIFT)) / radius

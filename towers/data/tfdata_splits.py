@@ -1,4 +1,4 @@
-"""Splits that are read from the user's own pipelines, of single examples or of batches."""
+"""Splits of the user's own pipelines, of single examples or of batches."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -22,12 +22,12 @@ _TEXT_BYTES = 4096  # a text's weight in it
 
 
 class DatasetSplit(Split):
-    """A split that is read from a `tf.data.Dataset` of the user's.
+    """A split of a user's `tf.data.Dataset`.
 
-    It is shuffled with a buffer of at most 256 MiB of x, anew in each epoch. A run that is resumed
-    reads and drops what came before its place in the epoch, and goes on exactly if the dataset
-    gives the same examples in the same order each time that it is read. A dataset that gives more
-    or fewer examples than its size stops the reading with a `tf.errors.FailedPreconditionError`.
+    It is shuffled in each epoch, with a buffer of at most 256 MiB of x. A resumed run reads and
+    drops the examples before its place in the epoch; it is exact if the dataset always yields the
+    same examples in the same order. Another number of examples than `size` raises a
+    `tf.errors.FailedPreconditionError`.
     """
 
     def __init__(self, dataset: tf.data.Dataset, size: int):
@@ -35,8 +35,8 @@ class DatasetSplit(Split):
 
         Args:
             dataset: finite, of single examples (x,), (x, y) or (x, y, sample_weight), of tensors of
-                known shapes. They are given out as `stored_spec`.
-            size: how many examples it gives, 1 or more.
+                known shapes, which are converted to `stored_spec`.
+            size: its number of examples, 1 or more.
         """
         self.size, self.spec = size, stored_spec(dataset.element_spec)
 
@@ -88,11 +88,11 @@ class DatasetSplit(Split):
 
 
 class BatchSplit(Split):
-    """A split that is read in batches of the user's, by their numbers.
+    """A split of a user's batches, which are read by number.
 
-    The batches are shuffled anew in each epoch; the order inside of one is the user's. A run that
-    is resumed reads nothing of what came before, and goes on exactly if a number always gives the
-    same batch. What is read is cut and joined to the run's own batch size.
+    The batches are shuffled in each epoch; the order inside a batch is the user's. A resumed run
+    reads no earlier batches, and is exact if a number always gives the same batch. Batches are cut
+    and joined to the run's batch size.
     """
 
     def __init__(
@@ -102,20 +102,20 @@ class BatchSplit(Split):
         spec: Structure,
         num_threads: int = 1,
     ):
-        """Keep the sizes; read nothing.
+        """Wrap batches.
 
         Args:
-            read: returns the batch with a number, arrays of rows as `spec` says.
+            read: returns the batch of a number: arrays with rows of `spec`.
             sizes: number of examples of each batch, 1 or more.
             spec: of one example, see `Split.spec`.
-            num_threads: how many batches may be read at once.
+            num_threads: number of batches that are read in parallel.
         """
         self.spec, self._read, self._num_threads = spec, read, num_threads
         self._sizes, self._numbers = np.asarray(sizes), np.arange(len(sizes))
         self.size = int(self._sizes.sum())
 
     def held_out(self, fraction: float) -> tuple[Split, Split]:
-        """See `Split.held_out`: whole batches are."""
+        """See `Split.held_out`: whole batches are held out."""
         parts = []
         for rows in held_out_rows(len(self._numbers), fraction):
             part = copy.copy(self)

@@ -1,19 +1,18 @@
-"""TFRecord files of `tf.train.Example`: `--dataset=tfrecord --data_dir=DIR`.
+"""Reads TFRecord files of `tf.train.Example`: `--dataset=tfrecord --data_dir=DIR`.
 
     DIR/train*.tfrecord*  DIR/test*.tfrecord* (or val*, which beside test* is a third split)
 
-train-00000-of-00008 will do, too.
+Names such as train-00000-of-00008 are also found.
 
 Each record has an encoded image under "image/encoded", "image" or "image_raw", and a label, one
 integer from 0 on, under "image/class/label" or "label".
 
-The shuffle is over all records: each is read by its place (`os.pread`), from the page cache no
-slower than files are read from end to end. A spinning disk gives about 100 records a second.
+The shuffle is over all records: each is read at its offset (`os.pread`), from the page cache as
+fast as files are read from end to end. A spinning disk reads about 100 records a second.
 
-The places come from one scan of all records, at the first use. It reads them whole: that checks
-their checksums, and finds every label, so that the number of classes is known and a wrong label is
-refused before the first step. It is kept in the cache folder for as long as the files keep their
-sizes and times. In memory are 20 bytes a record.
+A scan at the first use reads all records: it finds offsets and labels, and checks the checksums, so
+that a wrong label is an error before the first step. The result is cached as long as the files keep
+their sizes and times. In memory are 20 bytes a record.
 """
 
 import concurrent.futures
@@ -32,6 +31,7 @@ import tensorflow as tf
 
 from towers import files
 from towers.data import encoded_images
+from towers.data.arrays import MAX_LABEL
 from towers.data.cache import cached_arrays
 from towers.data.pipeline import Data, prefetched
 from towers.data.registry import DATA_SETS, cache_dir
@@ -41,12 +41,11 @@ from towers.errors import InputError
 _EXPECTED = f"expected {DATA_SETS['tfrecord'].layout}"
 _IMAGE_KEYS = ("image/encoded", "image", "image_raw")
 _LABEL_KEYS = ("image/class/label", "label")
-# A record's own framing: length and its checksum before it, the data's checksum behind it.
+# A record is preceded by its length with a checksum, and followed by the data's checksum.
 _BEFORE_BYTES, _FRAME_BYTES = 12, 16
 _DAMAGED = "cannot be read, or is damaged or compressed; write it again, uncompressed"
 _SCAN_BATCH = 64
 _SLOW_BYTES = 2**30  # a scan of more is announced
-_MAX_LABEL = np.iinfo(np.int32).max - 1
 
 
 def load(
@@ -54,14 +53,14 @@ def load(
     size: encoded_images.Size | None = None,
     max_pixels: int = encoded_images.MAX_PIXELS,
 ) -> Data:
-    """Find the records in DIR; decode a few images. They become uint8 `[H, W, 3]`.
+    """Find the records in DIR, to be read as uint8 `[H, W, 3]`; decode a few images.
 
-    There are as many classes as the largest training label says, named "0", "1", ..., but no more
-    than records or 1000: one wrong label would else be an output for each number below it.
+    The largest training label gives the number of classes, "0", "1", ..., at most the number of
+    records or 1000: a wrong label would else add outputs for all numbers below it.
 
     Raises:
-        InputError: files are missing, empty, compressed or damaged, a feature or a label is not as
-            it should be, sizes differ and `size` is None, or an image that is tried is damaged.
+        InputError: files are missing, empty, compressed or damaged, a feature or a label is
+            invalid, sizes differ and `size` is None, or a decoded image is damaged.
     """
     paths = {half: _paths(folder, half) for half in ("train", "test", "val")}
     halves = {"train": paths["train"], "test": paths["test"] or paths["val"]}
@@ -141,7 +140,7 @@ class _Records:
         return encoded_images.Reader(read, path)
 
     def sample_rows(self, num: int) -> np.ndarray:
-        """See `encoded.Source.sample_rows`: the first and last record of each file among them."""
+        """See `encoded_images.Source.sample_rows`; with the first and last record of each file."""
         ends = np.flatnonzero(np.diff(self._file))
         return np.unique([*encoded_images.evenly_spaced(len(self.labels), num), *ends, *(ends + 1)])
 
@@ -159,7 +158,7 @@ def _paths(folder: str, prefix: str) -> list[str]:
 
 
 def _keys(path: str) -> list[str]:
-    """Return the names under which a file's first record has its image and its label."""
+    # Of the image and the label in a file's first record.
     with _readable_errors(path):
         next(itertools.islice(_starts(path), 1, 2), None)  # checks the length of the first
         first = next(tf.data.TFRecordDataset(path).take(1).as_numpy_iterator(), b"")
@@ -183,7 +182,7 @@ def _keys(path: str) -> list[str]:
 
 
 def _scan_all(paths: Sequence[str], label_key: str) -> Mapping[str, np.ndarray]:
-    """Return file, start, length and label of each record, `[N]`; kept while no file changes."""
+    # File, start, length and label of each record, [N]; cached while no file changes.
     stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
     about = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
     digest = hashlib.sha256(json.dumps([about, label_key]).encode()).hexdigest()
@@ -204,7 +203,7 @@ def _scan_all(paths: Sequence[str], label_key: str) -> Mapping[str, np.ndarray]:
 
 
 def _scan(path: str, label_key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Read a file; return where each record's content starts, its length in bytes, its label."""
+    # The start of each record's content, its length in bytes, and its label.
     feature = {label_key: tf.io.FixedLenFeature([], tf.int64)}
     records = tf.data.TFRecordDataset(path, buffer_size=2**20).batch(_SCAN_BATCH)
     records = records.map(lambda records: tf.io.parse_example(records, feature)[label_key])
@@ -212,7 +211,7 @@ def _scan(path: str, label_key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray
         starts = np.append(np.fromiter(_starts(path), np.int64), os.path.getsize(path))
         labels = [np.zeros(0, np.int64), *prefetched(records).as_numpy_iterator()]
     labels = np.concatenate(labels)
-    wrong = np.flatnonzero((labels < 0) | (labels > _MAX_LABEL))
+    wrong = np.flatnonzero((labels < 0) | (labels > MAX_LABEL))
     if wrong.size:
         raise InputError(
             f"{path}: record {wrong[0]} (counted from 0) has label {labels[wrong[0]]}; labels are "
@@ -223,10 +222,9 @@ def _scan(path: str, label_key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def _starts(path: str) -> Iterator[int]:
-    """Yield where each record of a file begins.
+    """Yield the offset of each record of a file; raise InputError for a wrong length.
 
-    TensorFlow makes room for a record as long as it says, and crashes where it says too much: that
-    is refused here, by an InputError.
+    TensorFlow allocates the length that a record has written, and crashes if that is too large.
     """
     start = 0
     with open(path, "rb") as file:

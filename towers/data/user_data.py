@@ -1,15 +1,15 @@
-"""The user's own data, checked, as a data set: `--dataset=module:function`, arrays of a file.
+"""Checks the user's own data and makes a data set of them: `--dataset=module:function`.
 
-The function takes no argument and returns the splits, with the number of classes or without:
+The function takes no argument and returns the splits, with or without the number of classes:
 
     def load():  # in my_data.py; --dataset=my_data:load
         return (train_x, train_y), (test_x, test_y)
 
-It may also return `(train, validation, test)`, either with a number of classes behind it, or a dict
-`{"train": ..., "validation": ..., "test": ...}`.
+It may also return `(train, validation, test)`, either tuple followed by the number of classes, or a
+dict `{"train": ..., "validation": ..., "test": ...}`.
 
 A split is `(x, y)`, `(x, y, sample_weight)` or `(x,)` of arrays, see `towers.data.arrays`; or a
-`tf.data.Dataset` of such examples, `(dataset, size)` where it does not know its size; or a
+`tf.data.Dataset` of such examples, as `(dataset, size)` if its size is unknown; or a
 `keras.utils.PyDataset` of such batches.
 """
 
@@ -37,10 +37,10 @@ _ALLOWED_SPLIT = (
     "a tf.data.Dataset or (tf.data.Dataset, size), or a keras.utils.PyDataset"
 )
 _COUNT_BATCH = 1024
-# What largest label makes integers classes, where nobody says how many there are: one wrong label
-# would else be an output for each number below it. There may be a few examples of many classes.
+# Limits of the number of classes that a largest label implies: a wrong label would add outputs for
+# all numbers below it. There may be few examples of many classes.
 _FEW_CLASSES, _MANY_CLASSES = 1000, 100_000
-_MAX_CLASSES = 1_000_000  # that anybody may say
+_MAX_CLASSES = 1_000_000  # that a user may set
 _HELD_OUT = 0.1
 _REMEDIES = {
     tf.RaggedTensorSpec: "pad it to one length, by x.to_tensor(shape=[LENGTH])",
@@ -52,11 +52,11 @@ _SINGLE = (
 
 
 def load(dataset: str) -> Data:
-    """Call the user's function, "module:function", and check what it returns, see `data_set`.
+    """Call the user's function, "module:function", and check its result, see `data_set`.
 
     Raises:
-        InputError: there is no such module or function, or its result is no data to train on. The
-            function's own errors are left as they are.
+        InputError: there is no such module or function, or its result is invalid. Errors of the
+            function itself are passed on.
     """
     result = call_without_arguments("dataset", dataset)
     if isinstance(result, dict):
@@ -78,22 +78,22 @@ def data_set(
     num_classes: object = None,
     class_names: Sequence[str] = (),
 ) -> Data:
-    """Return a data set of the user's.
+    """Return a data set of the user's splits.
 
-    Arrays are checked in full. The examples of a `tf.data.Dataset` or a `keras.utils.PyDataset` are
-    checked as they are read: a label or a value that is not allowed raises
+    Arrays are checked at once. The examples of a `tf.data.Dataset` or a `keras.utils.PyDataset` are
+    checked when they are read: an invalid label or value raises
     `tf.errors.InvalidArgumentError` then.
 
     Args:
-        name: of the data set, as --dataset gave it.
-        given: "train", and "test" and "validation" where they are there. Without "test" a tenth of
-            the training examples is held out, and a note says so.
-        num_classes: how many classes labels may name; None: as many as there are, but no more than
-            examples or 1000: else the targets are numbers, and `Data.no_classes` says why.
-        class_names: their names; without them they are numbers.
+        name: the value of --dataset.
+        given: "train", and optionally "test" and "validation". Without "test" a tenth of the
+            training examples is held out, and a note says so.
+        num_classes: number of classes; None: the largest label + 1, at most the number of examples
+            or 1000: else targets are numbers, and `Data.no_classes` says why.
+        class_names: their names, by default numbers.
 
     Raises:
-        InputError: a split is no data to train on, or the splits are not alike.
+        InputError: a split is invalid, or the splits have different types or shapes.
     """
     checked = {half: _user_split(f"{name}: {half}", value) for half, value in given.items()}
     train, notes = checked["train"], ()
@@ -120,12 +120,12 @@ def data_set(
 
 
 def max_classes(num_examples: int) -> int:
-    """Return how many classes so many examples may have where nobody says how many there are."""
+    """Return the largest number of classes that the labels of `num_examples` may imply."""
     return min(max(num_examples, _FEW_CLASSES), _MANY_CLASSES)
 
 
 def _num_classes(name: str, splits: Sequence["_Given"], given: object) -> tuple[int, str]:
-    """Return the number of classes, 0 where targets are none, and why whole numbers are none."""
+    # The number of classes, 0 if targets are no classes, and why integers are none, or "".
     spec = splits[0].spec
     labels = len(spec) > 1 and is_label(spec[1])
     if given is not None:
@@ -163,8 +163,8 @@ def _user_split(name: str, given: object) -> "_Given":
     return _Arrays(name, given)
 
 
-# Each kind of split has `name`, `spec` and `size`; `largest_label` with its place; and `split`,
-# which refuses labels from `num_classes` on, unless that is 0.
+# Each kind of split has `name`, `spec` and `size`; `largest_label` returns it with its place;
+# `split` raises for a label of `num_classes` or more, unless that is 0.
 
 
 class _Arrays:

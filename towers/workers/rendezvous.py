@@ -30,7 +30,7 @@ class DeviceInfo:
 
     name: str  # "/gpu:0"
     what: str = ""  # the product
-    memory_bytes: int | None = None  # that TensorFlow may take of it
+    memory_bytes: int | None = None  # that TensorFlow may use
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,8 +38,8 @@ _RESPONSE_SECONDS = 4.0
 _MAX_TIMEOUTS = 20.0  # without a heartbeat: another program's server may have that address then
 _PARTING_SECONDS = 0.3  # in which the server still answers the program that released it
 _PORTS = range(20000, 32000)  # for port 0: below those that connections take for themselves
-_ATTEMPTS = 3  # at other ports, where any may be taken
-_ABANDONED_SECONDS = 60.0  # after which a folder that nobody has locked is a killed worker's
+_ATTEMPTS = 3  # with other ports, for port 0
+_ABANDONED_SECONDS = 60.0  # after which an unlocked folder is a killed worker's
 _PR_SET_PDEATHSIG = 1
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # and how the machine itself reaches it then
 
@@ -170,7 +170,7 @@ class Reservations:
 def _program_responds(address: str) -> bool:
     try:
         return bool(address) and responds(address, _RESPONSE_SECONDS)
-    except InputError:  # what a program says may be no address
+    except InputError:  # the program's address may be malformed
         return False
 
 
