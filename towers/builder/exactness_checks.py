@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from towers.builder.diagnostics import random_ops
 from towers.builder.function_analysis import FunctionAnalysis
+from towers.builder.gather import join
 from towers.builder.instrumentation import FEW, Trace, run
 from towers.builder.op_names import NO_LAYER, tower_of
-from towers.builder.state_aggregation import join
 
 _MANY = 16  # examples of a batch of unknown size
 _EFFECT = 1e-5  # relative to the largest value: less is rounding
@@ -253,7 +253,8 @@ class _Trials:
         """
         if not self.few.custom_gradients or not self.is_steady(self.traces[0]):
             return []
-        if found := self.mixed(self.traces[2]):
+        both = self.traces[2]
+        if found := self.mixed(both):
             return found
         gradients = [found["weights"] for found in self.results]
         largest = max((np.max(np.abs(g), initial=0) for g in gradients[2]), default=0)
@@ -262,17 +263,13 @@ class _Trials:
             # A gradient that is 0 but for rounding, as of a bias before a softmax, is no fault: it
             # differs for other orders of the examples, too.
             small = np.max(np.abs(ab - a - b), initial=0) <= _ROUNDING * largest
+            orders = (np.random.default_rng(seed).permutation(both.size) for seed in range(_ORDERS))
+            inputs = ([tf.gather(leaf, order) for leaf in self.inputs[2]] for order in orders)
             if _differ(ab, a + b, effect) and not (
-                small and any(_differ(ab, found["weights"][place]) for found in self._reordered())
+                small and any(_differ(ab, run(both, own)["weights"][place]) for own in inputs)
             ):
-                return [_NO_SUM.format(self.traces[0].weights[place])]
+                return [_NO_SUM.format(both.weights[place])]
         return []
-
-    def _reordered(self) -> Iterator[dict]:
-        """Yield results of the batch of both slices with its examples in other orders."""
-        for seed in range(_ORDERS):
-            order = np.random.default_rng(seed).permutation(self.traces[2].size)
-            yield run(self.traces[2], [tf.gather(leaf, order) for leaf in self.inputs[2]])
 
     def batch_size(self) -> list[str]:
         """Name the layer whose outputs or gradients depend on the number or order of examples."""

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from towers.builder.added_losses import AddedLoss
 from towers.builder.attributes import ROWS
+from towers.builder.gather import join
 from towers.builder.instrumentation import Trace, Tracer, run
 from towers.builder.rng import DrawInfo
 from towers.builder.variable_aggregation import merge
@@ -122,10 +123,3 @@ def _agreeing(
     sizes, wide = [trace.size for trace in traces[:2]], np.asarray(before, np.float64)
     found = {p: merge(p, wide, list(map(tf.constant, own)), sizes).numpy() for p in policies}
     return [p for p, v in found.items() if np.max(np.abs(v - both), initial=0) <= allowed]
-
-
-def join(parts: Sequence[Any]) -> Any:
-    """Concatenate parts of a batch's leaf."""
-    if isinstance(parts[0], tf.SparseTensor):
-        return tf.sparse.concat(0, list(parts))
-    return tf.concat(list(parts), axis=0)
