@@ -1,7 +1,6 @@
 """BatchNorm over the global batch, fused, in parts and on GPUs; `test_equality` has the rest."""
 
 import contextlib
-import itertools
 
 import keras
 import numpy as np
@@ -10,6 +9,7 @@ import tensorflow as tf
 
 from tests.builder import test_equality as equality
 from tests.builder.test_equality import GPUS, THREE, assert_equal, of_towers
+from tests.runs import rare
 from towers import TowerBuilder
 from towers.builder.device_types import cpus_for_gpus
 
@@ -97,8 +97,10 @@ def test_without_being_asked_moments_are_those_of_all_towers_or_it_is_said(way):
 
 def in_16_bits():
     keras.config.set_dtype_policy("mixed_bfloat16")
+    norms = [layers.BatchNormalization(momentum=0.5), layers.BatchNormalization(scale=False)]
+    body = norms[0], layers.Dense(5, "tanh"), norms[1], layers.Flatten(), layers.Dense(4)
     x = tf.cast(equality.images(16), tf.float32)
-    return equality.convolutions()._replace(batch=[x])
+    return equality.of_model(equality.sequential((4, 4, 3), *body), x)
 
 
 @pytest.mark.parametrize("way", [THREE, GPUS], ids=["CPUs", "GPUs"])
@@ -106,7 +108,7 @@ def test_mixed_precision_computes_in_16_bits(way):
     found = of_towers(in_16_bits, way)
     expected = equality.of_one_device(in_16_bits)
     statistics = [name for name in found if name.endswith("after step 1")]
-    assert len(statistics) == 6
+    assert len(statistics) == 4
     for name in statistics:
         size = np.max(np.abs(expected[name]))
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=2e-2 * size)
@@ -119,25 +121,22 @@ def equal_parts():
     return case._replace(batch=[tf.concat([images, images[::-1]], axis=0)], state=[])
 
 
-@pytest.mark.parametrize("num_towers, known", [(1, True), (3, False)])
-def test_on_gpus_equal_parts_are_what_one_device_computes(num_towers, known):
-    way = GPUS._replace(num_towers=num_towers, parts=2, known=known)
+def test_on_gpus_equal_parts_are_what_one_device_computes():
+    way = GPUS._replace(parts=2, known=False)
     assert_equal(of_towers(equal_parts, way), equality.of_one_device(equal_parts))
 
 
-CHANGES = [
-    dict(parts=2), dict(parts=2, joined=True), dict(batch_norm="local"),
-    dict(batch_norm="local", parts=2),
-]  # fmt: skip
+LOCAL, PARTS = dict(batch_norm="local"), dict(parts=2)
 
 
 @pytest.mark.parametrize(
     ("make", "changes"),
     [
-        *itertools.product([equality.moments_of_several_layers], CHANGES[:3]),
-        (equality.moments_of_several_layers, dict(batch_norm="local", by_xla=True)),
-        (equality.fused_maps, CHANGES[0]),
-        *(pytest.param(equality.fused_maps, c, marks=pytest.mark.extended) for c in CHANGES[1:]),
+        (equality.moments_of_several_layers, PARTS),
+        (equality.moments_of_several_layers, LOCAL),
+        (equality.fused_maps, PARTS | dict(joined=True)),
+        rare(equality.moments_of_several_layers, LOCAL | dict(by_xla=True)),
+        rare(equality.fused_maps, LOCAL | PARTS),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -128,7 +128,7 @@ def a_shared_layer_and_two_outputs():
     return Case(cubes(lambda x: net(x)["a"] * net(x)["b"]), net.trainable_variables)
 
 
-@row(TWO, THREE, BY_XLA)
+@row(THREE, BY_XLA)
 def a_recurrent_model():
     return of_model(sequential((3,), layers.Reshape((3, 1)), layers.SimpleRNN(2), layers.Dense(1)))
 
@@ -180,13 +180,7 @@ def gradients_in_a_loss():
     return Case(losses, net.trainable_variables[:3])  # no gradient reaches the last
 
 
-@row(THREE, tier="graph")
-def losses_of_layers():
-    net = sequential((3,), layers.Dense(3, activity_regularizer="l2"))
-    return Case(lambda x: cubes(net)(x) + sum(net.losses), net.trainable_variables)
-
-
-@row(ONE, TWO, THREE, tier="graph")
+@row(TWO, THREE, tier="graph")
 def sparse_tensors():
     w = tf.Variable(X[:5, :1])
     x = tf.sparse.from_dense(np.random.default_rng(1).integers(0, 3, (7, 5)).astype("float64"))
@@ -194,7 +188,7 @@ def sparse_tensors():
     return Case(product, [w], [x, tf.range(7.0, dtype=tf.float64)])
 
 
-@row(ONE, TWO, THREE, JOINED, GPUS, BY_XLA, EAGER_BY_XLA, tier="graph")
+@row(TWO, THREE, JOINED, IN_PARTS, GPUS, BY_XLA, EAGER_BY_XLA, tier="graph")
 def embeddings():
     """Sparse gradients: of Keras, of TensorFlow, used densely too, and not chosen by examples."""
     tokens = tf.constant([[0, 1], [1, 2], [8, 8], [3, 0], [1, 1], [5, 7], [8, 2]])
@@ -287,7 +281,7 @@ def draws():
     return of_model(sequential((3,), layers.Dense(9), layers.Dropout(0.5, seed=1)))
 
 
-@row(TWO, THREE, JOINED)
+@row(THREE, JOINED)
 def a_spectral_norm():
     """The power iteration is no part of the gradient, as with plain Keras."""
     return of_model(sequential((3,), layers.SpectralNormalization(layers.Dense(3))))
@@ -296,7 +290,7 @@ def a_spectral_norm():
 # What is recomputed in the backward pass, as it ran in the forward one.
 
 
-@row(TWO, THREE, BY_XLA)
+@row(THREE, BY_XLA)
 def a_recomputed_part():
     """Weights of a part that is recomputed and of one that is not."""
     net = dense()
@@ -304,7 +298,7 @@ def a_recomputed_part():
     return Case(cubes(lambda x: recomputed(x) * net(2 * x)), net.trainable_variables)
 
 
-@row(ONE, EVEN, THREE, JOINED, JOINED_UNKNOWN, GPUS_JOINED)
+@row(THREE, JOINED_UNKNOWN, GPUS_JOINED)
 def draws_and_moments_that_are_recomputed():
     rest = layers.BatchNormalization(), layers.Dropout(0.5, seed=1)
     net = sequential((3,), layers.Dense(5), *rest)
@@ -327,8 +321,7 @@ def convolutions(**keywords):
     return of_model(sequential((4, 4, 3), *body), images())
 
 
-@row(ONE, EVEN, THREE, JOINED, TWO_EXAMPLES)
-@row(GPU, GPUS, GPUS_UNKNOWN, GPUS_EVEN, GPUS_JOINED)
+@row(EVEN, THREE, JOINED, TWO_EXAMPLES, GPUS, GPUS_JOINED)
 def batch_norm():
     return convolutions()
 
@@ -395,7 +388,7 @@ def batch_norm_of_masked_steps():
     return of_model(sequential((6, 3), layers.Masking(0.0), norm, Positions()), x)
 
 
-@row(ONE, THREE, JOINED_UNKNOWN, GPU, GPUS, GPUS_UNKNOWN, GPUS_EVEN)
+@row(THREE, JOINED_UNKNOWN, GPUS, GPUS_UNKNOWN)
 def fused_batch_norm():
     """In float32, of all ranks; a mean of 15 deviations must cost few digits."""
     keras.config.set_dtype_policy("float32")

@@ -1,7 +1,6 @@
 """--deterministic: all runs, the same bits come out, and no step reads a clock."""
 
 import json
-import signal
 
 import pytest
 
@@ -12,23 +11,16 @@ from tests.worker_processes import workers
 
 pytestmark = pytest.mark.process
 PROGRAM = """
-import os, signal, sys
+import sys
 import numpy as np, keras
 import towers
 from towers import cli
-from towers.monitoring.monitor import Monitor
 
 run, other, *given = sys.argv[1:]
 flags = "--model=tests.tiny:cnn --dataset=tests.tiny:images --augment=tutorial".split()
 more = "--batch_size=7 --num_towers=2 --devices=cpu --ema_decay=0.9 --log_every_steps=2".split()
 more += ["--schedule=constant", *given]  # which does not depend on how many steps are asked for
-if os.environ.get("KILLED"):
-    more += ["--checkpoint_every_steps=2", "--steps_per_loop=1"]
-    own = Monitor.progress
-    Monitor.progress = lambda self, step, values: (
-        os.kill(os.getpid(), signal.SIGKILL) if step == 5 else own(self, step, values)
-    )
-for folder, steps in (run, 9), (other, 9):
+for folder, steps in (run, 5), (run, 9), (other, 9):
     assert cli.main(["train", *flags, *more, f"--max_steps={steps}", f"--train_dir={folder}"]) == 0
 assert cli.main(["evaluate", f"--train_dir={run}", "--num_towers=1", *given]) == 0
 
@@ -48,14 +40,9 @@ model.fit(
 )
 def test_runs_evaluations_and_fit_need_no_clock(tmp_path, given, variables):
     folders = [tmp_path / name for name in ("first", "second")]
-    killed = python("-c", PROGRAM, *folders, *given, variables=variables | {"KILLED": "1"})
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
     done = python("-c", PROGRAM, *folders, *given, variables=variables)
     assert done.returncode == 0, done.stderr
     tiny.assert_identical(tiny.saved(tmp_path / "first"), tiny.saved(tmp_path / "second"))
-    for folder in folders:  # what came after the last checkpoint stands there once
-        found = points(folder / "train")
-        assert [step for step, _ in found] == sorted({step for step, _ in found})
     assert set(points(folders[0] / "train")) >= set(points(folders[1] / "train"))
     tags = {tag for _, tag, _ in tiny.events(tmp_path / "first" / "train")}
     assert {"loss/total", "tower_1/loss", "speed/examples_per_second"} <= tags

@@ -39,18 +39,22 @@ def assert_each_point_once(folder):
             assert steps == sorted(set(steps)), f"{part} {tag}: {steps}"
 
 
+def curves_of(folder):
+    """Return the points of a run but for what a clock or the system says."""
+    timed = "speed", "seconds", "memory", "tower/step", "workers"
+    return {
+        (part, x, tag): value
+        for part in ("train", "train/tower_0", "train/tower_1")
+        for x, values in events.read(folder / part).items()
+        for tag, value in values.items()
+        if not any(word in tag for word in timed)
+    }
+
+
 @pytest.fixture(scope="module")
 def whole(trained, tmp_path_factory):
     """The folder of a run that was not interrupted, moved to another place."""
     return trained.copy("classes", tmp_path_factory.mktemp("runs") / "whole")
-
-
-def send(*numbers):
-    def act():
-        for number in numbers:
-            os.kill(os.getpid(), number)
-
-    return act
 
 
 def crash(*_):
@@ -160,34 +164,59 @@ def test_flags_cfg_repeats_the_run_and_calls_of_other_lengths_change_no_bit(
 
 
 def test_a_run_in_parts_is_the_run_in_one(whole, tmp_path, monkeypatch, capsys):
+    """It is ended by --max_steps, in an evaluation, by a crash after all steps, and not at all."""
     handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    own = dict(checkpoint_every_steps=0, train_dir=str(tmp_path))
+    own = dict(checkpoint_every_steps=0, histogram_every_epochs=0.5, train_dir=str(tmp_path))
+    flags = f"--flagfile={whole}/flags.cfg", *(f"--{n}={v}" for n, v in own.items()), "--json"
     train(tiny.options(**GIVEN | own, max_steps=8))
     assert tiny.saved_steps(tmp_path) == [0, 8]
-    flags = f"--flagfile={whole}/flags.cfg", *(f"--{n}={v}" for n, v in own.items()), "--json"
-    runs.at_step(monkeypatch, {13: send(signal.SIGINT, signal.SIGTERM)})
     (tmp_path / "result.json").unlink()
-    code, out, err = command(capsys, "train", *flags)
-    assert (code, out) == (75, "")
-    line = "towers: stopped at step 13 of 18: saved; the same command continues the run\n"
-    assert err.endswith(line) and err.count("towers: ") == 1
-    assert tiny.saved_steps(tmp_path) == [0, 8, 13] and not (tmp_path / "result.json").exists()
-    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
 
-    for words in ["continuing", "step 16 of"], ["finished"]:  # once more: it is finished
+    evaluate, batches = Task._evaluate, []
+
+    def signalled(task, batch):
+        batches.append(1)
+        if len(batches) == 2:  # of the four of the evaluation after 9 steps
+            os.kill(os.getpid(), signal.SIGINT), os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(task, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Task, "_evaluate", signalled)
+        code, out, err = command(capsys, "train", *flags)
+    assert (code, out) == (75, "")
+    line = "towers: stopped at step 9 of 18: saved; the same command continues the run\n"
+    assert err.endswith(line) and err.count("towers: ") == 1
+    assert tiny.saved_steps(tmp_path) == [0, 8, 9] and not (tmp_path / "result.json").exists()
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
+    evaluated = [step for step, _ in points(tmp_path / "eval", "test/accuracy")]
+    assert evaluated == [5, 8]  # and no part of that after 9
+
+    with monkeypatch.context() as patch:
+        patch.setattr("towers.monitoring.dashboard.close_root", crash)
+        with pytest.raises(RuntimeError, match="lightning"):
+            train(tiny.options(**GIVEN | own))
+    for words in ["continuing", "step 18 of"], ["finished"]:  # once more: it is finished
         code, out, err = command(capsys, "train", *flags)
         assert code == 0 and json.loads(out) == result_of(tmp_path) and out.count("\n") == 1
-        assert all(word in err for word in words)
+        assert all(word in err for word in words), err
     tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(whole))
-    for name in "steps", "examples", "test_loss", "test_accuracy_ema", "train_loss":
-        assert json.loads(out)[name] == result_of(whole)[name]
-    assert set(points(tmp_path / "train")) >= set(points(whole / "train"))
+    result, expected = result_of(tmp_path), result_of(whole)
+    for name in (
+        "steps", "examples", "test_loss", "test_accuracy", "test_accuracy_ema", "train_loss",
+        "gradient_noise_scale",
+    ):  # fmt: skip
+        assert result[name] == expected[name]
+    assert result["examples_per_second"] > 0
+    assert_each_point_once(tmp_path)
+    of_test = [points(folder / "eval", "test/accuracy") for folder in (tmp_path, whole)]
+    assert [point for point in of_test[0] if point[0] != 8] == of_test[1]
+    assert curves_of(tmp_path).items() >= curves_of(whole).items()
     assert (tmp_path / "flags.cfg").read_text().count("--max_steps=0\n") == 1
     ours, theirs = manifest.read(tmp_path), manifest.read(whole)
     for name in "weights", "state", "step":
         assert ours["final"][name] == theirs["final"][name]
-    assert [session["step"] for session in ours["sessions"]] == [0, 8, 13]
-    assert [session["flags"]["max_steps"] for session in ours["sessions"]] == [8, 0, 0]
+    assert [session["step"] for session in ours["sessions"]] == [0, 8, 9, 18]
+    assert [session["flags"]["max_steps"] for session in ours["sessions"]] == [8, 0, 0, 0]
 
 
 def test_a_run_goes_on_and_shows_the_same_loss_with_another_number_of_towers(tmp_path, capsys):
@@ -230,43 +259,12 @@ def test_the_clock_of_examples_goes_on_with_another_batch_size(tmp_path):
     np.testing.assert_allclose(rates, 0.05 * (1 + np.cos(np.pi * before / 120)), rtol=1e-5)
 
 
-def test_a_signal_stops_an_evaluation_and_a_crash_may_come_after_the_last(
-    whole, tmp_path, monkeypatch, capsys
-):
-    evaluate, batches = Task._evaluate, []
-
-    def signalled(task, batch):
-        batches.append(1)
-        if len(batches) == 4 + 2:  # of the four of an evaluation: the second one ends there
-            send(signal.SIGTERM)()
-        return evaluate(task, batch)
-
-    monkeypatch.setattr(Task, "_evaluate", signalled)
-    own = dict(histogram_every_epochs=0.5, checkpoint_every_steps=0)
-    options = tiny.options(tmp_path, **GIVEN | own)
-    assert train(options) is None
-    assert "stopped at step 9 of 18: saved; " in capsys.readouterr().err
-    assert len(points(tmp_path / "eval", "test/accuracy")) == 1  # no part of the second
-    assert max(tiny.saved_steps(tmp_path)) == 9
-    with monkeypatch.context() as patch:
-        patch.setattr("towers.monitoring.dashboard.close_root", crash)
-        with pytest.raises(RuntimeError, match="lightning"):
-            train(options)
-    result = train(options)
-    tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(whole))
-    assert_each_point_once(tmp_path)
-    assert points(tmp_path / "eval", "test/accuracy") == points(whole / "eval", "test/accuracy")
-    for name in "test_accuracy", "test_loss", "train_loss", "gradient_noise_scale":
-        assert result[name] == result_of(tmp_path)[name] == result_of(whole)[name]
-    assert result["examples_per_second"] > 0
-
-
 @pytest.mark.extended
 def test_a_profile_that_is_asked_for_too_early_ends_no_run(tmp_path, monkeypatch):
     from towers.training.train import build
 
     def early(*arguments):
-        send(signal.SIGUSR2)()
+        os.kill(os.getpid(), signal.SIGUSR2)
         return build(*arguments)
 
     monkeypatch.setattr("towers.training.train.build", early)
@@ -390,19 +388,6 @@ def test_a_full_disk_is_one_line_and_told_before_the_first_step(tmp_path, capsys
 # Odd runs
 
 
-SHORT = {
-    (1, 7): dict(num_epochs=0.001),
-    (3, 300): dict(batch_size=100, num_epochs=4, num_towers=3),  # larger than the data set
-}
-
-
-@pytest.mark.parametrize("num", runs.released(SHORT, (1, 7)))
-def test_short_runs(tmp_path, num):
-    result = train(tiny.options(tmp_path, **SHORT[num]))
-    assert (result["steps"], result["examples"]) == num
-    assert result["test_examples"] == 23 and result["train_loss"] > 0
-
-
 def test_a_run_whose_output_nobody_reads_any_more_is_saved(tmp_path, monkeypatch):
     def train_point(monitor, step, metrics):
         if step > 3:
@@ -412,27 +397,3 @@ def test_a_run_whose_output_nobody_reads_any_more_is_saved(tmp_path, monkeypatch
     with pytest.raises(BrokenPipeError):
         train(tiny.options(tmp_path, log_every_steps=1, max_steps=9))
     assert tiny.saved_steps(tmp_path) == [0, 4]
-
-
-def curves_of(folder):
-    """Return the points of a run but for what a clock or the system says."""
-    timed = "speed", "seconds", "memory", "tower/step", "workers"
-    return {
-        (part, x, tag): value
-        for part in ("train", "train/tower_0", "train/tower_1")
-        for x, values in events.read(folder / part).items()
-        for tag, value in values.items()
-        if not any(word in tag for word in timed)
-    }
-
-
-@pytest.mark.parametrize("x", runs.released(["step", "examples"], "step"))
-def test_a_run_that_is_stopped_has_the_curves_of_one_that_was_not(tmp_path, x):
-    flags = dict(num_towers=2, batch_size=7, log_every_steps=3, steps_per_loop=2, num_epochs=2)
-    flags |= dict(model="tests.tiny:dense", tensorboard_x=x)
-    train(tiny.options(tmp_path / "once", max_steps=11, **flags))
-    for last in (1, 6, 11):
-        train(tiny.options(tmp_path / "often", max_steps=last, **flags))
-    once, often = (curves_of(tmp_path / name) for name in ("once", "often"))
-    assert ("train", 9 * (7 if x == "examples" else 1), "noise_scale/trace") in once
-    assert often == once
