@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 
+from tests.runs import rare
 from towers import data
 from towers.commands.plan import gpus
 from towers.graphs.executed_graph import HOST
@@ -16,23 +17,20 @@ from towers.options.run import Options
 
 pytestmark = pytest.mark.run
 
-SMALL = {
-    "models.resnet:resnet depth=8,width=4": "shapes",
-    "tests.user_models:lstm": "tests.user_models:text",
-    "tests.user_models:transformer depth=1": "tests.user_models:text",
-}
-MODELS = {
+DATASETS = {
     "models.cnn:cnn": "shapes",
     "models.resnet:resnet20": "shapes",
     "tests.user_models:lstm": "tests.user_models:text",
     "tests.user_models:transformer": "tests.user_models:text",
 }
-DTYPES = ("float32", "mixed_bfloat16")
-CASES = [(model, 2, "mixed_bfloat16") for model in SMALL]
-CASES += [
-    pytest.param(*case, marks=pytest.mark.extended)
-    for case in [*itertools.product(SMALL, [2], DTYPES), *itertools.product(MODELS, [1, 2], DTYPES)]
-    if case not in CASES
+SMALL = [
+    (model, 2, "mixed_bfloat16")
+    for model in ("models.resnet:resnet depth=8,width=4", "tests.user_models:lstm")
+]
+CASES = SMALL + [
+    rare(*case)
+    for case in itertools.product(DATASETS, [1, 2], ["float32", "mixed_bfloat16"])
+    if case not in SMALL
 ]
 MOST_TRANSFERS = 4
 # Of the update: some are there whatever the number of variables, as for the learning rate.
@@ -42,7 +40,8 @@ MOST_LAUNCHES_A_VARIABLE, FEWEST_ASKED_FOR = 2, 56
 
 @pytest.mark.parametrize(("model", "num_towers", "dtype"), CASES)
 def test_gpus_run_each_op_and_read_the_host_for_their_input_alone(model, num_towers, dtype):
-    dataset, (name, _, args) = (SMALL | MODELS)[model], model.partition(" ")
+    name, _, args = model.partition(" ")
+    dataset = DATASETS.get(name, "shapes")
     given = dict(model=name, model_args=args, dataset=dataset, batch_size=64, dtype=dtype)
     options = Options(**given, variables="replicated")
     view = gpus.view(options, num_towers, data.load(dataset))

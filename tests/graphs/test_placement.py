@@ -196,7 +196,7 @@ def command(tmp_path, capsys):
 @pytest.mark.run
 @pytest.mark.parametrize(
     "model, num_towers",
-    [("tests.tiny:cnn", 3), pytest.param("models.cnn:cnn", 2, marks=pytest.mark.extended)],
+    [("tests.tiny:cnn", 2), pytest.param("models.cnn:cnn", 3, marks=pytest.mark.extended)],
 )
 def test_a_model_that_chooses_no_device_passes_strict(tmp_path, command, model, num_towers):
     code, out, err = command(model, f"--num_towers={num_towers}", "--placement=strict", HARD)

@@ -133,12 +133,21 @@ def interrupted(tmp_path, place, data="arrays", also=lambda: [], **options):
     return model, fit(model, data, [*others, ExactResume(tmp_path, every_steps=1, also=others)])
 
 
+def waiting():
+    """Return callbacks that are named, and keep what they remember."""
+    return [
+        keras.callbacks.EarlyStopping("loss", 9, patience=9, restore_best_weights=True),
+        keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=2, min_delta=9),
+    ]
+
+
 MIDDLE, END = (1, 1), (1, None)  # of an epoch
-PLACES = [
-    ("PyDataset", MIDDLE, {"num_towers": 2}), ("tf.data", MIDDLE, {"steps_per_execution": 2}),
-    ("arrays", END, {}),
-]  # fmt: skip
+PLACES = [  # that of arrays in the middle: test_a_schedule_acts_once_an_epoch
+    ("PyDataset", END, {"num_towers": 2, "also": waiting}),
+    ("tf.data", MIDDLE, {"steps_per_execution": 2}),
+]
 RARE = [
+    ("PyDataset", MIDDLE, {}), ("arrays", END, {}),
     ("arrays", (0, 3), {"built": False}), ("validated", END, {}), ("validated", MIDDLE, {}),
     ("validated", (2, 0), {}), ("tf.data", (2, 0), {}), ("arrays", (0, 0), {}),
     ("arrays", (0, 3), {"num_towers": 2}), ("arrays", END, {"num_towers": 2}),
@@ -176,18 +185,6 @@ def test_an_order_without_a_seed_is_kept_within_the_epoch(tmp_path):
     run(ExactResume(tmp_path))
     rest = seen[BATCH:]  # of the first call nothing counts
     assert sorted(before + rest) == sorted(X[:, 0])
-
-
-def waiting():
-    return [
-        keras.callbacks.EarlyStopping("loss", 9, patience=9, restore_best_weights=True),
-        keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=2, min_delta=9),
-    ]
-
-
-def test_callbacks_that_are_named_keep_what_they_remember(tmp_path):
-    found = interrupted(tmp_path, (1, 3), also=waiting)
-    assert_as_uninterrupted(*found, also=waiting)
 
 
 def decaying():

@@ -416,12 +416,10 @@ def test_nothing_is_said_of_sound_tasks(name):
     assert lines_of_run(getattr(tasks, name), *train) == []
 
 
-# Of each way that the checks learn what they know; a release tries every second one.
+# Of each way that the checks learn what they know.
 IN_A_RUN = (
-    "numbers broadcast", "weights of images", "no targets", "weights of a classifier",
-    "not a number", "no loss", "other names", "one of two", "order", "labels of a class",
-    "accuracy of logits", "column of classes", "flat masks of classes", "bools",
-    "weights of tokens", "weighted two", "own step", "own class",
+    "numbers broadcast", "weights of images", "weights of a classifier", "not a number",
+    "one of two", "labels of a class", "column of classes", "weights of tokens", "own step",
 )  # fmt: skip
 
 

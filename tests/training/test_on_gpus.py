@@ -50,7 +50,7 @@ def test_one_gpu_keeps_everything_and_the_tutorials_way_stays_on_the_host():
 
 def test_the_numbers_are_those_of_cpus():
     """A replica computes its own learning rate, evaluation reads its copies."""
-    given = dict(dtype="float64", ema_decay=0.9, model="tests.tiny:cnn", batch_size=7)
+    given = dict(dtype="float64", ema_decay=0.9, batch_size=7)
     theirs = tiny.Loop(tiny.options("unused", devices="/cpu:0", **given))
     batch = tiny.arrays(7), tf.ones([7])
     before = theirs.run.task.eval_arrays(*batch)
