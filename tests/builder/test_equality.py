@@ -188,7 +188,7 @@ def sparse_tensors():
     return Case(product, [w], [x, tf.range(7.0, dtype=tf.float64)])
 
 
-@row(TWO, THREE, JOINED, IN_PARTS, GPUS, BY_XLA, EAGER_BY_XLA, tier="graph")
+@row(TWO, THREE, JOINED, GPUS, BY_XLA, EAGER_BY_XLA, tier="graph")
 def embeddings():
     """Sparse gradients: of Keras, of TensorFlow, used densely too, and not chosen by examples."""
     tokens = tf.constant([[0, 1], [1, 2], [8, 8], [3, 0], [1, 1], [5, 7], [8, 2]])

@@ -79,7 +79,8 @@ def newest():
 
 
 def test_a_blocked_run_saves_and_is_left_with_its_last_finished_step(start, monkeypatch):
-    run = start(*FLAGS, "--stall_seconds=1")
+    flags = *FLAGS, "--num_epochs=2"
+    run = start(*flags, "--stall_seconds=1")
     blocked(run, ": step 0 of")
     run.send_signal(signal.SIGUSR1)
     saved = int(re.search(r"step (\d)", until(run, "^saving +step .*SIGUSR1"))[1])
@@ -95,7 +96,7 @@ def test_a_blocked_run_saves_and_is_left_with_its_last_finished_step(start, monk
 
     monkeypatch.setattr(blocking, "SECONDS", 0)
     for folder in "run", "whole":
-        assert cli.main([*FLAGS, f"--train_dir={folder}"]) == 0
+        assert cli.main([*flags, f"--train_dir={folder}"]) == 0
     tiny.assert_identical(tiny.saved("run"), tiny.saved("whole"))
 
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 import towers
 from tests import fits
 from tests.fits import layer_of, of_step
-from tests.runs import released
+from tests.runs import rare, released
 from towers import TowerBuilder
 
 pytestmark = pytest.mark.run
@@ -380,7 +380,7 @@ def test_an_argument_that_has_no_row_for_each_example_is_taken_whole(name):
     assert compare(*WHOLE[name], num_towers=2) == ({}, [])
 
 
-@pytest.mark.parametrize("given", [dataset_of_arrays, static(7)])
+@pytest.mark.parametrize("given", [dataset_of_arrays, rare(static(7))])
 def test_places_in_the_batch_are_not_divided(given):
     differences, lines = compare(with_edges, given, 2)
     assert differences == {}
@@ -392,7 +392,7 @@ class Pair(tf.experimental.BatchableExtensionType):
     b: tf.Tensor
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a tensor"])
+@pytest.mark.parametrize("beside", [rare(False), True], ids=["alone", "beside a tensor"])
 def test_an_extension_type_runs_on_one_device_with_a_line(beside):
     def call(layer, x=None, pair=None):
         found = layer.part(pair.a) + layer.part(pair.b)

@@ -136,8 +136,8 @@ CASES = {
         optimizer="nesterov", model_args="l2=0.25", weight_decay=0.25
     ),
     "regularizer and adamw": dict(model_args="l2=0.25", optimizer="adamw", weight_decay=0.25),
-    "sparse, clip_value, regularizer": SPARSE | dict(clip_value=0.003, model_args="l2=0.25"),
-    "sparse, clip_global_norm": SPARSE | dict(clip_global_norm=0.1, weight_decay=0.1),
+    "sparse, clip_value": SPARSE | dict(clip_value=0.003),  # nothing makes it dense
+    "sparse, parts, clip_global_norm": SPARSE | dict(clip_global_norm=0.1, accumulate_steps=2),
     "sparse, adamw": SPARSE | dict(optimizer="adamw", clip_norm=0.02),
     "frozen, unused, decayed, batch larger than the data set": PARTLY | dict(
         weight_decay=0.25, ema_decay=0.5, batch_size=70
@@ -150,7 +150,9 @@ CASES = {
     "types, replicated": TYPES | REPLICATED | dict(weight_decay=0.1, model_args="head=float64"),
     "replicated": REPLICATED | dict(optimizer="nesterov", model_args="l2=0.25", clip_norm=0.3),
     "replicated, parts": REPLICATED | dict(accumulate_steps=2, batch_size=2, clip_value=0.01),
-    "replicated, sparse": REPLICATED | SPARSE | dict(weight_decay=0.01),
+    "replicated, sparse, regularizer": REPLICATED | SPARSE | dict(
+        weight_decay=0.01, model_args="l2=0.25"
+    ),
     "sharded, sparse": SHARDED | SPARSE | dict(weight_decay=0.01),
 }  # fmt: skip
 RARE = (
