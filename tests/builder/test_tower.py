@@ -191,12 +191,6 @@ def test_results_are_on_the_gather_device(num_towers):
     assert devices == ["CPU:1", "CPU:2"][:num_towers]
 
 
-def test_a_device_may_hold_several_towers():
-    parts = TowerBuilder(("/cpu:1", "/cpu:1", "/cpu:2")).map(lambda x: x + 0, tf.range(3))
-    found = [(x.device[-5:], x.numpy().tolist()) for x in parts]
-    assert found == [("CPU:1", [0]), ("CPU:1", [1]), ("CPU:2", [2])]
-
-
 REFUSED = {
     r'a list with one device for each tower, such as \["/gpu:0", "/gpu:1"\]': [
         lambda: TowerBuilder("/gpu:0"), lambda: TowerBuilder([]), lambda: TowerBuilder(2),

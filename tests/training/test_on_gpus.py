@@ -72,7 +72,7 @@ def test_every_tower_evaluates_the_weights_that_were_restored(tmp_path, keep_bes
     if keep_best:  # weights that only get worse
         given |= dict(keep_best=True, validation_fraction=0.2, evaluate_every_epochs=0.2)
         given |= dict(learning_rate=30.0, schedule="constant")
-    result = train(tiny.options(tmp_path, model="tests.tiny:cnn", **given))
+    result = train(tiny.options(tmp_path, **given))
     assert not keep_best or best.step_of(tmp_path) < 8
     of_run = dict(train_dir=str(tmp_path), say=lambda line: None)
     on_two, on_one = evaluate(**of_run), evaluate(**of_run, devices="/cpu:0", num_towers=1)
@@ -81,7 +81,7 @@ def test_every_tower_evaluates_the_weights_that_were_restored(tmp_path, keep_bes
 
 
 def compiled(num_classes, image_shape):
-    model = tiny.cnn(num_classes, image_shape)
+    model = tiny.dense(num_classes, image_shape)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("sgd", loss, metrics=["accuracy"])
     return model

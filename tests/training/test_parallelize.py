@@ -20,7 +20,7 @@ import tensorflow as tf
 import towers
 from tests import fits
 from tests.fits import layer_of, of_step
-from tests.runs import rare
+from tests.runs import rare, released
 from towers.builder import gather
 from towers.builder.rng import ReplicaRng
 from towers.builder.tower import TowerBuilder
@@ -446,7 +446,7 @@ UNDIVIDED = {
 }
 
 
-@pytest.mark.parametrize("kind", UNDIVIDED)
+@pytest.mark.parametrize("kind", released(UNDIVIDED, "no row for each example", "draws"))
 def test_what_cannot_be_called_with_a_part_of_the_batch_runs_on_one_device(kind):
     given = {"x": X[:16], "y": Y[:16], "batch_size": 8}
     layer, loss = lambda: layer_of(UNDIVIDED[kind]), lambda _, outputs: keras.ops.sum(outputs**2)
