@@ -321,7 +321,7 @@ def convolutions(**keywords):
     return of_model(sequential((4, 4, 3), *body), images())
 
 
-@row(EVEN, THREE, JOINED, TWO_EXAMPLES, GPUS, GPUS_JOINED)
+@row(EVEN, THREE, JOINED, TWO_EXAMPLES, GPUS_JOINED)
 def batch_norm():
     return convolutions()
 
@@ -351,7 +351,7 @@ def batch_norm_that_asks():
     return convolutions(synchronized=True)
 
 
-@row(THREE, GPUS)
+@row(THREE)
 def batch_norm_of_another_axis_shared_and_read_again():
     """Of two calls, the second begins with what the first has assigned."""
     other = layers.BatchNormalization(axis=1, momentum=0.7)
@@ -388,7 +388,7 @@ def batch_norm_of_masked_steps():
     return of_model(sequential((6, 3), layers.Masking(0.0), norm, Positions()), x)
 
 
-@row(THREE, JOINED_UNKNOWN, GPUS, GPUS_UNKNOWN)
+@row(JOINED_UNKNOWN, GPUS, GPUS_UNKNOWN)
 def fused_batch_norm():
     """In float32, of all ranks; a mean of 15 deviations must cost few digits."""
     keras.config.set_dtype_policy("float32")

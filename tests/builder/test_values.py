@@ -174,13 +174,12 @@ def test_fit_tries_a_real_batch(name, kind):
         fits.fit(build, data | {"batch_size": 7}, 2, epochs=1)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_no_batch_is_lost_or_seen_twice(steps):
+def test_no_batch_is_lost_or_seen_twice():
     data = {"x": RANDOM.normal(size=(40, 3)), "y": RANDOM.normal(size=(40, 1)), "batch_size": 7}
 
     def build():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", steps_per_execution=steps, metrics=["mae"])
+        model.compile("sgd", "mse", steps_per_execution=3, metrics=["mae"])
         return model
 
     assert not fits.differences(fits.fit(build, data), fits.fit(build, data, 2))
