@@ -7,7 +7,6 @@ import numpy as np
 import tensorflow as tf
 
 import towers
-from towers.commands.verify.differences import kind_of
 
 PARTS = ("losses", "metrics", "weights", "optimizer", "predictions")
 
@@ -97,21 +96,6 @@ def layer_of(call, **parts):
             return call(self, *args, **kwargs)
 
     return Layer()
-
-
-def wrong_on_two_towers(results_of):
-    """Return `results_of` of verify, but for an error of a millionth in each array of 2 towers."""
-
-    def wrong(lane, *arguments):
-        found = results_of(lane, *arguments)
-        sizes = {name: np.abs(array.astype(float)).max() for name, array in found.items()}
-        for name in [n for n in found if lane.num_towers == 2 and found[n].dtype.kind == "f"]:
-            of_kind = [size for n, size in sizes.items() if kind_of(n) == kind_of(name)]
-            found[name] = np.array(found[name])
-            found[name].flat[-1] += 1e-6 * max(of_kind)
-        return found
-
-    return wrong
 
 
 def differences(one, other, tolerance=1e-9):

@@ -251,5 +251,6 @@ def test_the_page_and_the_docstrings_run_in_a_new_process(tmp_path):
         (tmp_path / "program.py").write_text(program)
         done = python("program.py", cwd=tmp_path, variables=NO_GPU)
     assert done.stdout.endswith("all of it\n"), done.stderr
+    assert not re.search(r"^W\d{4}.*", done.stderr, re.M), done.stderr  # of TensorFlow's
     assert "did you mean --learning_rate?" in done.stdout
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"fit", "mine", "wide"}
