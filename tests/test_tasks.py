@@ -50,16 +50,6 @@ def test_figures_are_those_of_the_run_evaluated_on_more_towers_and_by_keras(trai
 # After training.
 
 
-def own_loss(true, said):
-    return tf.reduce_mean((true - said) ** 4, axis=-1)
-
-
-def table_with_a_loss_of_its_own():
-    model = tasks.table()
-    model.compile("adam", own_loss)
-    return model
-
-
 def flat(outputs):
     return np.concatenate([np.ravel(part) for part in tf.nest.flatten(outputs)])
 
@@ -79,7 +69,7 @@ def test_a_task_goes_from_training_to_predictions(trained, kind, tmp_path, capsy
     for form, output in ("keras", "a.keras"), ("saved_model", "saved"), ("weights", "a.weights.h5"):
         done(capsys, "export", run, f"--format={form}", f"--output={tmp_path / output}")
     loaded = keras.models.load_model(tmp_path / "a.keras")
-    assert not loaded.compiled
+    assert not loaded.compiled  # so it needs no loss of one's own
     again = getattr(tasks, kind)()
     again.load_weights(tmp_path / "a.weights.h5")
     tiny.assert_identical(*(dict(enumerate(m.get_weights())) for m in (again, model)))
@@ -102,27 +92,3 @@ def test_a_task_goes_from_training_to_predictions(trained, kind, tmp_path, capsy
     num = len(model.weights)
     out = done(capsys, "train", tmp_path / "new", *flags)
     assert f"a.keras: {num} of {num} weights\n" in out
-
-
-def test_a_file_needs_no_loss_of_one_s_own(tmp_path, capsys):
-    flags = f"--model={__name__}:table_with_a_loss_of_its_own", "--dataset=tests.tasks:table_data"
-    done(capsys, "train", tmp_path, *flags, "--max_steps=1")
-    done(capsys, "export", tmp_path)
-    assert keras.models.load_model(tmp_path / "model.keras").input_shape == (None, 4)
-
-
-def test_what_a_program_gave_is_loaded_with_its_function(tmp_path):
-    def build():
-        inputs = keras.Input([4])
-        return keras.Model(inputs, keras.layers.Dense(1)(inputs))
-
-    run = str(tmp_path / "run")
-    towers.train(
-        model=build, dataset=tasks.table_data(), loss=lambda true, said: own_loss(true, said),
-        train_dir=run, max_steps=1, num_towers=1,
-    )  # fmt: skip
-    model = towers.load(run, model=build)
-    assert not model.compiled
-    assert_has(model, run)
-    with pytest.raises(towers.InputError, match="give it again"):
-        towers.load(run)

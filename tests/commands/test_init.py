@@ -1,5 +1,6 @@
 """`towers init`: what it writes runs as it is, by the commands that it prints."""
 
+import json
 import os
 import shlex
 import sys
@@ -38,11 +39,10 @@ def test_the_commands_that_it_prints_run(folder, capsys, monkeypatch):
     ]
     assert sorted(os.listdir("a folder")) == NAMES
     monkeypatch.chdir("a folder")
-    for words in commands[:2]:  # test_newcomer runs all of them
-        assert cli.main(words[1:]) == 0
-        printed = capsys.readouterr().out
-    assert float(printed.partition("accuracy")[2].split()[0]) > 0.9
-    for words in commands[2:]:
+    train, *others = commands  # test_newcomer runs all of them
+    assert cli.main([*train[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["test_accuracy"] > 0.9
+    for words in others:
         cli.parse(words[1], words[2:])
 
 

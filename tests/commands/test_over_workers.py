@@ -6,7 +6,9 @@ import time
 import pytest
 
 from tests import programs
-from tests.worker_processes import started, workers
+from tests.runs import command
+from tests.worker_processes import started
+from towers.devices import remote
 from towers.monitoring import events
 
 pytestmark = pytest.mark.process
@@ -16,9 +18,8 @@ SMALL = "--model=tests.zoo.draws:dropouts --dataset=tests.tiny:images --augment=
 
 
 @pytest.fixture(scope="module")
-def addresses():
-    with workers(2) as found:
-        yield ",".join(found)
+def addresses(two_addresses):
+    return ",".join(two_addresses)
 
 
 def python(*arguments, code=0):
@@ -33,9 +34,13 @@ def towers(line, code=0):
     return python("-m", "towers", *line.split(), code=code)
 
 
-def test_verify_compares_towers_of_workers_with_one_device_here(addresses):
-    line = f"verify {SMALL} --steps=2 --num_towers=2,3 --workers={addresses} --json"
-    found = json.loads(towers(line)[0])
+def test_verify_compares_towers_of_workers_with_one_device_here(addresses, capsys):
+    line = f"{SMALL} --steps=2 --num_towers=2,3 --workers={addresses} --json"
+    code, out, err = command(capsys, "verify", *line.split())
+    if connected := remote.current_cluster():
+        connected.close()
+    assert code == 0, err
+    found = json.loads(out)
     assert found["passed"] and set(found["max_relative_difference"]) == {"2", "3"}
 
 

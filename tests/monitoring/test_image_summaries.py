@@ -146,8 +146,7 @@ def of_each_tower(run, batch):
     ("num_towers", "batch_size", "changes"),
     [
         pytest.param(2, 7, {"augment": "tutorial"}, marks=pytest.mark.graph),
-        (3, 40, {"augment": "resnet", "dtype": "float64"}),
-        (2, 9, {"augment": "resnet", "accumulate_steps": 2}),
+        (3, 40, {"augment": "resnet", "dtype": "float64", "accumulate_steps": 2}),
         (2, 7, {"augment": "shift,cutout=3,color,randaugment,mixup,cutmix"}),
     ],
 )
@@ -168,8 +167,8 @@ def test_the_images_are_those_that_each_towers_model_gets(num_towers, batch_size
 @pytest.mark.graph
 def test_bytes_to_which_nothing_is_done_stay_bytes():
     images, labels = tiny.arrays(20)
+    run = prepare(tiny.options("unused", augment="off"))
     for stored in images, images.astype(np.float32) / 255:
-        run = prepare(tiny.options("unused", augment="off"))
         split = ArraySplit(stored, labels)
         batch = tiny.flat(tiny.sampler(with_split(run, split)).batch(0, 0))
         ((seen, _),) = image_summaries.seen_by_towers(run.builder, run.options, batch, 3)

@@ -87,7 +87,6 @@ class Looked:
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ([3, 3, 2], {}),
         ([8], {"num_towers": 1}),
         ([3, 3, 2], {"model": f"{__name__}:embedding", "augment": "off"}),
         ([4, 4], {"num_towers": 2, "variables": "replicated", "accumulate_steps": 2}),
