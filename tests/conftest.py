@@ -202,6 +202,13 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Stand in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def float64():
     """Let Keras compute in float64, so that rounding cannot hide a fault."""
     import keras

@@ -25,7 +25,6 @@ from towers.options import flags
 pytestmark = pytest.mark.unit
 
 WRITTEN = "flags are written --name=value"
-NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1"}
 RESULT = {"accuracy": 0.5, "step": 3}
 
 
@@ -335,23 +334,21 @@ def test_a_healthy_run_shows_its_own_lines_only(folder):
     assert not LOG_LINE.search(trained.stderr), trained.stderr
 
 
-@pytest.mark.process
+@pytest.mark.run
 @pytest.mark.parametrize(
     "argv",
     [
-        "train --num_gpus=4",
-        pytest.param("verify --num_gpus=1,2", marks=EXTENDED),
-        pytest.param("benchmark --num_gpus=1,2 --dataset=synthetic", marks=EXTENDED),
-        pytest.param("train --devices=gpu", marks=EXTENDED),
-        pytest.param("sweep --vary=num_gpus:2", marks=EXTENDED),
+        "train --num_gpus=4", "train --devices=gpu", "verify --num_gpus=1,2",
+        pytest.param("benchmark --num_gpus=1,2 --dataset=synthetic", marks=pytest.mark.process),
+        pytest.param("sweep --vary=num_gpus:2", marks=[pytest.mark.process, EXTENDED]),
     ],
-)
-def test_gpus_that_are_asked_for_are_no_cpus(folder, argv):
-    ended = shell(*argv.split(), "--batch_size=8", "--max_steps=1", variables=NO_GPU)
+)  # fmt: skip
+def test_gpus_that_are_asked_for_are_no_cpus(folder, capsys, argv):
+    code = cli.main([*argv.split(), "--batch_size=8", "--max_steps=1"])
     log = folder / "runs/sweep/num_towers=2.log"
-    said = log.read_text() if log.exists() else ended.stderr
+    said = log.read_text() if log.exists() else capsys.readouterr().err
     said = said.removeprefix("starting    TensorFlow\n")  # of standard output, in a log
-    assert ended.returncode == (1 if "sweep" in argv else 2)
+    assert code == (1 if "sweep" in argv else 2)
     assert said.count("\n") == 1 and "sees 0 GPUs" in said and "type --num_towers=" in said
 
 

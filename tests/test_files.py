@@ -6,17 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import runs
 from towers import files
 from towers.errors import InputError, RunError
 
-pytestmark = pytest.mark.unit
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """Stand in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("folder")]
 
 
 def make_run(path, text="--seed=1\n"):
@@ -26,9 +20,7 @@ def make_run(path, text="--seed=1\n"):
 
 
 def refusal(path, overwrite=False):
-    with pytest.raises(InputError) as error:
-        files.check_train_dir(Path(path), overwrite)
-    return str(error.value)
+    return runs.refusal(files.check_train_dir, Path(path), overwrite)
 
 
 # Whole files

@@ -24,14 +24,13 @@ NAMES = {
 
 
 @pytest.mark.parametrize("kind", released(NAMES, "signs", "long in bytes"))
-def test_what_is_written_is_read(tmp_path, monkeypatch, capsys, kind):
-    monkeypatch.chdir(tmp_path)
+def test_what_is_written_is_read(folder, capsys, kind):
     name = NAMES[kind]
     done(capsys, "train", name, *FLAGS, "--max_steps=4")
     assert "at step 4 of 6" in done(capsys, "train", name, "--max_steps=6")
     code, out, _ = command(capsys, "train", f"--flagfile={name}/flags.cfg")
     assert code == 0 and "has all its 6 steps" in out
-    assert list(events.read(tmp_path / name / "train")) == list(range(6))
+    assert list(events.read(folder / name / "train")) == list(range(6))
     done(capsys, "evaluate", name)
     model = towers.load(name)
     if kind != "signs":  # which plain TensorFlow does not read
@@ -49,18 +48,16 @@ def test_a_path_that_tensorflow_takes_for_a_pattern_is_refused(trained, tmp_path
 
 @pytest.mark.unit
 @pytest.mark.parametrize("kind", ["long", "long in bytes"])
-def test_an_old_run_whose_name_leaves_no_room_is_not_moved_aside(tmp_path, monkeypatch, kind):
-    monkeypatch.chdir(tmp_path)
+def test_an_old_run_whose_name_leaves_no_room_is_not_moved_aside(folder, kind):
     name = NAMES[kind]
     os.mkdir(name)
-    (tmp_path / name / "flags.cfg").touch()
+    (folder / name / "flags.cfg").touch()
     assert "cannot be moved to" in refusal(name, overwrite=True)
     assert "File name too long; name another --train_dir" in refusal(name, overwrite=True)
 
 
 @pytest.mark.unit
-def test_a_path_that_leaves_no_room_for_names_in_it_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    room = os.pathconf("/", "PC_PATH_MAX") - len(str(tmp_path))
+def test_a_path_that_leaves_no_room_for_names_in_it_is_refused(folder):
+    room = os.pathconf("/", "PC_PATH_MAX") - len(str(folder))
     name = "/".join(["d" * 99] * (room // 100 - 1))
     assert "File name too long; name another --train_dir" in refusal(name)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import towers
 from tests import tiny
-from tests.programs import ROOT, python
+from tests.programs import ROOT
 from towers import cli
 from towers.commands.init import command as init
 from towers.options import flags
@@ -121,16 +121,6 @@ SCRIPT_FLAGS = {"fast", "all"} | OF_OTHERS | {
     if path.is_file()
     for name in re.findall(r'"--(\w+)"', path.read_text())
 }
-
-
-@pytest.mark.process
-def test_the_program_that_uses_the_builder_runs(tmp_path):
-    """Also where the guides' line chooses GPUs and there is none."""
-    program = next(block for block in blocks("python") if "TowerBuilder" in block)
-    (tmp_path / "program.py").write_text(program)
-    # Devices are configured before TensorFlow starts.
-    done = python("program.py", cwd=tmp_path, variables={"CUDA_VISIBLE_DEVICES": '"0,1"'})
-    assert "[[ 44.  56.]\n [ 98. 128.]]" in done.stdout, done.stderr
 
 
 @pytest.mark.run

@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import re
-import struct
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ import tensorflow as tf
 from tests import runs
 from tests.programs import python
 from towers import files, formatting, signals
-from towers.data import npz
 from towers.errors import InputError, RunError
 from towers.training.run import checkpoint, manifest
 from towers.training.run.checkpoint_manager import CheckpointManager
@@ -72,23 +69,12 @@ def test_runs_that_share_a_folder_by_a_link_do_not_both_train(tmp_path, part):
 
 @pytest.mark.parametrize("verb", ["train", "sweep"])
 @pytest.mark.parametrize("levels", [500, 1500])
-def test_folders_below_too_many_others_are_refused(tmp_path, monkeypatch, capsys, verb, levels):
-    monkeypatch.chdir(tmp_path)
+def test_folders_below_too_many_others_are_refused(folder, capsys, verb, levels):
     flag = {"train": "train_dir", "sweep": "sweep_dir"}[verb]
     more = ["--vary=seed:1"] if verb == "sweep" else ["--devices=cpu"]
     code, _, said = runs.command(capsys, verb, f"--{flag}={'a/' * levels}b", *more)
     assert code == 2 and "folders within folders; at most 400 are allowed" in said
-    assert said.count("\n") == 1 and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("header", ["(" * 9000, "{'descr': " + "[" * 4000, "-" * 5000, "{{}}"])
-def test_headers_of_deep_brackets_are_damaged_files(tmp_path, header):
-    header = header.encode() + b"\n"
-    array = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header
-    with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
-        file.writestr("x_train.npy", array)
-    with pytest.raises(InputError, match="a.npz (is damaged|has arrays of objects)"):
-        npz.load("a.npz", str(tmp_path / "a.npz"))
+    assert said.count("\n") == 1 and not list(folder.iterdir())
 
 
 def test_a_manifest_of_no_session_is_damaged(tmp_path, capsys):
@@ -124,9 +110,8 @@ def test_a_run_whose_folder_is_renamed_while_it_is_written_is_saved_beside(tmp_p
 
 @pytest.mark.run
 @pytest.mark.parametrize("what", ["np.zeros([3])", runs.rare("'abc'")])
-def test_what_a_generator_gives_is_not_blamed_on_towers(tmp_path, monkeypatch, capsys, what):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "gives.py").write_text(
+def test_what_a_generator_gives_is_not_blamed_on_towers(folder, capsys, what):
+    (folder / "gives.py").write_text(
         "import keras, numpy as np, tensorflow as tf\n"
         "def generate():\n    yield np.zeros([2]), 0\n    yield np.zeros([2]), 1\n"
         f"    yield {what}, 0\n"

@@ -14,7 +14,7 @@ from tests.runs import assert_has, done, forget_after, points, released, result_
 pytestmark = pytest.mark.run
 
 
-@pytest.mark.parametrize("name", released(tasks.TASKS, "images", "two"))
+@pytest.mark.parametrize("name", released(tasks.TASKS, "two"))
 def test_a_killed_run_goes_on_bit_for_bit(trained, tmp_path, capsys, name):
     before, train_dir = trained(name), trained.copy(name, tmp_path / "run")
     forget_after(train_dir, 4)
@@ -26,7 +26,7 @@ def test_a_killed_run_goes_on_bit_for_bit(trained, tmp_path, capsys, name):
     assert figures and [again[figure] for figure in figures] == [result[f] for f in figures]
 
 
-@pytest.mark.parametrize("name", released(tasks.TASKS, "images", "two"))
+@pytest.mark.parametrize("name", released(tasks.TASKS, "two"))
 def test_figures_are_those_of_the_run_evaluated_on_more_towers_and_by_keras(trained, capsys, name):
     result = result_of(trained(name))
     assert result["steps"] == trained_runs.STEPS and np.isfinite(result["test_loss"])

@@ -6,14 +6,13 @@ import subprocess
 import sys
 import time
 import types
-from pathlib import Path
 
 import pytest
 
-from tests import leftovers, runs, tiers
+from tests import leftovers, tiers
+from tests.programs import ROOT, environment
 
 pytestmark = pytest.mark.process
-ROOT = Path(__file__).resolve().parents[1]
 CONFTEST = "from tests.conftest import *\n"
 TOO_MUCH = """
 import contextlib, subprocess, sys
@@ -78,7 +77,7 @@ NEEDS = {
     "process": "process", "caught": "graph",
 }  # fmt: skip
 STARTS = """
-import os, pathlib, subprocess, sys, time
+import os, subprocess, sys
 import pytest
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -87,24 +86,29 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 def test_starts_a_process_with_a_session_of_its_own():
     subprocess.Popen(SLEEP, start_new_session=True).returncode = 0  # or Python would warn of it
     print("started", os.environ["TOWERS_TESTS"], flush=True)
-    {then}
+"""
+ENDED = """
+import subprocess, sys, time
+from tests import leftovers
+
+print(leftovers.begin(), flush=True)
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+subprocess.Popen(sleep, start_new_session=True)
+print("started", flush=True)
+time.sleep(600)
 """
 
 
-def command(folder, source, *flags):
-    """Write a folder of tests; return what runs them, and how."""
+def run(folder, source, *flags):
+    """Run a folder of tests in a process of its own."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(source)
     line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *flags]
     strict = f"--config-file={ROOT}/pyproject.toml"
     own = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | own
-    return [*line, strict, str(folder)], dict(env=environment, cwd=ROOT, text=True)
-
-
-def run(folder, source, *flags):
-    line, given = command(folder, source, *flags)
-    return subprocess.run(line, **given, capture_output=True)
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | own
+    given = dict(env=variables, cwd=ROOT, text=True, capture_output=True)
+    return subprocess.run([*line, strict, str(folder)], **given)
 
 
 def test_a_test_that_does_more_than_its_tier_fails_and_names_the_marker(tmp_path):
@@ -124,38 +128,22 @@ def test_a_test_needs_a_tier():
 
 
 def test_what_a_test_leaves_behind_fails_the_session_and_is_ended(tmp_path):
-    done = run(tmp_path, STARTS.replace("{then}", ""), "-s")
+    done = run(tmp_path, STARTS, "-s")
     assert done.returncode == 1 and "1 passed" in done.stdout
     assert "left behind by a test: process " in done.stdout and "time.sleep(600)" in done.stdout
-    assert_soon_nothing_has(key_in(done.stdout.splitlines()))
+    (line,) = [line for line in done.stdout.splitlines() if "started " in line]
+    assert_soon_nothing_has(line.partition("started ")[2].strip())
 
 
-@pytest.mark.parametrize(
-    "number, processes",
-    [(signal.SIGKILL, 1), runs.rare(signal.SIGTERM, 1), runs.rare(signal.SIGINT, 0)],
-)
-def test_nothing_outlives_tests_that_are_ended(tmp_path, number, processes):
-    path = tmp_path / "key"
-    then = f"pathlib.Path({str(path)!r}).write_text(os.environ['TOWERS_TESTS']); time.sleep(600)"
-    line, given = command(tmp_path, STARTS.replace("{then}", then), f"-n{processes}", "-s")
-    pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    with subprocess.Popen(line, **given, **pipes, start_new_session=True) as done:
-        deadline = time.monotonic() + 120
-        while not (path.exists() and path.read_text()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        try:
-            key = path.read_text().partition("/")[0]
-            assert any("time.sleep(600)" in line for line in leftovers.marked(key).values())
-            done.send_signal(number)
-            done.wait(60)
-        finally:
-            done.kill()
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_outlives_tests_that_are_ended(number):
+    given = dict(env=environment(), cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", ENDED], stderr=subprocess.DEVNULL, **given) as run:
+        key = run.stdout.readline().strip()
+        assert run.stdout.readline() == "started\n"
+        assert any("time.sleep(600)" in line for line in leftovers.marked(key).values())
+        run.send_signal(number)
     assert_soon_nothing_has(key)
-
-
-def key_in(lines):
-    (line,) = [line for line in lines if "started " in line]
-    return line.partition("started ")[2].strip()
 
 
 def assert_soon_nothing_has(key):

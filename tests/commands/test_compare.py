@@ -16,14 +16,7 @@ from towers.monitoring import events
 from towers.monitoring.scalar_reader import read_curves, training_seconds
 from towers.options.run import Options
 
-pytestmark = pytest.mark.unit
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """Stand in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("folder")]
 
 
 def write_events(folder, points, began=1000, wall_time=0.0):

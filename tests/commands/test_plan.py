@@ -1,16 +1,14 @@
 """What a run would move, hold and launch on GPUs; bytes are counted twice."""
 
-import functools
 import json
-import subprocess
-import sys
 
 import keras
 import pytest
 import tensorflow as tf
 
+from tests.programs import python
 from tests.runs import command as command_line
-from tests.worker_processes import ROOT
+from tests.runs import rare
 from towers import data, devices
 from towers.builder.batch_norm import exchange_launches
 from towers.commands.plan import command, gpus
@@ -20,7 +18,6 @@ from towers.training.run import memory_estimate
 
 pytestmark = pytest.mark.unit
 
-EXTENDED = functools.partial(pytest.param, marks=pytest.mark.extended)
 TOWERS = ["/cpu:1", "/cpu:2", "/cpu:3"]
 # Of tests.tiny:dense: kernels and biases of 192 -> 5 -> 3, in float32.
 DENSE_BYTES = 4 * (192 * 5 + 5 + 5 * 3 + 3)
@@ -172,8 +169,7 @@ print(step.activation_bytes(0), round((peak_mib() - before) * 2**20))
 @pytest.mark.process
 def test_activations_are_about_what_a_step_really_takes():
     """In a process of its own: only there is the peak that of the step."""
-    command = [sys.executable, "-c", MEASURED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = python("-c", MEASURED)
     reckoned, grown = map(int, done.stdout.split()[-2:])
     assert grown / 3 < reckoned < 3 * grown
 
@@ -243,10 +239,19 @@ def test_what_towers_exchange_in_batch_norm_is_launched():
     assert two - one == exchange_launches(3)  # so a run's start says
 
 
+def line():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
 @pytest.mark.run
-@pytest.mark.parametrize("task", ["table", EXTENDED("two"), EXTENDED("text")])
-def test_a_compiled_model_is_planned_with_what_it_can_have(capsys, task):
-    flags = f"--model=tests.tasks:{task} --dataset=tests.tasks:{task}_data --batch_size=8 --json"
+@pytest.mark.parametrize(
+    "model, task",
+    [(f"{__name__}:line", "table"), *(rare(f"tests.tasks:{t}", t) for t in ("two", "text"))],
+)
+def test_a_compiled_model_is_planned_with_what_it_can_have(capsys, model, task):
+    flags = f"--model={model} --dataset=tests.tasks:{task}_data --batch_size=8 --json"
     code, out, said = command_line(capsys, "plan", *flags.split(), "--num_towers=2")
     assert code == 0 and "every trainable variable has one" in said, said
     result = json.loads(out)

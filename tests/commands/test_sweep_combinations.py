@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import runs
 from towers import cli
 from towers.commands.sweep.options import (
     MAX_NAME,
@@ -29,10 +30,7 @@ def plan_of(*argv):
 
 def refusal(*argv):
     """Return the message with which a sweep is refused."""
-    with pytest.raises(InputError) as error:
-        plan_of(*argv)
-    assert len(str(error.value).splitlines()) == 1
-    return str(error.value)
+    return runs.refusal(plan_of, *argv)
 
 
 @pytest.mark.parametrize(

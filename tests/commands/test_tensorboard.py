@@ -46,6 +46,7 @@ def test_it_serves_until_ctrl_c(event_dir):
     assert "Traceback" not in out + err
 
 
+@pytest.mark.process
 def test_a_port_that_is_taken_is_refused(event_dir, capsys):
     with socket.socket() as taken:
         taken.bind(("localhost", 0))

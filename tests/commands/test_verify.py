@@ -15,6 +15,7 @@ from towers.commands.verify import differences as comparison
 from towers.commands.verify import report
 from towers.commands.verify.differences import differences, kind_of
 from towers.commands.verify.runner import TrainRunner
+from towers.data import shapes
 from towers.options.run import Options
 
 pytestmark = pytest.mark.run
@@ -65,11 +66,11 @@ def test_a_sound_model_passes_with_all_options_and_nothing_is_written(
 ):
     monkeypatch.setattr(verify, "precision", lambda: ["precision   TF32 is on"])
     before = tiny.files(tmp_path)
-    flags = [*ALL_OPTIONS, "--float32", "--num_towers=3", f"--train_dir={tmp_path}/run"]
+    flags = [*ALL_OPTIONS, "--float32", f"--train_dir={tmp_path}/run"]
     code, result, err = command(capsys, "sound", *flags)
     assert tiny.files(tmp_path) == before
     assert code == 0 and result["passed"] is True and result["first_difference"] is None
-    assert list(result["max_relative_difference"]) == list(result["ulps"]) == ["3"]
+    assert list(result["max_relative_difference"]) == list(result["ulps"]) == ["2"]
     assert all(value < 1e-11 for value in result["max_relative_difference"].values())
     names = set(result["differences"])
     of_evaluation = {f"evaluation/{name}" for name in "loss loss_ema accuracy accuracy_ema".split()}
@@ -81,13 +82,13 @@ def test_a_sound_model_passes_with_all_options_and_nothing_is_written(
         "average/sequential/conv2d/kernel",
     } | of_evaluation <= names
     assert any(name.startswith("optimizer/") and "momentum" in name for name in names)
-    assert 0 < result["ulps"]["3"] < 1e4
-    assert "float32     3 towers: " in err
+    assert 0 < result["ulps"]["2"] < 1e4
+    assert "float32     2 towers: " in err
     assert "precision   TF32 is on\n" in err  # what is compared in float32 depends on it
     assert "passed      the largest relative difference is" in err
     lines = [line.split() for line in err.splitlines()]
     header = next(line for line in lines if line[:3] == ["largest", "relative", "difference,"])
-    assert header[-1] == "3"
+    assert header[-1] == "2"
     assert ["loss"] in [line[:1] for line in lines]
 
 
@@ -299,6 +300,7 @@ def by_tensorflow():
 @pytest.mark.parametrize("model", ["by_pairs", rare("twice_and_one"), rare("by_tensorflow")])
 def test_nothing_is_said_of_draws_of_a_model_that_runs_on_one_device(tmp_path, capsys, model):
     flags = [f"--model={__name__}:{model}", TABLE, "--max_steps=1", "--batch_size=7"]
+    flags.append("--draws=strict")  # which has nothing to refuse
     assert cli.main(["train", "--num_towers=2", *flags, f"--train_dir={tmp_path}/run"]) == 0
     out = capsys.readouterr().out
     assert "numbers     are those of one device:" in out and "runs on one device: its" in out
@@ -327,7 +329,6 @@ def test_strict_refuses_draws_that_do_not_follow_the_example(tmp_path, capsys):
         assert cli.main(["train", *flags, f"--model=tests.zoo.faults:{model}"]) == 1
         assert capsys.readouterr().err.splitlines()[-1].startswith("towers: --rng_check=strict: ")
         assert not (tmp_path / "run").exists()
-    assert cli.main(["train", *flags, "--model=tests.zoo.draws:dropout_used_twice"]) == 0
 
 
 # ---------------------------------------------------------------------------- The comparison
@@ -364,7 +365,10 @@ def test_differences_are_relative_to_the_array_or_to_its_noise(
 
 
 @pytest.mark.unit
-def test_no_data_is_downloaded(tmp_path):
+def test_no_data_is_downloaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(shapes, "NUM_TRAIN", 50)
+    monkeypatch.setattr(shapes, "NUM_TEST", 20)
     said = []
     options = Options(dataset="cifar10", data_dir=str(tmp_path / "none"))
     assert verify.load_data(options, said.append).name == "shapes"

@@ -55,13 +55,13 @@ def test_a_sound_model_passes_and_stays_as_it_is():
     model = net(layers.Dropout(0.4), norm=True, optimizer=optimizer, metrics=["accuracy"])
     model.fit(X, Y, batch_size=9, verbose=0)
     before, step = values(model), model.train_function
-    result, said = verified(model, sample_weight=np.arange(23) % 4, num_towers=(1, 3))
+    result, said = verified(model, sample_weight=np.arange(23) % 4, num_towers=(1, 2))
     assert_as_before(model, before)
     assert model.train_function is step and builder_of(model) is None
     assert model.dtype_policy.name == keras.config.floatx() == "float32"
     assert result["passed"] is True and result["first_difference"] is None
-    assert result["dtype"] == "float64" and list(result["max_relative_difference"]) == ["1", "3"]
-    assert 0 < result["max_relative_difference"]["3"] < 1e-11
+    assert result["dtype"] == "float64" and list(result["max_relative_difference"]) == ["1", "2"]
+    assert 0 < result["max_relative_difference"]["2"] < 1e-11
     assert {
         "loss", "metric/accuracy", "model/norm/moving_mean", "optimizer/own/iteration",
         "evaluation/loss", "evaluation/accuracy", "prediction/0",
@@ -137,10 +137,10 @@ def test_any_data_that_fit_takes_and_several_inputs_and_outputs():
 
 
 def test_a_quantized_model_is_copied_whatever_the_order_of_its_variables():
-    model = net(layers.Dense(4, "relu"), layers.Dense(4, "relu"), optimizer="adam")
+    model = net(layers.Dense(4, "relu"))
     for layer in model.layers:
         layer.quantize("float8")
-    model.compile("adam", "sparse_categorical_crossentropy")
+    model.compile("sgd", "sparse_categorical_crossentropy")
     result, said = verified(model, steps=1)
     assert result["passed"] and result["dtype"] == "float64", said
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests import runs
 from towers import data
 from towers.data import ArraySplit
-from towers.errors import InputError
 
 
 def run(*cases):
@@ -16,10 +16,7 @@ def run(*cases):
 
 def refusal(*args, call=data.load, **given):
     """Return the line with which a data set is refused."""
-    with pytest.raises(InputError) as error:
-        call(*args, **given)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return runs.refusal(call, *args, **given)
 
 
 def all_of(split):

@@ -108,7 +108,7 @@ def test_shapes_after_augmentation():
     ("kind", "shape", "stored"),
     [
         ("resnet", (32, 32, 3), np.uint8),
-        *run(("resnet", (5, 7, 4), np.float32), ("resnet", (2040, 2047, 1), np.float32)),
+        *run(("resnet", (2040, 2047, 1), np.float32)),
         *run(("tutorial", (3, 300, 2), np.uint8), ("tutorial", (5, 7, 4), np.float32)),
         *run(("shift", (1, 1, 1), np.uint8), ("shift", (5, 7, 4), np.float32)),
     ],
@@ -205,9 +205,7 @@ ALL = "resnet,cutout=5,color,randaugment"
     ("kind", "dtype"),
     [
         *((kind, tf.float32) for kind in augment.names),
-        *run(("tutorial", tf.float64), ("shift", tf.float64)),
-        *run((ALL, tf.float32), (ALL, tf.float64), ("resnet,cutmix", tf.float32)),
-        *run(("resnet,mixup,cutmix", tf.float64)),
+        *run(("shift", tf.float64), (ALL, tf.float32), ("resnet,mixup,cutmix", tf.float64)),
     ],
 )
 def test_an_example_is_the_same_in_any_slice(kind, dtype):

@@ -264,7 +264,7 @@ def test_a_pickle_with_any_byte_changed_is_an_error_or_a_valid_set(tmp_path, pub
     content = python2_pickle(np.zeros((2, 32, 32, 3), np.uint8), np.array([1, 2]))
     path = tmp_path / "data_batch_1"
     for index in [i for i, byte in enumerate(content) if byte]:  # all but the pixels
-        for value in (0, 0x2E, 0x80, 0xFF):
+        for value in (0x2E, 0xFF):
             path.write_bytes(changed(content, index, value))
             try:
                 images, labels, _ = cifar.SETS["cifar10"].read(str(path))

@@ -119,9 +119,10 @@ def test_wide_tables(tmp_path):
     [
         b"(" * 5000 + b")" * 5000, b"{'descr': '<f8', 'fortran_order': False, 'shape': (-2, -4)}",
         b"{'descr': '" + b"[" * 3000, b"{'descr': 'nope', 'fortran_order': 0, 'shape': (1,)}",
-        b"'''", b"\xff\xfe\x00", b"{'descr': '<f8', 'fortran_order': False, 'shape': (2**9999,)}",
+        b"'''", b"\xff\xfe\x00", b"-" * 5000, b"{{}}",
+        b"{'descr': '<f8', 'fortran_order': False, 'shape': (2**9999,)}",
     ],
-    ids=range(7),
+    ids=range(9),
 )  # fmt: skip
 @pytest.mark.parametrize("version", [1, 2, 3, 9])
 def test_odd_headers(header, version):

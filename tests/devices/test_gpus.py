@@ -1,15 +1,15 @@
 """Set, then read back: what a process sees and takes of GPUs, on made-up machines."""
 
+import functools
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import tensorflow as tf
 
+from tests import runs
 from tests.fake_gpus import A100, FULL, MIB, PART, SMALL, SPLIT, Card, part_uuid
+from tests.programs import python
 from towers.devices import config_proto, gpus, tower_devices
 from towers.errors import InputError, RunError
 
@@ -34,12 +34,7 @@ def memory(*mib):
     return [f"memory      /gpu:{i} {n} MiB, growth off" for i, n in enumerate(mib)]
 
 
-def refusal(**options):
-    with pytest.raises(InputError) as error:
-        gpus.configure(**options)
-    message = str(error.value)
-    assert len(message.splitlines()) == 1
-    return message
+refusal = functools.partial(runs.refusal, gpus.configure)
 
 
 def started(machine):
@@ -249,11 +244,7 @@ print(devices.report(["/cpu:1"])[-1])
 
 @pytest.mark.process
 def test_a_program_with_the_real_tensorflow():
-    root = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | {"PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": '"0,1"'}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment
-    )
+    done = python("-c", PROGRAM, variables={"CUDA_VISIBLE_DEVICES": '"0,1"'})
     assert done.stdout.splitlines() == [
         "['/cpu:0', '/cpu:1']",
         "--visible_gpus=1 comes too late, TensorFlow has listed its devices",

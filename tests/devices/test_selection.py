@@ -1,18 +1,17 @@
 """Which devices towers get. The process has four CPU devices; GPUs are made up."""
 
+import functools
 import os
-import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
 
-from tests import fake_gpus
+from tests import fake_gpus, runs
 from tests.fake_gpus import A100, CUDA_BUILD, FULL, LOST, MIB, SMALL, SPLIT, Card
+from tests.programs import python
 from towers.builder import device_types
 from towers.devices.gpus import read_back
 from towers.devices.selection import Device, describe, report, tower_devices
-from towers.errors import InputError
 
 pytestmark = pytest.mark.unit
 
@@ -22,12 +21,7 @@ NO_CUDA = CUDA_BUILD | {"is_cuda_build": False}
 CORES = len(os.sched_getaffinity(0))
 
 
-def refusal(*args, **kwargs):
-    with pytest.raises(InputError) as error:
-        tower_devices(*args, **kwargs)
-    message = str(error.value)
-    assert len(message.splitlines()) == 1
-    return message
+refusal = functools.partial(runs.refusal, tower_devices)
 
 
 def test_without_gpus():
@@ -69,7 +63,7 @@ with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:  #
 
 @pytest.mark.process
 def test_towers_on_cpus_have_their_share_of_the_cores_unless_threads_are_said():
-    ran = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True)
+    ran = python("-c", THREADS)
     assert ran.stdout.splitlines()[-1:] == [str([found for *_, found in CASES])], ran.stderr
 
 

@@ -17,9 +17,9 @@ from towers.commands.tensorboard import command as tensorboard
 pytestmark = pytest.mark.process  # which looks through files of weights
 
 NUMBERS = {  # of each kind: in a few seconds, and in half a minute
-    "command_lines": (40, 150), "flagfiles": (20, 60), "foreign_flags": (8, 60),
-    "texts_of_runs": (8, 50), "event_files": (8, 50), "data_files": (8, 60), "whole_runs": (3, 9),
-    "weights": (4, 40),
+    "command_lines": (40, 150), "flagfiles": (20, 60), "foreign_flags": (4, 60),
+    "texts_of_runs": (4, 50), "event_files": (4, 50), "data_files": (6, 60), "whole_runs": (2, 9),
+    "weights": (2, 40),
 }  # fmt: skip
 
 

@@ -1,15 +1,8 @@
-"""Folders to stand in: an empty one, and one of modules."""
+"""A folder of modules to stand in."""
 
 import sys
 
 import pytest
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Stand in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture

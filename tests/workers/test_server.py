@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from tests.worker_processes import ROOT, Worker, environment, started
+from tests.programs import ROOT, python
+from tests.worker_processes import Worker, started
 from towers import cli
 from towers.errors import InputError, RunError
 from towers.options.gpu import GpuOptions
@@ -163,10 +164,8 @@ print("it is still there")
 
 @pytest.mark.extended
 def test_a_program_that_holds_pythons_lock_for_long_keeps_it(lent):
-    command = [sys.executable, "-c", PROGRAM_WITH_THE_LOCK, lent.address]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
-    )
+    none = {"CUDA_VISIBLE_DEVICES": ""}
+    done = python("-c", PROGRAM_WITH_THE_LOCK, lent.address, variables=none)
     assert "it is still there" in done.stdout, done.stderr
     assert "released" in over(lent)
 
@@ -243,26 +242,18 @@ def test_a_port_that_was_free_and_is_taken_is_not_the_only_one(monkeypatch, port
     assert len(set(tried)) == len(tried) == attempts
 
 
-def test_faults_of_the_command_line_are_one_line_and_exit_code_2(capsys):
+def test_a_fault_is_one_line_and_exit_code_2(capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for flags, says in {
             "": "needs --address=HOST:PORT",
             "--address=a:b:c": "HOST:PORT is needed",
             "--address=127.0.0.1 --batch_size=3": "takes no --batch_size",
             f"--address=127.0.0.1:{taken.getsockname()[1]}": "taken",
+            "--address=127.0.0.1:0 --visible_gpus=0": "there is no GPU 0",  # the server finds it
         }.items():
             assert cli.main(["worker", *flags.split()]) == 2
-            out, err = capsys.readouterr()
+            out, err = capfd.readouterr()
             assert out == "" and err.count("\n") == 1 and says in err
-
-
-def test_a_fault_that_the_server_finds_is_one_line_and_exit_code_2():
-    command = [sys.executable, "-m", "towers", "worker", "--address=127.0.0.1:0"]
-    done = subprocess.run(
-        [*command, "--visible_gpus=0"], env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert "there is no GPU 0" in done.stderr
 
 
 BUSY = """
