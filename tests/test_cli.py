@@ -339,8 +339,10 @@ def test_a_healthy_run_shows_its_own_lines_only(folder):
     "argv",
     [
         "train --num_gpus=4", "train --devices=gpu", "verify --num_gpus=1,2",
-        pytest.param("benchmark --num_gpus=1,2 --dataset=synthetic", marks=pytest.mark.process),
-        pytest.param("sweep --vary=num_gpus:2", marks=[pytest.mark.process, EXTENDED]),
+        *(
+            pytest.param(line, marks=[pytest.mark.process, EXTENDED])
+            for line in ("benchmark --num_gpus=1,2 --dataset=synthetic", "sweep --vary=num_gpus:2")
+        ),
     ],
 )  # fmt: skip
 def test_gpus_that_are_asked_for_are_no_cpus(folder, capsys, argv):

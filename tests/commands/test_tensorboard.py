@@ -12,7 +12,6 @@ import pytest
 
 from tests.tensorboard_server import Server
 from tests.worker_processes import ROOT
-from towers import cli
 from towers.commands.tensorboard import command as tensorboard
 from towers.commands.tensorboard.command import TensorboardOptions
 from towers.errors import InputError
@@ -29,11 +28,17 @@ def event_dir(tmp_path):
     return tmp_path
 
 
+def started(folder, port):
+    command = [sys.executable, "-m", "towers", "tensorboard"]
+    command += [f"--train_dir={folder}", f"--port={port}"]
+    return subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
 @pytest.mark.process
 def test_it_serves_until_ctrl_c(event_dir):
-    command = [sys.executable, "-m", "towers", "tensorboard", f"--train_dir={event_dir}"]
-    pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with subprocess.Popen([*command, "--port=0"], cwd=ROOT, **pipes) as server:
+    with started(event_dir, 0) as server:
         try:
             address = re.search(r"http://localhost:(\d+)/", server.stdout.readline())
             with urllib.request.urlopen(f"{address[0]}data/environment", timeout=30) as answer:
@@ -47,13 +52,15 @@ def test_it_serves_until_ctrl_c(event_dir):
 
 
 @pytest.mark.process
-def test_a_port_that_is_taken_is_refused(event_dir, capsys):
+def test_a_port_that_is_taken_is_refused(event_dir):
     with socket.socket() as taken:
         taken.bind(("localhost", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert cli.main(["tensorboard", f"--train_dir={event_dir}", f"--port={port}"]) == 2
-    assert re.fullmatch(rf"towers: --port={port}: .*in use.*\n", capsys.readouterr().err)
+        with started(event_dir, port) as server:
+            _, err = server.communicate(timeout=60)
+    assert server.returncode == 2
+    assert re.fullmatch(rf"towers: --port={port}: .*in use.*\n", err)
 
 
 def test_it_takes_no_gpu(event_dir, monkeypatch):

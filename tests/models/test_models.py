@@ -75,24 +75,22 @@ def test_layers_compute_in_the_policys_type_and_logits_in_full_precision(
 CONSTANT = r"(patterns|group[123]_conv2|group3_conv1)/kernel$"
 
 
-def test_the_seed_decides_the_initial_values_and_every_layer_has_a_name_of_its_own(name):
-    weights, names = [], []
+def test_the_seed_decides_the_initial_values_and_a_model_of_any_shape_survives_saving(
+    name, tmp_path
+):
+    models, weights = [], []
     for seed in (5, 5, 6):
         keras.utils.set_random_seed(seed)
-        model = MODELS[name][0]()
-        own = [w for w in model.weights if not re.search(CONSTANT, w.path)]
+        models.append(MODELS[name][0](num_classes=7, image_shape=(32, 36, 1)))
+        own = [w for w in models[-1].weights if not re.search(CONSTANT, w.path)]
         weights.append([w.numpy() for w in own if len(w.shape) > 1 and w.numpy().any()])
-        names.append([layer.name for layer in model.layers])
     assert all(np.array_equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))
     assert not any(np.array_equal(a, b) for a, b in zip(weights[0], weights[2], strict=True))
     # Keras numbers the layers that were not named: conv2d_3.
-    assert names[0] == names[1] and names[0][0] == "images" and names[0][-1] == "logits"
-
-
-def test_image_shape_and_num_classes_are_arguments_and_it_survives_saving(name, tmp_path):
-    model = MODELS[name][0](num_classes=7, image_shape=(32, 36, 1))
+    names, again, _ = ([layer.name for layer in model.layers] for model in models)
+    assert names == again and names[0] == "images" and names[-1] == "logits"
     images = tf.random.stateless_normal([3, 32, 36, 1], seed=(1, 2))
-    assert model(images).shape == (3, 7)
-    model.save(tmp_path / "model.keras")
+    assert models[0](images).shape == (3, 7)
+    models[0].save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(loaded(images), model(images))
+    np.testing.assert_array_equal(loaded(images), models[0](images))
