@@ -305,7 +305,8 @@ def build(num_classes, how):
 )
 def test_the_users_own_line_is_named_through_keras_and_autograph(folder, how, where):
     (folder / "mine.py").write_text(FAILING)
-    asked = f"--model=mine:build --model_args=how={how} --max_steps=2 --batch_size=4"
+    asked = f"--model=mine:build --model_args=how={how} --max_steps=2 --batch_size=4 "
+    asked += "--dataset=tests.tiny:images"
     failed = shell("train", *asked.split(), "--num_towers=2", "--train_dir=run")
     assert failed.returncode == 1 and "Traceback (most recent" in failed.stderr
     assert failed.stderr.splitlines()[-1] == (

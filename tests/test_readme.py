@@ -20,6 +20,7 @@ from towers.training.parallelize import builder_of
 pytestmark = pytest.mark.unit
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CHINESE = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
 TOP = ("README.md", "towers/README.md", "scripts/README.md")
 PATHS = [*(ROOT / name for name in TOP), *sorted(ROOT.glob("towers/*/*.md"))]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in PATHS}
@@ -40,37 +41,28 @@ def commands(page=ALL):
 TOWERS = [words for words in commands() if words[0] == "towers"]
 
 
-def test_the_first_commands_are_the_quickstart_and_the_tests():
+def test_it_is_short_and_begins_with_the_quickstart_and_the_tests():
+    assert len(README) <= 10_000
     assert commands(README)[:2] == [["scripts/quickstart"], ["scripts/test", "--fast"]]
 
 
-def test_it_is_read_in_ten_minutes():
-    assert len(README) <= 10_000
-
-
-def test_the_chinese_page_has_the_same_code():
-    chinese = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
+def test_the_chinese_page_has_the_same_code_and_its_own_words():
     code, headings = re.compile(r"```.*?```", re.S), re.compile(r"^#+ |^\| ", re.M)
-    assert code.findall(chinese) == code.findall(README)
-    assert len(headings.findall(chinese)) == len(headings.findall(README))
+    assert code.findall(CHINESE) == code.findall(README)
+    assert len(headings.findall(CHINESE)) == len(headings.findall(README))
+    assert "塔" not in CHINESE and "副本" in CHINESE and "均为英文" in CHINESE
 
 
-def test_links_and_pictures_are_there():
+def test_what_pages_link_to_and_name_is_there():
     for page in [*PAGES, "README.zh-CN.md"]:
         path = ROOT / page
-        targets = re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        targets = re.findall(r"\]\(([^)#:]+)\)", text)
         assert [t for t in targets if not (path.parent / t).is_file()] == [], page
-
-
-def test_the_files_that_a_page_names_are_there():
-    for page, text in PAGES.items():
-        if (folder := (ROOT / page).parent) != ROOT:
-            places = [folder, ROOT / "towers", ROOT, *folder.glob("*/")]
+        if path.parent != ROOT:
+            places = [path.parent, ROOT / "towers", ROOT, *path.parent.glob("*/")]
             named = re.findall(r"`([\w/]+\.py)`", text)
             assert [n for n in named if not any((top / n).is_file() for top in places)] == [], page
-
-
-def test_what_contributors_are_sent_to_is_there():
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = re.findall(r"`((?:towers|tests|scripts|models|configs)/[\w/]+(?:\.py)?)`", page)
     assert len(named) > 10 and [name for name in named if not (ROOT / name).exists()] == []
@@ -153,10 +145,7 @@ def test_an_exported_model_becomes_tflite_with_its_numbers(trained, monkeypatch,
 
 # The first screen.
 
-CHINESE = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
-
-
-def test_it_begins_with_for_whom_why_and_what_was_tried():
+def test_it_says_for_whom_why_what_was_tried_and_what_newcomers_look_for():
     first = README.partition("\n## ")[0]
     measured = [line for line in PAGES["scripts/README.md"].splitlines() if "| 1.4142 |" in line]
     for words in ("for those who", "Why not `MirroredStrategy`?", measured[0], "no GPU so far"):
@@ -165,20 +154,17 @@ def test_it_begins_with_for_whom_why_and_what_was_tried():
     assert len(faults) == 3 and all(line in PAGES["scripts/README.md"] for line in faults)
     for ratio in re.findall(r"\d\.\d+(?= times)", first):
         assert f"| {ratio} " in PAGES["scripts/README.md"]
-
-
-# Programs.
-
-
-def test_what_newcomers_look_for_is_there():
     for words in ("`towers verify` makes", "scripts/matpow.py", "scripts/matmul_towers.py",
                   "--callbacks=", "--categories=", "TFDS", "Hugging Face", "ONNX", "TFLite",
                   "| Lightning |", "| MirroredStrategy |", "| PyTorch DDP |", "| Keras |"):
         assert words in README and (words in CHINESE or words.endswith("makes"))
+    # The figures that the quickstart prints differ from machine to machine; the words do not.
+    shown = next(block for block in blocks("text") if "test_accuracy" in block)
+    for words in ("batch size", "rules, the same", "watch it", "step 0", "towers tensorboard"):
+        assert words in shown
 
 
-def test_the_chinese_page_has_its_own_words():
-    assert "塔" not in CHINESE and "副本" in CHINESE and "均为英文" in CHINESE
+# Programs.
 
 
 def run(program, **names):
@@ -277,10 +263,3 @@ def test_the_lines_that_stand_for_those_of_other_programs_run():
             labels=tf.constant(Y[:, :3], tf.float32),
         )
         assert {"losses", "grads"} & set(names) or len(builder_of(names["model"]).devices) == 2
-
-
-def test_what_the_quickstart_prints_is_what_readme_shows():
-    """The figures differ from machine to machine; the words do not."""
-    shown = next(block for block in blocks("text") if "test_accuracy" in block)
-    for words in ("batch size", "rules, the same", "watch it", "step 0", "towers tensorboard"):
-        assert words in shown

@@ -43,10 +43,6 @@ verified = towers.verify(build(), x, y, num_towers=(2,), say=lambda line: None)
 found["verify"] = max(verified["max_relative_difference"].values())
 assert verified["passed"]
 
-data = ((x.astype("float32"), y), (x.astype("float32"), y))
-losses = [towers.train(model=build, dataset=data, num_towers=n, batch_size=7, num_epochs=1,
-                       train_dir=f"runs/{n}", dtype="float64")["test_loss"] for n in (1, 3)]
-found["train"] = abs(losses[1] - losses[0])
 print(json.dumps(found))
 exec(sys.argv[1])
 '''
@@ -60,8 +56,8 @@ def test_towers_share_it_with_the_numbers_of_plain_keras_and_a_line(tmp_path):
     (found,) = [json.loads(line) for line in done.stdout.splitlines() if line[:2] == '{"'] or [
         pytest.fail(done.stderr)
     ]
-    assert len(found) == 3 and max(found.values()) < 1e-9, found
+    assert len(found) == 2 and max(found.values()) < 1e-9, found
     assert "[[ 44.  56.]\n [ 98. 128.]]" in done.stdout, done.stderr
     shared = [line for line in done.stderr.splitlines() if " share /cpu:0" in line]
-    assert len(shared) == 4 and "type towers.devices.tower_devices(3) before" in shared[0]
+    assert len(shared) == 3 and "type towers.devices.tower_devices(3) before" in shared[0]
     assert "Warning" not in done.stderr

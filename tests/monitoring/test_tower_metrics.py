@@ -13,15 +13,6 @@ pytestmark = pytest.mark.run
 BATCH = 8
 
 
-def embedding(num_classes, image_shape):
-    """Sparse gradients, of rows that several examples look up."""
-    inputs = keras.Input(image_shape)
-    rows = keras.layers.Rescaling(1 / 32)(keras.layers.Flatten()(inputs))
-    looked_up = keras.layers.Embedding(8, 4)(rows)
-    outputs = keras.layers.Dense(num_classes)(keras.layers.GlobalAveragePooling1D()(looked_up))
-    return keras.Model(inputs, outputs)
-
-
 class Slow(keras.layers.Layer):
     """Computes for long in tower 1."""
 
@@ -88,7 +79,7 @@ class Looked:
     ("sizes", "options"),
     [
         ([8], {"num_towers": 1}),
-        ([3, 3, 2], {"model": f"{__name__}:embedding", "augment": "off"}),
+        ([3, 3, 2], {"model": "tests.zoo.programs:embedding_twice", "augment": "off"}),
         ([4, 4], {"num_towers": 2, "variables": "replicated", "accumulate_steps": 2}),
         ([4, 4], {"num_towers": 2, "variables": "sharded", "dtype": "mixed_float16"}),
     ],

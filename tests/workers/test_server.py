@@ -242,18 +242,24 @@ def test_a_port_that_was_free_and_is_taken_is_not_the_only_one(monkeypatch, port
     assert len(set(tried)) == len(tried) == attempts
 
 
-def test_a_fault_is_one_line_and_exit_code_2(capfd):
+def test_faults_of_the_command_line_are_one_line_and_exit_code_2(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for flags, says in {
             "": "needs --address=HOST:PORT",
             "--address=a:b:c": "HOST:PORT is needed",
             "--address=127.0.0.1 --batch_size=3": "takes no --batch_size",
             f"--address=127.0.0.1:{taken.getsockname()[1]}": "taken",
-            "--address=127.0.0.1:0 --visible_gpus=0": "there is no GPU 0",  # the server finds it
         }.items():
             assert cli.main(["worker", *flags.split()]) == 2
-            out, err = capfd.readouterr()
+            out, err = capsys.readouterr()
             assert out == "" and err.count("\n") == 1 and says in err
+
+
+def test_a_fault_that_the_server_finds_is_one_line_and_exit_code_2():
+    flags = "worker", "--address=127.0.0.1:0", "--visible_gpus=0"
+    done = python("-m", "towers", *flags, variables={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert "there is no GPU 0" in done.stderr
 
 
 BUSY = """
