@@ -225,10 +225,15 @@ def test_what_is_said_of_bytes_memory_gpus_and_a_missing_gradient(capsys):
     assert max(map(len, said.splitlines())) <= 160
 
 
+def three_norms(num_classes, image_shape):
+    parts = [[keras.layers.Conv2D(2, 3), keras.layers.BatchNormalization()] for _ in range(3)]
+    end = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(num_classes)]
+    return keras.Sequential([keras.Input(image_shape), *sum(parts, []), *end])
+
+
 @pytest.mark.run
 def test_what_towers_exchange_in_batch_norm_is_launched():
-    options = options_of(model="tests.zoo.norms:batch_norm_axes")  # three
-    dataset = data.load("tests.tiny:images")
+    options, dataset = options_of(model=f"{__name__}:three_norms"), data.load("tests.tiny:images")
     views = [gpus.describe(gpus.view(options, number, dataset)) for number in (1, 2)]
     one, two = (view["launches"]["tower"] for view in views)
     assert two - one == exchange_launches(3)  # so a run's start says
