@@ -8,20 +8,20 @@ made-up driver, for each row of README's table.
 import dataclasses
 import os
 import re
-from pathlib import Path
 
 import pytest
 import tensorflow.compat.v1 as tf
 
 import towers
 from tests import fake_gpus
+from tests.programs import ROOT
 from towers import devices
 from towers.options import flags
 from towers.options.run import Options
 
 pytestmark = pytest.mark.graph
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 PRODUCT = [[22.0, 28.0], [49.0, 64.0]]
 
 

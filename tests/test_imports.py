@@ -5,13 +5,13 @@ import functools
 import importlib.util
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.programs import ROOT
+
 pytestmark = pytest.mark.unit
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "towers"
 
 # A room imports from itself and from those before it; the files of the top row, which any room may

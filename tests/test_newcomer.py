@@ -13,9 +13,10 @@ import keras
 import numpy as np
 import pytest
 
+from tests.programs import ROOT
+
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PATH = README.partition("## Your own model and data\n")[2].partition("## The pattern")[0]
 BLOCKS = [block for _, block in re.findall(r"```(\w+)\n(.*?)```", PATH, re.DOTALL)]

@@ -162,10 +162,8 @@ def test_gpus_that_tensorflow_leaves_out(machine, driver, listed, build, detail,
 @pytest.mark.parametrize(
     ("value", "seen", "status"),
     [
-        *((value, 0, "ok") for value in ["", "-1", " -1,0", "'-1'"]),
-        ("1", 1, "ok"),
-        *((value, 0, "problem") for value in ["7", "cuda:0"]),
-        *((value, 1, "problem") for value in ["0,7", "0,0"]),
+        *(("", 0, "ok"), ("'-1'", 0, "ok"), ("1", 1, "ok"), ("7", 0, "problem")),
+        ("0,7", 1, "problem"),
     ],
 )
 def test_gpus_that_are_hidden_on_purpose_or_by_a_mistake(machine, monkeypatch, value, seen, status):

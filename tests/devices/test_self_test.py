@@ -3,7 +3,6 @@
 import itertools
 import os
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from towers.devices import self_test
 
 pytestmark = pytest.mark.unit
 
-ROOT = Path(__file__).resolve().parents[2]
 CPUS = ["/cpu:0", "/cpu:1"]
 
 
