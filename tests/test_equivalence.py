@@ -81,7 +81,7 @@ def test_a_run_is_that_of_one_tower(name):
 
 @pytest.mark.run
 def test_a_run_in_parts_is_that_of_whole_batches():
-    state, _ = run(3, model=DROPOUTS, accumulate_steps=3)
+    state, _ = run(2, model=DROPOUTS, accumulate_steps=2)
     assert_same(state, of_one_tower("dropouts")[0])
 
 

@@ -237,7 +237,7 @@ def test_a_py_dataset_is_read_by_number_and_batched_anew(load):
     order = numbers_of(split.train_batches(5, seed=1).take(22))
     epochs = np.array(order).reshape(10, 11)
     assert (np.sort(epochs) == range(11)).all() and len({tuple(epoch) for epoch in epochs}) > 2
-    for examples_before in (3, 11, 45, 49):
+    for examples_before in (3, 45):
         batches = split.train_batches(7, seed=1, step=9, examples=examples_before).take(4)
         assert numbers_of(batches) == order[examples_before : examples_before + 28]
     rest, held = (numbers_of(part.eval_batches(1)) for part in split.held_out(0.3))

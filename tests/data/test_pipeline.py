@@ -224,7 +224,6 @@ IMAGE = np.arange(11 * 12, dtype=np.uint8).reshape(11, 2, 2, 3)
 ROWS = np.arange(11)
 INPUTS = {  # 11 examples, and what they are given out as
     "x alone": ((ROWS[:, None],), (spec(tf.int64, 1),)),
-    "float images": ((IMAGE / 7, ROWS), (spec(tf.float32, 2, 2, 3), spec(tf.int32))),
     "text and a number": (
         (
             {"text": np.array([f"row {i}" for i in ROWS], object), "price": ROWS / 2},
@@ -257,7 +256,7 @@ def rows_of(example):
 @pytest.mark.run
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, "arrays") for name in INPUTS), *((name, "dataset") for name in list(INPUTS)[2:])],
+    [*((name, "arrays") for name in INPUTS), *((name, "dataset") for name in list(INPUTS)[1:])],
 )
 def test_any_structure_is_given_out_whole_and_in_step(name, kind):
     example, stored = INPUTS[name]
@@ -299,7 +298,7 @@ def test_a_part_is_held_out(kind):
         assert kind == "dataset" or split.numbers(np.arange(split.size)).tolist() == rows.tolist()
         trained = take(split, 3, 7, seed=1)
         assert sorted(labels_of(trained)[: split.size]) == rows.tolist()
-        assert_same(trained[5:7], take(split, 3, 2, seed=1, step=5, examples=15))
+    assert_same(trained[5:7], take(split, 3, 2, seed=1, step=5, examples=15))
 
 
 @pytest.mark.unit

@@ -152,7 +152,7 @@ def test_a_run_is_one_row_with_its_flags_and_results(server, trained):
 @pytest.mark.parametrize(
     "task, metrics, pictures",
     [
-        ("text", ["right", "auc"], ["confusion_matrix"]),
+        rare("text", ["right", "auc"], ["confusion_matrix"]),
         rare("masks", ["iou"], []),
         ("two", ["kind_accuracy", "value_mae"], []),
         ("images", ["accuracy"], ["confusion_matrix", "mistakes"]),

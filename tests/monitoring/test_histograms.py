@@ -97,7 +97,7 @@ def test_a_model_that_its_user_compiled_shows_them_too():
 )
 def test_looking_changes_no_variable_and_no_step(changes):
     """Neither at what towers tell of their steps, nor at histograms and pictures between them."""
-    given = tiny.options("unused", model="tests.tiny:cnn", num_towers=3, ema_decay=0.5, **changes)
+    given = tiny.options("unused", model="tests.tiny:cnn", num_towers=2, ema_decay=0.5, **changes)
     states = []
 
     def state(run):

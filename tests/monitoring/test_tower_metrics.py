@@ -106,7 +106,7 @@ def test_each_towers_loss_gradient_and_angle(sizes, options):
 
 
 def test_of_several_steps_the_last_is_measured():
-    one, three = Looked(), Looked()
+    one, three = Looked(num_towers=2), Looked(num_towers=2)
     batches = iter(one.batches)
     values = [one.loop(batches, tf.constant(1)) for _ in range(3)]
     last = three.step(3)
