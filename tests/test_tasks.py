@@ -57,7 +57,7 @@ def flat(outputs):
 @pytest.mark.process  # which looks through a file of weights
 @pytest.mark.parametrize("kind", released(tasks.TASKS, "two"))
 def test_a_task_goes_from_training_to_predictions(trained, kind, tmp_path, capsys):
-    run = trained(kind, averages=False)
+    run = trained(kind)
     model = towers.load(run)
     assert model.compiled
     assert_has(model, run)

@@ -1,7 +1,7 @@
 """Trained runs that tests look at, each made once for all processes of a session, and read only.
 
     def test_it_can_be_evaluated(trained):
-        folder = trained("text")                     # the folder of a run with averages
+        folder = trained("text")                     # the folder of a run
         copy = trained.copy("text", tmp_path / "a")  # one that the test may change
 
 "classes" is a classifier that flags compile, with pictures, curves and four checkpoints; the others
@@ -20,21 +20,20 @@ STEPS = 9  # of a task
 CLASSES_STEPS = 18  # two epochs of 60 examples in batches of 7
 
 
-def flags(name: str, averages: bool = True) -> dict[str, Any]:
+def flags(name: str) -> dict[str, Any]:
     """Return the options of a run, but for train_dir."""
     if name == "classes":
         return dict(
             model="tests.tiny:cnn", model_args="width=3", dataset="tests.tiny:images",
             augment="tutorial", num_towers=2, batch_size=7, num_epochs=2.0, optimizer="adamw",
-            learning_rate=0.1, weight_decay=0.01, ema_decay=0.9 if averages else 0.0,
+            learning_rate=0.1, weight_decay=0.01, ema_decay=0.9,
             evaluate_every_epochs=0.5, log_every_steps=4, checkpoint_every_steps=6,
             histogram_every_epochs=1.0, keep_checkpoints=5, devices="cpu",
         )  # fmt: skip
-    own = name == "two"  # its optimizer has averages of its own
     return dict(
         model=f"tests.tasks:{name}", dataset=f"tests.tasks:{name}_data", num_towers=2, batch_size=8,
         max_steps=STEPS, checkpoint_every_steps=4, log_every_steps=4,
-        ema_decay=0.5 if averages and not own else 0.0,
+        ema_decay=0.0 if name == "two" else 0.5,  # whose optimizer has averages of its own
     )  # fmt: skip
 
 
@@ -46,22 +45,21 @@ class Runs:
         self._folder = folder
         self._stamps: dict[Path, dict] = {}
 
-    def __call__(self, name: str, averages: bool = True) -> Path:
-        """Return the folder of "classes" or of a task, trained with or without averages."""
-        same = flags(name, averages) == flags(name)  # "two" has no averages but its own
-        run = self._folder / (name if same else f"{name}_without_averages") / "run"
+    def __call__(self, name: str) -> Path:
+        """Return the folder of "classes" or of a task."""
+        run = self._folder / name / "run"
         if run not in self._stamps:
             with _locked(run.parent):
                 stamps = run.parent / "stamps.json"
                 if not stamps.exists():
-                    _train(run, flags(name, averages))
+                    _train(run, flags(name))
                     stamps.write_text(json.dumps(_stamps(run)))
                 self._stamps[run] = json.loads(stamps.read_text())
         return run
 
-    def copy(self, name: str, to: Path, averages: bool = True) -> Path:
+    def copy(self, name: str, to: Path) -> Path:
         """Return a copy of a run's folder, for a test that changes it."""
-        return Path(shutil.copytree(self(name, averages), to))
+        return Path(shutil.copytree(self(name), to))
 
     def assert_unchanged(self) -> None:
         """Let the test fail that changed a run which others read."""
