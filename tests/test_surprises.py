@@ -100,7 +100,7 @@ def test_a_run_whose_folder_is_renamed_while_it_is_written_is_saved_beside(tmp_p
     monkeypatch.setattr(checkpoint, "write", write)
     checkpoints = CheckpointManager(folder / "checkpoints", {"step": tf.Variable(3)}, {})
     with files.Lock() as lock:
-        checkpoints.home = files.RunDirectory(folder, lock)
+        checkpoints.run_directory = files.RunDirectory(folder, lock)
         with pytest.raises(RunError, match="it is saved in") as caught:
             checkpoints.save_now(3)
     beside = re.search(r"where --train_dir=(\S+) goes on", str(caught.value))[1]

@@ -89,7 +89,7 @@ def lines(make, *example):
         if task.pairs:
             with (
                 loss_checks.translate_loss_errors(task, task.pairs, [batch]),
-                task.pairs.noted(arrays[1:2]),
+                task.pairs.record(arrays[1:2]),
             ):
                 task.loss(*arrays, batch[1])
         return loss_checks.check(task, batch)

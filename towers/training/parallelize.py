@@ -100,7 +100,7 @@ def parallelize(
         variables = "sharded" if here else "cpu"
     builder = TowerBuilder(
         device_names,
-        gather_device or train_state.home_of(variables, device_names),
+        gather_device or train_state.default_device(variables, device_names),
         batch_norm=batch_norm,
         accumulate_steps=accumulate_steps,
         gather_at_variables=variables == "sharded",
@@ -456,7 +456,7 @@ class _Steps:
                 (weights if sharded else others).append(v)
         with tf.init_scope():
             train_state.shard(weights, self.builder.devices)
-            train_state.move_to_home(others, self.home)
+            train_state.move_all(others, self.home)
 
 
 def _has_slots(optimizer: keras.optimizers.Optimizer) -> bool:

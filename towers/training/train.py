@@ -92,18 +92,18 @@ def train(
             while True:
                 run = nonfinite.resumed(run, folder, restored)
                 stalls = options.stall_seconds, options.on_stall
-                watch = PreemptionHandler(checkpoints, say, health.read, *stalls)
+                preemption = PreemptionHandler(checkpoints, say, health.read, *stalls)
                 try:
                     with user_facing_errors(options), recovery.reraise_device_loss():
-                        begun = begin(run, folder, lock, checkpoints, restored, watch, say)
-                    of_step = begun.steps_done, begun.largest_batch
+                        prepared = begin(run, folder, lock, checkpoints, restored, preemption, say)
+                    of_step = prepared.steps_done, prepared.largest_batch
                     with user_facing_errors(options, *of_step), recovery.reraise_device_loss():
-                        return _train(begun, watch, health, out, start, callbacks)
+                        return _train(prepared, preemption, health, out, start, callbacks)
                 # Each goes on as a new process would.
                 except nonfinite.Rollback as rollback:
                     say(str(rollback))
                 except remote.DevicesChanged:
-                    if not recovery.go_on(watch.save_kept()):
+                    if not recovery.go_on(preemption.save_backup()):
                         return None
                 again = dataclasses.replace(run.options, overwrite=False, **run.left_open)
                 run = build(again, say)
@@ -111,8 +111,8 @@ def train(
 
 
 def _train(
-    begun: PreparedRun,
-    watch: PreemptionHandler,
+    prepared: PreparedRun,
+    preemption: PreemptionHandler,
     health: GpuHealth,
     out: TextIO,
     start: float,
@@ -123,50 +123,50 @@ def _train(
     Returns:
         What result.json holds, or None if a signal stopped the run, which is saved then.
     """
-    run, folder, timetable = begun.run, begun.folder, begun.timetable
-    options, task, checkpoints = run.options, run.task, begun.checkpoints
+    run, folder, timetable = prepared.run, prepared.folder, prepared.timetable
+    options, task, checkpoints = run.options, run.task, prepared.checkpoints
     step, last, best = timetable.first_step, timetable.last_step, _best_of(run, folder)
     checkpoints.best = best.step if options.keep_best else None
     with contextlib.ExitStack() as stack:
-        check = checkpoints.home.check
+        check = checkpoints.run_directory.check
         monitor = Monitor(
             folder, timetable, run.builder.devices, health=health.read, check=check, out=out
         )
         stack.enter_context(contextlib.closing(monitor))
-        checkpoints.say = checkpoints.home.say = monitor.say
+        checkpoints.say = checkpoints.run_directory.say = monitor.say
         stack.enter_context(contextlib.closing(checkpoints))
-        _announce(monitor, begun)
+        _announce(monitor, prepared)
         profiler = Profiler(folder, options.profile_range(), last_step=last, say=monitor.say)
         stack.enter_context(profiler)
-        stack.enter_context(watch)
-        watch.listener.keep(begun.batches)
+        stack.enter_context(preemption)
+        preemption.listener.keep(prepared.batches)
         model = run.masters.model
         draw = make_histograms(run.builder, model, task.gradients, task.inputs)
-        gallery = Gallery(monitor, timetable, begun.sampler, draw, run.builder, model, run.data)
+        gallery = Gallery(monitor, timetable, prepared.sampler, draw, run.builder, model, run.data)
         callbacks = Callbacks(user_callbacks, run, timetable)
-        evaluator = Evaluator(begun, monitor, gallery, best, watch, callbacks)
-        alarm = nonfinite.NonFiniteMonitor(run, folder, timetable, monitor.say)
+        evaluator = Evaluator(prepared, monitor, gallery, best, preemption, callbacks)
+        finite_check = nonfinite.NonFiniteMonitor(run, folder, timetable, monitor.say)
         saved, seconds_to_first_step, changed = step, None, False
-        stack.enter_context(_saved_if_it_fails(begun, watch))
+        stack.enter_context(_saved_if_it_fails(prepared, preemption))
 
         callbacks.begin_run()
-        if timetable.evaluates(step) and not evaluator.has_seen(step):  # it was stopped in that
-            evaluator.at(step)
-        while step < last and not watch() and not evaluator.is_over():
+        if timetable.evaluates(step) and not evaluator.is_recorded(step):  # it was stopped in that
+            evaluator.evaluate(step)
+        while step < last and not preemption() and not evaluator.stops_early():
             # As many steps as there are until something is due, in one call of TensorFlow.
             with monitor.pause():
                 profiler.begin(step)
-            num_steps = min(timetable.num_steps(step, profiler.due), watch.most_steps())
+            num_steps = min(timetable.num_steps(step, profiler.due), preemption.most_steps())
             num_steps = min(num_steps, 1) if callbacks else num_steps
             callbacks.begin_step(step)
-            with profiler.trace(step), watch.steps(begun.train_loop, step, num_steps):
+            with profiler.trace(step), preemption.steps(prepared.train_loop, step, num_steps):
                 logs = timetable.logs(step + num_steps)
-                values = begun.train_loop(begun.batches, tf.constant(num_steps), logs)
+                values = prepared.train_loop(prepared.batches, tf.constant(num_steps), logs)
                 if logs:
                     values["loss"].numpy()  # waits for the devices
             step += num_steps
             saves, evaluates = timetable.saves(step), timetable.evaluates(step)
-            alarm.look(values, step, now=logs or saves or evaluates or step == last)
+            finite_check.check(values, step, now=logs or saves or evaluates or step == last)
             if seconds_to_first_step is None:
                 seconds_to_first_step = time.perf_counter() - start
             # What is shown of them.
@@ -177,33 +177,33 @@ def _train(
             if logs:
                 metrics = {n: value.numpy().tolist() for n, value in values.items() if n != "batch"}
                 monitor.train_point(step, metrics | {"skipped": task.num_skipped()})
-            if watch.wants_save(step) or saves:
+            if preemption.wants_save(step) or saves:
                 with monitor.pause():
-                    _save_finite(begun, alarm, watch, step)
+                    _save_finite(prepared, finite_check, preemption, step)
                 saved = step
             if timetable.draws_histograms(step):
                 gallery.show_histograms(step)
             with monitor.pause():
                 if evaluates or (callbacks and step == last):
-                    if evaluator.at(step) and options.keep_best:
+                    if evaluator.evaluate(step) and options.keep_best:
                         if step > saved:
-                            _save_finite(begun, alarm, watch, step)
+                            _save_finite(prepared, finite_check, preemption, step)
                             saved = step
                         checkpoints.close()  # it is to be there before best.json names it
                     best.write(monitor.say)
-                changed |= callbacks.end_epoch(step, evaluator.seen_at(step))
+                changed |= callbacks.end_epoch(step, evaluator.result_at(step))
         profiler.stop()
-        ended = step == last or evaluator.is_over()
+        ended = step == last or evaluator.stops_early()
         if ended:
             if step < last:
-                monitor.say(f"stopping    early, at step {step}: {evaluator.why_over()}")
+                monitor.say(f"stopping    early, at step {step}: {evaluator.stop_reason()}")
             changed |= task.finish()
             changed |= callbacks.end_run()
         if changed:
-            evaluator.forget()
+            evaluator.invalidate()
         if changed or not checkpoints.has(step):
-            _save_finite(begun, alarm, watch, step, now=True)
-        found = evaluator.at_end(step) if ended else None
+            _save_finite(prepared, finite_check, preemption, step, now=True)
+        found = evaluator.evaluate_at_end(step) if ended else None
         if found and options.histogram_every_epochs:
             gallery.show_histograms(step)
     if found is None:
@@ -245,12 +245,12 @@ def _train(
     return result
 
 
-def _announce(monitor: Monitor, begun: PreparedRun) -> None:
-    folder, last = begun.run.options.train_dir, begun.timetable.last_step
-    if begun.restored is None:
+def _announce(monitor: Monitor, prepared: PreparedRun) -> None:
+    folder, last = prepared.run.options.train_dir, prepared.timetable.last_step
+    if prepared.restored is None:
         monitor.say(f"new run     {folder}, {last} steps")
     else:
-        monitor.say(f"continuing  {folder} at step {begun.restored} of {last}")
+        monitor.say(f"continuing  {folder} at step {prepared.restored} of {last}")
     monitor.say(f"watch it    {tensorboard_command(folder)}")
     listens = threading.current_thread() is threading.main_thread()
     if listens and not in_notebook():  # which has no terminal beside it
@@ -258,9 +258,9 @@ def _announce(monitor: Monitor, begun: PreparedRun) -> None:
 
 
 def _save_finite(
-    begun: PreparedRun,
-    alarm: nonfinite.NonFiniteMonitor,
-    watch: PreemptionHandler,
+    prepared: PreparedRun,
+    finite_check: nonfinite.NonFiniteMonitor,
+    preemption: PreemptionHandler,
     step: int,
     now: bool = False,
 ) -> None:
@@ -270,33 +270,33 @@ def _save_finite(
     drifted away, as they may on unlike cards, get the values that are saved: the run goes on as one
     that is continued from this checkpoint does.
     """
-    if drifted := begun.run.masters.make_copies_equal():
+    if drifted := prepared.run.masters.make_copies_equal():
         name, device, other = drifted
-        begun.checkpoints.say(
+        prepared.checkpoints.say(
             f"warning     copies of {name} on {device} and {other} differ at step {step}: all go "
             f"on from that of {device}, which is saved; type --variables=cpu or sharded, which "
             "have one copy, or --deterministic"
         )
-    alarm.check_weights(step)
-    with watch.save(step):
-        save = begun.checkpoints.save_now if now else begun.checkpoints.save
+    finite_check.check_weights(step)
+    with preemption.save(step):
+        save = prepared.checkpoints.save_now if now else prepared.checkpoints.save
         save(step)
 
 
 @contextlib.contextmanager
-def _saved_if_it_fails(begun: PreparedRun, watch: PreemptionHandler) -> Iterator[None]:
+def _saved_if_it_fails(prepared: PreparedRun, preemption: PreemptionHandler) -> Iterator[None]:
     """Save the last finished step if data, a disk or a reader of the output fails in the block."""
     try:
         yield
     except (nonfinite.NotFinite, nonfinite.Rollback, remote.DevicesChanged):
         raise
     except Exception:
-        step, snapshot = watch.kept or (int(begun.run.masters.step.numpy()), None)
-        if (watch.kept or watch.whole) and not begun.checkpoints.has(step):
-            snapshot = snapshot or begun.checkpoints.snapshot()
+        step, snapshot = preemption.backup or (int(prepared.run.masters.step.numpy()), None)
+        if (preemption.backup or preemption.consistent) and not prepared.checkpoints.has(step):
+            snapshot = snapshot or prepared.checkpoints.snapshot()
             with contextlib.suppress(RunError):  # what failed first is what is told
                 check_snapshot(snapshot)
-                begun.checkpoints.save_now(step, snapshot)
+                prepared.checkpoints.save_now(step, snapshot)
         raise
 
 

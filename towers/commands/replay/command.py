@@ -8,7 +8,7 @@ from typing import Any
 from towers.errors import InputError
 from towers.options.run import Options
 from towers.training.callbacks import nonfinite
-from towers.training.callbacks.replay_step import TensorRange, make_again
+from towers.training.callbacks.replay_step import TensorRange, replay_step
 from towers.training.run.setup import find
 
 _HEADINGS = {
@@ -37,7 +37,7 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
     first = options.devices.partition(",")[0]
     (device, *_), dataset = find(dataclasses.replace(options, num_towers=1, devices=first))
     state, batch = nonfinite.read(folder, (dataset.spec, None))
-    again = make_again(options, dataset, device, state, batch)
+    again = replay_step(options, dataset, device, state, batch)
     if again.reason:
         raise InputError(f"--train_dir={folder}: its step cannot be made again: {again.reason}")
     fault = again.fault

@@ -39,7 +39,7 @@ class Runner:
     model: keras.Model
     builder: TowerBuilder | None  # None of plain Keras
     named: Mapping[str, Any]  # variables that a step changes, by names that all runners have
-    doubts: Sequence[str]  # what the builder says of the towers' function
+    diagnostics: Sequence[str]  # what the builder says of the towers' function
 
     def variables(self) -> Arrays:
         """Return the values of the variables."""
@@ -60,9 +60,9 @@ class Runner:
         found = []
         with contextlib.suppress(Exception):  # of a model whose own train_step calls something else
             fn, arguments = self.tower_function(batch)
-            analysis = self.builder.analyze(fn, *arguments, num_slices=2, silent=True)
-            found = exactness_checks.check(analysis, tf.nest.flatten(arguments), thorough=True)
-        return [*found, *self.doubts]
+            rehearsal = self.builder.analyze(fn, *arguments, num_slices=2, silent=True)
+            found = exactness_checks.check(rehearsal, tf.nest.flatten(arguments), thorough=True)
+        return [*found, *self.diagnostics]
 
 
 class TrainRunner(Runner):
@@ -72,7 +72,7 @@ class TrainRunner(Runner):
         """Trace the step of a run; if it is `plain`, a compiled model makes it as Keras does."""
         self.run, self.model, self.builder = run, run.masters.model, run.builder
         self.num_towers, self.dtype = len(run.builder.devices), run.options.dtype
-        self.named, self.doubts = run.masters.variables(), run.doubts
+        self.named, self.diagnostics = run.masters.variables(), run.diagnostics
         if plain:
             unparallelize(self.model)
         batches = run.data.train.train_batches(run.options.batch_size, seed=run.options.seed)
@@ -157,7 +157,7 @@ class FitRunner(Runner):
         self.builder = builder_of(model)
 
     @property
-    def doubts(self) -> list[str]:
+    def diagnostics(self) -> list[str]:
         """Warnings of the builder."""
         told = [w for w in self._warned if Path(w.filename).parent.name == "builder"]
         return [str(warning.message) for warning in told]

@@ -1,6 +1,6 @@
-"""Which evaluation of a run is the best: for early stopping, and for the checkpoint that is kept.
+"""The best evaluation of a run, for early stopping and for the checkpoint that is kept.
 
-`train_dir/best.json` holds it:
+`train_dir/best.json` holds:
 
     objective, direction   the metric, and "max" or "min"
     points                 [[step, examples, value], ...] of all evaluations, in order
@@ -18,7 +18,7 @@ NAME = "best.json"
 
 
 class BestTracker:
-    """The evaluations of a run so far, and the best of them."""
+    """Tracks the evaluations of a run and which of them is the best."""
 
     def __init__(
         self, folder: Path, objective: tuple[str, str], patience: float, keep: bool, step: int
@@ -28,9 +28,9 @@ class BestTracker:
         Args:
             folder: of the run.
             objective: metric, and which is better: "max" or "min".
-            patience: examples without improvement after which a run ends; 0: it never does.
-            keep: whether the best one's checkpoint is kept.
-            step: at which the run goes on; later evaluations are made again.
+            patience: examples without improvement after which a run ends; 0: never.
+            keep: whether the checkpoint of the best evaluation is kept.
+            step: where the run resumes; later evaluations are dropped, and made again.
         """
         self._path = folder / NAME
         self._name, self._direction = objective
@@ -44,11 +44,11 @@ class BestTracker:
         self._points = [p for p in points if same and p[0] <= step]
 
     def knows(self, step: int) -> bool:
-        """Return whether there was an evaluation after `step` updates."""
+        """Return whether step `step` was evaluated."""
         return any(point[0] == step for point in self._points)
 
     def add(self, step: int, examples: int, value: float | None) -> bool:
-        """Add an evaluation; return whether it is the best so far; of equal ones the first is."""
+        """Add an evaluation; return whether it is the best so far. Of equal ones the first is."""
         if self.knows(step):
             return self.step == step
         self._points.append([step, examples, value])
@@ -62,18 +62,16 @@ class BestTracker:
         return min(known)[1] if known else None
 
     def is_over(self) -> bool:
-        """Return whether the run has not improved for too long."""
+        """Return whether the run has not improved for `patience` examples."""
         if not self._patience or not self._points:
             return False
         best = next((n for step, n, _ in self._points if step == self.step), self._points[0][1])
         return self._points[-1][1] - best >= self._patience
 
     def write(self, say: Callable[[str], None] | None = None) -> None:
-        """Write best.json, if it is needed; the best checkpoint must be there before.
+        """Write best.json, if it is needed; the best checkpoint must have been written before.
 
-        Args:
-            say: is given a line if the file cannot be written, and the next call tries again; None:
-                that raises RunError.
+        If the file cannot be written, `say` prints a warning; without it RunError is raised.
         """
         if not self._patience and not self._keep:
             return

@@ -1,4 +1,4 @@
-"""Evaluations of a run on the way and at its end: figures, pictures, and which was the best."""
+"""Evaluations during a run and at its end: metrics, pictures and the best checkpoint."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,37 +14,37 @@ from towers.training.step.train_state import restore_after
 
 
 class Evaluator:
-    """Evaluates a run and shows what was found.
+    """Evaluates a run and shows the results.
 
-    On the way it takes validation data where there are any: the test set is for the end.
+    During the run it uses the validation data if there are any; the test set is for the end.
     """
 
     def __init__(
         self,
-        begun: PreparedRun,
+        prepared: PreparedRun,
         monitor: Monitor,
         gallery: Gallery,
         best: BestTracker,
-        watch: PreemptionHandler,
+        preemption: PreemptionHandler,
         callbacks: Callbacks,
     ):
-        """Compile nothing yet."""
-        self._begun, self._run, self._best = begun, begun.run, best
+        """Compile nothing yet; see `PreparedRun` for the parts."""
+        self._prepared, self._run, self._best = prepared, prepared.run, best
         self._monitor, self._gallery = monitor, gallery
-        self._watch, self._callbacks = watch, callbacks
+        self._preemption, self._callbacks = preemption, callbacks
         self._last, self._last_step = None, None
         self._part = "validation" if self._run.data.validation else "test"
         evaluate = self._run.task.make_evaluator(self._run.splits()[self._part])
         self._evaluate = callbacks.around(evaluate)
 
-    def at(self, step: int) -> bool:
+    def evaluate(self, step: int) -> bool:
         """Evaluate after `step` updates; return whether that is the best so far."""
         run, monitor = self._run, self._monitor
-        with self._watch.evaluation(step):
-            self._last, self._last_step = self._evaluate(self._watch), step
+        with self._preemption.evaluation(step):
+            self._last, self._last_step = self._evaluate(self._preemption), step
             if self._last is None:
                 return False
-            if not monitor.evaluated(step):  # a crash came between this and what follows
+            if not monitor.evaluated(step):  # else a crash came after the curves were written
                 self._gallery.show_training(step)
                 if self._last.predictions:
                     self._gallery.show_evaluation(step, self._last.predictions)
@@ -52,62 +52,62 @@ class Evaluator:
             monitor.eval_point(step, metrics, self._part)
             value = metrics.get(f"{name}_ema")
             value = metrics.get(name) if value is None else value
-            is_best = self._best.add(step, self._begun.timetable.examples(step), value)
+            is_best = self._best.add(step, self._prepared.timetable.examples(step), value)
             if is_best and run.options.keep_best:
-                self._begun.checkpoints.best = step
+                self._prepared.checkpoints.best = step
             return is_best
 
-    def forget(self) -> None:
-        """Evaluate anew at the end, although the step was evaluated: the weights have changed."""
+    def invalidate(self) -> None:
+        """Forget the last result: the weights have changed since."""
         self._last_step = None
 
-    def seen_at(self, step: int) -> Evaluation | None:
-        """Return the evaluation after `step` updates, None if there was none."""
+    def result_at(self, step: int) -> Evaluation | None:
+        """Return the evaluation of `step`, or None."""
         return self._last if self._last_step == step else None
 
-    def has_seen(self, step: int) -> bool:
-        """Return whether the evaluation after `step` updates is on record, of whatever process."""
+    def is_recorded(self, step: int) -> bool:
+        """Return whether this or an earlier process has recorded the evaluation of `step`."""
         needed = self._run.options.keep_best or self._run.options.early_stopping_epochs
         return self._monitor.evaluated(step) and (not needed or self._best.knows(step))
 
-    def is_over(self) -> bool:
+    def stops_early(self) -> bool:
         """Return whether the run ends early."""
         return self._best.is_over() or self._callbacks.stopped()
 
-    def why_over(self) -> str:
-        """Return why the run ends early, for a line."""
+    def stop_reason(self) -> str:
+        """Return why the run ends early."""
         if self._callbacks.stopped():
             return "a callback has set stop_training"
         name, _ = self._run.task.objective()
         epochs = self._run.options.early_stopping_epochs
         return f"{name} was best at step {self._best.step}, {epochs:g} epochs ago or more"
 
-    def at_end(self, step: int) -> dict[str, Evaluation] | None:
-        """Evaluate the weights that the run ends with: the best ones, if these are kept.
+    def evaluate_at_end(self, step: int) -> dict[str, Evaluation] | None:
+        """Return {split name: evaluation} of the final weights: the best ones if they are kept.
 
-        Returns:
-            {part of the data set: its evaluation}, the test set among them; None if a signal came.
+        Returns None if a signal stopped the evaluation.
         """
-        with self._watch.evaluation(step):
+        with self._preemption.evaluation(step):
             if self._last_step != step:
-                self.at(step)
+                self.evaluate(step)
             if self._last is None:
                 return None
             self._best.write()
             found = {self._part: self._last}
             with self._best_weights(step) as are_others:
                 if are_others:
-                    found[self._part] = self._evaluate(self._watch)
+                    found[self._part] = self._evaluate(self._preemption)
                 if "test" not in found:
-                    found["test"] = self._run.task.make_evaluator(self._run.data.test)(self._watch)
+                    evaluate = self._run.task.make_evaluator(self._run.data.test)
+                    found["test"] = evaluate(self._preemption)
                     if found["test"]:
                         self._monitor.say_figures("test", step, found["test"].metrics)
         return None if None in found.values() else found
 
     @contextlib.contextmanager
     def _best_weights(self, step: int) -> Iterator[bool]:
-        """Restore the best checkpoint for the block; yield whether it is another than `step`'s."""
-        checkpoints, masters = self._begun.checkpoints, self._run.masters
+        """Restore the best checkpoint in the block; yield whether it is not that of `step`."""
+        checkpoints, masters = self._prepared.checkpoints, self._run.masters
         best = checkpoints.best
         if best not in (None, step) and not checkpoints.has(best):
             checkpoints.say(f"warning     the checkpoint of step {best}, the best, is not there")

@@ -1,8 +1,7 @@
-"""A non-finite step: what it was, where that began, and how the run goes on.
+"""Detects non-finite steps, reports where they began, and stops or rolls back the run.
 
-No update was made of it (`update.py`, `skip_nonfinite.py`): the masters are the state before it.
-That state and the batch are written to train_dir/nan, from which `towers replay` makes the step
-again.
+Such a step makes no update (`update.py`, `skip_nonfinite.py`), so the master variables hold the
+state before it. That state and the batch are written to train_dir/nan for `towers replay`.
 """
 
 import dataclasses
@@ -21,8 +20,8 @@ from towers.options.triggers import Timetable
 from towers.training.callbacks.replay_step import (
     NonFiniteOrigin,
     ReplayResult,
-    make_again,
     num_examples,
+    replay_step,
 )
 from towers.training.run import checkpoint
 from towers.training.run.setup import RunContext
@@ -35,11 +34,11 @@ _SHOWN = 5  # rows in a line
 
 
 class Rollback(Exception):
-    """Raised where the run is to go on from an earlier checkpoint; its text says so."""
+    """Raised to resume the run from an earlier checkpoint; its text is printed."""
 
 
 class NotFinite(RunError):
-    """Raised where a non-finite step or weight ends the run."""
+    """Raised if a non-finite step or weight ends the run."""
 
 
 class NonFiniteMonitor:
@@ -48,73 +47,75 @@ class NonFiniteMonitor:
     def __init__(
         self, run: RunContext, folder: Path, timetable: Timetable, say: Callable[[str], None]
     ):
-        """Create the alarm of a run; `say` prints a line."""
+        """Set the run, its folder and timetable; `say` prints a line."""
         self.run, self.folder, self._timetable, self._say = run, folder, timetable, say
         self._last: Mapping[str, Any] = {}
         self._num_skipped = run.task.num_skipped()
 
-    def look(self, values: Mapping[str, Any], step: int, now: bool) -> None:
-        """Report skipped steps, and end the run if its steps are not finite.
+    def check(self, values: Mapping[str, Any], step: int, now: bool) -> None:
+        """Report skipped steps, and raise if the limit of non-finite steps is reached.
 
         Args:
             values: what the train loop returned.
             step: steps done.
-            now: whether to wait for GPUs; else they are asked about the call before.
+            now: whether to wait for GPUs; else the values of the previous call are checked.
 
         Raises:
-            NotFinite: a step was not, and the run ends.
-            Rollback: it was not, and the run goes on from an earlier checkpoint.
+            NotFinite: the run ends.
+            Rollback: the run resumes from an earlier checkpoint.
         """
-        asked = values if now or "batch" in values else self._last
+        checked = values if now or "batch" in values else self._last
         self._last = values
-        if self.run.options.on_nan == "skip" and asked is values:
+        if self.run.options.on_nan == "skip" and checked is values:
             before, self._num_skipped = self._num_skipped, self.run.task.num_skipped()
             if self._num_skipped > before:
                 self._say(
                     f"skipped     {count(self._num_skipped - before, 'step')} before step {step}: "
                     f"the loss or a gradient was not finite; {self._num_skipped} since step 0"
                 )
-        if bool(asked.get("stuck", False)):
+        if bool(checked.get("stuck", False)):
             self._end(values.get("batch"))
 
     def check_weights(self, step: int) -> None:
-        """Raise what `look` does if a master variable is infinite or NaN after `step` steps."""
-        self.look(self._last, step, now=True)
+        """Raise as `check` does if a master variable is infinite or NaN after `step` steps."""
+        self.check(self._last, step, now=True)
         if names := not_finite(self.run.masters.variables()):
             line = f"{names[0]} is infinite or NaN after {step} steps"
-            self._go_back(step, line)
-            raise NotFinite(f"{line}: {_remedy(self.run)}; {self.folder}/checkpoints holds the "
-                           "state before")  # fmt: skip
+            self._roll_back(step, line)
+            before = f"{self.folder}/checkpoints holds the state before"
+            raise NotFinite(f"{line}: {_remedy(self.run)}; {before}")
 
     def _end(self, batch: Any) -> None:
-        """Write what is known of the step, and raise NotFinite or Rollback."""
+        """Replay the step, write the report, and raise NotFinite or Rollback."""
         run, masters = self.run, self.run.masters
         step, examples = int(masters.step.numpy()), int(masters.examples.numpy())
-        # Of GPUs' steps, and of rows, it is made again: a pure function of the step.
+        # GPUs return no batch, and device-resident data only rows; data are a function of the step.
         if batch is None or tf.is_tensor(batch[0]):
             given = dict(seed=run.options.seed, step=step, examples=examples)
             batch = next(iter(run.data.train.train_batches(run.options.batch_size, **given)))
         state = {name: variable.numpy() for name, variable in masters.variables().items()}
-        again = make_again(run.options, run.data, run.builder.devices[0], state, batch)
-        report = self._report(step, examples, again, batch)
+        replayed = replay_step(run.options, run.data, run.builder.devices[0], state, batch)
+        report = self._report(step, examples, replayed, batch)
         line, more = report["line"], f"; `towers replay --train_dir={self.folder}` makes it again"
         try:
             write(self.folder, masters.variables(), batch, report)
         except (OSError, tf.errors.OpError, RunError) as error:
             more = f"; {self.folder / FOLDER} cannot be written: {first_line(error)}"
-        if again.fault is None or not again.fault.of_data:
-            self._go_back(step, line)
+        if replayed.fault is None or not replayed.fault.of_data:
+            self._roll_back(step, line)
         raise NotFinite(f"{line}: {report['remedy']}{more}")
 
-    def _report(self, step: int, examples: int, again: ReplayResult, batch: Any) -> dict[str, Any]:
-        run, fault = self.run, again.fault
+    def _report(
+        self, step: int, examples: int, replayed: ReplayResult, batch: Any
+    ) -> dict[str, Any]:
+        run, fault = self.run, replayed.fault
         numbers, what = numbers_of(run, step, examples, num_examples(batch))
         rows = fault.rows if fault else []
         towers = sorted({tower_of(row, num_examples(batch), run) for row in rows})
         report = {
             "step": step,
             "epoch": examples / run.data.train.size,
-            "loss": again.loss_text,
+            "loss": replayed.loss_text,
             "fault": fault and fault.kind,
             "name": fault and fault.name,
             "towers": towers,
@@ -130,13 +131,13 @@ class NonFiniteMonitor:
             plural = "tower" if len(towers) == 1 else "towers"
             named = ", ".join(f"{t} ({run.builder.devices[t]})" for t in towers[:_SHOWN])
             where += f", {plural} {named}{', ...' if len(towers) > _SHOWN else ''}"
-        of_rows = _of_rows(report["rows"], what, num_examples(batch))
-        report["line"] = f"{again.what} at {where}: {_described(fault, of_rows)}"
+        rows_text = _rows_text(report["rows"], what, num_examples(batch))
+        report["line"] = f"{replayed.what} at {where}: {_fault_text(fault, rows_text)}"
         report["remedy"] = _remedy(run, fault)
         return report
 
-    def _go_back(self, step: int, line: str) -> None:
-        """Record and raise a Rollback, if the run is to go on so."""
+    def _roll_back(self, step: int, line: str) -> None:
+        """Record and raise a Rollback, if the options and the checkpoints allow one."""
         if self.run.options.on_nan != "rollback":
             return
         found = rollbacks(self.folder)
@@ -146,18 +147,18 @@ class NonFiniteMonitor:
         (self.folder / FOLDER).mkdir(exist_ok=True)
         found = [*found, {"step": step, "to": to, "examples": self._timetable.examples(to)}]
         files.write_json(self.folder / FOLDER / ROLLBACKS, {"rollbacks": found})
-        put_aside(self.folder, to)
+        set_aside_checkpoints(self.folder, to)
         raise Rollback(
             f"rollback    {line}; back to step {to}, with {FACTOR:g} times the learning rate "
             f"({len(found)} of {MOST_ROLLBACKS})"
         )
 
     def _last_good(self, step: int, before: list[dict[str, int]]) -> int | None:
-        """Return the step of the checkpoint to go back to, None if there is none.
+        """Return the step of the checkpoint to go back to, or None.
 
-        The state right before a bad step is no good, whatever the rate; nor is one after which the
-        same step was bad again. Only regular checkpoints count where there are some, not those of
-        stops: the result does not depend on where a run was stopped.
+        Not the state right before the bad step, nor one from which the same step failed again. If
+        there are regular checkpoints, those of stops do not count: the result must not depend on
+        where a run was stopped.
         """
         bound = before[-1]["to"] if before and before[-1]["step"] == step else step
         every = self.run.options.checkpoint_every_steps
@@ -166,11 +167,8 @@ class NonFiniteMonitor:
         return max((number for number in regular or steps if number < bound), default=None)
 
 
-# How a run goes on.
-
-
-def put_aside(folder: Path, step: int) -> None:
-    """Move the checkpoints after a step to train_dir/nan, so that the run goes on from this one."""
+def set_aside_checkpoints(folder: Path, step: int) -> None:
+    """Move the checkpoints after `step` to train_dir/nan."""
     for number, prefix in checkpoint.find(folder / "checkpoints"):
         found = Path(prefix)
         for path in sorted(found.parent.glob(f"{found.name}.*"))[::-1] if number > step else ():
@@ -178,12 +176,12 @@ def put_aside(folder: Path, step: int) -> None:
 
 
 def rollbacks(folder: Path) -> list[dict[str, int]]:
-    """Return the rollbacks of a run: "step", which was bad, "to", and the "examples" seen there."""
+    """Return a run's rollbacks: {"step": bad step, "to": step, "examples": seen at `to`}."""
     return list(files.read_json(folder / FOLDER / ROLLBACKS).get("rollbacks", []))
 
 
 def resumed(run: RunContext, folder: Path, restored: int | None) -> RunContext:
-    """Return the run with its learning rate lowered by its rollbacks; nothing is written.
+    """Return the run with its learning rate lowered once for each rollback.
 
     Raises:
         InputError: --on_nan=rollback, and the learning rate cannot be lowered.
@@ -207,9 +205,6 @@ def resumed(run: RunContext, folder: Path, restored: int | None) -> RunContext:
     return run
 
 
-# What is written.
-
-
 def write(folder: Path, variables: Mapping[str, Any], batch: Any, report: Mapping) -> None:
     """Write the state before a step, its batch and the report on it to train_dir/nan."""
     own = folder / FOLDER
@@ -221,7 +216,7 @@ def write(folder: Path, variables: Mapping[str, Any], batch: Any, report: Mappin
     arrays: dict[str, np.ndarray] = {}
     for i, leaf in enumerate(tf.nest.flatten(batch)):
         array = leaf.numpy()
-        if array.dtype == object:  # texts, which NumPy would pickle
+        if array.dtype == object:  # strings, which NumPy would pickle
             arrays[f"{i}_lengths"] = np.array([len(text) for text in array.flat])
             arrays[f"{i}_shape"] = np.array(array.shape)
             array = np.frombuffer(b"".join(array.flat), np.uint8)
@@ -232,11 +227,7 @@ def write(folder: Path, variables: Mapping[str, Any], batch: Any, report: Mappin
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """Return the report on the run's non-finite step.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return the report on the run's non-finite step; raise InputError if there is none."""
     report = files.read_json(folder / FOLDER / REPORT)
     if not {"step", "line", "rows"} <= report.keys():
         raise InputError(
@@ -247,14 +238,10 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 
 def read(folder: Path, spec: Any) -> tuple[dict[str, np.ndarray], Any]:
-    """Return the state before that step, {name: master variable}, and its batch.
-
-    Args:
-        folder: of the run.
-        spec: the structure of a batch.
+    """Return the written state, {name: array}, and the batch, whose structure is `spec`.
 
     Raises:
-        InputError: what was written is damaged.
+        InputError: a file is missing or damaged.
     """
     own = folder / FOLDER
     try:
@@ -275,11 +262,8 @@ def read(folder: Path, spec: Any) -> tuple[dict[str, np.ndarray], Any]:
     return state, tf.nest.pack_sequence_as(spec, leaves)
 
 
-# Examples and towers.
-
-
 def numbers_of(run: RunContext, step: int, examples: int, size: int) -> tuple[np.ndarray, str]:
-    """Return a number for each example of a step's batch, and in words what is numbered."""
+    """Return an identifying number for each example of a step's batch, and what it counts."""
     split = run.data.train
     if hasattr(split, "train_rows"):
         given = dict(seed=run.options.seed, step=step, examples=examples)
@@ -289,7 +273,7 @@ def numbers_of(run: RunContext, step: int, examples: int, size: int) -> tuple[np
 
 
 def tower_of(row: int, size: int, run: RunContext) -> int:
-    """Return which tower had a row of a batch of `size` examples."""
+    """Return the tower that had a row of a batch of `size` examples."""
     stop, number, num_towers = 0, -1, len(run.builder.devices)
     for part in _sizes(size, run.builder.accumulate_steps):
         for slice_size in _sizes(part, num_towers):
@@ -304,10 +288,7 @@ def _sizes(total: int, parts: int) -> Iterable[int]:
     return [small + (i < more) for i in range(parts)]
 
 
-# Words.
-
-
-def _of_rows(rows: list[int], what: str, size: int) -> str:
+def _rows_text(rows: list[int], what: str, size: int) -> str:
     if not rows:
         return ""
     if len(rows) == size:
@@ -317,17 +298,16 @@ def _of_rows(rows: list[int], what: str, size: int) -> str:
     return f"for {shown}{more} ({what})"
 
 
-def _described(fault: NonFiniteOrigin | None, of_rows: str) -> str:
-    """Return in words where a step's first non-finite number is."""
+def _fault_text(fault: NonFiniteOrigin | None, rows_text: str) -> str:
     if fault is None:
         return "on one device it does not come again"
-    of_rows = f" {of_rows}" if of_rows else ""
+    rows_text = f" {rows_text}" if rows_text else ""
     return {
         "variable": f"the variable {fault.name} is not finite, before the step",
-        "data": f"{fault.name} are not finite in {fault.dtype}{of_rows}",
-        "layer": f"layer {fault.name} is the first whose output is not finite{of_rows}",
-        "loss": f"all layers' outputs are finite, the loss is not{of_rows}",
-        "gradient": f"the loss is finite, the gradient of {fault.name} is not{of_rows}",
+        "data": f"{fault.name} are not finite in {fault.dtype}{rows_text}",
+        "layer": f"layer {fault.name} is the first whose output is not finite{rows_text}",
+        "loss": f"all layers' outputs are finite, the loss is not{rows_text}",
+        "gradient": f"the loss is finite, the gradient of {fault.name} is not{rows_text}",
     }[fault.kind]
 
 

@@ -1,9 +1,8 @@
-"""Signals and stalls of a run, answered without losing a step, also while nothing goes on.
+"""Handles signals and stalls of a run without losing a step, even while it is blocked.
 
-Between two calls of the train loop, or two batches of an evaluation, the loop itself asks whether
-to stop, or to save. While it waits in C++ the `PreemptionHandler` answers in its place, in the
-signal listener's thread: if no step is in progress (`TrainLoop.moment`), the masters are the state
-after the last finished step, and are saved.
+Between two calls of the train loop, or two batches of an evaluation, the loop itself checks for
+requests to stop or save. While it is blocked in C++, the signal listener's thread handles them: if
+no step is in progress (`TrainLoop.position`), it saves the master variables.
 """
 
 import contextlib
@@ -26,40 +25,28 @@ EXIT_STALLED = 76
 BATCH, STEP, EVALUATION, SAVE = "a batch", "a step", "an evaluation", "a save"
 State = tuple[int, Snapshot]
 NOTHING: State = (0, {})  # needs no saving
-_CALL_SECONDS = 2.0  # which a call of the train loop may take: a stop waits for its end
+_CALL_SECONDS = 2.0  # the longest call of the train loop: a stop waits for its end
 
 
 @dataclasses.dataclass(frozen=True)
 class _Waiting:
-    """What the main thread waits for.
-
-    Attributes:
-        what: in words.
-        step: steps done.
-        first: whether it is the first of its kind, which may be compiling.
-        state: returns (step, snapshot of the masters) if they are those of a finished step, else
-            None.
-        of_input: returns whether it waits for the data set.
-    """
-
-    what: str
-    step: int
-    first: bool  # it may be compiling
-    state: Callable[[], State | None]
-    of_input: Callable[[], bool]
+    what: str  # the main thread waits for
+    step: int  # steps done
+    first: bool  # of its kind: it may be compiling
+    state: Callable[[], State | None]  # None if the variables are not those of a finished step
+    of_input: Callable[[], bool]  # whether it waits for the data set
 
 
 class PreemptionHandler(signals.StopRequest):
-    """The stop request of a run, which is also answered while the main thread waits.
+    """The stop request of a run, which is also answered while the main thread is blocked.
 
     Attributes:
-        whole: whether the masters are the state after a step, and no step is in progress.
-        kept: a (step, snapshot) that no lost machine takes with it: of a run whose towers, but not
-            its masters, are on other machines.
+        consistent: whether the master variables are the state after a step.
+        backup: (step, snapshot) on this machine, if a lost machine could take the state with it.
     """
 
-    whole = True
-    kept: State | None = None
+    consistent = True
+    backup: State | None = None
 
     def __init__(
         self,
@@ -69,14 +56,14 @@ class PreemptionHandler(signals.StopRequest):
         stall_seconds: float = 0.0,
         on_stall: str = "wait",
     ):
-        """Create the watch of a run.
+        """Set what is needed to save and to report.
 
         Args:
             checkpoints: of the run.
             say: prints a line.
             health: returns {tag: value} of the GPUs, for the report of a stall.
-            stall_seconds: without progress that are reported as a stall; 0: none are.
-            on_stall: "stop" ends the process then; anything else waits on.
+            stall_seconds: seconds without progress that count as a stall; 0: never.
+            on_stall: "stop" ends the process then; "wait" only reports it.
         """
         self._checkpoints, self._say, self._health = checkpoints, say, health
         self._stall_seconds, self._on_stall = stall_seconds, on_stall
@@ -85,22 +72,22 @@ class PreemptionHandler(signals.StopRequest):
         self._seen: set[str] = set()
         self._beats, self._seconds_of_step = 0, 0.0
         self._left_at: int | None = None
-        self._progress, self._since, self._told = None, time.monotonic(), False
+        self._progress, self._since, self._reported = None, time.monotonic(), False
 
     def __call__(self) -> bool:
-        """Return whether a stop was asked for; the call itself tells that the loop is alive."""
+        """Return whether a stop was requested. The call counts as progress."""
         self._beats += 1
         return super().__call__()
 
     def wants_save(self, step: int) -> bool:
-        """Return whether SIGUSR1 has asked for a checkpoint since the last call, and say so."""
+        """Return whether SIGUSR1 has requested a checkpoint since the last call."""
         wanted, self.listener.save_asked = self.listener.save_asked, False
         if wanted:
             self._say(f"saving      step {step}, asked for by SIGUSR1")
         return wanted
 
     def most_steps(self) -> int:
-        """Return how many steps a call may make, so that a stop need not wait long for its end."""
+        """Return how many steps a call may make, so that a stop need not wait long for it."""
         return max(1, int(_CALL_SECONDS / max(self._seconds_of_step, 1e-9)))
 
     @contextlib.contextmanager
@@ -115,29 +102,29 @@ class PreemptionHandler(signals.StopRequest):
     def steps(self, train_loop: TrainLoop, step: int, number: int) -> Iterator[None]:
         """Watch a call of the train loop that makes `number` steps after `step`."""
         self._train_loop = train_loop
-        self._keep(step)
+        self._back_up(step)
         start = time.monotonic()
 
         def state() -> State | None:
-            if self.kept:
-                return self.kept
-            before = train_loop.moment()
+            if self.backup:
+                return self.backup
+            before = train_loop.position()
             if not before.between_steps:
                 return None
             snapshot = self._checkpoints.snapshot()
-            same = train_loop.moment() == before
+            same = train_loop.position() == before
             return (int(snapshot["step"]), snapshot) if same else None
 
         def of_input() -> bool:
-            return train_loop.moment().between_steps
+            return train_loop.position().between_steps
 
         with self._watching(STEP, step, state, of_input) as first:
-            self.whole = False
+            self.consistent = False
             try:
                 yield
-                self.whole = True
+                self.consistent = True
             except Exception:  # of the data set: nothing of its step was done
-                self.whole = train_loop.moment().between_steps
+                self.consistent = train_loop.position().between_steps
                 raise
         if not first:
             self._seconds_of_step = (time.monotonic() - start) / number
@@ -146,41 +133,37 @@ class PreemptionHandler(signals.StopRequest):
     def evaluation(self, step: int) -> Iterator[None]:
         """Watch an evaluation after `step` steps, in which weights may be those of the averages."""
         snapshot = self._checkpoints.snapshot()
-        self._keep(step, snapshot)
+        self._back_up(step, snapshot)
         with self._watching(EVALUATION, step, lambda: (step, snapshot), _reads_input):
             yield
 
-    def _keep(self, step: int, snapshot: Snapshot | None = None) -> None:
-        """Keep the state of now if losing a machine could lose it.
+    def _back_up(self, step: int, snapshot: Snapshot | None = None) -> None:
+        """Copy the state here if losing a machine could lose it.
 
         Raises:
-            DevicesChanged: a machine that was lost is there again: the run is to be built anew.
+            DevicesChanged: a lost machine has returned; the run is to be built anew.
         """
         cluster = remote.current_cluster()
         if cluster is None:
             return
         if cluster.returned or not self._checkpoints.is_remote:
-            self.kept = step, snapshot or self._checkpoints.snapshot()
+            self.backup = step, snapshot or self._checkpoints.snapshot()
         if cluster.returned:
             raise DevicesChanged
 
-    def save_kept(self) -> int | None:
-        """Write the kept state as a checkpoint; return its step, None if there is none.
-
-        Raises:
-            RunError: it cannot be written.
-        """
+    def save_backup(self) -> int | None:
+        """Write `backup` as a checkpoint; return its step, or None without one."""
         self._checkpoints.close()
-        if self.kept is None:
+        if self.backup is None:
             return None
-        step, snapshot = self.kept
+        step, snapshot = self.backup
         if not self._checkpoints.has(step):
             self._checkpoints.save_now(step, snapshot)
         return step
 
     @contextlib.contextmanager
     def save(self, step: int) -> Iterator[None]:
-        """Watch a checkpoint being written; nobody else writes one meanwhile."""
+        """Watch a checkpoint being written; no other thread writes one meanwhile."""
         with self._watching(SAVE, step, lambda: None, lambda: False):
             yield
 
@@ -200,7 +183,7 @@ class PreemptionHandler(signals.StopRequest):
             self._beats += 1
 
     def _tick(self) -> None:
-        """Answer signals and stalls for a main thread that waits; called twice a second."""
+        """Handle signals and stalls for a blocked main thread; called twice a second."""
         waiting = self._waiting
         if waiting is None:
             return
@@ -212,22 +195,22 @@ class PreemptionHandler(signals.StopRequest):
             if found and found is not NOTHING and self.wants_save(found[0]):
                 self._save(*found)
         if self._stall_seconds:
-            self._look_for_a_stall(waiting)
+            self._check_for_stall(waiting)
 
-    def _look_for_a_stall(self, waiting: _Waiting) -> None:
-        progress = self._beats, waiting.what == STEP and self._train_loop.moment()
+    def _check_for_stall(self, waiting: _Waiting) -> None:
+        progress = self._beats, waiting.what == STEP and self._train_loop.position()
         now = time.monotonic()
         if progress != self._progress:
-            if self._told:
+            if self._reported:
                 self._say(f"goes on     after {now - self._since:.0f} s without {waiting.what}")
-            self._progress, self._since, self._told = progress, now, False
+            self._progress, self._since, self._reported = progress, now, False
             return
         of_input = waiting.of_input()
         if waiting.first and not of_input:  # it may be compiling
             self._since = now
-        if self._told or now - self._since < self._stall_seconds:
+        if self._reported or now - self._since < self._stall_seconds:
             return
-        self._told = True
+        self._reported = True
         where = "the disk" if waiting.what == SAVE else "the devices"
         where = "input: the data set gives no batch" if of_input else where
         self._say(
@@ -248,15 +231,10 @@ class PreemptionHandler(signals.StopRequest):
             self._say(f"not saved   {error}")
 
     def _save_and_leave(self, waiting: _Waiting, code: int, why: str, always: bool = False) -> None:
-        """Save a whole state, and end the process with `code`.
+        """Save the state of a finished step, and end the process with `code`.
 
-        A process that is not ours is saved, and goes on waiting.
-
-        Args:
-            waiting: what the main thread waits for.
-            code: exit code.
-            why: for the line that is printed.
-            always: whether to end also if the masters are not whole.
+        `always` also ends it in the middle of a step. A process of another program (a notebook,
+        say) is not ended.
         """
         found = waiting.state()
         if not self.listener.owner:
@@ -283,7 +261,7 @@ class PreemptionHandler(signals.StopRequest):
 
 
 def _reads_input() -> bool:
-    """Return whether the main thread waits in the iterator of a data set."""
+    """Return whether the main thread is blocked in the iterator of a data set."""
     frame = sys._current_frames().get(threading.main_thread().ident)
     while frame is not None:
         if "/tensorflow/python/data/" in frame.f_code.co_filename:

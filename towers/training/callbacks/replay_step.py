@@ -1,4 +1,4 @@
-"""Makes one step again, on one device, with the range of every tensor computed in it."""
+"""Replays one step on one device, with the range of every tensor in it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from towers.training.run.setup import assemble
 from towers.training.step.train_state import restore_after
 
 _PARTS = ("inputs", "targets", "sample weights")
-_MOST_TRIALS = 40  # steps with some of the examples, to find out which are at fault
+_MOST_TRIALS = 40  # steps of the bisection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,8 @@ class TensorRange:
         kind: "data", "variable", "layer", "loss" or "gradient".
         name, dtype: of the tensor.
         low, high: of its finite numbers, None if there are none.
-        not_finite, size: how many of its numbers are infinite or NaN, and how many there are.
-        rows: of the batch that hold such numbers, if the tensor has a row for each example.
+        not_finite, size: number of infinite or NaN elements, and of all.
+        rows: of the batch with such elements, if the tensor has a row for each example.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class TensorRange:
 
 @dataclasses.dataclass(frozen=True)
 class NonFiniteOrigin:
-    """The first tensor of a step with non-finite numbers, and their `rows` in the batch."""
+    """The first non-finite tensor of a step, and its non-finite `rows` of the batch."""
 
     kind: str
     name: str
@@ -53,13 +53,13 @@ class NonFiniteOrigin:
 
     @property
     def of_data(self) -> bool:
-        """Whether the data held them already."""
+        """Whether the data were non-finite already."""
         return self.kind == "data"
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplayResult:
-    """A step that was made again; `reason` says why it could not be made, if so."""
+    """A replayed step; `reason` says why it could not be replayed, if so."""
 
     ranges: list[TensorRange]
     is_finite: bool
@@ -69,7 +69,7 @@ class ReplayResult:
 
     @property
     def what(self) -> str:
-        """What is not finite, in words."""
+        """What is not finite, for a message."""
         if self.reason or np.isfinite(self.loss):
             return "a gradient is not finite" if not self.reason else "the step is not finite"
         return f"the loss is {self.loss:g}"
@@ -85,10 +85,10 @@ def num_examples(batch: Any) -> int:
     return len(tf.nest.flatten(batch[1])[0])
 
 
-def make_again(
+def replay_step(
     options: Options, dataset: Data, device: str, state: Mapping[str, np.ndarray], batch: Any
 ) -> ReplayResult:
-    """Make a step on one device, with one tower and without XLA.
+    """Replay a step on one device, with one tower and without XLA.
 
     Args:
         options: of the run.
@@ -98,7 +98,7 @@ def make_again(
         batch: (example, draws).
 
     Returns:
-        What was found; an error in the step is its `reason`: the caller reports one already.
+        The result. An error in the step is its `reason`: the caller reports one already.
     """
     for place in dict.fromkeys([device, HOST]):  # a GPU may be too small for all the batch
         try:
@@ -122,7 +122,7 @@ class _Step:
         self._trace = tf.function(self._ranges, autograph=False)
 
     def make(self, batch: Any) -> ReplayResult:
-        """Return what was found of a step with this batch."""
+        """Replay the step with this batch."""
         size = num_examples(batch)
         ranges = [_range_of("variable", name, v) for name, v in self.state.items()]
         ranges = [found for found in ranges if found]
@@ -156,14 +156,14 @@ class _Step:
         )
 
     def _call(self, batch: Any) -> tuple[bool, float, list[tuple[tuple, Any]]]:
-        """Make the step, and restore the state."""
+        """Make a step, restore the state; return whether it is non-finite, its loss and ranges."""
         masters = self.run.masters
         with restore_after([*masters.variables().values(), *masters.in_a_row]):
             loss, values = self._trace(*batch)
             return bool(masters.stuck()), float(loss), list(zip(self._names, values, strict=True))
 
     def _rows_at_fault(self, batch: Any) -> list[int]:
-        """Return by bisection which examples alone make a step that is not finite."""
+        """Return, by bisection, the examples that alone make a step non-finite."""
         trials = 0
 
         def find(rows: range) -> list[int]:
@@ -184,7 +184,6 @@ class _Step:
             return []
 
     def _ranges(self, example: Any, draws: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
-        """Make a step; return its loss and the statistics of each tensor in it."""
         task, graph, seen = self.run.task, tf.compat.v1.get_default_graph(), []
         for name, part in zip(_PARTS, example, strict=False):
             leaves = [leaf for leaf in tf.nest.flatten(part) if leaf.dtype != tf.string]

@@ -1,8 +1,8 @@
-"""TensorBoard's page for a `fit` over towers, with the curves of `towers train` as far as known.
+"""TensorBoard for `fit` over towers, with the curves and dashboards of `towers train`.
 
     model.fit(x, y, epochs=10, callbacks=[towers.callbacks.TowerBoard("runs/fit")])
 
-and then, to look at it, also while it trains:
+To view it, also while the model trains:
 
     towers tensorboard --train_dir=runs/fit
 """
@@ -28,26 +28,26 @@ _OF_TOWERS = ("tower_examples", "tower_gradient_norm", "tower_cosine", "tower_st
 
 
 class TowerBoard(keras.callbacks.Callback):
-    """Writes the event files of a `fit` over towers, with the page of `towers train`.
+    """Writes TensorBoard event files of `fit` over towers.
 
-    Curves of each tower: the norm of its gradient, the angle between that and the mean, the seconds
-    of its step (not with `accumulate_steps`) and memory. Curves of all: Keras' logs for training
-    and validation, learning rate, epoch, examples per second; and the graph of a step. A tower has
-    no loss of its own here: that is made once, of all outputs.
+    For each tower: gradient norm, cosine to the mean gradient, seconds of its step (not with
+    `accumulate_steps`) and memory. For all: Keras' logs of training and validation, learning rate,
+    epoch, examples per second, and the graph of a step. Towers have no loss of their own: it is
+    computed once, from all outputs.
 
-    A point stands at the number of updates before what it shows. Norms are computed for points
-    only; no number of the training depends on that. A fit that goes on at an earlier step, as with
-    ExactResume, writes the points from there anew. Where a step calls several layers, as a model of
-    two encoders does, the towers' figures are of the last one that has gradients.
+    The x of a point is the number of updates before it. Gradient norms are computed for points
+    only, and change no number of the training. A fit that resumes at an earlier step, as with
+    ExactResume, replaces the points from there on. If a step calls several layers, as a model of
+    two encoders does, the towers' figures are those of the last one with gradients.
     """
 
     def __init__(self, log_dir: str | Path, every_steps: int = 100, max_event_mib: float = 200):
         """Set where and how often to write.
 
         Args:
-            log_dir: the folder that `towers tensorboard --train_dir` shows.
+            log_dir: the folder for `towers tensorboard --train_dir`.
             every_steps: steps between two points.
-            max_event_mib: size that the event files stay below.
+            max_event_mib: upper limit of the size of all event files, in MiB.
 
         Raises:
             InputError: an argument is out of range.
@@ -65,7 +65,7 @@ class TowerBoard(keras.callbacks.Callback):
         if self._builder is None:
             raise InputError("TowerBoard shows towers, and this model has none: parallelize it")
         num_towers = len(self._builder.devices)
-        with tf.device("/cpu:0"):  # which decides what is measured, and shows it
+        with tf.device("/cpu:0"):  # the host sets and reads them
             self._measured = tf.Variable(False, trainable=False)
             self._seen = tf.Variable(tf.zeros([len(_OF_TOWERS), num_towers]), trainable=False)
             self._examples = tf.Variable(0, trainable=False, dtype=tf.int64)
@@ -76,13 +76,13 @@ class TowerBoard(keras.callbacks.Callback):
         self.model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin a window of time in which steps alone are measured."""
+        """Restart the measurement of speed: what comes between epochs is no step."""
         self._epoch, self._epoch_begins = epoch, True
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Write the point of the call before; measure the next call if a point is due.
+        """Write the point of the previous call; measure the next call if a point is due.
 
-        A callback with an `on_train_batch_end` would make Keras wait for each step.
+        `on_train_batch_end` would do, but it makes Keras wait for each step.
         """
         if is_skipped(self.model, batch):
             return
@@ -102,11 +102,10 @@ class TowerBoard(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write the evaluation."""
         self._write_point()
-        of_all = (logs or {}).items()
-        found = {f"validation/{n[4:]}": v for n, v in of_all if n.startswith("val_")}
-        if self._writer and found:
-            step = int(self.model.optimizer.iterations)
-            self._writer.write_scalars("eval", step, _numbers(found))
+        scalars = _numbers({k: v for k, v in (logs or {}).items() if k.startswith("val_")})
+        if self._writer and scalars:
+            scalars = {f"validation/{name[4:]}": value for name, value in scalars.items()}
+            self._writer.write_scalars("eval", int(self.model.optimizer.iterations), scalars)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Restore the model's train step."""
@@ -114,7 +113,6 @@ class TowerBoard(keras.callbacks.Callback):
         self.model.train_function = None
 
     def _measured_train_step(self, data: Any) -> Any:
-        """Make the model's step, and measure its towers."""
         scale = dynamic_scale(self.model)
         logs, gradients = self._train_step(data), passes_of(self.model).gradients
         if gradients is None:  # it was traced on one device, and will be traced again
@@ -130,7 +128,6 @@ class TowerBoard(keras.callbacks.Callback):
         return logs
 
     def _write_point(self) -> None:
-        """Write the point that is due, if any."""
         if self._due is None:
             return
         batch, self._due = self._due, None
@@ -154,7 +151,7 @@ class TowerBoard(keras.callbacks.Callback):
         self._writer.write_scalars("train", x, scalars)
 
     def _open(self, x: int) -> None:
-        """Create the files with the first point; older points at `x` or later are dropped."""
+        """Create the files with the first point; drop older points at `x` or later."""
         if self._writer is not None:
             return
         for part, start in zip(PARTS, (x, x + 1), strict=True):
@@ -176,6 +173,5 @@ class TowerBoard(keras.callbacks.Callback):
 
 
 def _numbers(logs: Any) -> dict[str, float]:
-    """Return the numbers in Keras' logs."""
-    found = {name: np.asarray(value) for name, value in logs.items()}
-    return {name: float(value) for name, value in found.items() if value.ndim == 0}
+    """Return the scalars in Keras' logs."""
+    return {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}

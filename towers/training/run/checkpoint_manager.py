@@ -57,7 +57,7 @@ class CheckpointManager:
         self.keep, self.exact = keep, exact
         self.best: int | None = None  # a step whose checkpoint is kept beside the newest
         self._best_there: int | None = None  # the last of these that was written
-        self.home: files.RunDirectory | None = None  # the folder of the run, once it is there
+        self.run_directory: files.RunDirectory | None = None  # once the run has its folder
         self.say: Callable[[str], None] = print  # of what cannot be written beside training
         self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
@@ -153,24 +153,24 @@ class CheckpointManager:
         """
         with self._writing:
             try:
-                if self.home:
-                    self.home.check()
+                if self.run_directory:
+                    self.run_directory.check()
                 self._write_and_prune(self.directory, step, snapshot)
             except Exception as error:  # TensorFlow has classes of its own
                 line = f"{self.directory}/ckpt-{step} cannot be written: {reason(error)}"
-                if self.home and (at_end or not any(map(line.__contains__, _NO_SPACE))):
+                if self.run_directory and (at_end or not any(map(line.__contains__, _NO_SPACE))):
                     line += self._write_elsewhere(step, snapshot)
                 raise RunError(line) from None
 
     def _write_elsewhere(self, step: int, snapshot: Snapshot) -> str:
         """Write a run that can go on beside its folder, or among temporary files; say where."""
-        folder = self.home.folder.absolute()
+        folder = self.run_directory.folder.absolute()
         places = (folder.parent, f"{folder.name}.saved."), (None, "towers.saved.")
         for parent, prefix in places:
             new = None
             try:
                 new = self._elsewhere or Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-                self.home.copy_to(new)
+                self.run_directory.copy_to(new)
                 self._write_and_prune(new / "checkpoints", step, snapshot)
             except (OSError, RunError, tf.errors.OpError):
                 if new and new != self._elsewhere:

@@ -20,7 +20,7 @@ def run_summary(run: RunContext) -> list[str]:
     slices = Counter(small + (i < more) for i in range(towers))
     per_tower = " and ".join(f"{n} x {examples}" for examples, n in slices.items())
     weights = sum(v.value.shape.num_elements() for v in run.masters.model.trainable_variables)
-    update = run.task.about_update()
+    update = run.task.describe_update()
     moments = "the global batch" if options.batch_norm == "sync" else "a tower's slice"
     validation = run.data.validation
     held = f"{validation.size} validation, " if validation else ""
@@ -37,7 +37,7 @@ def run_summary(run: RunContext) -> list[str]:
         *run.data.notes,
         *augment.describe(run.data, options.augment, run.task.image_dtype()),
         f"model       {options.model}({options.model_args}): {weights} trainable weights",
-        f"task        {run.task.about()}",
+        f"task        {run.task.describe()}",
         f"length      {_length(run)}",
         "rules, the same at any number of towers:",
         "  1 loss and gradients: mean over the global batch; towers give sums, add_n gathers them",

@@ -33,8 +33,8 @@ from towers.training.step.train_state import (
     VARIABLES,
     TrainState,
     copies_on,
-    home_of,
-    move_to_home,
+    default_device,
+    move_all,
     place,
 )
 
@@ -54,7 +54,7 @@ class RunContext:
             if each step is sent its examples.
         total_epochs: what schedules go over.
         total_examples: where the run ends, unless `max_steps` ends it before.
-        doubts: lines of the builder about the towers' function.
+        diagnostics: lines of the builder about the towers' function.
         left_open: options as they were given that the devices decide anew in each process.
         lowered_at: numbers of examples, from each of which on the learning rate is half as high.
     """
@@ -67,7 +67,7 @@ class RunContext:
     stored: Stored
     total_epochs: float
     total_examples: int
-    doubts: list[str] = dataclasses.field(default_factory=list)
+    diagnostics: list[str] = dataclasses.field(default_factory=list)
     left_open: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lowered_at: Sequence[int] = ()
 
@@ -241,7 +241,7 @@ def assemble(
         InputError: the model cannot be had as the options say, or has nothing to train.
     """
     check_own(options)
-    doubts: list[str] = []
+    diagnostics: list[str] = []
     # Checkpoints know variables by name.
     with user_facing_errors(options), tf_internals.named_as_in_a_new_process():
         network, options = _build(options, dataset, exact)
@@ -256,12 +256,12 @@ def assemble(
         options = dataclasses.replace(options, variables=_placement(options, kind, device_names))
         builder = TowerBuilder(
             device_names,
-            home_of(options.variables, device_names),
+            default_device(options.variables, device_names),
             batch_norm=options.batch_norm,
             accumulate_steps=options.accumulate_steps,
             gather_at_variables=options.variables == "sharded",
             jit_compile=options.jit_compile,
-            on_warning=doubts.append,
+            on_warning=diagnostics.append,
         )
         if network.compiled:
             task = compiled.Compiled(builder, network, options, dataset)
@@ -274,7 +274,7 @@ def assemble(
     total_epochs, total_examples = length_of(options, dataset.train.size)
     stored = stored or _stored(dataset.train, device_names, options)
     parts = options, builder, dataset, task.masters, task, stored
-    return RunContext(*parts, total_epochs, total_examples, doubts, left_open)
+    return RunContext(*parts, total_epochs, total_examples, diagnostics, left_open)
 
 
 def _stored(
@@ -375,8 +375,8 @@ def _make_masters(
 ) -> TrainState:
     """Place the weights as `options.variables` says, and make their optimizers."""
     weights = network.trainable_variables
-    home = home_of(options.variables, device_names)
-    move_to_home(network.non_trainable_variables, home)
+    home = default_device(options.variables, device_names)
+    move_all(network.non_trainable_variables, home)
     place(weights, options.variables, device_names)
     with tf.device(home):
         optimizer = make_optimizer(weights, options)  # it knows variables by where they are now

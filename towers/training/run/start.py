@@ -201,7 +201,7 @@ def begin(
     lock: files.Lock,
     checkpoints: CheckpointManager,
     restored: int | None,
-    watch: PreemptionHandler,
+    preemption: PreemptionHandler,
     say: Say,
 ) -> PreparedRun:
     """Build the graph, check and report where it runs, and write the head of the run's folder.
@@ -212,7 +212,7 @@ def begin(
         lock: of that folder, which is taken.
         checkpoints: of that folder.
         restored: step of the checkpoint that the run goes on with; None: it is a new one.
-        watch: answers signals while the first batch is read.
+        preemption: answers signals while the first batch is read.
         say: prints a line.
     """
     options, timetable, train_loop = run.options, run.timetable(), run.train_loop()
@@ -227,7 +227,7 @@ def begin(
     elif are_remote(run.builder.devices):
         say("data        sent to the workers with each step")
     sampler = Sampler(run.data.train, options)
-    with user_facing_errors(options), watch, watch.first_batch():
+    with user_facing_errors(options), preemption, preemption.first_batch():
         batch = sampler.batch(step, examples)
     lines = [*rules, *loss_checks.check(run.task, batch), *devices.report(run.builder.devices)]
     if are_gpus(run.builder.devices):
@@ -252,7 +252,7 @@ def begin(
         placement_report.write_tsv(folder / "placement.tsv", placement)
     for line in manifest.write(run, folder, restored, batch):
         say(line)
-    checkpoints.home = files.RunDirectory(folder, lock, say)
+    checkpoints.run_directory = files.RunDirectory(folder, lock, say)
     graph = train_loop.get_concrete_function(batches, tf.constant(0)).graph
     _open_root(run, folder, rules, lines, placement, graph)
     lock.take(folder)  # the folders in it, too, which are there now
@@ -314,7 +314,7 @@ def _check_numbers(run: RunContext, placement: Placement, batch: Batch, say: Say
     """Report what makes the numbers depend on the number of towers; return the lines."""
     if run.builder.num_slices == 1:
         return []
-    found = list(run.doubts)
+    found = list(run.diagnostics)
     on_one = [line for line in found if " runs on one device: " in line]
     if not on_one:
         found += exactness_checks.check(run.analyze(batch), tf.nest.flatten(batch))

@@ -29,7 +29,7 @@ from towers.options.run import Options
 from towers.training.parallelize import builder_of, on_towers, passes_of, put_on
 from towers.training.run.model import floatx_of
 from towers.training.step import fused_update, loss_checks
-from towers.training.step.optimizers import about_flags, about_scale, is_own, limit_of
+from towers.training.step.optimizers import describe_flags, describe_scale, is_own, limit_of
 from towers.training.step.output_activation import final_activation, mirrored
 from towers.training.step.skip_nonfinite import NonFiniteGuard
 from towers.training.step.task import Task
@@ -37,9 +37,9 @@ from towers.training.step.train_state import (
     VARIABLES,
     TrainState,
     copies_on,
+    default_device,
     dynamic_scale,
-    home_of,
-    move_to_home,
+    move_all,
     optimizers_of,
     place,
     snapshot,
@@ -61,9 +61,9 @@ class Compiled(Task):
             InputError: the options cannot be had with a compiled model.
         """
         super().__init__(builder, model, options, data)
-        home = home_of(options.variables, builder.devices)
+        home = default_device(options.variables, builder.devices)
         parts = *model.metrics, *optimizers_of(model)
-        move_to_home(
+        move_all(
             [*model.non_trainable_variables, *(v for p in parts for v in p.variables)], home
         )
         place(model.trainable_variables, options.variables, builder.devices)
@@ -137,7 +137,7 @@ class Compiled(Task):
         def step(example: Any, draws: tf.Tensor) -> None:
             with tf.device(self.builder.gather_device):
                 data = self._data(example, draws)
-                with self.pairs.noted(data[1:2]):
+                with self.pairs.record(data[1:2]):
                     found[:] = scalars(type(model).train_step(model, data))
                 if is_own:  # else they are the same
                     self._check_test_step()
@@ -217,8 +217,8 @@ class Compiled(Task):
     def analyze(self, *batch: Any) -> FunctionAnalysis:
         """See `Task`; where a loss is not of one example alone, outputs are joined from here on."""
         found = super().analyze(*batch)
-        if self.by_example and self.builder.num_slices > 1 and found is not self._analyzed:
-            self._analyzed, alone = found, found.trace is not None and found.by_example
+        if self.by_example and self.builder.num_slices > 1 and found is not self._rehearsed:
+            self._rehearsed, alone = found, found.trace is not None and found.by_example
             if not alone or found.reason or exactness_checks.check_on_samples(found):
                 self.by_example = False
                 self._check_by_example("a loss of an example that others of its batch are part of")
@@ -229,21 +229,21 @@ class Compiled(Task):
         """See `Task`; the optimizer clips, and weights have regularisers, as `compile` was told."""
         return UpdateRules(ema_decay=self.options.ema_decay, batch_size=self.options.batch_size)
 
-    def metrics_of_batch(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
+    def batch_metrics(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
         """See `Task`."""
         if not self._of_batch():
             return {}
         home, model = self.builder.gather_device, self.model
         with tf.device(home), integers_on(home), floatx_of(self.options.dtype):
             with tf.name_scope("gather"):
-                said, *targets = gather.map_towers(gather.join, outputs)
+                predicted, *targets = gather.map_towers(gather.join, outputs)
             y, weights = [*targets, None, None][:2]
             for metric in model.metrics:  # what is reported is of this batch
                 metric.reset_state()
             tf_internals.compiled_loss(
-                model, y, said, weights
+                model, y, predicted, weights
             )  # has metrics of its own, of outputs
-            logs = scalars(model.compute_metrics(None, y, said, weights))
+            logs = scalars(model.compute_metrics(None, y, predicted, weights))
         return {f"batch/{name}": value for name, value in logs.items() if name != "loss"}
 
     def _make_step_of_outputs(self, learning_rate: Callable) -> Callable:
@@ -270,7 +270,7 @@ class Compiled(Task):
                     stack.enter_context(floatx_of(self.options.dtype))
                     stack.enter_context(integers_on(builder.gather_device))
                     stack.enter_context(fused_update.updates_joined(optimizers_of(model), guard))
-                    stack.enter_context(guard.losses_noted(model))
+                    stack.enter_context(guard.record_losses(model))
                     logs = scalars(model.train_step(self._data(example, draws)))
                 passes, seen = passes_of(model), {}
                 if measured is not None and passes.gradients:
@@ -365,7 +365,7 @@ class Compiled(Task):
         with keras.StatelessScope(), loss_checks.per_example_losses(self.options.batch_size):
             return tf_internals.compiled_loss(self.model, y, outputs, weights)
 
-    def outputs_shown(self, outputs: Any, targets: Sequence[Any]) -> Any:
+    def metric_inputs(self, outputs: Any, targets: Sequence[Any]) -> Any:
         """See `Task`: what metrics are computed of."""
         return (outputs, *self.cast(targets)) if self._of_batch() else ()
 
@@ -388,26 +388,26 @@ class Compiled(Task):
             loss = on_towers(self.model, self.builder, self.loss)(*batch)
         return tape.gradient(loss, [weight.value for weight in weights])
 
-    def about(self) -> str:
+    def describe(self) -> str:
         """See `Task`."""
-        loss = _in_words(getattr(self.model, "loss", None) or "its own")
+        loss = _loss_text(getattr(self.model, "loss", None) or "its own")
         own = type(self.model).train_step is not keras.Model.train_step
         step = ", a train_step of its own" if own else ""
         metrics = [name for name in self._log_names if name != "loss"]
         return f"compiled: loss {loss}; {', '.join(metrics) or 'no metrics'}{step}"
 
-    def about_update(self) -> dict[str, str]:
+    def describe_update(self) -> dict[str, str]:
         """See `Task`."""
         scale = getattr(self.model.optimizer, "dynamic_scale", None)
         if self.rate_is_set:
-            return about_flags(self.options, scale)
+            return describe_flags(self.options, scale)
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         names = ("clipnorm", "clipvalue", "global_clipnorm")
         clips = {name: getattr(optimizer, name, None) for name in names}
         of_all = ", ".join(optimizer.name for optimizer in optimizers_of(self.model))
         return {
             "decay": f"weight decay {getattr(optimizer, 'weight_decay', None) or 0:g}",
-            "scale": about_scale(scale),
+            "scale": describe_scale(scale),
             "clips": ", ".join(f"{name}={limit}" for name, limit in clips.items() if limit),
             "clock": f"updates; {of_all or 'no optimizer'}, with the learning rate of its own",
         }
@@ -436,8 +436,8 @@ class Compiled(Task):
         with noted, self._flips(), tf_internals.watch_outputs(self.model, outputs.append):
             logs = scalars(step(self._data(example, None)))
         if self.masters.averages and not averaged:
-            self._of_averages.add_unknown(self._unknown(assigned))
-        return logs, self._said(outputs[-1]) if outputs else None
+            self._averages_state.add_unknown(self._unknown(assigned))
+        return logs, self._predictions(outputs[-1]) if outputs else None
 
     def _flips(self) -> contextlib.AbstractContextManager:
         """Call the model on images and their mirror images in the block, with `test_time_flip`."""
@@ -473,7 +473,7 @@ class Compiled(Task):
     def _reset(self) -> None:
         self.model.reset_metrics()
 
-    def _said(self, outputs: Any) -> tf.Tensor | None:
+    def _predictions(self, outputs: Any) -> tf.Tensor | None:
         """Return the predicted class and its probability, float32 [b, 2]; None without classes."""
         num_classes = self.data.num_classes
         if not isinstance(outputs, tf.Tensor) or num_classes < 2 or outputs.shape.rank != 2:
@@ -486,15 +486,15 @@ class Compiled(Task):
             chances = outputs if activation == "softmax" else tf.nn.softmax(outputs)
         else:
             return None
-        said = tf.cast(tf.argmax(chances, axis=-1), tf.float32)
-        return tf.stack([said, tf.reduce_max(chances, axis=-1)], axis=1)
+        predicted = tf.cast(tf.argmax(chances, axis=-1), tf.float32)
+        return tf.stack([predicted, tf.reduce_max(chances, axis=-1)], axis=1)
 
 
-def _in_words(loss: Any) -> str:
+def _loss_text(loss: Any) -> str:
     if isinstance(loss, Mapping):
-        return ", ".join(f"{name}: {_in_words(own)}" for name, own in loss.items())
+        return ", ".join(f"{name}: {_loss_text(own)}" for name, own in loss.items())
     if isinstance(loss, list | tuple):
-        return ", ".join(map(_in_words, loss))
+        return ", ".join(map(_loss_text, loss))
     return str(getattr(loss, "name", None) or getattr(loss, "__name__", None) or loss)
 
 

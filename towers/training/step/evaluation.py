@@ -126,14 +126,14 @@ class PredictionCollector:
         """Begin with none; `averaged` tells whether the moving averages predict."""
         self.averaged = averaged
         self._labels: list[np.ndarray] = []
-        self._said: list[np.ndarray] = []
+        self._predictions: list[np.ndarray] = []
         self._mistakes: list[Mistake] = []
 
     def add(
         self,
         images: Any,
         true: np.ndarray,
-        said: np.ndarray,
+        predicted: np.ndarray,
         confidence: np.ndarray,
     ) -> None:
         """Add a batch.
@@ -141,21 +141,21 @@ class PredictionCollector:
         Args:
             images: `[b, H, W, C]`, or None.
             true: classes, `[b]`.
-            said: predicted classes, `[b]`.
+            predicted: predicted classes, `[b]`.
             confidence: probabilities of these, `[b]`.
         """
         self._labels.append(true)
-        self._said.append(said)
+        self._predictions.append(predicted)
         if images is None:
             return
         # Images are copied only of those that are among the worst so far. NaN is above no number:
         # what a broken model says is no confident mistake.
         worst = self._mistakes
         least = worst[-1].confidence if len(worst) == NUM_MISTAKES else -1.0
-        rows = np.flatnonzero((true != said) & (confidence > least))
+        rows = np.flatnonzero((true != predicted) & (confidence > least))
         for i in rows[np.argsort(-confidence[rows], kind="stable")[:NUM_MISTAKES]]:
             image = np.asarray(images[i])
-            worst.append(Mistake(image, int(true[i]), int(said[i]), float(confidence[i])))
+            worst.append(Mistake(image, int(true[i]), int(predicted[i]), float(confidence[i])))
         worst.sort(key=lambda mistake: -mistake.confidence)
         del worst[NUM_MISTAKES:]
 
@@ -163,5 +163,5 @@ class PredictionCollector:
         """Return all predictions, None if there are none."""
         if not self._labels:
             return None
-        labels, said = np.concatenate(self._labels), np.concatenate(self._said)
-        return Predictions(labels, said, self._mistakes, self.averaged)
+        labels, predicted = np.concatenate(self._labels), np.concatenate(self._predictions)
+        return Predictions(labels, predicted, self._mistakes, self.averaged)

@@ -90,7 +90,7 @@ class FlatVariable:
         with tf.device(self.device):
             return unpack(vector, self.variables)
 
-    def by_section(self, fn: Callable, gradient: Any) -> Any:
+    def map_segments(self, fn: Callable, gradient: Any) -> Any:
         """Return `fn(part of the gradient, section)` for each `Segment`, as one vector."""
         sizes = [sum(w.value.shape.num_elements() for w in own) for own in self.sections]
         parts, values = tf.split(gradient, sizes), tf.split(self._now, sizes)
@@ -201,7 +201,7 @@ def apply(
             variable.assign(value)
     for flat in (*flats, *slots):
         flat.write(finite)
-    put_back_unless(finite, alone, before)
+    restore_unless(finite, alone, before)
 
 
 @contextlib.contextmanager
@@ -304,7 +304,7 @@ def write(variable: Any) -> None:
         variable.write()
 
 
-def put_back_unless(
+def restore_unless(
     wanted: tf.Tensor, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]
 ) -> None:
     """Restore variables to `before` unless `wanted`, a bool scalar, without waiting for it."""

@@ -38,7 +38,7 @@ class LossRecorder:
         )
 
     @contextlib.contextmanager
-    def noted(self, y: Any) -> Iterator[None]:
+    def record(self, y: Any) -> Iterator[None]:
         """Record the losses that are computed in the block, of a batch with the targets y."""
         leaves = tf.nest.flatten(y)
         self.found.clear()

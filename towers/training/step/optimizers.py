@@ -108,7 +108,7 @@ def clips_of(options: Options) -> dict[str, float]:
     return {theirs: limit for ours, theirs in names.items() if (limit := getattr(options, ours))}
 
 
-def about_flags(options: Options, loss_scale: Any) -> dict[str, str]:
+def describe_flags(options: Options, loss_scale: Any) -> dict[str, str]:
     """Return the rule book's words on an update by flags: "decay", "scale", "clips" and "clock"."""
     apart = options.optimizer in DECAY_APART
     decay = f"{options.optimizer}, apart from the gradient" if apart else "L2"
@@ -118,13 +118,13 @@ def about_flags(options: Options, loss_scale: Any) -> dict[str, str]:
     names = ("clip_norm", "clip_value", "clip_global_norm")
     return {
         "decay": f"weight decay {options.weight_decay:g} ({decay})",
-        "scale": about_scale(loss_scale),
+        "scale": describe_scale(loss_scale),
         "clips": ", ".join(f"{n}={limit}" for n in names if (limit := getattr(options, n))),
         "clock": f"examples; {options.optimizer}, {rate}",
     }
 
 
-def about_scale(loss_scale: Any) -> str:
+def describe_scale(loss_scale: Any) -> str:
     """Return the part of the rule book on the loss scale, "" without one."""
     if loss_scale is None:
         return ""

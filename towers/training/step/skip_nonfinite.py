@@ -43,7 +43,7 @@ class NonFiniteGuard:
         self._scales: list[tf.Tensor] = []  # before the step
 
     @contextlib.contextmanager
-    def losses_noted(self, model: keras.Model) -> Iterator[None]:
+    def record_losses(self, model: keras.Model) -> Iterator[None]:
         """Record each loss that a model computes in the block."""
 
         def make(compute: Callable) -> Callable:

@@ -42,7 +42,7 @@ from towers.training.step.evaluation import (
     PredictionCollector,
     pipelined,
 )
-from towers.training.step.optimizers import about_flags, is_own, rules_of
+from towers.training.step.optimizers import describe_flags, is_own, rules_of
 from towers.training.step.output_activation import cross_entropy, logits_of
 from towers.training.step.train_state import VARIABLES, TrainState, WeightCopy, snapshot
 from towers.training.step.update import UpdateRules, make_update, scaled
@@ -121,7 +121,7 @@ class Task(abc.ABC):
                     rates = [self._rate(learning_rate, replica) for replica in masters.replicas]
                     rows = num_rows(tf.nest.flatten(draws)[0])
                     metrics = update(gradients, rates, statistics, loss, rows)
-                metrics |= self.metrics_of_batch(sums.outputs)
+                metrics |= self.batch_metrics(sums.outputs)
             return metrics | {"loss": loss, "learning_rate": rates[0]} | seen, gradients[0]
 
         return train_step
@@ -130,7 +130,7 @@ class Task(abc.ABC):
         """Return what an update does beside the optimizer's arithmetic."""
         return rules_of(self.options)
 
-    def metrics_of_batch(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
+    def batch_metrics(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
         """Return metrics of a step's batch, from what each tower returned beside its losses."""
         return {}
 
@@ -183,7 +183,7 @@ class Task(abc.ABC):
 
         The loss of a mixed example is made of both targets, each with the weight of its own
         example. What layers add by `add_loss` or an activity regulariser is a part of each
-        example's loss. If the step shows metrics, what `metrics_of_batch` takes comes with the
+        example's loss. If the step shows metrics, what `batch_metrics` takes comes with the
         losses, as a tuple.
         """
         losses, outputs = self._losses_and_outputs(*batch)
@@ -205,13 +205,13 @@ class Task(abc.ABC):
         # Keras has them over the batch. In the mean over all examples, towers weigh by theirs.
         for added in added_losses()[before:]:
             losses += tf.reduce_sum(tf.cast(added, losses.dtype))
-        return losses, self.outputs_shown(outputs, targets)
+        return losses, self.metric_inputs(outputs, targets)
 
     @abc.abstractmethod
     def losses_of(self, outputs: Any, *targets: Any) -> tf.Tensor:
         """Return the losses `[b]` for outputs, targets and, if there are any, sample weights."""
 
-    def outputs_shown(self, outputs: Any, targets: Sequence[Any]) -> Any:
+    def metric_inputs(self, outputs: Any, targets: Sequence[Any]) -> Any:
         """Return what leaves a tower beside the losses, with rows for examples; () for nothing."""
         return ()
 
@@ -243,20 +243,19 @@ class Task(abc.ABC):
 
         def evaluator(stop: Stop = lambda: False) -> Evaluation | None:
             self._reset_metrics()
-            averaged = bool(self.masters.averages)
-            answers, logs = (
-                [PredictionCollector(averaged=own) for own in (False, True)[: 1 + averaged]],
-                [],
-            )
+            kinds, logs = (False, True)[: 1 + bool(self.masters.averages)], []
+            collectors = [PredictionCollector(averaged=averaged) for averaged in kinds]
             for _, found in pipelined(batches, self._evaluate, stop):
                 if found is None:
                     return None
-                example, logs, said = found
-                for own, (classes, chances) in zip(answers, _columns(said), strict=False):
-                    is_last = self.data.image_shape and own is answers[-1]  # whose mistakes we show
+                example, logs, predictions = found
+                for collector, predicted in zip(collectors, predictions, strict=False):
+                    classes, chances = predicted.numpy().T
+                    shows = self.data.image_shape and collector is collectors[-1]
                     labels = example[1].numpy().reshape(-1)
-                    own.add(example[0] if is_last else None, labels, classes, chances)
-            return self._evaluation(split, logs, answers)
+                    images = example[0] if shows else None  # mistakes are shown of the last alone
+                    collector.add(images, labels, classes.astype(np.int32), chances)
+            return self._evaluation(split, logs, collectors)
 
         return evaluator
 
@@ -297,10 +296,10 @@ class Task(abc.ABC):
 
     def _reset_metrics(self) -> None:
         self._reset()
-        self._of_averages.reset()
+        self._averages_state.reset()
 
     @functools.cached_property
-    def _of_averages(self) -> MetricState:
+    def _averages_state(self) -> MetricState:
         return MetricState(self._metrics() if self.masters.averages else ())
 
     def _evaluate(self, batch: Any) -> tuple[Any, list[dict[str, tf.Tensor]], list[tf.Tensor]]:
@@ -322,36 +321,37 @@ class Task(abc.ABC):
             with tf.device(home), integers_on(home), floatx_of(self.options.dtype):
                 found = [self.test_step(example, number, averaged=False)]
                 if self.masters.averages:
-                    with self._of_averages.used(self.masters.averages):
+                    with self._averages_state.used(self.masters.averages):
                         found.append(self.test_step(example, number, averaged=True))
-            return [logs for logs, _ in found], [said for _, said in found if said is not None]
+            logs, predictions = zip(*found, strict=True)
+            return list(logs), [p for p in predictions if p is not None]
 
         return tf.function(test_step, autograph=False)
 
     def _evaluation(
-        self, split: Split, logs: Sequence[dict], answers: list[PredictionCollector]
+        self, split: Split, logs: Sequence[dict], collectors: list[PredictionCollector]
     ) -> Evaluation:
         """Return what the metrics have counted; `logs` are those of the last batch."""
-        figures = [self._over_all(logs[0])]
+        figures = [self._final_metrics(logs[0])]
         if self.masters.averages:
-            with self._of_averages.used(self.masters.averages):
-                figures.append(self._over_all(logs[1]))
+            with self._averages_state.used(self.masters.averages):
+                figures.append(self._final_metrics(logs[1]))
         metrics: dict[str, float | None] = {}
         for name, value in figures[0].items():
             metrics[name] = value
             if self.masters.averages or self.names_averages:
                 metrics[f"{name}{AVERAGED}"] = figures[1][name] if len(figures) == 2 else None
-        told = [own.predictions() for own in answers]
-        of_class = [self._of_classes(own) for own in told]
-        return Evaluation(metrics, split.size, *[*of_class, None][:2], told[-1])
+        predictions = [collector.predictions() for collector in collectors]
+        of_class = [self._class_accuracy(own) for own in predictions]
+        return Evaluation(metrics, split.size, *[*of_class, None][:2], predictions[-1])
 
-    def _over_all(self, logs: Mapping[str, tf.Tensor]) -> dict[str, float]:
+    def _final_metrics(self, logs: Mapping[str, tf.Tensor]) -> dict[str, float]:
         """Return the metrics over all batches; `logs` if the model's own step reports others."""
         found = self.metrics_result()
         found = found if found.keys() == logs.keys() else logs
         return {name: float(value) for name, value in found.items()}
 
-    def _of_classes(self, predictions: Predictions | None) -> dict[str, float | None] | None:
+    def _class_accuracy(self, predictions: Predictions | None) -> dict[str, float | None] | None:
         if predictions is None:
             return None
         labels, size = predictions.labels, self.data.num_classes
@@ -360,11 +360,11 @@ class Task(abc.ABC):
         return {name: float(own / of) if of else None for name, own, of in parts}
 
     @abc.abstractmethod
-    def about(self) -> str:
+    def describe(self) -> str:
         """Return in a few words what the model is trained to do."""
 
     @abc.abstractmethod
-    def about_update(self) -> dict[str, str]:
+    def describe_update(self) -> dict[str, str]:
         """Return the rule book's words on this run's "decay", "scale", "clips" and "clock"."""
 
     @abc.abstractmethod
@@ -444,13 +444,13 @@ class Classifier(Task):
             losses *= tf.cast(weight, losses.dtype)
         return losses
 
-    def about(self) -> str:
+    def describe(self) -> str:
         """See `Task`."""
         return f"classification: cross entropy of logits, {self.data.num_classes} classes"
 
-    def about_update(self) -> dict[str, str]:
+    def describe_update(self) -> dict[str, str]:
         """See `Task`."""
-        return about_flags(self.options, self.masters.loss_scale)
+        return describe_flags(self.options, self.masters.loss_scale)
 
     def metric_directions(self) -> Mapping[str, str | None]:
         """See `Task`."""
@@ -469,10 +469,10 @@ class Classifier(Task):
         for weight in weights:
             losses *= tf.cast(weight, losses.dtype)
         chances = tf.nn.softmax(tf.cast(logits, tf.float32))
-        said = tf.argmax(logits, axis=-1, output_type=labels.dtype)
-        self._means["accuracy"].update_state(tf.cast(said == labels, tf.float64))
+        predicted = tf.argmax(logits, axis=-1, output_type=labels.dtype)
+        self._means["accuracy"].update_state(tf.cast(predicted == labels, tf.float64))
         self._means["loss"].update_state(losses)
-        columns = tf.cast(said, tf.float32), tf.reduce_max(chances, axis=-1)
+        columns = tf.cast(predicted, tf.float32), tf.reduce_max(chances, axis=-1)
         return self.metrics_result(), tf.stack(columns, axis=1)
 
     @functools.cached_property
@@ -498,13 +498,6 @@ class Classifier(Task):
     def _reset(self) -> None:
         for mean in self._means.values():
             mean.reset_state()
-
-
-def _columns(said: Sequence[tf.Tensor]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the classes and their probabilities, each `[b]`, of each `test_step`."""
-    for own in said:
-        classes, chances = own.numpy().T
-        yield classes.astype(np.int32), chances
 
 
 @contextlib.contextmanager

@@ -146,7 +146,7 @@ class TrainLoop:
         self.get_concrete_function = function.get_concrete_function
         self.experimental_get_tracing_count = function.experimental_get_tracing_count
 
-    def moment(self) -> LoopPosition:
+    def position(self) -> LoopPosition:
         """Return the position of the loop, which another thread may read during a call."""
         return LoopPosition(*(int(counter.numpy()) for counter in self._counters))
 

@@ -211,7 +211,7 @@ def _optimizers_in(value: Any) -> Iterator[keras.optimizers.Optimizer]:
 # Placing.
 
 
-def home_of(variables: str, devices: Sequence[str]) -> str:
+def default_device(variables: str, devices: Sequence[str]) -> str:
     """Return the device of what towers gather, and of all variables that are no weights.
 
     Args:
@@ -221,7 +221,7 @@ def home_of(variables: str, devices: Sequence[str]) -> str:
     return devices[0] if variables != "cpu" and are_gpus(devices) else HOST
 
 
-def move_to_home(variables: Iterable[keras.Variable], home: str) -> None:
+def move_all(variables: Iterable[keras.Variable], home: str) -> None:
     """Move Keras variables to the home of a run; nothing may have read them before.
 
     int32 stays where it is: TensorFlow keeps it in the host's memory, on GPUs too.

@@ -166,14 +166,14 @@ def end_step(
         masters.step.assign_add(advances[0])
     floats = [pair for pair in statistics if pair[0].dtype.is_floating]
     others = [pair for pair in statistics if not pair[0].dtype.is_floating]
-    put_back_unless(first if moves is None else moves, floats)
-    put_back_unless(first if tolerated is False else first | tolerated, others)
+    restore_unless(first if moves is None else moves, floats)
+    restore_unless(first if tolerated is False else first | tolerated, others)
     if masters.loss_scale is not None:
         with tf.device(masters.loss_scale.device):
             _set_loss_scale(masters, first)
 
 
-def put_back_unless(
+def restore_unless(
     finite: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Tensor]]
 ) -> None:
     """Restore variables to their values before the step if it was not finite.
@@ -186,7 +186,7 @@ def put_back_unless(
         return
     variables, before = zip(*pairs, strict=True)
     if any(is_gpu(variable.device) for variable in variables):  # a branch would wait for the GPU
-        fused_update.put_back_unless(finite, variables, before)
+        fused_update.restore_unless(finite, variables, before)
         return
 
     def put_back() -> tf.Operation:
@@ -294,7 +294,7 @@ def regularise(
 
     def add(gradient: Any, weight: Any) -> Any:
         if isinstance(weight, fused_update.FlatVariable):
-            return weight.by_section(add, gradient)
+            return weight.map_segments(add, gradient)
         decayed = _is_penalised(rules, weight)
         if weight.regularizer is None and not decayed:
             return gradient
