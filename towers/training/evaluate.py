@@ -27,9 +27,9 @@ def evaluate(
 
     Args:
         options: of the run; None: as its flags.cfg says, but for the fields that are given.
-        say: is given each line of the report.
-        **fields: of `towers.Options`. What flags.cfg cannot name, such as a function of a notebook,
-            is to be given again.
+        say: prints a line of the report.
+        **fields: of `towers.Options`. Functions that flags.cfg cannot name, as those of a notebook,
+            have to be given again.
 
     Returns:
         The figures of an `Evaluation`, the checkpoint's "step", and "num_towers".
@@ -40,13 +40,13 @@ def evaluate(
     """
     options = options_from_call(options, fields, verb="evaluate")
     checkpoint.of_run(options.train_dir)  # before the model is built
-    run = prepare(dataclasses.replace(options, variables="default"))  # they are only read
+    run = prepare(dataclasses.replace(options, variables="default"))
     variables = run.masters.variables().items()
     step = CheckpointManager(
         Path(options.train_dir, "checkpoints"),
         {name: v for name, v in variables if name.startswith(("model/", "average/"))},
         {name: getattr(run.options, name) for name in ("model", "model_args", "augment")},
-        exact=False,  # the optimizer and the loss scale matter no more
+        exact=False,  # the checkpoint has optimizer and loss scale, too
     ).restore(say, best.step_of(options.train_dir))
     run.masters.set_copies()
     with user_facing_errors(options):

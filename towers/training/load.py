@@ -1,7 +1,4 @@
-"""The model of a run, with its trained weights: `towers.load`.
-
-Only the weights are read. A run may be training meanwhile, on any number of towers.
-"""
+"""`towers.load`: the model of a run, with its trained weights."""
 
 import dataclasses
 import re
@@ -104,15 +101,11 @@ def load(
 
 
 def load_run(
-    options: Options,
-    *,
-    averages: bool = False,
-    step: int | None = None,
-    warn: Warn = warnings.warn,
+    options: Options, *, averages: bool = False, step: int | None = None, warn: Warn = warnings.warn
 ) -> TrainedModel:
     """Build the model of the run in `options.train_dir` and read its weights; see `load`.
 
-    `warn` is told of a checkpoint that cannot be read, where an older one is taken.
+    `warn` prints a line for each unreadable checkpoint that an older one stands in for.
     """
     weights = read_weights(Path(options.train_dir), step, warn)
     if averages and not weights.averages:
@@ -128,8 +121,8 @@ def load_run(
             x=_spec(task["spec"][0]),
             image_shape=task["image_shape"],
         )
-        given = PREFIX in f"{options.loss}{options.metrics}{options.optimizer}"
-        if (options.loss or options.metrics) and not given:  # else a program knows them, not we
+        inline = PREFIX in f"{options.loss}{options.metrics}{options.optimizer}"
+        if (options.loss or options.metrics) and not inline:  # inline objects have no name to load
             compile_from_flags.compile_from_flags(network, options)
     values = weights.model | (weights.averages if averages else {})
     variables = by_unique_name((v.path, v) for v in variables_of(network))
@@ -167,7 +160,7 @@ def read_weights(train_dir: Path, step: int | None = None, warn: Warn = warnings
 
 
 def task_of_run(options: Options) -> dict[str, Any]:
-    """Return `manifest.model_spec` the run, from the data set where its manifest lacks it."""
+    """Return `manifest.model_spec` of a run, from its data set if the manifest lacks it."""
     found = manifest.read(Path(options.train_dir)).get("task")
     if found:
         return found

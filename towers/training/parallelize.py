@@ -1,12 +1,12 @@
-"""`model.fit` over towers: a Keras model's own steps, whose forward passes run on towers.
+"""`model.fit` over towers: Keras' own steps with forward passes on towers.
 
     model = towers.parallelize(model, num_towers=4)
     model.compile(optimizer="adam", loss="mse")
     model.fit(x, y, batch_size=256)
 
-The step itself stays the model's. While it is traced, each outermost layer that it calls, the model
-as a rule, runs on towers, and its outputs are joined (`TowerBuilder.concat`). Loss, metrics and
-update are Keras' or the user's own, made once, over the global batch.
+While a step of the model is traced, each outermost layer that it calls, usually the model itself,
+runs on towers, and its outputs are concatenated (`TowerBuilder.concat`). Loss, metrics and update
+are Keras' or the user's own, computed once, over the global batch.
 """
 
 import contextlib
@@ -53,36 +53,36 @@ def parallelize(
     accumulate_steps: int = 1,
     jit_compile: bool = False,
 ) -> keras.Model:
-    """Run `fit`, `evaluate`, `predict` and their kin of a model on towers; return the model.
+    """Run `fit`, `evaluate` and `predict` of a model on towers; return the model.
 
         model = towers.parallelize(model, num_towers=2)
         model.fit(x, y, batch_size=32)
 
-    It is changed in place, built or not, compiled or not. Losses, metrics and weights are those of
-    one device without XLA, up to rounding, if layers compute each example from itself (but for
-    BatchNorm); else a warning names the layer. What cannot be called with a part of the batch runs
-    on one device, with a warning, and so does a model that runs eagerly. What the model is called
-    for elsewhere, saved as, copied or pickled is the plain model.
+    The model, built or not, compiled or not, is changed in place. Losses, metrics and weights are
+    those of one device without XLA, up to rounding, if layers compute each example from itself
+    (BatchNorm is synchronized); otherwise a warning names the layer. Layers that cannot be called
+    with a part of the batch run on one device, with a warning, and so does a model that runs
+    eagerly. Direct calls, saved files, copies and pickles are those of the plain model.
 
     Args:
-        model: any Keras model, its own `train_step` and `compute_loss` included.
-        num_towers: 0 for one tower on each visible GPU, else one on the CPU.
-        devices: of the towers, in place of the first ones: "/gpu:0,/gpu:2" or a list; "cpu" for
-            logical CPU devices although there are GPUs.
-        workers: addresses of `towers worker` on other machines, ["host1:2222"], whose devices have
-            the towers in place of this machine's.
-        towers_per_worker: 0 for one tower on each of its GPUs, else one.
+        model: any Keras model, also with its own `train_step` or `compute_loss`.
+        num_towers: 0 for one tower on each visible GPU, or one on the CPU without GPUs.
+        devices: devices of the towers, "/gpu:0,/gpu:2" or a list; "cpu" for logical CPU devices
+            although there are GPUs; "" for the first ones.
+        workers: addresses of `towers worker` on other machines, ["host1:2222"], whose devices are
+            used in place of this machine's.
+        towers_per_worker: 0 for one tower on each GPU of a worker, or one without GPUs.
         gather_device: of splitting, joining, the loss and the update; "" for the first tower's GPU
-            if weights lie on GPUs, else "/cpu:0".
-        variables: "cpu": weights lie on the gather device; "sharded": each on one of the towers;
+            if weights are on GPUs, else "/cpu:0".
+        variables: "cpu": weights are on the gather device; "sharded": each on one of the towers;
             "default": "sharded" on GPUs, else "cpu".
-        batch_norm: moments of BatchNorm over all towers ("sync") or each tower's own ("local").
-        accumulate_steps: takes each batch in so many parts, one after the other, for less memory;
-            the forward pass is computed twice, and BatchNorm's moments are those of a part.
-        jit_compile: XLA compiles what each tower computes.
+        batch_norm: moments of BatchNorm over all towers ("sync") or of each tower ("local").
+        accumulate_steps: number of parts that a batch is computed in, one after the other, to save
+            memory; the forward pass is computed twice, and BatchNorm's moments are those of a part.
+        jit_compile: whether XLA compiles each tower.
 
     Raises:
-        InputError: an argument is not as said here, or there is no such device or worker.
+        InputError: an argument is out of range, or there is no such device or worker.
     """
     if not isinstance(model, keras.Model):
         raise InputError(f"parallelize takes a keras.Model, not {type(model).__name__}")
@@ -118,8 +118,8 @@ def _devices_for(
 ) -> list[str]:
     """Return the devices of the towers, `number` on each worker if there are workers.
 
-    A model that was made before these were connected is refused: TensorFlow loses what is assigned
-    to its variables, without a word, so that metrics are 0.
+    A model that is older than the connection is refused: TensorFlow silently loses assignments to
+    its variables, so that metrics are 0.
     """
     if not workers:
         return tower_devices.tower_devices(num_towers, devices)
@@ -155,24 +155,20 @@ def on_towers(
     fn: Callable,
     copies: Sequence[Sequence[keras.Variable]] = (),
 ) -> Callable:
-    """Return `fn` with its outermost calls of the model and of layers on towers.
+    """Return `fn`, a step of the model, with its outermost calls of layers on towers.
 
-    Args:
-        model: the Keras model.
-        builder: of the towers.
-        fn: a step of the model.
-        copies: the trainable variables that each tower reads, if these are not the model's. `fn`
-            then computes no gradients.
+    `copies` are the trainable variables that each tower reads in place of the model's, for a `fn`
+    that computes no gradients.
     """
     return _Steps(model, builder, copies).outermost_on_towers(fn)
 
 
 def unparallelize(model: keras.Model) -> keras.Model:
-    """Run a model on one device again, as Keras does; return it.
+    """Run a model on one device again, as plain Keras does; return it.
 
         model = towers.unparallelize(model)
 
-    Its steps are traced anew; weights and optimizer stay.
+    Weights and optimizer stay; the steps are traced anew.
     """
     for name in (*_STEPS, *_MAKERS, "_tower_steps"):
         vars(model).pop(name, None)
@@ -187,7 +183,7 @@ def builder_of(model: keras.Model) -> TowerBuilder | None:
 
 
 def passes_of(model: keras.Model) -> Passes:
-    """Return what the last traced step of a model has done on towers."""
+    """Return the passes of a model's last traced step on towers."""
     steps = vars(model).get("_tower_steps")
     return steps.passes if steps else Passes()
 
@@ -202,7 +198,7 @@ class _Steps:
         self._placed: set[int] = set()  # ids of variables
         self._batch: Any = None  # real, while a function is traced for the first time
         self._makes_variables = self._is_dropped = False  # see `_making_variables`
-        self._functions: dict[tuple, Callable] = {}  # kept, so that each is analyzed once
+        self._functions: dict[tuple, Callable] = {}  # each is analyzed once
 
     def on_towers(self, name: str) -> Callable:
         """Return a step of the model with its outermost layers on towers."""
@@ -225,7 +221,7 @@ class _Steps:
         return with_towers
 
     def _update(self, optimizer: keras.optimizers.Optimizer, *args: Any) -> None:
-        """Make an optimizer's update; in a trace that is dropped, only that of an own class."""
+        """Make an optimizer's update; in a dropped trace, only that of a class of the user's."""
         *_, update = args
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         if not self._is_dropped or not type(inner).__module__.startswith("keras."):
@@ -233,15 +229,15 @@ class _Steps:
 
     @contextlib.contextmanager
     def _making_variables(self) -> Iterator[None]:
-        """Call layers in the block on one device, if the trace is there to make variables.
+        """Call layers in the block on one device, if the trace is going to be dropped.
 
-        TensorFlow traces a function again if its first trace made variables, as optimizers and
-        metrics do: towers in that trace would cost their time for nothing.
+        TensorFlow traces a function again if its first trace made variables, as of optimizers and
+        metrics; towers in the first trace would only take time.
         """
         self._is_dropped, self._makes_variables = self._makes_variables, False
         try:
             if self._is_dropped:
-                self._made = tf.Variable(0, name="made")  # now it is traced again for certain
+                self._made = tf.Variable(0, name="made")  # forces the second trace
             yield
         finally:
             self._is_dropped = False
@@ -249,7 +245,7 @@ class _Steps:
     def made_for_towers(self, name: str) -> Callable:
         """Return a replacement of a `make_*_function` method, whose function runs on towers.
 
-        XLA does not compile it: that would be for one device.
+        XLA does not compile the function as a whole, which would put it on one device.
         """
         make = getattr(type(self.model), name)
         attribute = name.removeprefix("make_")  # of the model, which holds what is made
@@ -276,11 +272,11 @@ class _Steps:
             def placed(*args: Any) -> Any:
                 nonlocal is_first
                 if is_first and self.builder.num_slices > 1:
-                    args = tuple(map(self._noted, args))
+                    args = tuple(map(self._with_first_batch_kept, args))
                 self._makes_variables = is_first and self._will_make_variables(name)
                 is_first = False
-                # Keras' loop over steps waits for its condition, so it is the host's. A single
-                # step is not waited for: what it returns stays where it is.
+                # Keras' loop over steps waits for its condition, which is on the host. For a
+                # single step nothing is copied to the host.
                 try:
                     with tf.device(HOST if model.steps_per_execution > 1 else self.home):
                         return function(*args)
@@ -293,20 +289,20 @@ class _Steps:
         return make_for_towers
 
     def _will_make_variables(self, name: str) -> bool:
-        """Return whether a step will make variables, of metrics or of an optimizer."""
+        """Return whether a step will make variables of metrics or of an optimizer."""
         if name == "make_predict_function":
             return False
         new = [own for own in optimizers_of(self.model) if not own.built]
         trains = name == "make_train_function"
         return tf_internals.will_make_metrics(self.model) or (trains and any(map(_has_slots, new)))
 
-    def _noted(self, iterator: Any) -> Any:
-        """Keep the first batch for trials; return an iterator of the batches of one call."""
+    def _with_first_batch_kept(self, iterator: Any) -> Any:
+        """Keep the first batch for the analysis; return an iterator of one call's batches."""
         batches: list[Any] = []
         try:
             spec = iterator.element_spec
             taken = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
-        except (AttributeError, TypeError, ValueError):  # it gives out something else
+        except (AttributeError, TypeError, ValueError):  # no iterator of tf.data
             return iterator
         batches += itertools.islice(iterator, self.model.steps_per_execution)
         self._batch = batches[0] if batches else None
@@ -412,9 +408,9 @@ class _Steps:
     def _function(
         self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any], num_rows: Any = ...
     ) -> tuple[Callable, list[Any]]:
-        """Return the towers' function, the same one for the same call, and its batch.
+        """Return the towers' function, cached by call, and its batch: the leaves with `num_rows`.
 
-        The batch is those of the leaves that have so many rows, None for an unknown number.
+        None stands for an unknown number of rows, `...` for any.
         """
         divided = [_is_batch(x) and num_rows in (..., x.shape[0]) for x in leaves]
         batch = [leaf for leaf, is_divided in zip(leaves, divided, strict=True) if is_divided]
@@ -428,7 +424,7 @@ class _Steps:
         return self._functions[key], batch
 
     def _build(self, layer: keras.Layer, fn: Callable, batch: Sequence[Any]) -> None:
-        """Build layers as Keras does, in a trace that is dropped: towers make no variables."""
+        """Build layers as Keras does, in a trace that is dropped: towers create no variables."""
         if all(below.built for below in tf_internals.layers_of(layer)):
             return
         following = tf_internals.recording_restarted()
@@ -441,9 +437,9 @@ class _Steps:
         return tf_internals.patch_layer_calls(lambda _: self._keras_call)
 
     def _place(self, variables: Sequence[keras.Variable]) -> None:
-        """Move new variables to their device; nothing that is kept may have read them.
+        """Move new variables to their device, before a function that is kept reads them.
 
-        Weights that an optimizer was built for stay where its slots are.
+        Weights of an optimizer that is already built stay beside its slots.
         """
         new = [v for v in variables if id(v) not in self._placed]
         self._placed |= {id(v) for v in new}
@@ -461,7 +457,7 @@ class _Steps:
 
 def _has_slots(optimizer: keras.optimizers.Optimizer) -> bool:
     """Return whether an optimizer makes variables for a weight; plain SGD does not."""
-    with contextlib.suppress(Exception):  # of an own class that cannot be made anew
+    with contextlib.suppress(Exception):  # a class of the user's that has no config
         like = type(optimizer).from_config(optimizer.get_config())
         before = len(like.variables)
         like.build([keras.Variable(0.0)])
@@ -470,10 +466,9 @@ def _has_slots(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> Callable:
-    """Return the towers' function: a layer's tensors -> (outputs, logits).
+    """Return the towers' function: a layer's tensors -> (outputs, {output index: logits}).
 
-    Logits, by place, are those that Keras knows of outputs which are probabilities. Its losses use
-    them, since probabilities keep nothing where a model is sure.
+    Keras' losses use the logits of outputs that are probabilities, which round to 0 and 1.
     """
 
     def fn(*batch: Any) -> tuple[Any, dict[int, dict[str, tf.Tensor]]]:
@@ -488,7 +483,7 @@ def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> 
 
 
 def _logits_of(output: Any) -> dict[str, tf.Tensor]:
-    """Return {"" or the op that makes probabilities: logits} of an output, {} without logits."""
+    """Return {op that makes probabilities, or "": logits} of an output, {} without logits."""
     if (logits := tf_internals.logits_of(output)) is not None:
         return {"": logits}
     made_by = output.op.type if isinstance(output, tf.Tensor) else ""
@@ -496,7 +491,7 @@ def _logits_of(output: Any) -> dict[str, tf.Tensor]:
 
 
 def _with_logits(outputs: Any, logits: dict[int, dict[str, tf.Tensor]]) -> Any:
-    """Return joined outputs from which losses find their logits, as on one device."""
+    """Return joined outputs with the logits where Keras' losses look for them."""
     flat = tf.nest.flatten(outputs)
     for i, found in logits.items():
         ((made_by, value),) = found.items()

@@ -47,23 +47,23 @@ _FINISHED = (
 def train(
     options: Options | None = None, start: float | None = None, /, **fields: Any
 ) -> dict[str, Any] | None:
-    """Train, or continue what `train_dir` holds.
+    """Train a model, or resume the run in `train_dir`.
 
         result = towers.train(model=build, dataset=data, train_dir="runs/mine", num_epochs=2)
 
-    Ctrl-C, or a notebook's interrupt, saves and returns None; the same call goes on from there.
+    Ctrl-C, or a notebook's interrupt, saves and returns None; the same call resumes.
 
     Args:
-        options: of the run; None: as the fields say, and of an existing run as its flags.cfg says.
+        options: of the run; None: those of `fields`, on top of the flags.cfg of an existing run.
         start: `time.perf_counter()` when the command started, for `seconds_to_first_step`.
         **fields: of `towers.Options`: `model`, `dataset`, `num_towers`, `train_dir`, ... Functions
-            may be given as such or as "module:function", data as what such a function returns.
+            are given as such or as "module:function", data as what such a function returns.
 
     Returns:
-        What result.json holds, or None if a signal stopped the run; it was saved then.
+        The contents of result.json, or None if a signal stopped the run, which is saved then.
 
     Raises:
-        InputError: the options cannot be had; nothing was written.
+        InputError: an option is not possible; nothing was written.
         RunError: the loss or a weight is not finite, a batch cannot be read, or the folder cannot
             be written.
     """
@@ -99,7 +99,7 @@ def train(
                     of_step = prepared.steps_done, prepared.largest_batch
                     with user_facing_errors(options, *of_step), recovery.reraise_device_loss():
                         return _train(prepared, preemption, health, out, start, callbacks)
-                # Each goes on as a new process would.
+                # After these the run resumes as in a new process.
                 except nonfinite.Rollback as rollback:
                     say(str(rollback))
                 except remote.DevicesChanged:
@@ -118,11 +118,7 @@ def _train(
     start: float,
     user_callbacks: Sequence[keras.callbacks.Callback],
 ) -> dict[str, Any] | None:
-    """Make the steps that are left, do what is due between them, and write the result.
-
-    Returns:
-        What result.json holds, or None if a signal stopped the run, which is saved then.
-    """
+    """Run the training loop and write result.json; return as `train` does."""
     run, folder, timetable = prepared.run, prepared.folder, prepared.timetable
     options, task, checkpoints = run.options, run.task, prepared.checkpoints
     step, last, best = timetable.first_step, timetable.last_step, _best_of(run, folder)
@@ -150,10 +146,10 @@ def _train(
         stack.enter_context(_saved_if_it_fails(prepared, preemption))
 
         callbacks.begin_run()
-        if timetable.evaluates(step) and not evaluator.is_recorded(step):  # it was stopped in that
+        if timetable.evaluates(step) and not evaluator.is_recorded(step):  # it was interrupted
             evaluator.evaluate(step)
         while step < last and not preemption() and not evaluator.stops_early():
-            # As many steps as there are until something is due, in one call of TensorFlow.
+            # One call of TensorFlow makes all steps until something is due.
             with monitor.pause():
                 profiler.begin(step)
             num_steps = min(timetable.num_steps(step, profiler.due), preemption.most_steps())
@@ -169,7 +165,6 @@ def _train(
             finite_check.check(values, step, now=logs or saves or evaluates or step == last)
             if seconds_to_first_step is None:
                 seconds_to_first_step = time.perf_counter() - start
-            # What is shown of them.
             monitor.progress(step, values)
             callbacks.end_step(step, values)
             with monitor.pause():
@@ -189,7 +184,7 @@ def _train(
                         if step > saved:
                             _save_finite(prepared, finite_check, preemption, step)
                             saved = step
-                        checkpoints.close()  # it is to be there before best.json names it
+                        checkpoints.close()  # it must exist before best.json names it
                     best.write(monitor.say)
                 changed |= callbacks.end_epoch(step, evaluator.result_at(step))
         profiler.stop()
@@ -211,7 +206,7 @@ def _train(
             f"stopped at step {step} of {last}: saved; the same command continues the run"
         )
         return None
-    if not checkpoints.has(step):  # somebody may have deleted it meanwhile
+    if not checkpoints.has(step):  # it was deleted meanwhile
         checkpoints.save_now(step)
     skipped, (name, direction) = task.num_skipped(), task.objective()
     result = {
@@ -233,13 +228,11 @@ def _train(
     }
     dashboard.close_root(folder, result, timetable.x(step))
     manifest.finish(folder, run.masters.variables())
-    files.write_json(folder / RESULT, result)  # the last: with it the run is finished
-    if advice := monitor.advice():  # several towers, whose points agree
+    files.write_json(folder / RESULT, result)  # written last: it marks the run as finished
+    if advice := monitor.advice():
         monitor.say(f"gradient noise scale: {advice}")
     if skipped:
-        monitor.say(
-            f"skipped     {skipped} of {step} steps, whose loss or gradient was not finite"
-        )
+        monitor.say(f"skipped     {skipped} of {step} steps, whose loss or gradient was not finite")
     for line in table(result):
         monitor.say(line)
     return result
@@ -264,11 +257,10 @@ def _save_finite(
     step: int,
     now: bool = False,
 ) -> None:
-    """Save a checkpoint, unless a step or a weight is not finite: older ones are worth more.
+    """Save a checkpoint, in a thread unless `now`; raise if a step or a weight is not finite.
 
-    It is written beside training, unless it has to be there `now`. Copies on other towers that have
-    drifted away, as they may on unlike cards, get the values that are saved: the run goes on as one
-    that is continued from this checkpoint does.
+    Copies of the weights that have drifted apart, as on unlike GPUs, are set to the saved values:
+    the run continues as one that is resumed from this checkpoint.
     """
     if drifted := prepared.run.masters.make_copies_equal():
         name, device, other = drifted
@@ -285,7 +277,7 @@ def _save_finite(
 
 @contextlib.contextmanager
 def _saved_if_it_fails(prepared: PreparedRun, preemption: PreemptionHandler) -> Iterator[None]:
-    """Save the last finished step if data, a disk or a reader of the output fails in the block."""
+    """Save the last finished step if an error other than a non-finite step ends the block."""
     try:
         yield
     except (nonfinite.NotFinite, nonfinite.Rollback, remote.DevicesChanged):
@@ -294,19 +286,19 @@ def _saved_if_it_fails(prepared: PreparedRun, preemption: PreemptionHandler) -> 
         step, snapshot = preemption.backup or (int(prepared.run.masters.step.numpy()), None)
         if (preemption.backup or preemption.consistent) and not prepared.checkpoints.has(step):
             snapshot = snapshot or prepared.checkpoints.snapshot()
-            with contextlib.suppress(RunError):  # what failed first is what is told
+            with contextlib.suppress(RunError):  # the first error is the one to report
                 check_snapshot(snapshot)
                 prepared.checkpoints.save_now(step, snapshot)
         raise
 
 
 def _finished(run: RunContext, folder: Path) -> dict[str, Any] | None:
-    """Return the result of a run that has nothing left to do, None for any other."""
+    """Return the result of a run that is finished, None for any other."""
     result, timetable = read_result(folder), run.timetable()
     over = timetable.first_step == timetable.last_step or _best_of(run, folder).is_over()
     if not over or result.get("steps") != timetable.first_step:
         return None
-    return result | {"train_dir": str(folder)}  # it may have been moved since
+    return result | {"train_dir": str(folder)}  # the folder may have been moved
 
 
 def _best_of(run: RunContext, folder: Path) -> BestTracker:
@@ -316,7 +308,7 @@ def _best_of(run: RunContext, folder: Path) -> BestTracker:
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
-    """Return the lines of the table at a run's end; values of None are left out."""
+    """Return the result as the lines of a table, without values of None."""
 
     def cell(value: Any) -> str:
         if isinstance(value, float):

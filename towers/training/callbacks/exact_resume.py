@@ -1,10 +1,10 @@
-"""A `fit` that was killed goes on in the middle of an epoch, as if nothing had happened.
+"""Resumes a `fit` that was killed, in the middle of an epoch and bit for bit.
 
     model.fit(x, y, epochs=10, callbacks=[towers.callbacks.ExactResume("saved", every_steps=500)])
 
-State is saved at one place, between the callbacks of a batch's begin and its step, and is put back
-at the same place of the same batch: so it does not matter what other callbacks do before or after.
-Keras itself counts through the batches that were trained on before; their steps are left out.
+State is saved between the `on_train_batch_begin` callbacks and the step, and restored at the same
+place of the same batch, so the other callbacks do not matter. Keras still counts the batches that
+were trained on before; their steps are skipped.
 """
 
 import dataclasses
@@ -26,26 +26,25 @@ from towers.errors import InputError, RunError
 from towers.training.run import checkpoint
 from towers.training.run.checkpoint_manager import CheckpointManager
 
-_KEPT = 2  # of the newest: the older one is for a newest one that is damaged
+_NUM_KEPT = 2  # the older checkpoint is for a newest one that is damaged
 
 
 class ExactResume(keras.callbacks.Callback):
-    """Saves all that a `fit` needs to go on, and goes on from there when it is called again.
+    """Saves the state of `fit`, and resumes from it when the same `fit` is called again.
 
-    The same call in a new process ends with the weights and the History of a `fit` that was never
-    interrupted, in plain Keras and over towers: bit for bit on CPUs, and on GPUs with
-    --deterministic, in a program `towers.devices.configure(deterministic=True)`. Saved are
-    weights, optimizer, metrics, Keras' seeds, the random states of Python and NumPy, epoch and
-    batch, History, and the position in the data: of arrays and `tf.data` by their iterator; what
-    Python makes, as `keras.utils.PyDataset` does, is read again from the epoch's beginning, and
-    dropped.
+    The same call in a new process ends with the weights and the History of an uninterrupted `fit`,
+    in plain Keras and over towers: bit for bit on CPUs, and on GPUs after
+    `towers.devices.configure(deterministic=True)`. Saved are weights, optimizer, metrics, Keras'
+    seeds, the random states of Python and NumPy, epoch, batch, History, and the position in the
+    data. Of arrays and `tf.data` that is the iterator's state; batches made in Python, as by
+    `keras.utils.PyDataset`, are read again from the beginning of the epoch and dropped.
 
-    With `shuffle="batch"` the order within a batch is another one. TensorFlow itself does not go on
+    Limits: with `shuffle="batch"` the order within a batch differs. TensorFlow does not resume
     exactly where a shuffled dataset is repeated and a pass has just ended: shuffle after `repeat`.
-    Not saved are `tf.random`'s own generators (where a model draws from them), and what other
-    callbacks remember, unless they are named in `also`. Callbacks see the epoch's earlier batches
-    again, with the logs of the last one. Put this one last, after those that change weights when
-    training ends. A fit that has ended is not repeated: to begin anew, name another folder.
+    The generators of `tf.random` are not saved, nor is the state of other callbacks unless they are
+    in `also`. Callbacks see the epoch's earlier batches again, with the logs of the last one. Put
+    this callback last, after those that change weights when training ends. A fit that has ended is
+    not repeated: to start anew, name another folder.
     """
 
     def __init__(
@@ -59,12 +58,12 @@ class ExactResume(keras.callbacks.Callback):
 
         Args:
             directory: of this fit alone; made if it is not there.
-            every_steps: save after so many steps, too; 0: not within an epoch.
-            every_epochs: save when so many epochs are over; 0: only as `every_steps` says.
-            also: callbacks, such as EarlyStopping and ReduceLROnPlateau, or other objects, whose
-                public attributes are saved, too, if they are numbers, texts, arrays or lists of
-                arrays, and are not named as an argument of its class. A PyDataset that shuffles
-                its own indices in `on_epoch_end` has to be one of them.
+            every_steps: steps between saves within an epoch; 0: none.
+            every_epochs: epochs between saves; 0: only as `every_steps` says.
+            also: callbacks, such as EarlyStopping and ReduceLROnPlateau, or other objects whose
+                public attributes are saved if they are numbers, strings, arrays or lists of arrays,
+                and are no arguments of the constructor. A PyDataset that shuffles its own indices
+                in `on_epoch_end` has to be one of them.
 
         Raises:
             InputError: an argument is out of range.
@@ -75,11 +74,11 @@ class ExactResume(keras.callbacks.Callback):
                 raise InputError(f"{name}={value} must be at least 0")
         self.directory, self.also = Path(directory), list(also)
         remedy = "delete them to begin anew"
-        self._checkpoints = CheckpointManager(self.directory, {}, {}, _KEPT, remedy=remedy)
+        self._checkpoints = CheckpointManager(self.directory, {}, {}, _NUM_KEPT, remedy=remedy)
         self.every_steps, self.every_epochs = every_steps, every_epochs
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Find what there is to go on from, and let Keras begin at its epoch."""
+        """Read the newest checkpoint, and let Keras begin at its epoch."""
         self._step = _own_step(self.model.train_function)
         self._epoch, self._first_epoch, self._batch = 0, None, 0
         self._num_steps, self._saved_at = 0, 0  # steps of the fit, and those by the last save
@@ -102,7 +101,7 @@ class ExactResume(keras.callbacks.Callback):
             vars(self.model)["_towers_resume_at"] = about["batch"]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Record the random state that an epoch begins with: Python's own data are made from it."""
+        """Record the random state: data that are made in Python depend on it."""
         tf_internals.begin_at_epoch(self.model, None)  # it would be that of the next fit, too
         self._epoch = epoch
         self._first_epoch = epoch if self._first_epoch is None else self._first_epoch
@@ -112,7 +111,7 @@ class ExactResume(keras.callbacks.Callback):
         self._random_at_epoch = _random_state()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Replace the step for one call; nothing is left behind if the fit ends here."""
+        """Replace the step for one call, so that nothing is left behind if the fit ends here."""
         self._batch = batch
         self._step = _own_step(self.model.train_function)
         self.model.train_function = self._step_or_skip
@@ -124,12 +123,12 @@ class ExactResume(keras.callbacks.Callback):
         tf_internals.begin_at_epoch(self.model, None)
 
     def _step_or_skip(self, iterator: Any) -> Any:
-        """Make the step or skip it; save or restore what it starts from."""
+        """Make the step or skip it; save or restore the state before it."""
         self.model.train_function = self._step
         if self._saved is not None:
             batch, arrays = self._saved.about["batch"], self._saved.arrays
             if self._batch == 0 and (batch or "position" in arrays):
-                self._step(iterator)  # makes what the first step makes; it does not count
+                self._step(iterator)  # creates the variables; its numbers are overwritten
             if self._batch < batch:
                 return self._saved.about["logs"]
             self._restore_at(iterator)
@@ -181,7 +180,7 @@ class ExactResume(keras.callbacks.Callback):
                 next(iterator)
 
     def _restore(self) -> None:
-        """Restore all but the position in the data."""
+        """Restore everything but the position in the data."""
         about, history = self._saved.about, self.model.history
         variables, arrays = self._variables(about["batch"] > 0), self._saved.arrays
         groups = "model/", "optimizer/", "metrics/"
@@ -203,7 +202,7 @@ class ExactResume(keras.callbacks.Callback):
         vars(self.model).pop("_towers_resume_at", None)
 
     def _variables(self, within_epoch: bool) -> dict[str, Any]:
-        """Return {name in the file: variable}; metrics begin anew with each epoch."""
+        """Return {name in the file: variable}, within an epoch those of metrics, too."""
         model = self.model
         if model.built and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
@@ -274,7 +273,7 @@ def _read(prefix: str, reader: Any) -> _FitState:
 
 
 def _read_older(directory: Path) -> _FitState | None:
-    """Return the newest file in the older format, from before there were checkpoints."""
+    """Return the newest file in the format that preceded checkpoints."""
     names = [re.fullmatch(r"epoch-(\d+)-batch-(\d+)\.npz", p.name) for p in directory.glob("*")]
     places = [(int(name[1]), int(name[2]), name[0]) for name in names if name]
     if not places:
@@ -288,7 +287,7 @@ def _read_older(directory: Path) -> _FitState | None:
 
 
 def is_skipped(model: keras.Model, batch: int) -> bool:
-    """Return whether the step of this batch is skipped, having been made before."""
+    """Return whether the step of this batch is skipped: it was made before the fit was killed."""
     return batch < vars(model).get("_towers_resume_at", 0)
 
 
@@ -301,7 +300,7 @@ def _own_step(step: Callable) -> Callable:
 
 def _attributes_of(thing: Any) -> tuple[dict[str, Any], dict[str, list[np.ndarray]]]:
     """Return public attributes that are no arguments: plain ones, and lists of arrays."""
-    given = inspect.signature(type(thing)).parameters  # by the same call; it may keep them changed
+    given = inspect.signature(type(thing)).parameters  # the same call gives them again
     plain: dict[str, Any] = {}
     lists: dict[str, list[np.ndarray]] = {}
     for name, value in vars(thing).items():

@@ -5,7 +5,7 @@ state before it. That state and the batch are written to train_dir/nan for `towe
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import files
+from towers.builder.sharding import slices_of
 from towers.errors import InputError, RunError
 from towers.formatting import count, first_line
 from towers.options.triggers import Timetable
@@ -274,18 +275,9 @@ def numbers_of(run: RunContext, step: int, examples: int, size: int) -> tuple[np
 
 def tower_of(row: int, size: int, run: RunContext) -> int:
     """Return the tower that had a row of a batch of `size` examples."""
-    stop, number, num_towers = 0, -1, len(run.builder.devices)
-    for part in _sizes(size, run.builder.accumulate_steps):
-        for slice_size in _sizes(part, num_towers):
-            number, stop = number + 1, stop + slice_size
-            if row < stop:
-                return number % num_towers
-    return num_towers - 1
-
-
-def _sizes(total: int, parts: int) -> Iterable[int]:
-    small, more = divmod(total, parts)
-    return [small + (i < more) for i in range(parts)]
+    num_towers = len(run.builder.devices)
+    slices = slices_of(size, num_towers, run.builder.accumulate_steps)
+    return next(i for i, (start, n) in enumerate(slices) if row < start + n) % num_towers
 
 
 def _rows_text(rows: list[int], what: str, size: int) -> str:

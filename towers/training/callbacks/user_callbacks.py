@@ -3,8 +3,8 @@
     def callbacks():  # in my_callbacks.py
         return [keras.callbacks.CSVLogger("log.csv"), keras.callbacks.EarlyStopping(patience=3)]
 
-Their hooks are called where `fit` calls them, but for those of an evaluation's batches. So with
-callbacks each call of TensorFlow makes one step; without any, nothing of this costs anything.
+Their hooks are called as `fit` calls them, except those of an evaluation's batches. With callbacks
+each call of TensorFlow makes only one step.
 """
 
 import math
@@ -26,11 +26,10 @@ _K = keras.callbacks
 
 
 def load(names: str) -> list[_K.Callback]:
-    """Return the callbacks that functions return, which are named "module:function,module:other".
+    """Return the callbacks of the functions in `names`, "module:function,module:other".
 
     Raises:
-        InputError: a function returns something else, or a callback that resumes, as a run does
-            itself.
+        InputError: a function returns something else, or a callback that resumes training.
     """
     found: list[_K.Callback] = []
     for name in filter(None, names.split(",")):
@@ -51,10 +50,10 @@ def load(names: str) -> list[_K.Callback]:
 
 
 class Callbacks:
-    """Calls the hooks of a run's Keras callbacks. It is false if there are none."""
+    """Calls the hooks of a run's Keras callbacks. False if there are none."""
 
     def __init__(self, callbacks: Sequence[_K.Callback], run: RunContext, timetable: Timetable):
-        """Give each callback the model, whose weights are the run's, and the length of the run."""
+        """Set the callbacks' model and parameters."""
         self._masters, self._task, self._timetable = run.masters, run.task, timetable
         self._model, self._losses, self._training = run.masters.model, [], False
         self._list = None
@@ -73,7 +72,7 @@ class Callbacks:
         self._model.stop_training = False
 
     def __bool__(self) -> bool:
-        """Return whether there are any."""
+        """Return whether there are callbacks."""
         return self._list is not None
 
     def stopped(self) -> bool:
@@ -86,13 +85,13 @@ class Callbacks:
         self._training = bool(self)
 
     def begin_step(self, step: int) -> None:
-        """Call on_train_batch_begin after `step` steps, and on_epoch_begin if an epoch begins."""
+        """Call on_train_batch_begin, and before it on_epoch_begin if an epoch begins."""
         if not self._losses:
             self._call("on_epoch_begin", self._epoch(step))
         self._call("on_train_batch_begin", self._place(step))
 
     def end_step(self, step: int, values: Mapping[str, tf.Tensor]) -> None:
-        """Call on_train_batch_end after `step` steps, with what the last one returned."""
+        """Call on_train_batch_end with the values of the last step."""
         if self:
             logs = {"loss": float(values["loss"]) + float(values["penalty"])}
             of_batch = [name for name in values if name.startswith("batch/")]
@@ -101,10 +100,7 @@ class Callbacks:
             self._call("on_train_batch_end", self._place(step - 1), logs)
 
     def end_epoch(self, step: int, evaluation: Evaluation | None) -> bool:
-        """Call on_epoch_end if `step` ends an epoch or the run; return whether weights changed.
-
-        Its logs hold the mean of the steps' losses, and the `evaluation` after this step.
-        """
+        """Call on_epoch_end if an epoch or the run ends; return whether weights changed."""
         ends = self._epoch(step) > self._epoch(step - 1) or step == self._timetable.last_step
         if not self or not ends:
             return False
@@ -119,7 +115,7 @@ class Callbacks:
         return bool(self) and self._changes_weights("on_train_end")
 
     def around(self, evaluate: Callable[..., Evaluation | None]) -> Callable:
-        """Return an evaluator that calls on_test_begin and on_test_end while the run trains."""
+        """Return `evaluate` with calls of on_test_begin and on_test_end while the run trains."""
 
         def evaluated(stop: Callable[[], bool]) -> Evaluation | None:
             if not self._training:
@@ -135,16 +131,16 @@ class Callbacks:
         return self._timetable.examples(step) // self._timetable.train_size
 
     def _place(self, step: int) -> int:
-        """Return the number of steps that the epoch has had after `step` steps of the run."""
+        """Return the steps of the current epoch after `step` steps of the run."""
         size, batch_size = self._timetable.train_size, self._timetable.options.batch_size
         return self._timetable.examples(step) % size // batch_size
 
     def _call(self, hook: str, *args: Any) -> None:
-        """Call a hook of all callbacks; weights that it assigns are copied to all towers."""
+        """Call a hook of all callbacks; copy the weights it assigns to all towers."""
         if not self:
             return
         model, lent = vars(self._model), "optimizer" not in vars(self._model)
-        if lent:  # those of experiment trackers read the learning rate there
+        if lent:  # experiment trackers read the learning rate there
             model["optimizer"] = next(iter(self._masters.optimizers), None)
         before = self._rate()
         try:

@@ -1,8 +1,8 @@
-"""Checkpoints as files: they are TensorFlow's, and load with any number of towers.
+"""Reads and writes TensorFlow checkpoints, which load with any number of towers.
 
-Only a whole one counts: it is written under another name and flushed, its index is read, and then
-its files are renamed, the index last. TensorFlow's readers take a path for a pattern, in which
-`[0.1]` means one character: they are given another path.
+A checkpoint is written under a temporary name and flushed, its index is read, and then its files
+are renamed, the index last: so one with an index is complete. TensorFlow's readers take a path for
+a glob pattern, in which `[0.1]` means one character; they are given a path without such characters.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ Snapshot = Mapping[str, tf.Tensor]  # values of variables, by name
 _KEY_ENDING = "/.ATTRIBUTES/VARIABLE_VALUE"
 _FILE_KINDS = "data-00000-of-00001", "index"  # of a checkpoint, in the order of their writing
 _DATA_FILE = r"ckpt-(\d+)\.data-.*"
-_WHOLE_INDEX = r"(\.ckpt-(\d+)\.\d+)\.index"  # of a whole one under its temporary name
+_TEMPORARY_INDEX = r"(\.ckpt-(\d+)\.\d+)\.index"  # of a complete checkpoint
 
 
 def find(directory: Path) -> list[tuple[int, str]]:
@@ -52,12 +52,9 @@ def _matches(directory: Path, pattern: str) -> list[re.Match]:
 
 
 def without_index(directory: Path) -> dict[int, str]:
-    """Return {step: line} of newer checkpoints that are named or begun, and have no index.
-
-    Those that are being written just now, with the index under another name, do not count.
-    """
+    """Return {step: warning} of newer checkpoints without an index that are not being written."""
     newest = max(dict(find(directory)), default=-1)
-    now = {int(match[2]) for match in _matches(directory, _WHOLE_INDEX)}
+    now = {int(match[2]) for match in _matches(directory, _TEMPORARY_INDEX)}
     try:
         files.check_is_file(named := Path(directory, "checkpoint"))
         text = named.read_text(errors="replace")
@@ -74,10 +71,10 @@ def without_index(directory: Path) -> dict[int, str]:
 
 
 def tidy(directory: Path) -> None:
-    """Finish checkpoints that dead processes had written whole; delete what else they left."""
+    """Finish complete checkpoints of killed processes; delete their other files."""
     with contextlib.suppress(OSError):
         there = dict(find(directory))
-        for match in _matches(directory, _WHOLE_INDEX):
+        for match in _matches(directory, _TEMPORARY_INDEX):
             if int(match[2]) not in there:
                 _rename(Path(directory), match[1], int(match[2]))
         there = dict(find(directory))
@@ -94,10 +91,10 @@ def read_newest(
     wanted: int | None = None,
     only: int | None = None,
 ) -> tuple[int, Found] | None:
-    """Return (step, read(prefix, reader)) of the newest checkpoint that can be read, else None.
+    """Return (step, read(prefix, reader)) of the newest readable checkpoint, or None.
 
-    That of step `wanted` is tried first, or none but that of step `only`. `warn` is given a line
-    for each that is missing or damaged; an InputError of `read` comes through.
+    Step `wanted` is tried first; with `only`, no other step is. `warn` prints a line for each one
+    that is missing or damaged. An InputError of `read` is raised.
     """
     found = dict(find(directory))
     if only is not None:
@@ -134,7 +131,7 @@ def values_of(reader: Any, beginning: str = "") -> dict[str, np.ndarray]:
 
 
 def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, Any]) -> None:
-    """Write the checkpoint of `step`, whole or not at all; `identity` is in it as JSON.
+    """Write the checkpoint of `step` atomically, with `identity` as JSON.
 
     Raises:
         OSError, tf.errors.OpError: the folder cannot be written, or the disk is full.
@@ -165,7 +162,7 @@ def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, A
 
 
 def _rename(folder: Path, temporary: str, step: int) -> None:
-    """Give a whole checkpoint its name; `tidy` ends what a kill interrupts."""
+    """Give a complete checkpoint its name; `tidy` finishes this after a kill."""
     data, index = (folder / f"{temporary}.{part}" for part in _FILE_KINDS)
     (folder / f"ckpt-{step}.index").unlink(missing_ok=True)  # it would be of other data
     if data.exists():
@@ -177,11 +174,11 @@ def _rename(folder: Path, temporary: str, step: int) -> None:
 
 @contextlib.contextmanager
 def open_reader(prefix: str) -> Iterator[Any]:
-    """Yield TensorFlow's reader of a checkpoint, whatever the name of its folder.
+    """Yield TensorFlow's reader of a checkpoint in a folder of any name.
 
     Raises:
-        ValueError: it is that of another step than its name says.
-        Exception: of any kind, where it is damaged.
+        ValueError: it is of another step than its name says.
+        Exception: of any kind, if it is damaged.
     """
     path = Path(prefix)
     for part in path.parent.glob(f"{path.name}.*"):
@@ -189,7 +186,7 @@ def open_reader(prefix: str) -> Iterator[Any]:
     with _literal_path(path.parent) as folder:
         reader = tf.train.load_checkpoint(f"{folder}/{path.name}")
         if reader.has_tensor(tf_internals.OBJECT_GRAPH):
-            reader.get_tensor(tf_internals.OBJECT_GRAPH)  # damaged, others could not read it
+            reader.get_tensor(tf_internals.OBJECT_GRAPH)  # tf.train.Checkpoint needs it
         if reader.has_tensor(key := key_of("variables", "step")):
             step = int(reader.get_tensor(key))
             if path.name != f"ckpt-{step}":
@@ -199,7 +196,7 @@ def open_reader(prefix: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _literal_path(folder: Path) -> Iterator[str]:
-    """Yield another path of a folder, short and without characters of a pattern."""
+    """Yield a short path of the folder without glob characters."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}"
@@ -213,7 +210,7 @@ def key_of(*path: str) -> str:
 
 
 def identity_of(reader: Any) -> dict[str, Any]:
-    """Return the `identity` that was written."""
+    """Return the `identity` of a checkpoint."""
     return json.loads(reader.get_tensor(key_of("identity")))
 
 
@@ -229,7 +226,7 @@ def kinds_of(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def first_difference(here: Mapping[str, str], there: Mapping[str, str]) -> str | None:
-    """Return "NAME is DTYPE[SHAPE] there and absent here" of the first difference, if any."""
+    """Return the first difference, as "NAME is DTYPE[SHAPE] there and absent here", or None."""
     for name in [*here, *there]:
         ours, theirs = here.get(name, "absent"), there.get(name, "absent")
         if ours != theirs:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, written beside its training."""
+"""The checkpoints of a run, written in a thread beside training."""
 
 import contextlib
 import errno
@@ -25,10 +25,10 @@ _NO_SPACE = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errn
 
 
 class CheckpointManager:
-    """The checkpoints of one run, as TensorFlow checkpoints `ckpt-STEP` in one folder.
+    """Manages the checkpoints of one run: TensorFlow checkpoints `ckpt-STEP` in one folder.
 
-    `tf.train.CheckpointManager` keeps its list in a file and would write a counter of its own; here
-    the folder itself is the list, which a crash or a damaged file cannot bring out of step.
+    `tf.train.CheckpointManager` lists them in a file; here the folder itself is the list, which
+    neither a crash nor a damaged file can make wrong.
     """
 
     def __init__(
@@ -45,26 +45,26 @@ class CheckpointManager:
         Args:
             directory: of the checkpoints; made when the first is written.
             variables: by name.
-            identity: options that say what run this is, saved with the variables. A checkpoint with
+            identity: options that identify the run, saved with the variables. A checkpoint with
                 others is refused: two models may have the same variables.
             keep: number of the newest checkpoints that are kept.
-            exact: whether a checkpoint with other variables beside these is refused.
-            remedy: what to do if none can be read.
+            exact: whether a checkpoint with additional variables is refused.
+            remedy: what a message recommends if none can be read.
         """
         self.directory, self.remedy = Path(directory), remedy
         self.is_remote = are_remote(v.device for v in variables.values())  # any of them
         self.variables, self.identity = dict(variables), dict(identity)
         self.keep, self.exact = keep, exact
         self.best: int | None = None  # a step whose checkpoint is kept beside the newest
-        self._best_there: int | None = None  # the last of these that was written
+        self._best_written: int | None = None
         self.run_directory: files.RunDirectory | None = None  # once the run has its folder
-        self.say: Callable[[str], None] = print  # of what cannot be written beside training
+        self.say: Callable[[str], None] = print
         self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
-        self._elsewhere: Path | None = None  # where a run was saved that has lost its folder
+        self._elsewhere: Path | None = None  # where the run was saved after it lost its folder
 
     def snapshot(self) -> Snapshot:
-        """Return the values of all variables as they are now; from any thread, in milliseconds.
+        """Return the current values of all variables; may be called from any thread.
 
         On the host nothing is copied: a step that changes a variable leaves this value alone.
         """
@@ -72,9 +72,9 @@ class CheckpointManager:
             return {name: _value_of(variable) for name, variable in self.variables.items()}
 
     def save(self, step: int) -> None:
-        """Start writing the checkpoint of `step` in a thread, once the previous one is written.
+        """Write the checkpoint of `step` in a thread, once the previous one is written.
 
-        If it cannot be written, `say` is given a line, and the next save tries again.
+        If it cannot be written, `say` prints a warning, and the next save tries again.
         """
         self.close()
         snapshot = self.snapshot()
@@ -90,7 +90,7 @@ class CheckpointManager:
         self._thread = thread  # only now: a signal's thread may join it at any time
 
     def save_now(self, step: int, snapshot: Snapshot | None = None) -> None:
-        """Write a snapshot, by default of now, as the checkpoint of `step`; it is there then.
+        """Write a snapshot, by default of now, as the checkpoint of `step`, and wait for it.
 
         Raises:
             RunError: the folder cannot be written, or the disk is full.
@@ -104,17 +104,15 @@ class CheckpointManager:
             self._thread.join()
 
     def has(self, step: int) -> bool:
-        """Return whether the checkpoint of `step` is there."""
+        """Return whether the checkpoint of `step` exists."""
         self.close()
         return step in dict(checkpoint.find(self.directory))
 
     def restore(self, warn: Callable[[str], None] = print, wanted: int | None = None) -> int | None:
-        """Assign the newest checkpoint that can be read, or that of `wanted`; return its step.
-
-        None: there is no checkpoint.
+        """Assign the newest readable checkpoint, or that of `wanted`; return its step, or None.
 
         Raises:
-            InputError: the checkpoint holds other variables than this run has, or all are damaged.
+            InputError: the checkpoint has other variables than this run, or all are damaged.
         """
 
         def read(prefix: str, reader: Any) -> dict[str, Any]:
@@ -163,7 +161,7 @@ class CheckpointManager:
                 raise RunError(line) from None
 
     def _write_elsewhere(self, step: int, snapshot: Snapshot) -> str:
-        """Write a run that can go on beside its folder, or among temporary files; say where."""
+        """Save the run beside its folder, or among temporary files; return where, for a message."""
         folder = self.run_directory.folder.absolute()
         places = (folder.parent, f"{folder.name}.saved."), (None, "towers.saved.")
         for parent, prefix in places:
@@ -181,16 +179,16 @@ class CheckpointManager:
         return ""
 
     def _write_and_prune(self, directory: Path, step: int, snapshot: Snapshot) -> None:
-        """Write a checkpoint; delete the oldest up to it, not newer ones that could not be read."""
+        """Write a checkpoint; delete older ones. Newer ones, which were unreadable, stay."""
         directory.mkdir(parents=True, exist_ok=True)
         checkpoint.write(directory, step, snapshot, self.identity)
         found = {n: Path(prefix) for n, prefix in checkpoint.find(directory) if n <= step}
         if self.best in dict(checkpoint.find(directory)):
-            self._best_there = self.best  # until then, the one before is the best that is there
+            self._best_written = self.best  # until then, the one before is the best that is there
         kept = list(found)[-self.keep :]
         if not kept:
             raise FileNotFoundError(errno.ENOENT, "it was renamed or deleted meanwhile")
-        for number in found.keys() - {*kept, self._best_there}:
+        for number in found.keys() - {*kept, self._best_written}:
             found[number].with_suffix(".index").unlink()  # first: an index means a whole one
             for path in directory.glob(f"{found[number].name}.data-*"):
                 path.unlink()
@@ -200,7 +198,7 @@ class CheckpointManager:
             files.write_text(directory / "checkpoint", "\n".join(lines) + "\n")
 
     def _compare(self, prefix: str, reader: Any) -> None:
-        """Raise InputError, naming the first difference, unless `prefix` is of this run."""
+        """Raise InputError with the first difference unless the checkpoint is of this run."""
         saved_identity = checkpoint.identity_of(reader)
         for name, value in self.identity.items():
             there = saved_identity.get(name, value)
@@ -218,7 +216,7 @@ class CheckpointManager:
 
 
 def _value_of(variable: tf.Variable) -> tf.Tensor:
-    """Return a variable's value on the host; the op takes a quarter of the time of `identity`."""
+    """Return a variable's value on the host; `tf.identity` takes four times as long."""
     value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
     is_here = value.device.startswith("/job:localhost") and "/device:CPU:" in value.device
     return value if is_here else tf.identity(value)

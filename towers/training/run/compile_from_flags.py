@@ -1,4 +1,4 @@
-"""A model that flags compile: --loss, --metrics and those of the update."""
+"""Compiles a model as --loss, --metrics and the flags of the update say."""
 
 import inspect
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from towers.training.step.update import is_decayed
 
 
 def refuse_overridden(options: Options) -> None:
-    """Raise InputError for a flag that a compiled model has its own value for."""
+    """Raise InputError for a flag that would override a setting of a compiled model."""
     for name in OF_COMPILED:
         value, default = getattr(options, name), getattr(Options, name)
         if value != default:

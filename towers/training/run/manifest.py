@@ -1,6 +1,6 @@
-"""`train_dir/manifest.json`: what a run was made from, so that it can be made again.
+"""`train_dir/manifest.json`: all that is needed to reproduce a run.
 
-The file holds one object. What it says of the first start is never changed afterwards:
+The file holds one object. Its record of the first start never changes:
 
     format           1
     time, step       of the start, UTC; 0 unless the manifest was lost on the way
@@ -16,15 +16,15 @@ The file holds one object. What it says of the first start is never changed afte
     data             {"train": "test":} kind, sha256 and size, see `towers.data.Split.checksum`
     first_batch      {"sha256"} of images, labels and draws of step 0; null in a run that was older
     initial_weights  sha256 of the model's variables before step 0, or null
-    task             what the model was built for: num_classes, class_names, columns of a table,
+    task             the model's arguments: num_classes, class_names, columns of a table,
                      image_shape, augment, and spec: the tensors of one example, each as
                      "uint8[32, 32, 3]"
-    sessions         one for each start: the same parts, from time to data, as they were then
+    sessions         one for each start: the same parts, from time to data
     final            null until the run ends; then time, step, weights: the sha256 of the model's
                      variables, and state: that of all master variables, slots and averages too
 
-Two runs that give the same `final.weights` have the same weights, bit for bit. A manifest that is
-missing or damaged is written anew, and ends no run.
+Two runs with the same `final.weights` have the same weights, bit for bit. A missing or damaged
+manifest is written anew.
 """
 
 import dataclasses
@@ -53,24 +53,23 @@ _RATE_OPTIONS = (
     "learning_rate", "schedule", "warmup_epochs", "decay_epochs", "decay_factor", "num_epochs",
     "max_steps", "batch_size",
 )  # fmt: skip
-_NUM_RATES = 9  # of what is left of a run, at which learning rates are compared
-_TASK_TYPES = {  # of what a task says, beside its spec
+_NUM_RATES = 9  # points of the remaining run at which learning rates are compared
+_TASK_TYPES = {  # of a task's fields, beside its spec
     "num_classes": int | None, "class_names": list, "columns": list, "image_shape": list | None,
     "augment": str,
 }  # fmt: skip
 _SPEC = re.compile(r"(\w+)\[((?:None|\d{1,18})(?:, (?:None|\d{1,18}))*)?\]")
-_GIT_SECONDS = 2.0  # for each call: a slow disk is no reason to keep a run waiting
-# Parts that are compared: those that may change numbers, unlike the number of towers, and place
-# and time.
+_GIT_SECONDS = 2.0  # timeout of a call: a run does not wait for a slow disk
+# Parts that may change numbers; the number of towers, place and time do not.
 _COMPARED = re.compile(
     r"versions\..*|git\..*\.(commit|diff)|host\.processor|data\..*\.(kind|sha256|examples|shape)"
 )
 
 
 def write(run: RunContext, folder: Path, restored: int | None, batch: Any) -> list[str]:
-    """Write or extend the manifest before a run's next step; return warnings of what differs.
+    """Write or extend the manifest before a run's next step; return warnings of differences.
 
-    `restored` is the step of its checkpoint, None for a new run; `batch` is that of the next step.
+    `restored` is the step of the restored checkpoint, None for a new run; `batch` is the next one.
     """
     step = int(run.masters.step.numpy())
     towers = [dataclasses.asdict(device) for device in devices.describe(run.builder.devices)]
@@ -82,7 +81,7 @@ def write(run: RunContext, folder: Path, restored: int | None, batch: Any) -> li
         "flags": dataclasses.asdict(run.options),
         "versions": host.versions(),
         "git": {"folder": repository(Path.cwd()), "towers": repository(Path(__file__).parent)},
-        # without what changes from one minute to the next
+        # free memory changes from minute to minute
         "devices": [{n: v for n, v in row.items() if n != "free_bytes"} for row in towers],
         "host": host.machine(),
         "environment": host.environment(),
@@ -90,7 +89,7 @@ def write(run: RunContext, folder: Path, restored: int | None, batch: Any) -> li
     }
     found = {} if restored is None else read(folder)
     lines = differences(now, found)
-    if found and getattr(run.task, "rate_is_set", True):  # no schedule of the model's own
+    if found and getattr(run.task, "rate_is_set", True):  # else the optimizer has its own
         seen = int(run.masters.examples.numpy())
         lines += bent_schedule(run.options, run.data.train.size, seen, found["sessions"][-1])
     if not found:
@@ -110,13 +109,13 @@ def write(run: RunContext, folder: Path, restored: int | None, batch: Any) -> li
 
 
 def model_spec(data: Data, options: Options) -> dict[str, Any]:
-    """Return the properties of data that a model is built for, to build it again without data."""
+    """Return the properties of the data that are needed to build the model without them."""
     return {
         "num_classes": data.num_classes,
         "class_names": list(data.class_names),
         "columns": list(data.columns),
         "image_shape": data.image_shape and list(data.image_shape),
-        "augment": parse(options.augment).base,  # evaluation knows nothing of parts
+        "augment": parse(options.augment).base,  # which is all that evaluation uses
         "spec": tf.nest.map_structure(
             lambda spec: f"{spec.dtype.name}{spec.shape.as_list()}", data.spec
         ),
@@ -124,7 +123,7 @@ def model_spec(data: Data, options: Options) -> dict[str, Any]:
 
 
 def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:
-    """Write the end of a run into its manifest; `variables` are its `TrainState.variables`."""
+    """Add "final" to the manifest; `variables` are those of `TrainState.variables`."""
     final = {
         "time": _time(),
         "step": int(variables["step"].numpy()),
@@ -135,7 +134,7 @@ def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a run, {} if it is missing or, with a line, damaged."""
+    """Return the manifest of a run, {} if it is missing or damaged; the latter prints a line."""
     found = files.read_json(folder / NAME)
     sessions = found.get("sessions")
     if (
@@ -163,7 +162,7 @@ def _is_task(task: Any) -> bool:
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return a line for each part that differs between two starts, where both have it."""
+    """Return a line for each compared part of two sessions that differs."""
     ours, theirs = (dict(_flatten("", manifest)) for manifest in (now, before))
     return [
         f"{name} differs: {_shorten(ours[name])} now, {_shorten(theirs[name])} at the run's start"
@@ -175,13 +174,13 @@ def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
 def bent_schedule(
     options: Options, size: int, examples: int, before: Mapping[str, Any]
 ) -> list[str]:
-    """Return a line if the learning rate goes on by another schedule than in the start before.
+    """Return a line if the learning rate now follows another schedule than before.
 
     Args:
-        options: of this start.
+        options: of this session.
         size: of the training set.
         examples: seen so far.
-        before: the manifest's session of that start.
+        before: the manifest's record of the previous session.
     """
     try:
         flags = {name: before["flags"][name] for name in _RATE_OPTIONS}
@@ -222,10 +221,9 @@ def _hash(variables: Mapping[str, tf.Variable]) -> str:
 
 
 def repository(folder: Path) -> dict[str, str] | None:
-    """Return root, commit and diff of the git repository that a folder lies in.
+    """Return root, commit and diff of the git repository of a folder; None if git fails.
 
-    None: git does not know them, is not there, or does not answer in time. The programs that the
-    repository's own configuration names, which came with it, are not run.
+    Programs that are named in the repository's own configuration are not run.
     """
     off = ["-c", "core.fsmonitor=false"]
 
@@ -259,7 +257,7 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _shorten(value: Any) -> str:
-    """Return a value for a line; a checksum is cut."""
+    """Return a value as text, checksums shortened."""
     text = str(value)
     return f"{text[:12]}..." if len(text) in (40, 64) and text.isalnum() else text[:100]
 

@@ -1,4 +1,4 @@
-"""Estimate of a device's memory during a step, from its traced graph, and of the largest batch."""
+"""Estimates a device's memory during a step, from the traced graph, and the largest batch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -16,7 +16,7 @@ RESERVED_BYTES = 2**30
 
 
 def memory_by_purpose(run: RunContext, step: TracedStep, name: str) -> dict[str, int]:
-    """Return {purpose: bytes} that the device `name` of a tower holds during a step."""
+    """Return {purpose: bytes} of the memory of a tower's device during a step."""
     masters, tower = run.masters, run.builder.devices.index(name)
     received = step.received_bytes(name)
     copies = [v.value for replica in masters.replicas[1:] for v in replica.weights]

@@ -28,19 +28,19 @@ def build_for(
     """Build the model of a run, its variables on the CPU.
 
     Args:
-        options: of the run; their `augment` is no longer "auto".
-        num_classes: handed to the model function if it takes it; 0: targets are no classes.
+        options: of the run, with `augment` resolved.
+        num_classes: argument of the model function, if it takes it; 0: targets are no classes.
         x: specs of one example as it is stored, without batch axis.
-        image_shape: (height, width, channels) of it if it is an image; as the model is given it,
-            handed to the function if it takes it.
-        exact: with float64, layers that ask for another floating type get float64, too.
+        image_shape: (height, width, channels) of a stored image; the function is given that of
+            the model's inputs, if it takes it.
+        exact: whether, with float64, layers of another floating type compute in float64, too.
 
     Returns:
         A Keras model, built unless it has no `call`.
 
     Raises:
         InputError: no such function, an argument that it does not take, or what it returns is no
-            such model or cannot take x.
+            model or cannot take x.
     """
     name, dtype = options.model, options.dtype
     function = load_function("model", name)
@@ -68,7 +68,7 @@ def build_for(
 
 
 def prepared(options: Options, x: Any, image_shape: Sequence[int] | None) -> Any:
-    """Return the specs of what a run's model is called with, from those of what is stored."""
+    """Return the specs of the model's inputs, from those of stored examples."""
     if image_shape is None:
         return x
     shape = augment.output_shape(tuple(image_shape), options.augment)
@@ -112,17 +112,14 @@ def check_classifier(
 
 @contextlib.contextmanager
 def floatx_of(dtype: str) -> Iterator[None]:
-    """Make float64 the default type, as of `keras.random.uniform(shape)`, if a run's `dtype` is.
-
-    For use wherever layers are built or called.
-    """
+    """Make float64 Keras' default type, if `dtype` is float64, where layers are built or called."""
     keras.config.dtype_policy()  # if none is set, Keras takes it from floatx and keeps it
     with floatx_set(dtype) if dtype == "float64" else contextlib.nullcontext():
         yield
 
 
 def _arguments(function: Callable, name: str, given: dict, keywords: dict) -> dict[str, Any]:
-    """Return those of `given` that `function` takes and all of `keywords`, which it must take."""
+    """Return the arguments in `given` that `function` takes, and all `keywords`."""
     signature = inspect.signature(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     taken = {k: v for k, v in given.items() if k in signature.parameters or takes_all}
@@ -140,10 +137,9 @@ def _arguments(function: Callable, name: str, given: dict, keywords: dict) -> di
 
 
 def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:
-    """Call a model function; a ValueError that its own file raises is about its arguments.
+    """Call a model function; raise an error about its arguments as InputError.
 
-    So is any error of a function of Keras' own. Others come from deeper down and keep their
-    traceback.
+    That is a ValueError raised in the function's own file, or any error of a function of Keras.
     """
     try:
         return function(**arguments)
@@ -160,10 +156,7 @@ def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:
 
 
 def _call_on(model: keras.Model, name: str, x: Any) -> Any:
-    """Call a model on a symbolic batch of `x`; what Keras refuses becomes a line.
-
-    Any other exception is a mistake in the model's own code and keeps its traceback.
-    """
+    """Call a model on a symbolic batch of `x`; raise Keras' errors about it as InputError."""
     try:
         inputs = getattr(model, "inputs", None) or []  # absent before a model is built
         if len(inputs) == 1 and isinstance(x, tf.TensorSpec):  # Keras lets some pass

@@ -1,4 +1,4 @@
-"""TensorFlow's errors about too little memory, as a line that says what to change."""
+"""Translates TensorFlow's out-of-memory errors into one line with a remedy."""
 
 import contextlib
 import math
@@ -32,12 +32,9 @@ _TOWER = re.compile(r"tower_(\d+)/[^\s}]*")
 
 
 def line(text: str, options: Options, largest_batch: Callable[[], int] | None = None) -> str | None:
-    """Return the line for an error of TensorFlow about memory, None for any other.
+    """Return the line for the text of an out-of-memory error, None for any other error.
 
-    Args:
-        text: of the error.
-        options: of the run.
-        largest_batch: returns the batch size that is expected to fit.
+    `largest_batch` returns the largest batch size that is expected to fit.
     """
     if found := _TENSOR.search(text):
         sizes = [int(size) for size in found["shape"].split(",") if size]
@@ -80,7 +77,7 @@ def _remedy(options: Options, largest_batch: Callable[[], int] | None) -> str:
     advice = "type a lower --batch_size, or more --accumulate_steps for the same update"
     try:
         fitting = largest_batch() if largest_batch else None
-    except Exception:  # the estimate is a help, and its failure would hide what happened
+    except Exception:  # a failing estimate must not hide the error
         fitting = None
     if fitting is None:
         return advice

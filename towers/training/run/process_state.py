@@ -1,4 +1,4 @@
-"""State of the program that calls a run, which the run leaves as it was, however it ends."""
+"""Restores the state of the program that calls a run."""
 
 import contextlib
 import random
@@ -23,8 +23,8 @@ def suppress_retracing_warnings() -> Iterator[None]:
 def preserve_rng() -> Iterator[None]:
     """Restore the random states of Python and NumPy after the block; suppress retracing warnings.
 
-    Else a program that draws after each of several runs, for a split, would draw the same numbers.
-    The seeds of TensorFlow and Keras stay what the run has set.
+    Otherwise a program would draw the same numbers after each run. The seeds of TensorFlow and
+    Keras stay those of the run.
     """
     python, numpy = random.getstate(), np.random.get_state()
     try:

@@ -1,4 +1,4 @@
-"""The rule book: what holds at any number of towers, printed at the start of each run."""
+"""The summary of a run and its rules, printed at the start."""
 
 from collections import Counter
 
@@ -56,7 +56,7 @@ def run_summary(run: RunContext) -> list[str]:
 
 
 def _length(run: RunContext) -> str:
-    """Return where the run ends, and why that may differ from the epochs that were asked for."""
+    """Return the length of the run, and why it differs from the requested epochs, if so."""
     timetable, size, batch = run.timetable(), run.data.train.size, run.options.batch_size
     last = timetable.last_step
     seen = timetable.examples(last)
@@ -74,7 +74,7 @@ def _length(run: RunContext) -> str:
 
 
 def _cost_of_moments(run: RunContext) -> list[str]:
-    """Return a line on the cost of moments over all towers, if there are any and these are GPUs."""
+    """Return a line on the cost of synchronized BatchNorm between GPUs, if there is any."""
     if run.options.batch_norm != "sync" or not collectives.are_used(run.builder.devices):
         return []
     number = sum(

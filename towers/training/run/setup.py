@@ -40,7 +40,7 @@ from towers.training.step.train_state import (
 
 DEFAULT_EPOCHS = 10.0
 
-# Returns the training set where the towers are, copied there when it is first called.
+# Returns the training set on the towers' devices, where the first call copies it.
 Stored = Callable[[], DeviceCache | RemoteReader | None]
 
 
@@ -50,13 +50,13 @@ class RunContext:
 
     Attributes:
         options, builder, data, masters, task: the parts.
-        stored: returns the training set where the towers are, copied there by its first call; None
-            if each step is sent its examples.
-        total_epochs: what schedules go over.
-        total_examples: where the run ends, unless `max_steps` ends it before.
-        diagnostics: lines of the builder about the towers' function.
-        left_open: options as they were given that the devices decide anew in each process.
-        lowered_at: numbers of examples, from each of which on the learning rate is half as high.
+        stored: returns the training set on the towers' devices, where its first call copies it;
+            None if each step is sent its examples.
+        total_epochs: the length of schedules.
+        total_examples: where the run ends, unless `max_steps` ends it earlier.
+        diagnostics: warnings of the builder about the towers' function.
+        left_open: options that each process decides anew, as they were given.
+        lowered_at: numbers of examples at each of which the learning rate is halved.
     """
 
     options: Options
@@ -82,7 +82,7 @@ class RunContext:
         return self.stored()
 
     def batches(self, step: int, examples: int) -> tf.data.Dataset:
-        """Return the batches from a step on, or the rows of those that towers hold already."""
+        """Return the batches from a step on, or their row numbers if towers hold the data."""
         source = self.on_towers or self.data.train
         size, seed = self.options.batch_size, self.options.seed
         return source.train_batches(size, seed=seed, step=step, examples=examples)
@@ -114,9 +114,9 @@ class RunContext:
         return rate
 
     def analyze(self, batch: Any) -> FunctionAnalysis:
-        """Try the towers' function on a batch, and return what was found out about it.
+        """Analyze the towers' function on a batch.
 
-        To be called before the step is traced, which would try it on made-up examples.
+        Call it before the step is traced, which would analyze it on synthetic examples.
         """
         example, draws = batch
         return self.task.analyze(*example, draws)
@@ -131,12 +131,7 @@ class RunContext:
 
 
 def length_of(options: Options, size: int) -> tuple[float, int]:
-    """Return the epochs that schedules go over, and the examples where a run ends.
-
-    Args:
-        options: of the run.
-        size: of the training set.
-    """
+    """Return the epochs of schedules and the total examples, for a training set of `size`."""
     if options.num_epochs or not options.max_steps:
         total_epochs = options.num_epochs or DEFAULT_EPOCHS
         return total_epochs, max(round(total_epochs * size), 1)
@@ -145,12 +140,7 @@ def length_of(options: Options, size: int) -> tuple[float, int]:
 
 
 def rate_of(options: Options, size: int) -> Callable[[Any], tf.Tensor]:
-    """Return a function from examples seen to the learning rate.
-
-    Args:
-        options: of the run.
-        size: of the training set.
-    """
+    """Return a function from examples seen to the learning rate; `size` is of the training set."""
     rate_at = schedule(
         options.schedule,
         peak=options.learning_rate,
@@ -194,12 +184,12 @@ def tower_devices(options: Options) -> list[str]:
 
 
 def load_data(options: Options, say: Callable[[str], None] | None = None) -> Data:
-    """Return the data set; its examples come in pairs if they are to be mixed.
+    """Return the data set; for mixup and CutMix its examples come in pairs.
 
     Args:
         options: of the run.
-        say: prints a line. If given, nothing is downloaded: images drawn in code stand in for a
-            data set that is not at hand, which is enough where no number depends on the images.
+        say: prints a line. If given, nothing is downloaded: synthetic images replace a data set
+            that is not on this machine.
 
     Raises:
         InputError: there is no such data set.
@@ -234,15 +224,15 @@ def assemble(
         device_names: one for each tower.
         dataset: what it trains on.
         loss_scaling: whether there is a loss scale; None: if the precision needs one.
-        exact: with float64, whether layers that ask for another floating type get float64, too.
-        stored: that of a run on the same devices with the same data: both share one copy.
+        exact: whether, with float64, layers of another floating type compute in float64, too.
+        stored: of another run on the same devices and data, to share its copy.
 
     Raises:
-        InputError: the model cannot be had as the options say, or has nothing to train.
+        InputError: the options do not fit the model, or it has no trainable weights.
     """
     check_own(options)
     diagnostics: list[str] = []
-    # Checkpoints know variables by name.
+    # Checkpoints identify variables by name.
     with user_facing_errors(options), tf_internals.named_as_in_a_new_process():
         network, options = _build(options, dataset, exact)
         if not network.trainable_variables:
@@ -268,7 +258,7 @@ def assemble(
         else:
             masters = _make_masters(network, device_names, options, loss_scaling)
             task = Classifier(builder, masters, options, dataset)
-        task.objective()  # raises what it has to say
+        task.objective()  # raises InputError for a metric that does not exist
     _check_validation(options, dataset)
     _check_batch(options, dataset)
     total_epochs, total_examples = length_of(options, dataset.train.size)
@@ -277,9 +267,7 @@ def assemble(
     return RunContext(*parts, total_epochs, total_examples, diagnostics, left_open)
 
 
-def _stored(
-    split: Split, names: Sequence[str], options: Options
-) -> Stored:
+def _stored(split: Split, names: Sequence[str], options: Options) -> Stored:
     @functools.cache
     def stored() -> DeviceCache | RemoteReader | None:
         found = remote_files.find(split, names, options.batch_size, options.accumulate_steps)
@@ -289,7 +277,6 @@ def _stored(
 
 
 def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) -> str:
-    """Return where weights lie, as `--variables` says or by default."""
     found, far = options.variables, are_remote(device_names)
     if found == "default":
         return kind.default_on_gpus if are_gpus(device_names) and not far else VARIABLES[0]
@@ -308,7 +295,7 @@ def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) 
 
 def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:
     """Return the model, compiled if function or flags say so, and options with its `augment`."""
-    # "auto" may be another kind for a compiled model; images have the same shape in both.
+    # "auto" depends on whether the model is compiled; the image shape does not.
     kind = augment.resolve(options.augment, dataset, compiled=False)
     try:
         network = model.build_for(
@@ -319,7 +306,7 @@ def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, O
             exact=exact,
         )
     except InputError as error:
-        if dataset.no_classes and "num_classes" in str(error):  # which the function must be given
+        if dataset.no_classes and "num_classes" in str(error):  # a required argument
             raise InputError(dataset.no_classes) from None
         raise
     if network.compiled:
@@ -343,7 +330,7 @@ def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, O
 
 
 def _check_batch(options: Options, dataset: Data) -> None:
-    """Refuse a batch that the host cannot hold, before it is read."""
+    """Raise InputError for a batch that is larger than the host's memory."""
     leaves = tf.nest.flatten(dataset.spec)
     each = sum(leaf.shape.num_elements() * (leaf.dtype.size or 1) for leaf in leaves)
     needed, there = options.batch_size * each, memory.of_host()
@@ -355,7 +342,7 @@ def _check_batch(options: Options, dataset: Data) -> None:
 
 
 def _check_validation(options: Options, dataset: Data) -> None:
-    """Refuse early stopping and keeping the best without validation data."""
+    """Raise InputError for early stopping or keeping the best without validation data."""
     for name in ("keep_best", "early_stopping_epochs"):
         value = getattr(options, name)
         if value and not dataset.validation:
@@ -373,13 +360,12 @@ def _check_validation(options: Options, dataset: Data) -> None:
 def _make_masters(
     network: keras.Model, device_names: Sequence[str], options: Options, loss_scaling: bool
 ) -> TrainState:
-    """Place the weights as `options.variables` says, and make their optimizers."""
     weights = network.trainable_variables
-    home = default_device(options.variables, device_names)
-    move_all(network.non_trainable_variables, home)
+    device = default_device(options.variables, device_names)
+    move_all(network.non_trainable_variables, device)
     place(weights, options.variables, device_names)
-    with tf.device(home):
-        optimizer = make_optimizer(weights, options)  # it knows variables by where they are now
+    with tf.device(device):
+        optimizer = make_optimizer(weights, options)  # after placing: it refers to the variables
     copies = []
     if options.variables == "replicated":
         copies = copies_on(device_names[1:], weights, lambda own: make_optimizer(own, options))
@@ -388,7 +374,7 @@ def _make_masters(
         optimizer,
         ema=options.ema_decay > 0,
         loss_scaling=loss_scaling,
-        device=home,
+        device=device,
         copies=copies,
         limit=limit_of(options),
     )

@@ -1,4 +1,4 @@
-"""How a run begins: built, restored, placed; and only then is its folder written to."""
+"""Starts a run: builds and restores it, places its graph, and only then writes to its folder."""
 
 import contextlib
 import dataclasses
@@ -44,26 +44,17 @@ _MAY_DEPEND = "may depend on the number of towers"
 
 @dataclasses.dataclass(frozen=True)
 class PreparedRun:
-    """A run that is ready for its next step.
-
-    Attributes:
-        run, folder, checkpoints, timetable: its parts.
-        restored: step of the checkpoint that it goes on with; None: it is a new run.
-        train_loop: traced.
-        batches: iterator of what the loop takes.
-        sampler: gives out batches once more, for pictures.
-        placement: of the ops of a step.
-    """
+    """A run that is ready for its next step."""
 
     run: RunContext
     folder: Path
     checkpoints: CheckpointManager
-    restored: int | None
+    restored: int | None  # step of the restored checkpoint; None: it is a new run
     timetable: Timetable
-    train_loop: Callable
-    batches: Iterator
-    sampler: Sampler
-    placement: Placement
+    train_loop: Callable  # traced
+    batches: Iterator  # for the train loop
+    sampler: Sampler  # of batches for pictures
+    placement: Placement  # of the ops of a step
 
     def steps_done(self) -> int:
         """Return the number of updates so far."""
@@ -75,33 +66,32 @@ class PreparedRun:
 
 
 def build(options: Options, say: Say) -> RunContext:
-    """Build the run; if the options leave open where variables lie, find the fastest place.
+    """Build the run; with --variables=auto, by a trial of all placements of the variables.
 
     Raises:
-        InputError: a device, the data or the model cannot be had as the options say.
+        InputError: a device, the data or the model is not available as the options say.
         RunError: the data set cannot be read, or a GPU does not compute.
     """
     names, dataset = find(options)
     stored, gpus = None, are_gpus(names)
     if options.variables == "auto" or (options.variables == "default" and gpus):
         if tf_internals.ops_are_deterministic() and (gpus or len(names) > 1):
-            if options.variables == "auto":  # what a clock decides may differ from run to run
+            if options.variables == "auto":  # a trial by the clock is not deterministic
                 say("variables   default: a trial might choose otherwise next time")
             options = dataclasses.replace(options, variables="default")
-        else:  # flags.cfg keeps what is found: bit for bit
+        else:  # flags.cfg keeps the result, so that a resumed run has the same numbers
             options, stored = _fastest(options, names, dataset, say)
-            gc.collect()  # traced functions are cycles, and hold variables in the devices' memory
+            gc.collect()  # traced functions are reference cycles that hold device memory
     return assemble(options, names, dataset, stored=stored)
 
 
 def _fastest(
     options: Options, device_names: Sequence[str], dataset: Data, say: Say
 ) -> tuple[Options, Stored | None]:
-    """Return the options with the `variables` that make this run's steps fastest, and its data.
+    """Return the options with the fastest placement of variables, and the stored data.
 
-    Each placement is tried on a model of its own, beside the fastest so far, window by window; on
-    GPUs the best of them also with XLA. All share one copy of the data. A slower model is dropped
-    before the next is built, so that there are never three.
+    Each placement is timed on a model of its own, in turns with the fastest so far; on GPUs the
+    fastest is also tried with XLA. All share one copy of the data, and at most two models exist.
     """
     gpus = are_gpus(device_names)
     if len(device_names) == 1 and not gpus:
@@ -120,7 +110,7 @@ def _fastest(
 
     def compare(label: str, other_name: str, **changed: Any) -> None:
         nonlocal best, name, window
-        gc.collect()  # of the last loser, or of one that failed
+        gc.collect()  # the last model that was slower, or failed
         other = dataclasses.replace(options, **changed)
         try:
             with user_facing_errors(other):
@@ -136,7 +126,7 @@ def _fastest(
         shown = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
         return f"examples/s, median of {TRIALS} windows: {shown}"
 
-    # On one GPU all but the first are one: everything lies there.
+    # On one GPU all placements but the first are the same.
     for mode in placements[1:] if len(device_names) > 1 else placements[-1:]:
         compare("variables", mode, variables=mode)
     if not rates:
@@ -152,7 +142,7 @@ def _fastest(
 
 
 def _window(run: RunContext) -> Callable[[], float]:
-    """Return a function that trains for a while and returns its examples/s, the graph built."""
+    """Return a function that trains for `_TRIAL_SECONDS` and returns the examples/s."""
     options, train_loop = run.options, run.train_loop()
     batches = iter(run.batches(0, 0))
     num_steps = tf.constant(min(options.steps_per_loop, 10))
@@ -169,7 +159,7 @@ def _window(run: RunContext) -> Callable[[], float]:
 
 
 def restore(run: RunContext, folder: Path) -> tuple[CheckpointManager, int | None]:
-    """Restore the newest checkpoint of the folder, if it is to be continued; write nothing."""
+    """Restore the newest checkpoint of the folder, unless it is to be overwritten."""
     checkpoints = CheckpointManager(
         folder / "checkpoints",
         run.masters.variables(),
@@ -181,12 +171,9 @@ def restore(run: RunContext, folder: Path) -> tuple[CheckpointManager, int | Non
     files.clear_leftovers(folder)
     checkpoint.tidy(checkpoints.directory)
     restored = checkpoints.restore(lambda line: print(line, file=sys.stderr))
-    known = checkpoint.find(checkpoints.directory)  # one of step 0 that is damaged is made again
-    if (
-        restored is None
-        and not known
-        and any(events.paths(folder / part) for part in ("train", "eval"))
-    ):
+    known = checkpoint.find(checkpoints.directory)  # if damaged, step 0 is written anew
+    curves = any(events.paths(folder / part) for part in ("train", "eval"))
+    if restored is None and not known and curves:
         raise InputError(
             f"--train_dir={folder}: there are event files in its train or eval, and no checkpoint "
             "that they belong to: name another folder"
@@ -204,15 +191,15 @@ def begin(
     preemption: PreemptionHandler,
     say: Say,
 ) -> PreparedRun:
-    """Build the graph, check and report where it runs, and write the head of the run's folder.
+    """Build the graph, report where it runs, and write the first files of the run's folder.
 
     Args:
         run: built, its variables restored.
         folder: the run's `train_dir`.
         lock: of that folder, which is taken.
         checkpoints: of that folder.
-        restored: step of the checkpoint that the run goes on with; None: it is a new one.
-        preemption: answers signals while the first batch is read.
+        restored: step of the restored checkpoint; None: it is a new run.
+        preemption: handles signals while the first batch is read.
         say: prints a line.
     """
     options, timetable, train_loop = run.options, run.timetable(), run.train_loop()
@@ -237,17 +224,17 @@ def begin(
     run.analyze(batch)
     placement, lines = _place(run, train_loop, batches, say)
     lines += _check_numbers(run, placement, batch, say)
-    # Until here, nothing was written. The checkpoint comes first: a folder that cannot be written,
-    # or a full disk, is found now and not after an hour.
+    # Nothing was written until here. The checkpoint comes first, so that a folder that cannot be
+    # written, or a full disk, is found now and not after an hour.
     if options.overwrite:
         files.move_aside(folder)
-    with contextlib.suppress(OSError):  # the checkpoint says it better
+    with contextlib.suppress(OSError):  # saving the checkpoint raises a better message
         folder.mkdir(parents=True, exist_ok=True)
     lock.take(folder)
     if restored is None:
         checkpoints.save_now(0)
-    kept = dataclasses.replace(options, **run.left_open)
-    files.write_text(folder / "flags.cfg", code_trust.signed(kept.to_flagfile()))
+    flags = dataclasses.replace(options, **run.left_open).to_flagfile()
+    files.write_text(folder / "flags.cfg", code_trust.signed(flags))
     if options.log_device_placement:
         placement_report.write_tsv(folder / "placement.tsv", placement)
     for line in manifest.write(run, folder, restored, batch):
@@ -255,7 +242,7 @@ def begin(
     checkpoints.run_directory = files.RunDirectory(folder, lock, say)
     graph = train_loop.get_concrete_function(batches, tf.constant(0)).graph
     _open_root(run, folder, rules, lines, placement, graph)
-    lock.take(folder)  # the folders in it, too, which are there now
+    lock.take(folder)  # its subfolders, too, which exist now
     return PreparedRun(
         run, folder, checkpoints, restored, timetable, train_loop, batches, sampler, placement
     )
@@ -269,7 +256,7 @@ def _open_root(
     placement: Placement,
     graph: tf.Graph,
 ) -> None:
-    """Write what TensorBoard shows of the whole run: chart layout, texts, a step's graph."""
+    """Write the chart layout, texts and graph that TensorBoard shows of the whole run."""
     summary: list[str] = []
     run.masters.model.summary(line_length=100, print_fn=lambda line, **_: summary.append(line))
     texts = {
@@ -288,7 +275,7 @@ def _open_root(
 def _place(
     run: RunContext, train_loop: Callable, batches: Iterator, say: Say
 ) -> tuple[Placement, list[str]]:
-    """Build the graph of a step and report where TensorFlow put its ops; return both."""
+    """Build the graph of a step; return the placement of its ops, and the report on it."""
     options, towers = run.options, run.builder.devices
     say(f"building    the graph of {count(len(towers), 'tower')} ...")
     with user_facing_errors(options):

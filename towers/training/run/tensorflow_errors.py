@@ -1,4 +1,4 @@
-"""TensorFlow's errors that the user can mend, as one line that says how."""
+"""Translates TensorFlow's errors that the user can fix into one line with a remedy."""
 
 import contextlib
 import re
@@ -55,20 +55,18 @@ def user_facing_errors(
     step: Callable[[], int] | None = None,
     largest_batch: Callable[[], int] | None = None,
 ) -> Iterator[None]:
-    """Raise TensorFlow's errors that the user can mend as one line.
+    """Translate TensorFlow's errors in the block that the user can fix into one line.
 
     Args:
         options: of the run.
-        step: returns how many steps are done, where there are some.
-        largest_batch: returns the largest batch size that the devices' memory is expected to hold.
+        step: returns the number of steps done.
+        largest_batch: returns the largest batch size that is expected to fit the memory.
 
     Raises:
-        InputError: the model asks for a device that does not exist, or that has no kernel for an
-            op, without soft placement; or no device has one.
-        RunError: the data set, which may be a pipeline of the user's own, cannot be read, the
-            event files cannot be written, XLA cannot compile the model, or there is too little
-            memory. What Python code of the user's own raised in a pipeline has its traceback as a
-            note.
+        InputError: a device does not exist, or has no kernel for an op, without soft placement;
+            or no device has one.
+        RunError: the data set cannot be read, the event files cannot be written, XLA cannot compile
+            the model, or memory is too small. A traceback of the user's pipeline is a note of it.
     """
     try:
         yield
@@ -112,7 +110,7 @@ def user_facing_errors(
 
 
 def _with_traceback(line: str, error: tf.errors.OpError, options: Options) -> RunError:
-    """Return the error of a line, with the traceback of Python code that a pipeline called."""
+    """Return a RunError with the traceback of Python code that a pipeline called, as a note."""
     found = _TRACEBACK.search(str(error))
     # towers' own code there says in a line what is wrong with an example.
     if not found or "InputError:" in found[0]:
@@ -123,7 +121,7 @@ def _with_traceback(line: str, error: tf.errors.OpError, options: Options) -> Ru
 
 
 def _with_own_code(line: str, error: Exception, options: Options) -> str:
-    """Return the line with the place in the user's own code, if the error comes from there."""
+    """Return the line with the place in the user's code that raised the error, if any."""
     named = {flag: value for flag in CODE if ":" in (value := getattr(options, flag))}
     own = locate_in_user_code(error, named)
     return f"{line}; {own}" if own else line

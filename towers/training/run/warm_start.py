@@ -1,10 +1,8 @@
-"""`--init_from`: the weights that a new run begins with, of another run or of a file of Keras'.
+"""`--init_from`: initial weights from another run or a Keras file.
 
-Weights are matched by their place in the model, such as "layers/dense/vars/0" in a file, which
-suits a model with another head, or by the names of layer and weight, which suits a backbone inside
-of a larger model: whichever finds more. Shapes must be the same.
-
-Seeds of random draws stay those of the new run.
+Weights are matched by their path in the model, such as "layers/dense/vars/0" in a file, which suits
+a model with another head; or by the names of layer and weight, which suits a backbone inside of a
+larger model: whichever matches more. Shapes must be equal. Seeds stay those of the new run.
 """
 
 import collections
@@ -31,7 +29,7 @@ from towers.training.step.train_state import TrainState
 
 _MOST_NAMES = 10  # weights of each kind that a line names
 _LONGEST_NAME = 1000  # of a layer, in characters
-_SECONDS = 30.0  # that a look through a file may take
+_SECONDS = 30.0  # timeout of the check of a file
 _READ_STRUCTURE = """
 import io, resource, sys
 sys.path += sys.argv[2:]
@@ -49,20 +47,20 @@ file.visititems(lambda _, found: (dict(found.attrs), None)[1])  # else it ends t
 class NamedWeight(NamedTuple):
     """A weight, or a value for one."""
 
-    path: str  # place in the model, "" if unknown
-    name: str  # of its layer, and its own
-    value: Any  # a variable, an array, or a dataset of h5py, which is read when it is wanted
+    path: str  # in the model, "" if unknown
+    name: str  # "layer/weight"
+    value: Any  # a variable, an array, or a dataset of h5py
 
 
 def init_from(masters: TrainState, source: str) -> list[str]:
-    """Assign the values of a source to a model's weights, frozen ones too, and their averages.
+    """Initialize a model's weights, frozen ones too, and their averages from a source.
 
     Args:
         masters: of a run before its first step.
-        source: the folder of a run, whose averages are taken if it has any, or a file of Keras'.
+        source: the folder of a run, whose averages are preferred, or a Keras file.
 
     Returns:
-        Lines that say how many weights were found, and which were not.
+        The report: how many weights matched, and which did not.
 
     Raises:
         InputError: the source cannot be read, or has no weight of this model.
@@ -106,10 +104,10 @@ def init_from(masters: TrainState, source: str) -> list[str]:
 def _match(
     ours: Iterable[NamedWeight], found: Iterable[NamedWeight], field: str
 ) -> list[tuple[keras.Variable, Any]]:
-    """Return each variable with the value of the same path, or name; None where there is none."""
+    """Return each variable with the value of the same path or name, or None."""
     times = collections.Counter(getattr(k, field) for k in [*found, *ours])
     values = {getattr(k, field): k.value for k in found}
-    # A name of two layers tells nothing.
+    # A name that two layers share is ambiguous.
     keys = ((k, getattr(k, field)) for k in ours)
     return [(k.value, values.get(key) if times[key] <= 2 else None) for k, key in keys]
 
@@ -137,7 +135,7 @@ def _read_run(folder: Path) -> tuple[str, list[NamedWeight]]:
 
 @contextlib.contextmanager
 def _of_file(path: Path) -> Iterator[list[NamedWeight]]:
-    """Yield the weights in a file of Keras', which stays open in the block."""
+    """Yield the weights in a Keras file, which stays open in the block."""
     import h5py  # Keras brings it
 
     try:
@@ -157,7 +155,7 @@ def _of_file(path: Path) -> Iterator[list[NamedWeight]]:
             yield _without_seeds(_read_legacy(file) if legacy else _read_weights(file, places))
     except FileNotFoundError:
         raise InputError(f"--init_from={path}: there is no such file or folder") from None
-    except Exception as error:  # of a damaged file HDF5 and h5py raise many kinds
+    except Exception as error:  # HDF5 and h5py raise many kinds for a damaged file
         raise InputError(
             f"--init_from={path} is no file of Keras' weights (.keras, .weights.h5, .h5): "
             f"{first_line(error)}"
@@ -167,15 +165,15 @@ def _of_file(path: Path) -> Iterator[list[NamedWeight]]:
 def _check_readable(content: Any) -> None:
     """Read a file's structure in another process; raise ValueError if that fails.
 
-    HDF5 loops for ever over some damaged files and crashes on others; no thread can end that.
+    HDF5 hangs or crashes on some damaged files, which a thread could not survive.
     """
     import h5py
 
     folders = {os.path.dirname(os.path.dirname(m.__file__)) for m in (h5py, np)}
     path, data = ("", content.getvalue()) if isinstance(content, io.BytesIO) else (content, b"")
-    command = [sys.executable, "-I", "-c", _READ_STRUCTURE, path, *folders]  # -I: not from here
+    command = [sys.executable, "-I", "-c", _READ_STRUCTURE, path, *folders]  # -I: no imports from here
     about = {"capture_output": True, "timeout": _SECONDS, "check": True}
-    about["env"] = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # each takes room
+    about["env"] = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # threads take memory
     try:
         subprocess.run(command, input=data, **about)
     except subprocess.TimeoutExpired:
@@ -187,9 +185,9 @@ def _check_readable(content: Any) -> None:
 
 
 def _array(value: Any) -> np.ndarray:
-    """Return the array of a value: of numbers, uncompressed and in the file itself.
+    """Return the array of a value; raise ValueError for one that Keras would not write.
 
-    Others, which Keras never writes, lie elsewhere or unpack to more than the file is.
+    External or compressed data may read other files, or unpack to more than the file's size.
     """
     if isinstance(value, np.ndarray):
         return value
@@ -209,7 +207,7 @@ def _array(value: Any) -> np.ndarray:
 
 
 def _read_weights(file: Any, places: Iterable[str]) -> Iterator[NamedWeight]:
-    """Yield weights of `save_weights`: layers/dense/vars/0, where vars has the name "dense"."""
+    """Yield the weights of `save_weights`: layers/dense/vars/0, where vars is named "dense"."""
     for place in places:
         group, _, number = place.rpartition("/")
         if os.path.basename(group) == "vars" and not place.startswith("optimizer/"):
@@ -218,10 +216,9 @@ def _read_weights(file: Any, places: Iterable[str]) -> Iterator[NamedWeight]:
 
 
 def _read_legacy(file: Any) -> Iterator[NamedWeight]:
-    """Yield the weights of Keras 2: a group for each layer, with the list of its weights' names.
+    """Yield the weights of a Keras 2 file: a group for each layer, with its weights' names.
 
-    The names of weights have changed since, "depthwise_kernel" being "kernel" now. Their order in
-    a layer has not.
+    Weights are numbered: their order in a layer is the same in Keras 3, their names are not.
     """
     file = file.get("model_weights", file)
     for group in file.values():

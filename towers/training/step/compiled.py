@@ -63,9 +63,7 @@ class Compiled(Task):
         super().__init__(builder, model, options, data)
         home = default_device(options.variables, builder.devices)
         parts = *model.metrics, *optimizers_of(model)
-        move_all(
-            [*model.non_trainable_variables, *(v for p in parts for v in p.variables)], home
-        )
+        move_all([*model.non_trainable_variables, *(v for p in parts for v in p.variables)], home)
         place(model.trainable_variables, options.variables, builder.devices)
         put_on(model, builder)
         self.pairs = loss_checks.LossRecorder(model)
@@ -217,8 +215,8 @@ class Compiled(Task):
     def analyze(self, *batch: Any) -> FunctionAnalysis:
         """See `Task`; where a loss is not of one example alone, outputs are joined from here on."""
         found = super().analyze(*batch)
-        if self.by_example and self.builder.num_slices > 1 and found is not self._rehearsed:
-            self._rehearsed, alone = found, found.trace is not None and found.by_example
+        if self.by_example and self.builder.num_slices > 1 and found is not self._analyzed:
+            self._analyzed, alone = found, found.trace is not None and found.by_example
             if not alone or found.reason or exactness_checks.check_on_samples(found):
                 self.by_example = False
                 self._check_by_example("a loss of an example that others of its batch are part of")

@@ -130,11 +130,7 @@ class PredictionCollector:
         self._mistakes: list[Mistake] = []
 
     def add(
-        self,
-        images: Any,
-        true: np.ndarray,
-        predicted: np.ndarray,
-        confidence: np.ndarray,
+        self, images: Any, true: np.ndarray, predicted: np.ndarray, confidence: np.ndarray
     ) -> None:
         """Add a batch.
 

@@ -140,4 +140,3 @@ def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) 
         return losses
     of_all = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)
     return (1.0 - smoothing) * losses + smoothing * of_all
-

@@ -23,58 +23,57 @@ def make_train_loop(
     """Return a `TrainLoop`: `train_loop(iterator, num_steps)` makes `num_steps` steps in one call.
 
     It returns the scalars `names` of its last step. With telemetry it also returns those of a
-    measured step, and seconds as sums over its steps: those of the train step,
-    "input_wait_seconds", and "update_seconds", which is the rest.
+    measured step, and sums of seconds over its steps: those of the train step,
+    "input_wait_seconds", and "update_seconds", the remainder.
 
     Args:
         builder: of the towers.
         train_step: see `Task.make_train_step`.
-        names: of the scalars that a step returns in any case.
+        names: of the scalars that every step returns.
         telemetry: whether steps are measured.
-        masters: with them, no step follows one at which they are "stuck", which is returned, too.
-            On CPUs the loop ends there, and returns "batch", that of its last step. On GPUs, which
-            nothing is to wait for, the remaining steps change nothing.
+        masters: if given, "stuck" is returned, too: whether the limit of non-finite steps is
+            reached. On CPUs the loop ends there, and returns the "batch" of its last step. On
+            GPUs, to avoid synchronization, the remaining steps change nothing.
     """
     on_gpus, num_towers = tower_metrics.on_gpus(builder), len(builder.devices)
     ends = masters is not None and not on_gpus
-    rest = tower_metrics.GpuIdleBarrier(builder) if telemetry and on_gpus else None
+    barrier = tower_metrics.GpuIdleBarrier(builder) if telemetry and on_gpus else None
     last = tower_metrics.measured_shapes(num_towers) if telemetry else {}
     sums = tower_metrics.timed_shapes(num_towers) if telemetry else {}
-    # What a loop hands on passes by the host, and these may be on a GPU: they stay until somebody
-    # looks at them.
+    # Loop variables pass through the host; these stay on their device until they are read.
     with tf.device(builder.gather_device):
-        kept = {name: tf.Variable(0.0, trainable=False, name=name) for name in names}
-    asked, got = counter("asked", HOST), counter("got", HOST)
+        scalars = {name: tf.Variable(0.0, trainable=False, name=name) for name in names}
+    requested, received = counter("requested", HOST), counter("received", HOST)
 
     def next_step(iterator: tf.data.Iterator, measured: tf.Tensor | None) -> tuple[dict, Any]:
         """Take a batch and make a step; return the step's values, and the batch."""
         start = tower_metrics.time_after([]) if telemetry else None
-        with tf.control_dependencies([asked.assign_add(1)]):
-            given = batch = iterator.get_next()
+        with tf.control_dependencies([requested.assign_add(1)]):
+            original = batch = iterator.get_next()
         with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-            counted = got.assign_add(1)
-        with tf.control_dependencies([counted]):  # nothing of the step is done before
+            counted = received.assign_add(1)
+        with tf.control_dependencies([counted]):  # the step starts after this
             if not telemetry:
-                return train_step(*batch)[0], given
+                return train_step(*batch)[0], original
             arrived = tower_metrics.time_after(batch)
             with tf.name_scope("telemetry"):
                 waited = arrived - start
-            if rest:
-                batch = rest.before(batch, measured)
+            if barrier:
+                batch = barrier.before(batch, measured)
             values, _ = train_step(*batch, measured=measured)
-            return values | {"input_wait_seconds": waited}, given
+            return values | {"input_wait_seconds": waited}, original
 
     @tf.function(autograph=False)
     def train_loop(iterator: tf.data.Iterator, num_steps: tf.Tensor) -> dict[str, tf.Tensor]:
         def body(i: tf.Tensor, before: dict, *_: Any) -> tuple:
             with tf.name_scope("telemetry"):
                 measured = i + 1 >= num_steps if telemetry else None
-                if rest:
-                    measured &= rest.wanted
+                if barrier:
+                    measured &= barrier.wanted
             values, batch = next_step(iterator, measured)
             with tf.name_scope("telemetry"):
                 with tf.device(builder.gather_device):
-                    for name, variable in kept.items():
+                    for name, variable in scalars.items():
                         variable.assign(tf.cast(values[name], tf.float32))
                 values = {name: tf.cast(values[name], tf.float32) for name in before}
                 values |= {name: before[name] + values[name] for name in sums}
@@ -84,7 +83,7 @@ def make_train_loop(
             first = [tf.constant(0), {name: tf.zeros(size) for name, size in (last | sums).items()}]
             shapes = [tf.TensorShape([]), {name: value.shape for name, value in first[1].items()}]
             start = tower_metrics.time_after([]) if telemetry else None
-            if ends:  # the loop also hands on whether it goes on, and a batch of whatever size
+            if ends:  # two more loop variables: whether to continue, and a batch of any size
                 first += [
                     ~masters.stuck(),
                     tf.nest.map_structure(
@@ -103,30 +102,30 @@ def make_train_loop(
             )
             if telemetry:
                 with tf.name_scope("telemetry"):
-                    if rest:
-                        values |= rest.for_all_steps(values, num_steps)
+                    if barrier:
+                        values |= barrier.for_all_steps(values, num_steps)
                     seconds = tf.cast(tower_metrics.time_after(values) - start, tf.float32)
                     phases = [values[name] for name in tower_metrics.PHASES]
                     values["update_seconds"] = seconds - tf.add_n(phases)
         return values | ({"batch": end[1]} if ends else {})
 
-    return TrainLoop(train_loop, kept, rest, masters, (asked, got))
+    return TrainLoop(train_loop, scalars, barrier, masters, (requested, received))
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopPosition:
-    """How many batches the train loop has asked for since it was made, and how many it has got.
+    """The numbers of batches that the train loop has requested and received.
 
-    A step changes nothing before it has its batch, and the next batch is asked for at its end.
+    A step changes nothing before it has its batch; the next batch is requested at its end.
     """
 
-    asked: int
-    got: int
+    requested: int
+    received: int
 
     @property
     def between_steps(self) -> bool:
         """Whether no step is in progress: the loop waits for its input."""
-        return self.asked > self.got
+        return self.requested > self.received
 
 
 class TrainLoop:
@@ -135,32 +134,32 @@ class TrainLoop:
     def __init__(
         self,
         function: Any,
-        kept: Mapping[str, tf.Variable],
-        rest: tower_metrics.GpuIdleBarrier | None,
+        scalars: Mapping[str, tf.Variable],
+        barrier: tower_metrics.GpuIdleBarrier | None,
         masters: TrainState | None,
         counters: tuple[tf.Variable, tf.Variable],
     ):
         """Set the compiled function and its variables."""
-        self._function, self._kept, self._rest, self._masters = function, kept, rest, masters
+        self._function, self._scalars = function, scalars
+        self._barrier, self._masters = barrier, masters
         self._counters = counters
         self.get_concrete_function = function.get_concrete_function
         self.experimental_get_tracing_count = function.experimental_get_tracing_count
 
     def position(self) -> LoopPosition:
-        """Return the position of the loop, which another thread may read during a call."""
+        """Return the position of the loop; may be called from any thread, also during a call."""
         return LoopPosition(*(int(counter.numpy()) for counter in self._counters))
 
     def __call__(
         self, iterator: tf.data.Iterator, num_steps: tf.Tensor, measured: bool = True
     ) -> dict[str, tf.Tensor]:
-        """Make steps; on GPUs, which measuring stops, none is measured unless `measured`."""
-        if self._rest:
-            self._rest.wanted.assign(measured)
+        """Make steps. On GPUs, which a measurement stalls, a step is measured only if `measured`."""
+        if self._barrier:
+            self._barrier.wanted.assign(measured)
         values = self._function(iterator, num_steps)
-        values |= {name: variable.read_value() for name, variable in self._kept.items()}
+        values |= {name: variable.read_value() for name, variable in self._scalars.items()}
         if self._masters is not None:
             values["stuck"] = self._masters.stuck()
         if "data_gradient_norm" in values:
             values.setdefault("gradient_norm", values["data_gradient_norm"])
         return values
-

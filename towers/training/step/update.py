@@ -173,9 +173,7 @@ def end_step(
             _set_loss_scale(masters, first)
 
 
-def restore_unless(
-    finite: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Tensor]]
-) -> None:
+def restore_unless(finite: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
     """Restore variables to their values before the step if it was not finite.
 
     Args:
