@@ -171,7 +171,7 @@ def _check_readable(content: Any) -> None:
 
     folders = {os.path.dirname(os.path.dirname(m.__file__)) for m in (h5py, np)}
     path, data = ("", content.getvalue()) if isinstance(content, io.BytesIO) else (content, b"")
-    command = [sys.executable, "-I", "-c", _READ_STRUCTURE, path, *folders]  # -I: no imports from here
+    command = [sys.executable, "-I", "-c", _READ_STRUCTURE, path, *folders]  # -I: isolated
     about = {"capture_output": True, "timeout": _SECONDS, "check": True}
     about["env"] = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # threads take memory
     try:

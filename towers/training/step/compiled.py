@@ -1,9 +1,9 @@
-"""The task of a compiled Keras model, which says itself what it is trained to do.
+"""The task of a compiled Keras model.
 
 Loss, metrics, optimizer and learning-rate schedule are those that `fit` would use, over the global
-batch. Where each example has a loss of its own, it is computed on the towers
-(`Task.make_train_step`); else the model's own `train_step` is traced in the run's loop with its
-calls on towers (`parallel`), as its `test_step` is in evaluation.
+batch. If the loss is one of separate examples, it is computed on the towers
+(`Task.make_train_step`); otherwise the model's own `train_step` is traced in the run's loop with
+its calls on towers (`parallelize`), as its `test_step` is in evaluation.
 """
 
 import contextlib
@@ -52,18 +52,18 @@ class Compiled(Task):
 
     default_on_gpus = "sharded"
     squares_rows = True
-    _analyzed: FunctionAnalysis | None = None
+    _analysis: FunctionAnalysis | None = None
 
     def __init__(self, builder: TowerBuilder, model: keras.Model, options: Options, data: Data):
-        """Place the weights, and make all variables that a step needs.
+        """Place the weights, and create all variables that a step needs.
 
         Raises:
-            InputError: the options cannot be had with a compiled model.
+            InputError: an option is not possible with this model.
         """
         super().__init__(builder, model, options, data)
-        home = default_device(options.variables, builder.devices)
+        device = default_device(options.variables, builder.devices)
         parts = *model.metrics, *optimizers_of(model)
-        move_all([*model.non_trainable_variables, *(v for p in parts for v in p.variables)], home)
+        move_all([*model.non_trainable_variables, *(v for p in parts for v in p.variables)], device)
         place(model.trainable_variables, options.variables, builder.devices)
         put_on(model, builder)
         self.pairs = loss_checks.LossRecorder(model)
@@ -80,13 +80,13 @@ class Compiled(Task):
             model,
             *optimizers,
             ema=options.ema_decay > 0,
-            device=home,
+            device=device,
             copies=copies,
             limit=limit_of(options),
         )
 
     def _check_by_example(self, reason: str) -> None:
-        """Refuse flags that need a loss for each example where there is none, for a `reason`."""
+        """Raise InputError for flags that need a loss for each example, if there is none."""
         if self.by_example:
             return
         self.placements = VARIABLES[:2]
@@ -103,7 +103,6 @@ class Compiled(Task):
             )
 
     def _like_optimizer(self, weights: Sequence[keras.Variable]) -> keras.optimizers.Optimizer:
-        """Return an optimizer like the model's for a copy of its weights."""
         optimizer = self.model.optimizer
         try:
             with floatx_of(self.options.dtype):
@@ -120,7 +119,7 @@ class Compiled(Task):
         return like
 
     def _trace_once(self) -> tuple[list[str], list[str]]:
-        """Return the names of what a step and an evaluation report, "loss" first if it is there.
+        """Return the names of the metrics of training and evaluation, "loss" first.
 
         The step is traced on one device, so that optimizers and metrics create their variables.
         """
@@ -194,7 +193,6 @@ class Compiled(Task):
         return ["loss", "penalty", "learning_rate", *self._of_batch()]
 
     def _of_batch(self) -> list[str]:
-        """Return the names of a batch's metrics, as a step returns them."""
         return [f"batch/{name}" for name in self._log_names if name != "loss"]
 
     def make_train_step(self, learning_rate: Callable) -> Callable:
@@ -213,10 +211,10 @@ class Compiled(Task):
         return train_step
 
     def analyze(self, *batch: Any) -> FunctionAnalysis:
-        """See `Task`; where a loss is not of one example alone, outputs are joined from here on."""
+        """See `Task`; from here on outputs are joined if the loss mixes examples."""
         found = super().analyze(*batch)
-        if self.by_example and self.builder.num_slices > 1 and found is not self._analyzed:
-            self._analyzed, alone = found, found.trace is not None and found.by_example
+        if self.by_example and self.builder.num_slices > 1 and found is not self._analysis:
+            self._analysis, alone = found, found.trace is not None and found.by_example
             if not alone or found.reason or exactness_checks.check_on_samples(found):
                 self.by_example = False
                 self._check_by_example("a loss of an example that others of its batch are part of")
@@ -224,28 +222,25 @@ class Compiled(Task):
         return found
 
     def update_rules(self) -> UpdateRules:
-        """See `Task`; the optimizer clips, and weights have regularisers, as `compile` was told."""
+        """See `Task`; clipping and regularisation are the model's own."""
         return UpdateRules(ema_decay=self.options.ema_decay, batch_size=self.options.batch_size)
 
     def batch_metrics(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
         """See `Task`."""
         if not self._of_batch():
             return {}
-        home, model = self.builder.gather_device, self.model
-        with tf.device(home), integers_on(home), floatx_of(self.options.dtype):
+        device, model = self.builder.gather_device, self.model
+        with tf.device(device), integers_on(device), floatx_of(self.options.dtype):
             with tf.name_scope("gather"):
                 predicted, *targets = gather.map_towers(gather.join, outputs)
             y, weights = [*targets, None, None][:2]
-            for metric in model.metrics:  # what is reported is of this batch
+            for metric in model.metrics:  # they are reported of one batch
                 metric.reset_state()
-            tf_internals.compiled_loss(
-                model, y, predicted, weights
-            )  # has metrics of its own, of outputs
+            tf_internals.compiled_loss(model, y, predicted, weights)  # has metrics, too
             logs = scalars(model.compute_metrics(None, y, predicted, weights))
         return {f"batch/{name}": value for name, value in logs.items() if name != "loss"}
 
     def _make_step_of_outputs(self, learning_rate: Callable) -> Callable:
-        """Return the model's own training step, whose calls run on towers."""
         builder, masters, model = self.builder, self.masters, self.model
 
         def train_step(
@@ -261,7 +256,7 @@ class Compiled(Task):
                     model.optimizer.learning_rate.assign(rate)
                 elif model.optimizer is not None:
                     rate = tf.convert_to_tensor(model.optimizer.learning_rate)
-                for metric in model.metrics:  # what is reported is of this batch
+                for metric in model.metrics:  # they are reported of one batch
                     metric.reset_state()
                 penalty = _penalty(model)
                 with contextlib.ExitStack() as stack:
@@ -292,10 +287,9 @@ class Compiled(Task):
         return train_step
 
     def _before(self) -> list[tuple[tf.Variable, tf.Tensor]]:
-        """Return (variable, its value now) of what a step may change before it is known to be good.
+        """Return (variable, current value) of what a step may change before its finite test.
 
-        Of Keras' own step these are few: its one update comes last, and is skipped. A step of the
-        user's may change anything at any time.
+        Keras' own step makes its one update last. A step of the user's may change any variable.
         """
         model = self.model
         is_own = any(
@@ -303,7 +297,7 @@ class Compiled(Task):
             for name in ("train_step", "compute_loss", "compute_metrics")
         )
         if is_own:
-            optimizers = optimizers_of(model)  # a loss scale is lowered all the same
+            optimizers = optimizers_of(model)  # but not a loss scale, which is lowered anyway
             inner = [getattr(own, "inner_optimizer", own) for own in optimizers]
             slots = [v for own in inner for v in own.variables]
             changed = [v.value for v in (*model.trainable_variables, *slots)]
@@ -314,15 +308,15 @@ class Compiled(Task):
         return []
 
     def finish(self) -> bool:
-        """See `Task`; an optimizer with `use_ema` puts the averages in the weights' place."""
-        optimizer = self.model.optimizer  # `fit` leaves others to their step, too
+        """See `Task`; an optimizer with `use_ema` assigns its averages to the weights."""
+        optimizer = self.model.optimizer  # as in `fit`, others are left to the model's step
         averages = getattr(getattr(optimizer, "inner_optimizer", optimizer), "use_ema", False)
         if averages:
             optimizer.finalize_variable_values(self.model.trainable_variables)
         return averages
 
     def _measured(self, seen: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Return the telemetry of a step; towers have no loss of their own here."""
+        """Return the telemetry of a step, in which towers have no loss of their own."""
         num_towers = len(self.builder.devices)
         shapes = tower_metrics.measured_shapes(num_towers) | tower_metrics.timed_shapes(num_towers)
         found = {name: tf.zeros(shape) for name, shape in shapes.items()} | seen
@@ -336,7 +330,7 @@ class Compiled(Task):
         }
 
     def inputs(self, x: Any, draws: tf.Tensor | None) -> Any:
-        """See `Task`; with --augment=off the model is given what `fit` would give it."""
+        """See `Task`; with --augment=off x is what `fit` would give the model."""
         return self.cast(x) if self.options.augment == "off" else super().inputs(x, draws)
 
     def image_dtype(self) -> tf.DType | str | None:
@@ -348,7 +342,7 @@ class Compiled(Task):
         return self.inputs(x, draws), *self.cast(rest)
 
     def tower_function(self, *batch: Any) -> Any:
-        """Return the losses `[b]`, with what metrics are computed of; else one number a row."""
+        """See `Task`; if the loss mixes examples, return a number for each row of the outputs."""
         *example, draws = batch
         if not self.by_example:
             return exactness_checks.rows_of(
@@ -357,14 +351,14 @@ class Compiled(Task):
         return super().tower_function(*batch)
 
     def losses_of(self, outputs: Any, *targets: Any) -> tf.Tensor:
-        """See `Task`; of Keras' losses, one for each example."""
+        """See `Task`."""
         y, weights = [*self.cast(targets), None, None][:2]
-        # What a loss counts of each output is of the whole batch: it is counted there.
+        # The scope discards the updates of loss metrics, which are made over the whole batch.
         with keras.StatelessScope(), loss_checks.per_example_losses(self.options.batch_size):
             return tf_internals.compiled_loss(self.model, y, outputs, weights)
 
     def metric_inputs(self, outputs: Any, targets: Sequence[Any]) -> Any:
-        """See `Task`: what metrics are computed of."""
+        """See `Task`."""
         return (outputs, *self.cast(targets)) if self._of_batch() else ()
 
     def loss(self, *batch: Any) -> tf.Tensor:
@@ -412,11 +406,10 @@ class Compiled(Task):
 
     def metric_directions(self) -> Mapping[str, str | None]:
         """See `Task`."""
+        direction = tf_internals.metric_direction
         found = {
-            name: tf_internals.metric_direction(self.model, name)
-            or tf_internals.metric_direction(
-                self.model, name.rstrip("0123456789").rstrip("_")
-            )  # of a vector
+            name: direction(self.model, name)
+            or direction(self.model, name.rstrip("0123456789").rstrip("_"))  # of a vector
             for name in self._figures
         }
         return found | ({"accuracy": "max"} if "accuracy" in found else {})
@@ -438,7 +431,7 @@ class Compiled(Task):
         return logs, self._predictions(outputs[-1]) if outputs else None
 
     def _flips(self) -> contextlib.AbstractContextManager:
-        """Call the model on images and their mirror images in the block, with `test_time_flip`."""
+        """With `test_time_flip`, average the model's outputs of mirror images in the block."""
 
         def make(call: Callable) -> Callable:
             def call_twice(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
@@ -454,7 +447,7 @@ class Compiled(Task):
 
     @functools.cached_property
     def _test_step_on_copies(self) -> Callable:
-        """The model's `test_step`, in which each tower reads its copy of the weights, if any."""
+        """The model's `test_step` with each tower's copy of the weights, if any."""
         copies = [replica.weights for replica in self.masters.replicas]
         if len(copies) == 1 or builder_of(self.model) is None:
             return self.model.test_step
@@ -472,7 +465,7 @@ class Compiled(Task):
         self.model.reset_metrics()
 
     def _predictions(self, outputs: Any) -> tf.Tensor | None:
-        """Return the predicted class and its probability, float32 [b, 2]; None without classes."""
+        """Return the predicted classes and probabilities, float32 `[b, 2]`, or None."""
         num_classes = self.data.num_classes
         if not isinstance(outputs, tf.Tensor) or num_classes < 2 or outputs.shape.rank != 2:
             return None
@@ -497,7 +490,7 @@ def _loss_text(loss: Any) -> str:
 
 
 def scalars(logs: Any) -> dict[str, Any]:
-    """Return the numbers in Keras' logs; of a vector, such as one of all classes, each number."""
+    """Return the scalars in Keras' logs, and the elements of its vectors as NAME_0, NAME_1, ..."""
     flat = {"loss": logs} if not isinstance(logs, Mapping) else dict(_leaves(logs))
     found = {name: value for name, value in flat.items() if not value.shape.rank}
     for name, value in flat.items():
@@ -515,14 +508,14 @@ def _leaves(logs: Mapping, before: str = "") -> Iterator[tuple[str, tf.Tensor]]:
 
 
 def _loss_name(logs: Mapping[str, Any]) -> str:
-    """Return the name of the loss in logs; of several that an own step reports, the first."""
+    """Return the name of the loss in logs: "loss", or the first with "loss" in it."""
     first = next(iter(logs))
     return "loss" if "loss" in logs else next((n for n in logs if "loss" in n), first)
 
 
 @contextlib.contextmanager
 def _without_penalty(weights: Sequence[keras.Variable]) -> Iterator[None]:
-    """Remove the regularisers of weights in the block: a stateless scope gives them no values."""
+    """Remove the regularisers of weights in the block; they do not work in a stateless scope."""
     before = [weight.regularizer for weight in weights]
     try:
         for weight in weights:
@@ -534,6 +527,6 @@ def _without_penalty(weights: Sequence[keras.Variable]) -> Iterator[None]:
 
 
 def _penalty(model: keras.Model) -> tf.Tensor:
-    """Return the sum of all regularisers, which Keras has in the loss."""
+    """Return the regularisation loss, which is part of Keras' loss."""
     found = [v.regularizer(v) for v in model.trainable_variables if v.regularizer is not None]
     return tf.add_n([tf.cast(value, tf.float32) for value in found]) if found else tf.zeros([])

@@ -1,4 +1,4 @@
-"""What an evaluation found: figures, and the model's predictions."""
+"""The results of an evaluation: metrics, and the model's predictions."""
 
 import collections
 import contextlib
@@ -21,16 +21,15 @@ Figures = Mapping[str, float | None]
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Figures over a whole split.
+    """The results of evaluating a split.
 
     Attributes:
         metrics: {name: value}: "accuracy" and "loss" (mean cross entropy in nats) of a classifier,
-            the metrics of a compiled model; those of the moving averages end in "_ema" (None
-            without).
-        examples: how many there were.
-        class_accuracy: {class name: accuracy}, None for a class without examples, and
-            `class_accuracy_ema` that of the averages. None where there are no classes.
-        predictions: of the model, where there are classes. They are no figure.
+            the metrics of a compiled model; those of the moving averages end in "_ema".
+        examples: number of examples.
+        class_accuracy: {class name: accuracy}, None for a class without examples; None without
+            classes. `class_accuracy_ema` is that of the averages.
+        predictions: of the model, if there are classes.
     """
 
     metrics: Figures
@@ -40,7 +39,7 @@ class Evaluation:
     predictions: Predictions | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def figures(self) -> dict[str, Any]:
-        """Return what `towers evaluate --json` prints."""
+        """Return the JSON of `towers evaluate`."""
         found = dict(self.metrics)
         if self.class_accuracy is not None:
             found["class_accuracy"] = self.class_accuracy
@@ -48,7 +47,7 @@ class Evaluation:
         return found | {"examples": self.examples}
 
     def table(self) -> list[str]:
-        """Return the figures as the lines of a table."""
+        """Return the metrics as the lines of a table."""
         names = [name for name in self.metrics if not name.endswith("_ema")]
         rows = [(name, self.metrics[name], self.metrics.get(f"{name}_ema")) for name in names]
         ema = self.class_accuracy_ema or {}
@@ -66,10 +65,9 @@ class Evaluation:
 def pipelined(
     batches: Iterable[Any], evaluate: Callable, stop: Callable[[], bool]
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield (batch, `evaluate(batch)`) for each batch, some batches after its evaluation began.
+    """Yield (batch, `evaluate(batch)`) with a delay of some batches, so that GPUs need not wait.
 
-    Reading a result at once would make its GPU wait for the next batch. `stop` is called before
-    each batch; if it returns True, the last result is None.
+    `stop` is called before each batch; if it returns True, (batch, None) is yielded last.
     """
     waiting: collections.deque[tuple[Any, Any]] = collections.deque()
     for batch in batches:
@@ -83,21 +81,21 @@ def pipelined(
 
 
 class MetricState:
-    """The state of metrics for the averages of the weights, beside their state for the weights."""
+    """A second state of the metrics, for evaluating the averages of the weights."""
 
     def __init__(self, variables: Iterable[keras.Variable]):
-        """Create a second variable for each of the metrics'."""
+        """Create a second variable for each variable of the metrics."""
         self._twins = [(v, copy_beside(v.value)) for v in variables]
         self._unknown: list[tuple[tf.Variable, tf.Variable]] = []
 
     def add_unknown(self, variables: Iterable[tf.Variable]) -> None:
-        """Add variables that a traced step assigns outside of Keras, as an own metric may."""
+        """Add variables outside of Keras that a traced step assigns, as a user's metric may."""
         known = {id(v) for v, _ in self._unknown}
         with tf.init_scope():
             self._unknown += [(v, copy_beside(v)) for v in variables if id(v) not in known]
 
     def reset(self) -> None:
-        """Copy the state of the metrics, which have been reset."""
+        """Copy the initial state from the metrics, which have been reset."""
         for variable, twin in self._twins:
             twin.assign(variable.value)
         for variable, twin in self._unknown:
@@ -123,7 +121,7 @@ class PredictionCollector:
     """Collects a model's predictions for a split, and its most confident mistakes."""
 
     def __init__(self, averaged: bool):
-        """Begin with none; `averaged` tells whether the moving averages predict."""
+        """Set whether the predictions are those of the moving averages."""
         self.averaged = averaged
         self._labels: list[np.ndarray] = []
         self._predictions: list[np.ndarray] = []
@@ -144,8 +142,8 @@ class PredictionCollector:
         self._predictions.append(predicted)
         if images is None:
             return
-        # Images are copied only of those that are among the worst so far. NaN is above no number:
-        # what a broken model says is no confident mistake.
+        # Only images that are among the worst so far are copied. NaN compares as False, so a broken
+        # model has no confident mistakes.
         worst = self._mistakes
         least = worst[-1].confidence if len(worst) == NUM_MISTAKES else -1.0
         rows = np.flatnonzero((true != predicted) & (confidence > least))

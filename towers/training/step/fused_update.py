@@ -1,17 +1,16 @@
-"""Many variables as a few, where an update runs on a GPU.
+"""Fuses the updates of many variables on a GPU.
 
-To start a kernel takes a GPU some microseconds, and Keras' update is a chain of ops for each
-variable, most of which are small. Here variables that are treated alike are joined: their
-gradients, values and slots are one vector each, Keras' own arithmetic runs once on them, and the
-parts are assigned, which starts no kernel. Variables, slots and checkpoints stay as they are.
+Launching a kernel takes some microseconds, and Keras' update is a chain of ops for each variable,
+most of which are small. Here variables that are treated alike are concatenated: their gradients,
+values and slots are one vector each, Keras' own arithmetic runs once on them, and the parts are
+assigned, which launches no kernel. Variables, slots and checkpoints stay as they are.
 
     gradients, weights = packed(gradients, weights, optimizer, is_decayed)
     apply(optimizer, gradients, weights)
 
-TensorFlow's fused kernels (ResourceApplyKerasMomentum, ResourceApplyAdam) were the other way: one
-launch a variable, but for four of the twelve optimizers, and regularisation, norm, clipping and
-averages would still be chains of ops for each variable. On a CPU nothing is joined: there the
-copies cost more than starting ops, and SGD uses the fused kernels.
+TensorFlow's fused kernels (ResourceApplyKerasMomentum, ResourceApplyAdam) exist for four of twelve
+optimizers only, and need one launch for each variable. On CPUs nothing is concatenated: copies cost
+more than starting ops there, and SGD uses the fused kernels.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ from towers.training.step.train_state import snapshot
 
 
 class Segment(NamedTuple):
-    """Weights next to each other in a `FlatVariable` that are regularised alike, as one."""
+    """Adjacent weights of a `FlatVariable` with the same regularisation."""
 
     value: tf.Tensor
     regularizer: Callable | None
@@ -38,7 +37,7 @@ class Segment(NamedTuple):
 
 
 class FlatVariable:
-    """Several variables of one type on one device, as one vector while an update is computed.
+    """Several variables of one dtype on one device, as one vector during an update.
 
     It is read and assigned like a tf.Variable; `write` then assigns the parts to the variables. For
     weights, `sections` groups the Keras variables by their regularisation.
@@ -57,11 +56,11 @@ class FlatVariable:
 
     @property
     def value(self) -> "FlatVariable":
-        """The vector itself: a `FlatVariable` stands in for the Keras variable, too."""
+        """The vector itself: a `FlatVariable` replaces the Keras variable, too."""
         return self
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
-        """Return the vector as it is now."""
+        """Return the current vector."""
         return tf.convert_to_tensor(self._now, dtype, name=name)
 
     def __mul__(self, factor: Any) -> tf.Tensor:
@@ -81,17 +80,17 @@ class FlatVariable:
         self._now = self._now - value
 
     def join(self, values: Sequence[Any]) -> tf.Tensor:
-        """Return values, one for each variable and of its shape, as one vector."""
+        """Concatenate values of the variables' shapes."""
         with tf.device(self.device):
             return pack(values)
 
     def split(self, vector: tf.Tensor) -> list[tf.Tensor]:
-        """Return the part of a vector that belongs to each variable, in its shape."""
+        """Split a vector into values of the variables' shapes."""
         with tf.device(self.device):
             return unpack(vector, self.variables)
 
     def map_segments(self, fn: Callable, gradient: Any) -> Any:
-        """Return `fn(part of the gradient, section)` for each `Segment`, as one vector."""
+        """Return the vector of `fn(part of the gradient, Segment)` over the sections."""
         sizes = [sum(w.value.shape.num_elements() for w in own) for own in self.sections]
         parts, values = tf.split(gradient, sizes), tf.split(self._now, sizes)
         results = [
@@ -101,7 +100,7 @@ class FlatVariable:
         return tf.concat(results, axis=0)
 
     def write(self, wanted: tf.Tensor | None = None) -> None:
-        """Assign each variable its part; if `wanted`, a bool scalar, is False, its former value."""
+        """Assign the parts to the variables, or their former values if `wanted` is False."""
         if wanted is not None:
             with tf.device(self.device):
                 self._now = tf.where(wanted, self._now, self._before)
@@ -116,17 +115,17 @@ def packed(
     is_decayed: Callable[[keras.Variable], bool],
     keep_sparse: bool = False,
 ) -> tuple[list[Any], list[Any]]:
-    """Return gradients and weights in which a `FlatVariable` stands for those that can be joined.
+    """Return gradients and weights, concatenated where possible into a `FlatVariable`.
 
-    On their own stay weights on CPUs, large ones, those with a constraint or a regulariser that
-    does not go by elements, and all if the optimizer does not (LAMB).
+    Not concatenated are weights on CPUs, large ones, those with a constraint or a regulariser that
+    is not elementwise, and all if the optimizer is not elementwise (LAMB).
 
     Args:
         gradients: one for each weight: dense, sparse or None.
         weights: Keras variables.
-        optimizer: that will update them.
-        is_decayed: returns whether an L2 penalty beside the regulariser acts on a weight.
-        keep_sparse: whether sparse gradients stay so: the optimizer squares each of their rows.
+        optimizer: of the weights.
+        is_decayed: returns whether a weight has an L2 penalty beside its regulariser.
+        keep_sparse: whether sparse gradients stay sparse, see `Task.squares_rows`.
     """
 
     def kind(pair: tuple[Any, keras.Variable]) -> tuple | None:
@@ -175,7 +174,7 @@ def apply(
 ) -> None:
     """Call a Keras optimizer's update on weights, some of which may be `FlatVariable`.
 
-    If `finite`, a bool scalar, is given and False, no variable changes.
+    No variable changes if `finite`, a bool scalar, is False.
     """
     flats = [weight for weight in weights or () if isinstance(weight, FlatVariable)]
     slots, scope = [], keras.StatelessScope() if flats else contextlib.nullcontext()
@@ -197,7 +196,7 @@ def apply(
         optimizer.apply(gradients, weights)
     for variable in (optimizer.iterations, *filter(_is_variable, weights)) if flats else ():
         value = scope.get_current_value(variable)
-        if value is not None:  # what Keras counts and constrains, the scope has kept
+        if value is not None:  # assigned within the scope
             variable.assign(value)
     for flat in (*flats, *slots):
         flat.write(finite)
@@ -208,8 +207,8 @@ def apply(
 def _read_once(variables: Sequence[tf.Variable]) -> Iterator[None]:
     """Read variables once in the block, unless they are assigned there.
 
-    What an optimizer computes of them for each weight is then computed once, too, and they are sent
-    once to each machine that holds weights.
+    TensorFlow then merges what an optimizer computes of them for each weight, and sends them once
+    to each machine.
     """
     values = {id(variable): tf.convert_to_tensor(variable) for variable in variables}
 
@@ -235,15 +234,14 @@ def _read_once(variables: Sequence[tf.Variable]) -> Iterator[None]:
 def updates_joined(
     optimizers: Iterable[keras.optimizers.Optimizer], guarded: Callable
 ) -> Iterator[None]:
-    """Join the weights of Keras optimizers that are called in the block, as by a `train_step`.
+    """Fuse the updates of Keras optimizers in the block, as in a `train_step`.
 
-    An optimizer that is not built yet makes its slots beside the weights. One whose updates are
-    joined already is left alone.
+    Optimizers that are not built yet create their slots beside the weights.
 
     Args:
-        optimizers: of a model.
-        guarded: is called as `guarded(optimizer, gradients, weights, update)` for each update, and
-            calls `update(finite)`, see `apply`.
+        optimizers: of a model; those of an enclosing block are skipped.
+        guarded: called as `guarded(optimizer, gradients, weights, update)` for each update; calls
+            `update(finite)`, see `apply`.
     """
     optimizers = [own for own in optimizers if "apply" not in vars(own)]
 
@@ -279,7 +277,7 @@ def updates_joined(
 
 
 def grouped(items: Sequence[Any], kind: Callable) -> list[list[Any]]:
-    """Return the items of each kind, in order; an item whose kind is None is a group of its own."""
+    """Group items by `kind`, in order; an item whose kind is None is a group of its own."""
     groups: dict[Any, list[Any]] = {}
     for i, item in enumerate(items):
         groups.setdefault(kind(item) or i, []).append(item)
@@ -287,19 +285,19 @@ def grouped(items: Sequence[Any], kind: Callable) -> list[list[Any]]:
 
 
 def kind_of(variable: tf.Variable) -> tuple | None:
-    """Return what variables must have in common to be joined; None: this one cannot be."""
+    """Return the key by which variables are concatenated, or None if this one cannot be."""
     if not is_gpu(variable.device) or is_large(variable) or not variable.dtype.is_floating:
         return None
     return variable.device, variable.dtype
 
 
 def joined(variables: Sequence[tf.Variable]) -> Any:
-    """Return variables of one kind as a `FlatVariable`; of a single one, itself."""
+    """Return variables of one kind as a `FlatVariable`, a single one as it is."""
     return FlatVariable(variables) if len(variables) > 1 else variables[0]
 
 
 def write(variable: Any) -> None:
-    """Assign the variables of a `FlatVariable` their parts; others have their values."""
+    """Assign the parts of a `FlatVariable`; do nothing for another variable."""
     if isinstance(variable, FlatVariable):
         variable.write()
 
@@ -307,7 +305,7 @@ def write(variable: Any) -> None:
 def restore_unless(
     wanted: tf.Tensor, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]
 ) -> None:
-    """Restore variables to `before` unless `wanted`, a bool scalar, without waiting for it."""
+    """Restore variables to `before` unless `wanted`, a bool scalar, without synchronization."""
     if not variables:
         return
     pairs = list(zip(variables, before, strict=True))
@@ -324,16 +322,13 @@ def _is_variable(value: Any) -> bool:
 
 
 def _regularizer(weight: keras.Variable) -> Callable | None:
-    """Return an L1L2 with numbers as factors: Keras' L1 has a tensor on the host."""
+    """Return an L1L2 with Python numbers; Keras' L1 has a tensor on the host."""
     own = factors(weight.regularizer)
     return keras.regularizers.L1L2(*own) if any(own) else None
 
 
 def factors(regularizer: Any) -> tuple[float, float] | None:
-    """Return the factors of L1 and L2; None if a regulariser is of another kind.
-
-    Keras rounds them to float32, also for weights in float64.
-    """
+    """Return the factors of L1 and L2, rounded to float32 as in Keras; None for other classes."""
     own = keras.regularizers
     if regularizer is None:
         return 0.0, 0.0

@@ -1,7 +1,7 @@
-"""Whether data, model and loss fit each other, checked before the first step.
+"""Checks before the first step that data, model and loss match.
 
-A certain mistake is an `InputError` that says what to change, a likely one a warning. Losses,
-metrics and training steps of the user's own are not judged.
+Certain mistakes raise InputError with a remedy, likely ones give a warning. Losses, metrics and
+training steps of the user's own are not checked.
 """
 
 import contextlib
@@ -21,25 +21,25 @@ from towers.training.step.output_activation import OutputActivation, ending_of, 
 from towers.training.step.output_checks import LossInput, OutputCheck, doubtful_metrics, shape_of
 from towers.training.step.task import Task
 
-_ROWS = 32  # of a batch that the first loss is computed of, if a tower takes no more
+_ROWS = 32  # of the first loss, or a tower's slice if that is larger
 
 
 class LossRecorder:
-    """Inputs of the losses of a model's step, recorded while the step is traced."""
+    """Records the inputs of losses while a model's step is traced."""
 
     def __init__(self, model: keras.Model):
         """Record nothing yet."""
         self.model, self.found = model, []  # of `LossInput`
-        # Whether each loss is Keras' own, and a mean or a sum of independent losses of examples.
+        # Whether each loss is Keras' own, and a mean or sum of separate examples' losses.
         self.of_examples = False
-        self.is_keras = all(  # else the training step is the user's, and is not judged
+        self.is_keras = all(  # else the training step is the user's, and is not checked
             getattr(type(model), name) is getattr(keras.Model, name)
             for name in ("train_step", "compute_loss")
         )
 
     @contextlib.contextmanager
     def record(self, y: Any) -> Iterator[None]:
-        """Record the losses that are computed in the block, of a batch with the targets y."""
+        """Record the losses computed in the block for a batch with targets y."""
         leaves = tf.nest.flatten(y)
         self.found.clear()
         self.of_examples = self.is_keras
@@ -52,7 +52,7 @@ class LossRecorder:
                 if not depth and isinstance(y_true, tf.Tensor) and isinstance(y_pred, tf.Tensor):
                     target = next((i for i, leaf in enumerate(leaves) if leaf is y_true), None)
                     self.of_examples &= self._record(loss, target, y_true, y_pred, weights)
-                    if self.of_examples:  # else a loss of the user's would be called once more
+                    if self.of_examples:  # do not call a user's loss twice
                         self.of_examples = _is_per_example(call, loss, y_true, y_pred, weights)
                 depth += 1
                 try:
@@ -71,7 +71,7 @@ class LossRecorder:
             None if t is None or t.shape.rank is None else tuple(t.shape)
             for t in (y, outputs, weights if isinstance(weights, tf.Tensor) else None)
         ]
-        if not all(shapes[:2]):  # unknown, or without an axis of examples
+        if not all(shapes[:2]):  # unknown, or without a batch axis
             return False
         pair = LossInput(loss, target, *shapes, tf_internals.mask_of(outputs) is not None)
         self.found.append(pair)
@@ -108,7 +108,7 @@ def _is_per_example(call: Callable, loss: Any, y: Any, outputs: Any, weights: An
     if loss.reduction not in ("sum_over_batch_size", "mean", "sum"):
         if loss.reduction != "mean_with_sample_weight" or weights is not None:
             return False
-    masks: list[Any] = []  # such as ignore_class makes: what is left is counted in the batch
+    masks: list[Any] = []  # as of ignore_class, which make the mean depend on the whole batch
     compute = loss.call
 
     def noting(*args: Any, **kwargs: Any) -> Any:
@@ -120,21 +120,17 @@ def _is_per_example(call: Callable, loss: Any, y: Any, outputs: Any, weights: An
     try:
         values = _per_example(call, loss, 1, y, outputs, weights)
     except Exception:
-        return False  # it is of the whole batch
+        return False  # it needs the whole batch
     finally:
         del vars(loss)["call"]
     return masks == [None] and values.shape.rank == 1 and values.shape[0] == outputs.shape[0]
 
 
 def check(task: Task, batch: Any) -> list[str]:
-    """Return warnings about data, model and loss that seem not to fit each other.
-
-    Args:
-        task: what the model is trained to do.
-        batch: (example, draws), the first of training.
+    """Check a task on its first batch, (example, draws); return warnings of likely mistakes.
 
     Raises:
-        InputError: they certainly do not.
+        InputError: data, model and loss do not match.
     """
     example, _ = batch
     pairs: LossRecorder | None = getattr(task, "pairs", None)
@@ -154,7 +150,7 @@ def check(task: Task, batch: Any) -> list[str]:
 
 @contextlib.contextmanager
 def translate_loss_errors(task: Task, pairs: LossRecorder, batches: Any) -> Iterator[None]:
-    """Raise what Keras' own losses and metrics raise in the block as a one-line InputError."""
+    """Raise errors of Keras' own losses and metrics in the block as InputError of one line."""
     try:
         yield
     except (
@@ -195,7 +191,7 @@ def _check_classifier(task: Task, example: Any) -> list[str]:
 
 
 def _check_structure(task: Task, example: Any) -> None:
-    """Refuse targets whose names are not those of the outputs, or that are missing."""
+    """Raise InputError for missing targets, or names that are not those of the outputs."""
     if len(example) < 2:
         raise InputError(
             f"--dataset={task.options.dataset} gives no targets, and the loss of "
@@ -259,7 +255,7 @@ def _check_pairs(task: Task, pairs: LossRecorder, example: Any) -> list[str]:
 
 
 def _output_endings(pairs: LossRecorder) -> list[tuple[str, OutputActivation]]:
-    """Return (name of the output, "" if there is one; what it ends in) for each recorded loss."""
+    """Return (output name, "" for a single output; its activation) for each recorded loss."""
     paths, outputs = tf_internals.loss_paths(pairs.model), _outputs(pairs.model)
     found, waiting, single = [], list(paths), len(paths) < 2
     for pair in pairs.found:
@@ -279,11 +275,8 @@ def _output_endings(pairs: LossRecorder) -> list[tuple[str, OutputActivation]]:
     return found
 
 
-def _check_first_loss(task: Task, batch: Any, doubts: Sequence[str]) -> None:
-    """Refuse a loss that is infinite or NaN before anything is learned.
-
-    `doubts` are lines that may say why.
-    """
+def _check_first_loss(task: Task, batch: Any, warnings: Sequence[str]) -> None:
+    """Raise InputError for an infinite or NaN first loss; `warnings` may give the reason."""
     example, draws = batch
     rows = draws.shape[0]
     rows = max(-(-rows // task.builder.num_slices), min(rows, _ROWS))
@@ -309,7 +302,7 @@ def _check_first_loss(task: Task, batch: Any, doubts: Sequence[str]) -> None:
     try:
         total, values = tf.function(compute, autograph=False)(*some)
         total, finite = float(total), [np.isfinite(value).all() for value in values]
-    except Exception:  # it may need all examples; the run itself will tell
+    except Exception:  # it may need the whole batch
         return
     if np.isfinite(total):
         return
@@ -326,8 +319,8 @@ def _check_first_loss(task: Task, batch: Any, doubts: Sequence[str]) -> None:
     bad = [names.get(id(loss)) for loss, ok in zip(losses, finite, strict=True) if not ok]
     bad = [name for name in bad if name is not None and len(names) > 1]
     what = f"the loss{f' of output {bad[0]!r}' if bad else ''} is {total:g} before the first step"
-    if doubts:
-        raise InputError(f"{what}: {doubts[0]}")
+    if warnings:
+        raise InputError(f"{what}: {warnings[0]}")
     raise InputError(
         f"{_flag_of(task)}: {what}: scale inputs and targets to about -1..1, and look whether the "
         "outputs are what the loss takes (no logarithm, root or division of 0 or less)"
@@ -335,7 +328,7 @@ def _check_first_loss(task: Task, batch: Any, doubts: Sequence[str]) -> None:
 
 
 def _outputs(model: keras.Model) -> Any:
-    """Return the symbolic outputs, by name where they have one; None of a subclassed model."""
+    """Return the symbolic outputs, by name if they have one; None for a subclassed model."""
     return model.output if getattr(model, "outputs", None) else None
 
 

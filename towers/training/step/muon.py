@@ -1,17 +1,17 @@
-"""Muon for image models: each kernel turns by an orthogonal step, and keeps its norm.
+"""Muon for image models: orthogonal updates of kernels with a fixed norm.
 
     optimizer = Muon(learning_rate=0.24, momentum=0.6, outputs=["logits/kernel"])
 
-A step of Muon has singular values near 1, whatever the gradient's are. Keras has it for matrices;
-here the kernel of a convolution, `[h, w, C_in, C_out]`, is one of `h w C_in` rows. Before each step
-a kernel gets the norm that a matrix with columns of norm 1 has, so that the learning rate is the
-part of a kernel that a step replaces, in all layers alike. Behind a normalization no norm counts.
+An update of Muon has singular values near 1. Keras implements it for matrices; here the kernel of a
+convolution, `[h, w, C_in, C_out]`, is a matrix of `h w C_in` rows. Before each step a kernel is
+scaled to the norm of a matrix with columns of norm 1, so that the learning rate is the part of a
+kernel that a step replaces, in all layers alike. In front of a normalization layer the norm of a
+kernel has no effect.
 
-Biases, scales, embeddings and the kernels that make the outputs move by Adam, at a rate of
-`ADAM_RATIO` of the others'.
+Biases, scales, embeddings and output kernels are updated by Adam, at `ADAM_RATIO` of the rate.
 
 Source: Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks; the norms as in
-the CIFAR-10 records of the same author, whose smaller weights move by SGD.
+the CIFAR-10 records of the same author, which update the smaller weights by SGD.
 """
 
 from collections.abc import Iterable
@@ -21,12 +21,12 @@ import keras
 import tensorflow as tf
 
 ADAM_RATIO = 0.15
-_NUM_ITERATIONS = 3  # of Newton-Schulz: more brought nothing in the source's records
+_NUM_ITERATIONS = 3  # of Newton-Schulz; more did not help in the source's records
 
 
 @keras.saving.register_keras_serializable(package="towers")
 class Muon(keras.optimizers.Muon):
-    """`keras.optimizers.Muon` for kernels of any rank, whose norms stay what they are."""
+    """`keras.optimizers.Muon` for kernels of any rank, with fixed norms."""
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class Muon(keras.optimizers.Muon):
         Args:
             learning_rate: the part of a kernel that a step replaces.
             momentum: of the gradients of kernels, by Nesterov's rule.
-            weight_decay: of what moves by Adam, apart from the gradient.
-            outputs: paths of the kernels that move by Adam.
-            **common: `clipnorm` and the other arguments of all optimizers of Keras.
+            weight_decay: decoupled weight decay of the variables that Adam updates.
+            outputs: paths of the kernels that Adam updates.
+            **common: `clipnorm` and the other arguments of all Keras optimizers.
         """
         super().__init__(
             learning_rate,
@@ -78,11 +78,10 @@ class Muon(keras.optimizers.Muon):
         self.assign(variable, variable * (variable.shape[-1] ** 0.5 / norm) - lr * turn)
 
     def zeropower_via_newtonschulz5(self, x: tf.Tensor, steps: int) -> tf.Tensor:
-        """Return a matrix `x` with singular values near 1; see the base class.
+        """Return the matrix `x` with singular values near 1; see the base class.
 
-        There each iteration multiplies the matrix by a polynomial of its Gram matrix. Here these
-        polynomials, which are small, are multiplied by each other first: for a kernel of 3x3 half
-        the arithmetic.
+        Each iteration multiplies by a polynomial of the Gram matrix. These polynomials, which are
+        small, are multiplied with each other first: half the arithmetic for a 3x3 kernel.
         """
         x /= tf.norm(x) + 1e-7
         tall = x.shape[0] > x.shape[1]
@@ -92,5 +91,5 @@ class Muon(keras.optimizers.Muon):
             own = self.muon_b * gram + self.muon_c * gram @ gram
             own = tf.linalg.set_diag(own, tf.linalg.diag_part(own) + self.muon_a)
             product = own if product is None else product @ own
-            gram @= own @ own  # all these commute; not used after the last
+            gram @= own @ own  # these matrices commute
         return x @ product if tall else product @ x

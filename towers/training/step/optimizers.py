@@ -1,4 +1,4 @@
-"""The optimizer that the flags describe, and what the rule book says of it."""
+"""The optimizer that the flags name, and its description in the run's summary."""
 
 import functools
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ OPTIMIZERS = {
     "adadelta": lambda o: _K.Adadelta,
     "muon": lambda o: functools.partial(Muon, momentum=o.momentum, weight_decay=o.weight_decay),
 }
-DECAY_APART = ("adamw", "lion", "lamb", "muon")  # these decay weights apart from the gradient
+DECAY_APART = ("adamw", "lion", "lamb", "muon")  # with decoupled weight decay
 
 
 def make_optimizer(
@@ -42,8 +42,8 @@ def make_optimizer(
     Args:
         weights: the trainable variables that it will update.
         options: of the run. The learning rate of an optimizer in `OPTIMIZERS` is set every step;
-            one that a function of the user's makes keeps its own.
-        **clips: Keras' clipping arguments, for an optimizer that is to clip by itself.
+            that of a user's function is its own.
+        **clips: Keras' clipping arguments, for an optimizer that clips by itself.
 
     Raises:
         InputError: the user's function returns no optimizer.
@@ -65,7 +65,7 @@ def make_optimizer(
 
 
 def rules_of(options: Options) -> UpdateRules:
-    """Return what an update does beside the optimizer's arithmetic, as the flags say."""
+    """Return the flags' weight decay, clipping and averages."""
     return UpdateRules(
         weight_decay=0.0 if options.optimizer in DECAY_APART else options.weight_decay,
         clip_norm=options.clip_norm,
@@ -77,21 +77,17 @@ def rules_of(options: Options) -> UpdateRules:
 
 
 def limit_of(options: Options) -> int:
-    """Return how many non-finite steps in a row end the run."""
+    """Return the number of non-finite steps in a row that ends the run."""
     return MOST_SKIPPED if options.on_nan == "skip" else 1
 
 
 def is_own(options: Options) -> bool:
-    """Return whether a function of the user's makes the optimizer."""
+    """Return whether a user's function makes the optimizer."""
     return ":" in options.optimizer
 
 
 def check_own(options: Options) -> None:
-    """Refuse flags of the update that an optimizer of the user's own sets itself.
-
-    Raises:
-        InputError: names both flags.
-    """
+    """Raise InputError for flags that a user's own optimizer sets itself."""
     names = ("learning_rate", "schedule", "warmup_epochs", "decay_epochs", "momentum")
     for name in names if is_own(options) else ():
         if getattr(options, name) != getattr(Options, name):
@@ -109,7 +105,7 @@ def clips_of(options: Options) -> dict[str, float]:
 
 
 def describe_flags(options: Options, loss_scale: Any) -> dict[str, str]:
-    """Return the rule book's words on an update by flags: "decay", "scale", "clips" and "clock"."""
+    """Return `Task.describe_update` of an update by flags."""
     apart = options.optimizer in DECAY_APART
     decay = f"{options.optimizer}, apart from the gradient" if apart else "L2"
     rate = f"learning rate {options.learning_rate:g} {options.schedule}"
@@ -125,7 +121,7 @@ def describe_flags(options: Options, loss_scale: Any) -> dict[str, str]:
 
 
 def describe_scale(loss_scale: Any) -> str:
-    """Return the part of the rule book on the loss scale, "" without one."""
+    """Return the summary's text on the loss scale, "" without one."""
     if loss_scale is None:
         return ""
     return f"; loss scale from {float(loss_scale.numpy()):g}"

@@ -1,4 +1,4 @@
-"""The activation that a model's outputs end in, and the loss of logits."""
+"""The final activation of a model's outputs, and the cross entropy of logits."""
 
 import dataclasses
 import functools
@@ -30,25 +30,20 @@ _MOVING = (
     _layers.Permute,
     _layers.Reshape,
     _layers.UpSampling1D,
-)  # they change no value
+)  # these change no value
 _KNOWN = ("softmax", "sigmoid", "tanh", "relu")
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputActivation:
-    """The last activation of an output: "softmax", "sigmoid", "tanh", "relu", "linear" or None.
+    """The final activation of an output, and the layer that has it."""
 
-    Attributes:
-        activation: None: it is not known. "linear": the layer has a kernel and no activation.
-        layer: name of the layer that has it for certain, "" if it may be another.
-    """
-
-    activation: str | None = None
-    layer: str = ""
+    activation: str | None = None  # "softmax", "sigmoid", "tanh", "relu", "linear"; None: unknown
+    layer: str = ""  # name of the layer; "" if it is not certain
 
 
 def ending_of(tensor: keras.KerasTensor) -> OutputActivation:
-    """Return the last activation of an output of a functional or sequential model."""
+    """Return the final activation of an output of a functional or sequential model."""
     while True:
         layer, place, inputs = tf_internals.maker_of(tensor)
         outputs = getattr(layer, "outputs", None) if isinstance(layer, keras.Model) else None
@@ -84,9 +79,9 @@ def _activation(layer: keras.Operation) -> str | None:
 
 
 def final_activation(layer: keras.Operation | None) -> str | None:
-    """Return "softmax" or "sigmoid" if a model's last layer is one, or has it, else None.
+    """Return "softmax" or "sigmoid" if a model's last layer is or has one, else None.
 
-    An activation inside of a layer or model of the user's own is not seen.
+    Activations inside of a user's own layer are not found.
     """
     while isinstance(layer, keras.Model):
         parts = getattr(layer, "operations", layer.layers)  # of a functional model, ops too
@@ -100,13 +95,13 @@ def _name(activation: object) -> str:
 
 
 def logits_of(model: keras.Model, inputs: Any, flips: bool) -> Any:
-    """Return a model's outputs in evaluation; if it `flips`, those of `mirrored`."""
+    """Return a model's outputs in evaluation, averaged over mirror images if `flips`."""
     call = functools.partial(model, training=False)
     return mirrored(call, inputs) if flips else call(inputs)
 
 
 def check_rows(output: Any) -> None:
-    """Refuse an output, symbolic or not, whose mean over mirror images would mean nothing."""
+    """Raise InputError for an output, symbolic or not, that has no single row for each image."""
     if tf.TensorShape(output.shape).rank != 2:
         raise InputError(
             "--test_time_flip needs one row of numbers for each image, and the model's outputs "

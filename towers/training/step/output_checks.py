@@ -1,4 +1,4 @@
-"""Whether the targets of one output fit its loss, and what the output ends in."""
+"""Checks that targets, final activation and metrics of an output match its loss."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -9,8 +9,7 @@ import numpy as np
 from towers.errors import InputError
 from towers.training.step.output_activation import OutputActivation
 
-# Losses whose outputs are probabilities, with the activation that makes them; the last three know
-# no `from_logits`.
+# Losses of probabilities, with the activation that makes them.
 _PROBABILITIES = {
     "binary_crossentropy": "sigmoid",
     "binary_focal_crossentropy": "sigmoid",
@@ -34,7 +33,7 @@ _NUMBERS = (
     "log_cosh",
     "poisson",
 )
-# These broadcast without a word.
+# These broadcast silently.
 _ELEMENTWISE = (*_NUMBERS, *_MASKS, "cosine_similarity", "kl_divergence", "hinge", "squared_hinge",
                 "categorical_hinge")  # fmt: skip
 _SLACK = 0.01  # rounding and resizing overshoot a little
@@ -43,10 +42,10 @@ _RANGES = {"softmax": (0, 1), "sigmoid": (0, 1), "tanh": (-1, 1), "relu": (0, fl
 
 @dataclasses.dataclass(frozen=True)
 class LossInput:
-    """Inputs of a loss. Shapes have the batch axis, and None for unknown sizes."""
+    """The inputs of a loss. Shapes have a batch axis, and None for unknown sizes."""
 
     loss: keras.Loss
-    target: int | None  # index of y among the leaves of the data's y; None: made on the way
+    target: int | None  # index of y among the leaves of the data's y; None: it is computed
     y: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
     weights: tuple[int | None, ...] | None
@@ -54,7 +53,7 @@ class LossInput:
 
     @property
     def kind(self) -> str:
-        """Name of the function of Keras that the loss computes; "" if it is the user's."""
+        """Name of the Keras function that the loss computes; "" for a loss of the user's."""
         function = getattr(self.loss, "fn", None)
         modules = type(self.loss).__module__, getattr(function, "__module__", None) or ""
         own = all(module.partition(".")[0] == "keras" for module in modules)
@@ -63,16 +62,16 @@ class LossInput:
 
 @dataclasses.dataclass(frozen=True)
 class OutputCheck:
-    """Whether the targets of one output fit its loss and its activation."""
+    """Checks one output, its targets and its loss."""
 
-    named: str  # the flag that a message begins with
+    named: str  # the flag at the beginning of messages
     name: str  # of the output, "" if it is the only one
     pair: LossInput
     ending: OutputActivation
     values: np.ndarray | None  # targets of a batch, None if they are unknown or no numbers
-    weighted: bool  # whether some may not count, by sample weights or a mask
-    num_classes: int = 0  # of all targets, 0 if that is not known
-    no_classes: str = ""  # why whole numbers as targets are no classes, see `Data`
+    weighted: bool  # whether sample weights or a mask may exclude targets
+    num_classes: int = 0  # of all targets, 0 if unknown
+    no_classes: str = ""  # why integer targets are no classes, see `Data`
     warnings: list[str] = dataclasses.field(default_factory=list)
 
     def check(self) -> list[str]:
@@ -153,7 +152,7 @@ class OutputCheck:
             self._refuse(f"{both}; {kind} needs both the same: {self._same_shape(y, outputs)}")
 
     def _same_shape(self, y: tuple, outputs: tuple) -> str:
-        """Return advice for targets and outputs of different shapes."""
+        """Return a remedy for targets and outputs of different shapes."""
         if max(len(y), len(outputs)) > 2:
             return "let the model give outputs of the targets' shape"
         if len(y) >= len(outputs) and y[-1:] != (1,):
@@ -182,7 +181,7 @@ class OutputCheck:
             )
 
     def _check_activation(self) -> None:
-        """Check that the output is made of probabilities, or of logits, as the loss takes it."""
+        """Check that the output has probabilities or logits as the loss needs them."""
         kind, activation, layer = self.pair.kind, self.ending.activation, self.ending.layer
         wanted = _PROBABILITIES[kind]
         if getattr(self.pair.loss, "from_logits", False):
@@ -216,7 +215,7 @@ class OutputCheck:
             )
 
     def _check_classes(self, values: np.ndarray) -> None:
-        """Refuse class numbers that the model has no output for."""
+        """Raise InputError for class numbers without an output."""
         kind, size = self.pair.kind, self.pair.outputs[-1]
         if size is None:
             return
@@ -255,7 +254,7 @@ class OutputCheck:
         )
 
     def _check_zeros_and_ones(self, values: np.ndarray) -> None:
-        """Refuse targets outside of 0..1, unless their weight or mask may be 0."""
+        """Raise InputError for targets outside of 0..1, unless they may be excluded."""
         kind, least, most = self.pair.kind, float(values.min()), float(values.max())
         finite = np.isfinite([least, most]).all()
         if self.weighted or not finite or (least >= 0 and most <= 1):
@@ -278,7 +277,7 @@ class OutputCheck:
         )
 
     def _check_several_labels(self, values: np.ndarray) -> None:
-        """Warn of rows with several ones where a softmax gives one class."""
+        """Warn of multi-label targets of a softmax."""
         one_class = self.pair.kind in _ONE_HOT or self.ending.activation == "softmax"
         if not one_class or getattr(self.pair.loss, "axis", -1) != -1:
             return
@@ -290,7 +289,7 @@ class OutputCheck:
                 )
 
     def _check_range(self, values: np.ndarray) -> None:
-        """Warn of targets that the activation cannot give."""
+        """Warn of targets outside of the activation's range."""
         activation, infinity = self.ending.activation, float("inf")
         low, high = _RANGES.get(activation or "", (-infinity, infinity))
         if self.weighted or not np.isfinite(values).all():
@@ -320,7 +319,7 @@ _OF_LOGITS = {
 
 
 def doubtful_metrics(one: OutputCheck, metrics: Iterable[keras.Metric]) -> list[str]:
-    """Return a warning for each metric whose values would be meaningless for this output."""
+    """Return a warning for each metric that does not suit the output."""
     kind, values, lines = one.pair.kind, one.values, []
     broken = np.zeros(0)
     if kind in _NUMBERS and values is not None and values.dtype.kind == "f":
@@ -349,18 +348,18 @@ def _takes_probabilities(metric: keras.Metric) -> bool:
 
 
 def shape_of(shape: Sequence[int | None]) -> str:
-    """Return "(batch, 3)", whatever the size of the batch."""
+    """Return a shape as text: "(batch, 3)"."""
     return f"({', '.join(['batch', *(str(n or '?') for n in shape[1:])])})"
 
 
 def _alike(a: Sequence[int | None], b: Sequence[int | None]) -> bool:
-    """Return whether shapes may be the same, but for the number of examples."""
+    """Return whether shapes are compatible, apart from the batch axis."""
     pairs = zip(a[1:], b[1:], strict=False)
     return len(a) == len(b) and all(None in pair or pair[0] == pair[1] for pair in pairs)
 
 
 def _squeezed(a: tuple, b: tuple) -> tuple[tuple, tuple]:
-    """Return shapes of one rank, as Keras makes them where the last size of one is 1."""
+    """Return shapes of equal rank, squeezed or expanded at a last axis of size 1 as in Keras."""
     if len(a) == len(b) + 1 and a[-1] == 1:
         return (a, (*b, 1)) if len(b) == 1 else (a[:-1], b)
     if len(b) == len(a) + 1 and b[-1] == 1:

@@ -1,9 +1,9 @@
-"""Learning-rate schedules as functions of the epoch, so that neither batch nor towers change them.
+"""Learning-rate schedules as stateless functions of the epoch, independent of batch and towers.
 
     rate = schedule("cosine", peak=0.1, total_epochs=90, warmup_epochs=5)
     rate(tf.constant(47.5, tf.float64))  # 0.05
 
-A rate has no state: a run that is continued need not restore it.
+A resumed run has no schedule's state to restore.
 """
 
 import math
@@ -30,10 +30,10 @@ def schedule(
             Topin 2018).
         peak: the highest rate.
         total_epochs: length of the run.
-        warmup_epochs: linear rise from zero before the schedule proper, which then goes over the
-            epochs that are left. For "onecycle" the length of its rise; 0 is a quarter of the run.
-        decay_epochs: rising, for "step", as is `decay_factor`.
-        decay_factor: of the rate.
+        warmup_epochs: linear rise from zero before the schedule, which covers the epochs left. For
+            "onecycle" the length of its rise; 0 is a quarter of the run.
+        decay_epochs: of "step", ascending.
+        decay_factor: of "step".
     """
     rise, first, last = warmup_epochs, 0.0, 0.0
     if kind == "onecycle":

@@ -1,4 +1,4 @@
-"""Keras' own training steps without non-finite updates."""
+"""Skips non-finite updates in the training steps of compiled models."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -24,18 +24,13 @@ from towers.training.step.update import (
 class NonFiniteGuard:
     """Skips non-finite updates of the optimizers in one step of a compiled model.
 
-    An update is skipped if its gradients, those of an earlier update in the step, or a loss so far
-    are not finite. A `LossScaleOptimizer` does so itself while its scale is above 1. Updates inside
-    of a loop or a branch of the user's own are not seen.
+    An update is skipped if its gradients, those of an earlier update in the step, or an earlier
+    loss are not finite. A `LossScaleOptimizer` does so itself while its scale is above 1. Updates
+    inside of a user's own loop or branch are not guarded.
     """
 
     def __init__(self, masters: TrainState, on_update: Callable | None = None):
-        """Create the guard of a step that is being traced.
-
-        Args:
-            masters: what the step changes.
-            on_update: is called as `on_update(gradients, weights)` for each update.
-        """
+        """Create the guard of a step during its trace; `on_update` is that of `Task`."""
         self.masters, self._on_update = masters, on_update
         self.graph = tf.compat.v1.get_default_graph()
         self._losses: list[tf.Tensor] = []
@@ -65,7 +60,7 @@ class NonFiniteGuard:
         weights: Sequence[keras.Variable],
         update: Callable,
     ) -> None:
-        """Make an update unless it is not finite; see `flat.updates_joined` for the arguments."""
+        """Make an update if it is finite; see `fused_update.updates_joined` for the arguments."""
         if not self._is_here():
             update()
             return
@@ -80,7 +75,7 @@ class NonFiniteGuard:
         finite = finite_now(self.masters, 0, norm, _total(self._losses))
         self._finite.append(finite)
         finite = _all(self._finite)
-        if scale is not None:  # it halves the scale itself, and tells that none was finite
+        if scale is not None:  # the optimizer skips the update and halves the scale itself
             finite |= scale > 1.0
         if is_gpu(self.masters.replicas[0].device):
             update(finite)
@@ -108,7 +103,7 @@ class NonFiniteGuard:
         tolerated: Any = False
         if self._scales:
             tolerated = tf.reduce_any(tf.stack(self._scales) > 1.0)
-            moves = finite | (tolerated & of_loss)  # as in `fit`, too high a scale costs no more
+            moves = finite | (tolerated & of_loss)  # as in `fit` after too high a scale
         if is_gpu(masters.replicas[0].device):
             update_averages(masters, rules, moves)
         elif masters.averages:
@@ -124,7 +119,7 @@ def _all(values: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def _total(losses: Sequence[tf.Tensor]) -> tf.Tensor | None:
-    """Return a scalar that is finite if all losses are; None without losses."""
+    """Return a scalar that is finite if all losses are, or None without losses."""
     if len(losses) < 2:
         return tf.reduce_sum(losses[0]) if losses else None
     return tf.add_n([tf.reduce_sum(tf.cast(loss, tf.float64)) for loss in losses])

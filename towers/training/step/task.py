@@ -1,13 +1,13 @@
-"""One training step, from a batch to the update, and the evaluation of what it has trained.
+"""The training step, from a batch to the update, and evaluation.
 
-A batch is (example, draws): what the data set gives out, (x, y) or (x, y, sample_weight), each any
-structure of tensors with an axis for the examples. Each tower augments its examples and computes
-their losses, so that nothing but gradients leaves it; these are added up, and one update is made.
-The kinds of models:
+A batch is (example, draws): example is (x, y) or (x, y, sample_weight), each any structure of
+tensors whose axis 0 is the batch; draws are the random numbers of augmentation. Each tower augments
+its examples and computes their losses, so that only gradients leave it. These are summed, and one
+update is made. The kinds of tasks:
 
-* `Classifier`: a model that gives logits, and labels.
-* `compiled.Compiled`: a compiled Keras model is the whole specification. If the losses of its
-  examples cannot be told apart, its own `train_step` is traced over towers in place of this step.
+* `Classifier`: a model that returns logits, and labels.
+* `compiled.Compiled`: a compiled Keras model. If its loss is not one of separate examples, its own
+  `train_step` is traced over towers in place of this step.
 """
 
 import abc
@@ -56,12 +56,12 @@ class Task(abc.ABC):
     Attributes:
         masters: the variables that a step changes.
         placements: the allowed values of `Options.variables`.
-        default_on_gpus: the one of them for towers on GPUs, if none is asked for.
-        on_update: while a step is traced, is called with (gradients, weights) of each update.
-        squares_rows: whether an optimizer squares each row of a sparse gradient, as Keras does, and
-            not the sum of those for one row of a table.
-        pads: whether `test_step` takes a last batch that was filled up to a full one.
-        names_averages: whether an evaluation names averages where there are none.
+        default_on_gpus: the default of `Options.variables` on GPUs.
+        on_update: called with (gradients, weights) of each update while a step is traced.
+        squares_rows: whether optimizers get sparse gradients with repeated rows, as in Keras; else
+            repeated rows are summed first.
+        pads: whether `test_step` takes a padded last batch.
+        names_averages: whether an evaluation has None for averages if there are none.
     """
 
     masters: TrainState
@@ -95,12 +95,12 @@ class Task(abc.ABC):
         ) -> tuple[dict[str, tf.Tensor], list[Any]]:
             scale, seen = masters.loss_scale, {}
             variables = self.weights()
-            # A tower may else be done before the clock is read: the order of ops is chance.
+            # Without this a tower may finish before the clock is read.
             start = [] if measured is None else [tower_metrics.time_after((example, draws))]
             with _after(start):
-                with floatx_of(self.options.dtype):  # layers may be called again going backward
+                with floatx_of(self.options.dtype):  # the backward pass may call layers, too
                     sums = builder.tower_sums(self.tower_function, variables, *example, draws)
-                if not self.squares_rows:  # the update adds up rows anyhow: it may be dense
+                if not self.squares_rows:  # the update sums repeated rows: it may be dense
                     dense = gather.dense_on_gpus(sums.gradients, variables, builder.devices)
                     sums = dataclasses.replace(sums, gradients=dense)
                 statistics = [(v.value, snapshot(v.value)) for v in assigned(sums.scopes)]
@@ -131,11 +131,10 @@ class Task(abc.ABC):
         return rules_of(self.options)
 
     def batch_metrics(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
-        """Return metrics of a step's batch, from what each tower returned beside its losses."""
+        """Return metrics of a step's batch, from the towers' `metric_inputs`."""
         return {}
 
     def _rate(self, learning_rate: Callable, replica: WeightCopy) -> tf.Tensor:
-        """Return the learning rate of a step on the replica's device: none is sent there."""
         with tf.device(replica.device):
             if self.rate_is_set:
                 return learning_rate(replica.examples)
@@ -149,23 +148,23 @@ class Task(abc.ABC):
         return [PerTower(own) for own in zip(*(r.weights for r in replicas), strict=True)]
 
     def analyze(self, *batch: Any) -> FunctionAnalysis:
-        """Try the towers' function on (*example, draws); return what was found out about it."""
+        """Analyze the towers' function on (*example, draws)."""
         return self.builder.analyze(self.tower_function, *batch, silent=True)
 
     @property
     @abc.abstractmethod
     def step_names(self) -> Sequence[str]:
-        """The names of the scalars that a step returns in any case."""
+        """The names of the scalars that every step returns."""
 
     @property
     @abc.abstractmethod
     def rate_is_set(self) -> bool:
-        """Whether the run sets the learning rate in each step; else optimizers have their own."""
+        """Whether the run sets the learning rate in each step; else the optimizer does."""
 
     def num_skipped(self) -> int | None:
-        """Return how many steps made no update; None where none is ever skipped.
+        """Return the number of steps without an update; None if none is ever skipped.
 
-        For a model's own step with several updates the number is not known, and 0.
+        It is 0 for a model's own step with several updates.
         """
         optimizers = self.masters.optimizers
         scaled = any(getattr(own, "dynamic_scale", None) is not None for own in optimizers)
@@ -175,16 +174,15 @@ class Task(abc.ABC):
         return max(int(self.masters.step.numpy()) - int(made.numpy()), 0)
 
     def finish(self) -> bool:
-        """Do what follows the last step; return whether a master variable changed."""
+        """Finalize the weights after the last step; return whether any changed."""
         return False
 
     def tower_function(self, *batch: Any) -> Any:
         """Return one tower's losses `[b]` for (*example, draws), times the loss scale if any.
 
-        The loss of a mixed example is made of both targets, each with the weight of its own
-        example. What layers add by `add_loss` or an activity regulariser is a part of each
-        example's loss. If the step shows metrics, what `batch_metrics` takes comes with the
-        losses, as a tuple.
+        With mixup or CutMix a loss is the weighted mean of those of both targets. Losses added by
+        layers (`add_loss`, activity regularisers) are added to each example's. If the step has
+        metrics, a tuple (losses, `metric_inputs`) is returned.
         """
         losses, outputs = self._losses_and_outputs(*batch)
         if (scale := self.masters.loss_scale) is not None:
@@ -202,17 +200,17 @@ class Task(abc.ABC):
                 draws, ((_, *others), _) = draws
                 own = augment_ops.share(*inputs.shape[1:3], draws, plan, losses.dtype)
                 losses = own * losses + (1.0 - own) * self.losses_of(outputs, *others)
-        # Keras has them over the batch. In the mean over all examples, towers weigh by theirs.
+        # They are of the tower's batch: the mean over all examples weighs each by its size.
         for added in added_losses()[before:]:
             losses += tf.reduce_sum(tf.cast(added, losses.dtype))
         return losses, self.metric_inputs(outputs, targets)
 
     @abc.abstractmethod
     def losses_of(self, outputs: Any, *targets: Any) -> tf.Tensor:
-        """Return the losses `[b]` for outputs, targets and, if there are any, sample weights."""
+        """Return the losses `[b]` of outputs, targets and, if there are any, sample weights."""
 
     def metric_inputs(self, outputs: Any, targets: Sequence[Any]) -> Any:
-        """Return what leaves a tower beside the losses, with rows for examples; () for nothing."""
+        """Return a tower's inputs of metrics, each `[b, ...]`; () for none."""
         return ()
 
     @abc.abstractmethod
@@ -220,12 +218,12 @@ class Task(abc.ABC):
         """Return the loss of (*example, draws) on one device: a scalar, or `[b]`."""
 
     def gradients(self, *batch: Any) -> list[Any]:
-        """Return the gathered gradients of the data's loss; no variable is assigned.
+        """Return the gathered gradients of the data loss for (*example, draws).
 
-        They come in the order of the trainable variables, None for one that the loss does not use.
+        No variable is assigned. They are in the order of the trainable variables, None if unused.
         """
         scale = self.masters.loss_scale
-        # The scope takes what towers assign.
+        # The scope discards assignments.
         with floatx_of(self.options.dtype), keras.StatelessScope():
             _, found, *_ = self.builder.gradients(self.tower_function, self.weights(), *batch)
         factor = 1.0 if scale is None else 1.0 / scale
@@ -234,10 +232,10 @@ class Task(abc.ABC):
     # Evaluation.
 
     def make_evaluator(self, split: Split) -> Callable[[Stop], Evaluation | None]:
-        """Return `evaluator(stop)`, which evaluates the master variables as they are then.
+        """Return `evaluator(stop)`, which evaluates the current master variables.
 
         Weights and their moving averages are evaluated in one pass over the split. `stop` is called
-        before each batch; if it returns True, the evaluator returns None. What is compiled is kept.
+        before each batch; if it returns True, the evaluator returns None. It is compiled once.
         """
         batches = split.eval_batches(self.options.batch_size)
 
@@ -270,25 +268,25 @@ class Task(abc.ABC):
     def test_step(
         self, example: Any, number: tf.Tensor, averaged: bool
     ) -> tuple[dict[str, tf.Tensor], tf.Tensor | None]:
-        """Update the metrics by the first `number` examples of a batch, while that is traced.
+        """Update the metrics by the first `number` examples of a batch; to be traced.
 
         Args:
             example: of the batch.
-            number: of examples that count; others fill up the last batch.
+            number: of examples that count; the others are padding.
             averaged: whether variables have the values of their averages.
 
         Returns:
             The metrics so far, each a scalar, and the predicted class with its probability, float32
-            `[number, 2]`, or None where there are no classes.
+            `[number, 2]`, or None without classes.
         """
 
     @abc.abstractmethod
     def metrics_result(self) -> dict[str, tf.Tensor]:
-        """Return the metrics, each a scalar, over all batches since they were reset."""
+        """Return the metrics, each a scalar, over all batches since the reset."""
 
     @abc.abstractmethod
     def _metrics(self) -> Sequence[keras.Variable]:
-        """Return the variables that metrics count by."""
+        """Return the variables of the metrics."""
 
     @abc.abstractmethod
     def _reset(self) -> None:
@@ -303,7 +301,7 @@ class Task(abc.ABC):
         return MetricState(self._metrics() if self.masters.averages else ())
 
     def _evaluate(self, batch: Any) -> tuple[Any, list[dict[str, tf.Tensor]], list[tf.Tensor]]:
-        """Return a batch's examples, and what `test_step` returns with weights and averages."""
+        """Return the examples without padding, and the results of `_traced_test_step`."""
         example, counted = batch
         number = tf.cast(tf.reduce_sum(counted), tf.int32)
         real = tf.nest.map_structure(lambda t: t[: int(number)], example)
@@ -311,9 +309,9 @@ class Task(abc.ABC):
 
     @functools.cached_property
     def _traced_test_step(self) -> Callable:
-        """Compiled once for all splits; without padding once more for each size of a last batch.
+        """The compiled `test_step` with weights and averages; without padding, one for each size.
 
-        Keras weighs the loss of an output by a batch's size where the trace knows it.
+        Keras weighs the loss of an output by the size of the batch, if that is static.
         """
         home = self.builder.gather_device
 
@@ -331,7 +329,7 @@ class Task(abc.ABC):
     def _evaluation(
         self, split: Split, logs: Sequence[dict], collectors: list[PredictionCollector]
     ) -> Evaluation:
-        """Return what the metrics have counted; `logs` are those of the last batch."""
+        """Return the result of an evaluation; `logs` are the metrics of the last batch."""
         figures = [self._final_metrics(logs[0])]
         if self.masters.averages:
             with self._averages_state.used(self.masters.averages):
@@ -346,7 +344,7 @@ class Task(abc.ABC):
         return Evaluation(metrics, split.size, *[*of_class, None][:2], predictions[-1])
 
     def _final_metrics(self, logs: Mapping[str, tf.Tensor]) -> dict[str, float]:
-        """Return the metrics over all batches; `logs` if the model's own step reports others."""
+        """Return the metrics over all batches, or `logs` if the model's own step has others."""
         found = self.metrics_result()
         found = found if found.keys() == logs.keys() else logs
         return {name: float(value) for name, value in found.items()}
@@ -361,21 +359,20 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def describe(self) -> str:
-        """Return in a few words what the model is trained to do."""
+        """Return a short description for the run's summary."""
 
     @abc.abstractmethod
     def describe_update(self) -> dict[str, str]:
-        """Return the rule book's words on this run's "decay", "scale", "clips" and "clock"."""
+        """Return the summary's texts for "decay", "scale", "clips" and "clock"."""
 
     @abc.abstractmethod
     def metric_directions(self) -> Mapping[str, str | None]:
-        """Return {metric: "max" or "min", whichever is better, None if that is not known}."""
+        """Return {metric: "max" or "min", whichever is better, or None if unknown}."""
 
     def inputs(self, x: Any, draws: tf.Tensor | None) -> Any:
-        """Return what the model is called with: of images for training, if there are draws.
+        """Return the model's inputs for x, `[b, ...]`: of images, augmented if there are draws.
 
-        Images become floats in any case; other data stay as they are, but for the precision of
-        floats.
+        Images become floats; of other data only the precision of floats changes.
         """
         kind, dtype = self.options.augment, self.options.input_dtype
         if self.data.image_shape is None:
@@ -385,11 +382,11 @@ class Task(abc.ABC):
         return augment.train_images(x, draws, kind, dtype)
 
     def image_dtype(self) -> tf.DType | str | None:
-        """Return the type that the model gets images in; None: as they are stored."""
+        """Return the dtype of the model's images; None: as they are stored."""
         return self.options.input_dtype
 
     def cast(self, structure: Any) -> Any:
-        """Return a structure of tensors, its floats in the run's precision for losses."""
+        """Return a structure of tensors with floats cast to the run's input dtype."""
         dtype = tf.as_dtype(self.options.input_dtype)
         return tf.nest.map_structure(
             lambda t: tf.cast(t, dtype) if t.dtype.is_floating and t.dtype != dtype else t,
@@ -397,10 +394,10 @@ class Task(abc.ABC):
         )
 
     def objective(self) -> tuple[str, str]:
-        """Return the metric that tells which evaluation is best, and "max" or "min".
+        """Return the metric that selects the best evaluation, and "max" or "min".
 
         Raises:
-            InputError: `options.monitor` is not a metric of this task, or its direction is unknown.
+            InputError: `options.monitor` is no metric of this task, or its direction is unknown.
         """
         known = self.metric_directions()
         if not self.options.monitor:
@@ -414,7 +411,7 @@ class Task(abc.ABC):
 class Classifier(Task):
     """Softmax cross entropy of logits `[b, classes]` and integer labels `[b]`.
 
-    In evaluation the loss is that alone: without smoothing, regularisers and what layers add.
+    In evaluation it has no label smoothing, regularisation or losses added by layers.
     """
 
     step_names = ("loss", "penalty", "gradient_norm", "learning_rate")
@@ -424,7 +421,7 @@ class Classifier(Task):
         """Set the parts of the run."""
         super().__init__(builder, masters.model, options, data)
         self.masters = masters
-        with tf.device(builder.gather_device):  # float64 adds up a million of them exactly enough
+        with tf.device(builder.gather_device):  # sums of a million examples need float64
             names = "accuracy", "loss"
             self._means = {name: keras.metrics.Mean(name, dtype="float64") for name in names}
 
@@ -477,13 +474,13 @@ class Classifier(Task):
 
     @functools.cached_property
     def _logits(self) -> Callable:
-        """The logits of a tower's examples, with its copy of the weights if it has one."""
+        """A tower's function from examples to logits, with its copy of the weights if any."""
         model = self.model
 
         def logits(x: Any, copies: Sequence[keras.Variable] = ()) -> tf.Tensor:
             weights = model.trainable_variables[: len(copies)]
             own = {id(v): c.value for v, c in zip(weights, copies, strict=True)}
-            with ReplicaScope(own):  # a layer that counts its calls, or draws, changes no master
+            with ReplicaScope(own):  # discards assignments, as of seeds
                 return logits_of(model, self.inputs(x, None), self.options.test_time_flip)
 
         return logits
@@ -502,9 +499,9 @@ class Classifier(Task):
 
 @contextlib.contextmanager
 def _after(start: Sequence[tf.Tensor]) -> Iterator[None]:
-    """Make the block's ops wait for the clock, but not for what the clock waits for.
+    """Make the block's ops wait for the clock, but not for the clock's own dependencies.
 
-    Other machines are told of each op for which theirs wait.
+    Each control dependency between machines costs a message.
     """
     alone = tf.control_dependencies(None) if start else contextlib.nullcontext()
     with alone, tf.control_dependencies(start):

@@ -153,7 +153,7 @@ class TrainLoop:
     def __call__(
         self, iterator: tf.data.Iterator, num_steps: tf.Tensor, measured: bool = True
     ) -> dict[str, tf.Tensor]:
-        """Make steps. On GPUs, which a measurement stalls, a step is measured only if `measured`."""
+        """Make steps. On GPUs, which a measurement stalls, measure one only if `measured`."""
         if self._barrier:
             self._barrier.wanted.assign(measured)
         values = self._function(iterator, num_steps)

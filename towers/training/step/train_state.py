@@ -1,9 +1,9 @@
-"""What a step changes and a checkpoint holds: weights, optimizer slots, averages and counters.
+"""The state of training: weights, optimizer slots, averages and counters.
 
-Weights lie on the host ("cpu"); or each with its slots and its average on one of the towers
+Weights are on the host ("cpu"); or each with its slots and its average on one of the towers
 ("sharded"); or on the first tower, with a copy of weights and slots on each other tower
-("replicated"). Everything else lies on the host, but on the first GPU where weights are on GPUs:
-a step then copies nothing of it to the host.
+("replicated"). The rest is on the host, or on the first GPU if weights are on GPUs, so that a step
+copies none of it to the host.
 """
 
 import contextlib
@@ -24,19 +24,12 @@ INITIAL_LOSS_SCALE = 2.0**15
 
 @dataclasses.dataclass(frozen=True)
 class WeightCopy:
-    """Weights and the optimizer that updates them. The first of a run's are the masters.
+    """Weights and the optimizer that updates them. The first of a run's are the masters."""
 
-    Attributes:
-        weights: the model's trainable variables, or copies of them in that order.
-        optimizer: has its slots beside the weights.
-        device: of everything else.
-        examples: how many were seen, int64; the learning rate follows it.
-    """
-
-    weights: Sequence[keras.Variable]
-    optimizer: keras.optimizers.Optimizer
-    device: str
-    examples: tf.Variable
+    weights: Sequence[keras.Variable]  # the model's trainable variables, or copies in that order
+    optimizer: keras.optimizers.Optimizer  # its slots are beside the weights
+    device: str  # of everything else
+    examples: tf.Variable  # int64, number of examples seen: the clock of the learning rate
 
     def variables(self) -> list[tf.Variable]:
         """Return all variables that an update changes."""
@@ -44,10 +37,10 @@ class WeightCopy:
 
 
 class TrainState:
-    """All that a step changes and a checkpoint holds. It does not know of towers.
+    """All variables that a step changes and a checkpoint holds, independent of towers.
 
     Attributes:
-        replicas: what each step updates: the masters, then the copies on other towers.
+        replicas: the masters, then the copies on other towers; each step updates all.
         optimizers: the model's, one as a rule.
         averages: list of (variable, its moving average); empty without EMA.
         step: int64, updates so far.
@@ -56,7 +49,7 @@ class TrainState:
         good_steps: int64, steps since the loss scale last changed.
         in_a_row: int64, one on the device of each replica: non-finite steps in a row, without those
             of a loss scale that can still be lowered. At `limit` of them no further step changes
-            anything. It belongs to this process, and is not saved.
+            anything. It is not saved.
     """
 
     def __init__(
@@ -83,7 +76,7 @@ class TrainState:
                 if not replica.optimizer.built:
                     replica.optimizer.build(list(replica.weights))
         with tf.device(device):
-            # BatchNorm statistics are averaged, too: they belong to the weights of their time.
+            # BatchNorm statistics are averaged, too: they must match the averaged weights.
             averaged = [v for v in variables_of(model) if ema and v.value.dtype.is_floating]
             self.averages = [(v, copy_beside(v.value)) for v in averaged]
             self.step = counter("step", device)
@@ -95,7 +88,7 @@ class TrainState:
         self._sums: list[Callable[[], tf.Tensor]] | None = None
 
     def statistics(self) -> list[tuple[tf.Variable, tf.Tensor]]:
-        """Return (variable, its value now) of all model variables that no optimizer updates."""
+        """Return (variable, current value) of all model variables that no optimizer updates."""
         values = [v.value for v in variables_of(self.model) if not v.trainable]
         return [(v, snapshot(v)) for v in values if v.dtype != tf.string]
 
@@ -111,12 +104,10 @@ class TrainState:
                 variable.assign(value)
 
     def make_copies_equal(self) -> tuple[str, str, str] | None:
-        """Assign the masters' values to the copies if they differ.
-
-        Each device adds up the bits of its own variables, and sends one number for each.
+        """Assign the masters' values to the copies if their checksums differ.
 
         Returns:
-            (name, device of the masters, device of the copy) of the first that differed, or None.
+            (name, device of the masters, device of the copy) of the first difference, or None.
         """
         if len(self.replicas) == 1:
             return None
@@ -132,7 +123,7 @@ class TrainState:
         return None
 
     def variables(self) -> dict[str, tf.Variable]:
-        """Return every master variable by a name that depends neither on towers nor on devices."""
+        """Return {name: master variable}; names depend neither on towers nor on devices."""
         named = [(f"model/{v.path}", v.value) for v in variables_of(self.model)]
         slots = [v for optimizer in self.optimizers for v in optimizer.variables]
         named += [(f"optimizer/{v.path}", v.value) for v in slots]
@@ -144,7 +135,7 @@ class TrainState:
 
 
 def not_finite(named: Mapping[str, Any]) -> list[str]:
-    """Return the names of variables, or of their values, that hold an infinity or NaN."""
+    """Return the names of variables or tensors that have an infinity or NaN."""
     found = []
     for name, value in named.items():
         with tf.device(value.device):
@@ -154,7 +145,7 @@ def not_finite(named: Mapping[str, Any]) -> list[str]:
 
 
 def by_unique_name(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return {name: value}; of two values with one name the second is called "name~2"."""
+    """Return {name: value}; a second value of the same name is called "name~2"."""
     result: dict[str, Any] = {}
     for name, value in named:
         unique, count = name, 1
@@ -167,7 +158,7 @@ def by_unique_name(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def restore_after(variables: Iterable[Any]) -> Iterator[None]:
-    """Restore variables to their values of before when the block ends."""
+    """Restore the values of variables when the block ends."""
     before = [(variable, variable.numpy()) for variable in variables]
     try:
         yield
@@ -183,10 +174,7 @@ def variables_of(model: keras.Model) -> list[keras.Variable]:
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return the optimizers of a model: its own, and those in its attributes, lists and dicts.
-
-    Those of models inside it are among them if they have been used.
-    """
+    """Return the optimizers in a model's attributes, and the built ones of its submodels."""
     found = list(_optimizers_in(vars(model)))
     for layer in tf_internals.layers_of(model):
         if isinstance(layer, keras.Model) and layer is not model:
@@ -195,7 +183,7 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 def dynamic_scale(model: keras.Model) -> tf.Tensor | float:
-    """Return the scale of a model's `LossScaleOptimizer` as it is now, 1.0 without one."""
+    """Return the current scale of a model's `LossScaleOptimizer`, 1.0 without one."""
     scale = getattr(model.optimizer, "dynamic_scale", None)
     return 1.0 if scale is None else tf.convert_to_tensor(scale)
 
@@ -212,33 +200,22 @@ def _optimizers_in(value: Any) -> Iterator[keras.optimizers.Optimizer]:
 
 
 def default_device(variables: str, devices: Sequence[str]) -> str:
-    """Return the device of what towers gather, and of all variables that are no weights.
-
-    Args:
-        variables: one of VARIABLES.
-        devices: of the towers.
-    """
+    """Return the device for gathering, and for all variables but the weights."""
     return devices[0] if variables != "cpu" and are_gpus(devices) else HOST
 
 
-def move_all(variables: Iterable[keras.Variable], home: str) -> None:
-    """Move Keras variables to the home of a run; nothing may have read them before.
+def move_all(variables: Iterable[keras.Variable], device: str) -> None:
+    """Move Keras variables to a device before anything reads them.
 
-    int32 stays where it is: TensorFlow keeps it in the host's memory, on GPUs too.
+    Those of int32 stay: TensorFlow keeps them in the host's memory, on GPUs too.
     """
     for variable in variables:
         if tf_internals.value_of(variable).dtype not in (tf.int32, tf.string):
-            move(variable, home)
+            move(variable, device)
 
 
 def place(weights: Sequence[keras.Variable], variables: str, devices: Sequence[str]) -> None:
-    """Move weights to the devices that hold them; nothing may have read them before.
-
-    Args:
-        weights: of a model, on the host.
-        variables: one of VARIABLES.
-        devices: of the towers.
-    """
+    """Move weights to the devices that `variables`, one of VARIABLES, says, before any read."""
     if variables == "sharded":
         shard(weights, devices)
     if variables == "replicated":
@@ -249,7 +226,7 @@ def place(weights: Sequence[keras.Variable], variables: str, devices: Sequence[s
 def copies_on(
     devices: Sequence[str], weights: Sequence[keras.Variable], make_optimizer: Callable
 ) -> list[WeightCopy]:
-    """Return a copy of the weights on each device, each with `make_optimizer(its weights)`."""
+    """Return a copy of the weights on each device, with the optimizer `make_optimizer(weights)`."""
     copies = []
     for name in devices:
         own = copy(weights, name)
@@ -265,7 +242,7 @@ def counter(name: str, device: str) -> tf.Variable:
 
 
 def shard(weights: Sequence[keras.Variable], devices: Sequence[str]) -> None:
-    """Move each weight to a device, the largest first, each to where the fewest bytes lie."""
+    """Distribute weights over devices: the largest first, each to the device with fewest bytes."""
     held = dict.fromkeys(devices, 0)
     for weight in sorted(weights, key=lambda v: -_num_bytes(v)):
         device = min(held, key=lambda name: held[name])
@@ -274,8 +251,8 @@ def shard(weights: Sequence[keras.Variable], devices: Sequence[str]) -> None:
 
 
 def move(variable: keras.Variable, device: str) -> None:
-    """Move a Keras variable's value to a device; nothing may have read it."""
-    before = tf_internals.value_of(variable)  # its own, whatever a scope reads in its place
+    """Move a Keras variable to a device before anything reads it."""
+    before = tf_internals.value_of(variable)  # also within a stateless scope
     if is_device(before.device, device):
         return
     with tf.device(device):
@@ -284,7 +261,7 @@ def move(variable: keras.Variable, device: str) -> None:
 
 
 def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]:
-    """Return copies of the weights on a device, with the same paths: optimizers may go by them."""
+    """Return copies of the weights on a device, with the same paths, which optimizers may use."""
     copies = []
     for weight in weights:
         with tf.device(device), contextlib.ExitStack() as scopes:
@@ -299,7 +276,7 @@ def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]
 
 
 def _sums_of_bits(replica: WeightCopy) -> Callable[[], tf.Tensor]:
-    """Return a function that returns, for each variable, the sum of its bits as integers, int64."""
+    """Return a function to the checksums of the variables, int64: the sum of bits as integers."""
     variables = replica.variables()
     of_size = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 

@@ -1,9 +1,8 @@
-"""From gathered gradients to new weights: rules 2, 3 and 4 of the rule book.
+"""The update: from gathered gradients to new weights.
 
-All of this happens once a step, where the weights lie, and never in a tower: regularisation, the
-finite test, clipping, the optimizer's update, then the moving averages. Copies of the weights get
-the same gradients and make the same update. In place of weights there may be a `FlatVariable`,
-which joins those of a GPU that are treated alike.
+Regularisation, finite test, clipping, the optimizer's update and moving averages are computed once
+a step on the weights' devices, never in a tower. Copies of the weights get the same gradients and
+make the same update. A `FlatVariable` may stand for several weights on a GPU.
 """
 
 import dataclasses
@@ -26,27 +25,18 @@ EMA_EXAMPLES = 128  # `ema_decay` is per so many examples: the tutorial's batch
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRules:
-    """What an update does beside the optimizer's arithmetic; 0 is off.
+    """What an update does beside the optimizer's arithmetic; 0 is off."""
 
-    Attributes:
-        weight_decay: factor of the L2 loss of kernels.
-        clip_norm: greatest norm of each gradient.
-        clip_value: greatest absolute value in a gradient.
-        clip_global_norm: greatest norm of all gradients together.
-        ema_decay: of the moving averages, per EMA_EXAMPLES.
-        batch_size: examples of a step.
-    """
-
-    weight_decay: float = 0.0
-    clip_norm: float = 0.0
-    clip_value: float = 0.0
-    clip_global_norm: float = 0.0
-    ema_decay: float = 0.0
-    batch_size: int = EMA_EXAMPLES
+    weight_decay: float = 0.0  # factor of the L2 loss of kernels
+    clip_norm: float = 0.0  # maximum norm of each gradient
+    clip_value: float = 0.0  # maximum absolute value in a gradient
+    clip_global_norm: float = 0.0  # maximum norm of all gradients together
+    ema_decay: float = 0.0  # of the moving averages, per EMA_EXAMPLES
+    batch_size: int = EMA_EXAMPLES  # examples of a step
 
 
 def is_decayed(weight: keras.Variable) -> bool:
-    """Return whether weight decay acts on a weight: on kernels, not on biases and scales."""
+    """Return whether weight decay applies: to kernels, not to biases and scales."""
     return len(weight.shape) > 1
 
 
@@ -57,10 +47,9 @@ def make_update(
 
     The function updates the weights and their averages, counts the step and its examples, and
     returns the scalars "gradient_norm" (before clipping) and "penalty". If `loss` or the norm is
-    not finite it changes no weight, and puts back the variables in `statistics`. Its arguments:
+    not finite it changes no weight, and restores the variables in `statistics`. Its arguments:
 
-        gradients: for each of `masters.replicas`, the gathered mean gradients, times the loss
-            scale.
+        gradients: for each of `masters.replicas`, the mean gradients times the loss scale.
         learning_rates: one for each replica.
         statistics: `masters.statistics()` from before the towers ran.
         loss: the gathered loss.
@@ -69,8 +58,8 @@ def make_update(
     Args:
         masters: the variables that the step changes.
         rules: weight decay, clipping and averages.
-        rate_is_set: whether the optimizers are given the learning rate; else they have their own.
-        squares_rows: whether sparse gradients reach the optimizer with repeated rows, see `Task`.
+        rate_is_set: whether `learning_rates` are assigned to the optimizers.
+        squares_rows: see `Task`.
     """
     of_replicas = _same_of(masters.replicas)
 
@@ -108,17 +97,16 @@ def make_update(
 
 
 def if_finite(finite: tf.Tensor, apply: Callable) -> None:
-    """Call `apply` in a branch on the host that is taken if `finite`, a bool scalar."""
+    """Call `apply` in a branch on the host that runs if `finite`, a bool scalar."""
     tf.cond(finite, lambda: (apply(), tf.no_op())[1], tf.no_op)
 
 
 def finite_now(
     masters: TrainState, replica: int, norm: tf.Tensor, loss: tf.Tensor | None
 ) -> tf.Tensor:
-    """Return whether a replica is to be updated, a bool scalar on its device.
+    """Return whether a replica is updated, a bool scalar on its device.
 
-    That is so if the norm of the gradients and the loss are finite, and if the run has not reached
-    its limit of non-finite steps.
+    It is if gradient norm and loss are finite and the limit of non-finite steps is not reached.
     """
     in_a_row = masters.in_a_row[replica]
     with tf.device(in_a_row.device):
@@ -134,19 +122,19 @@ def end_step(
     tolerated: tf.Tensor | bool | None = None,
     moves: tf.Tensor | None = None,
 ) -> None:
-    """Count a step, and restore what its towers have assigned if it was not finite.
+    """Count a step, and restore the variables that its towers assigned if it was not finite.
 
-    A step that a loss scale above 1 may have spoilt is `tolerated`: the scale is halved, and random
-    seeds advance. After any other non-finite step seeds are restored, too; at `masters.limit` of
-    them in a row the whole step has not happened.
+    A step that overflowed at a loss scale above 1 is `tolerated`: the scale is halved, and random
+    seeds advance. After another non-finite step seeds are restored, too; at `masters.limit` of them
+    in a row the step is not counted.
 
     Args:
         masters: the variables that a step changes.
         finite: a bool scalar for each replica on its device, or the first one's alone.
         statistics: `masters.statistics()` from before the step.
         num_examples: of the step.
-        tolerated: None: as the masters' own loss scale says.
-        moves: whether assigned floats, such as moving means, stay; None: if `finite`.
+        tolerated: None: whether the masters' own loss scale is above 1.
+        moves: whether floats, such as moving means, keep their new values; None: if `finite`.
     """
     if tolerated is None:
         tolerated = False if masters.loss_scale is None else masters.loss_scale > 1.0
@@ -154,7 +142,7 @@ def end_step(
     for i, replica in enumerate(masters.replicas):
         own, in_a_row = finite[min(i, len(finite) - 1)], masters.in_a_row[i]
         with tf.device(replica.device):
-            if tolerated is False and masters.limit == 1:  # so few ops, which GPUs count
+            if tolerated is False and masters.limit == 1:  # the fewest kernels on GPUs
                 in_a_row.assign(tf.cast(~own, tf.int64))
                 advances.append(tf.cast(own, tf.int64))
             else:
@@ -174,12 +162,7 @@ def end_step(
 
 
 def restore_unless(finite: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
-    """Restore variables to their values before the step if it was not finite.
-
-    Args:
-        finite: bool scalar.
-        pairs: (variable, its value before).
-    """
+    """Restore each (variable, value before) unless `finite`, a bool scalar."""
     if not pairs:
         return
     variables, before = zip(*pairs, strict=True)
@@ -205,11 +188,11 @@ def _set_loss_scale(masters: TrainState, finite: tf.Tensor) -> None:
 
 
 def _same_of(replicas: Sequence[WeightCopy]) -> Callable:
-    """Return `of_replicas(penalties, norms)`: one of each; all replicas have the same.
+    """Return `of_replicas(penalties, norms)`, which returns one of each; all replicas' are equal.
 
-    If one replica alone had to give them, TensorFlow's optimizer would simplify the others'
-    arithmetic, and the copies would drift apart by roundings. On GPUs the others store theirs, and
-    nothing is sent.
+    If only the first replica's were used, TensorFlow's graph optimizer would simplify the others'
+    arithmetic, and the copies would drift apart by roundings. On GPUs the others store theirs on
+    their own device.
     """
     if not is_gpu(replicas[0].device):
         return lambda *numbers: [tf.reduce_max(tf.stack(values)) for values in numbers]
@@ -283,10 +266,9 @@ def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variab
 def regularise(
     weights: Sequence[keras.Variable], gradients: list[Any], rules: UpdateRules
 ) -> tuple[list[tf.Tensor], list[Any]]:
-    """Return the terms of the regularisation loss, and the gradients with its own added.
+    """Return the terms of the regularisation loss, and the gradients with its gradients added.
 
-    It is that of the layers' regularisers and of `weight_decay`, unless the optimizer decays
-    weights apart from the gradient.
+    Its terms are the layers' regularisers and `weight_decay`.
     """
     total = []
 
@@ -298,7 +280,7 @@ def regularise(
             return gradient
         value = tf.convert_to_tensor(weight.value)
         l1, l2 = fused_update.factors(weight.regularizer) or (None, 0.0)
-        if l1 == 0.0:  # in one pass each; a tape would first make a tensor of ones of that shape
+        if l1 == 0.0:  # a tape would need a further pass for a tensor of ones
             factor = 2.0 * l2 + (rules.weight_decay if decayed else 0.0)
             total.append(factor * tf.nn.l2_loss(value))
             return factor * value if gradient is None else factor * value + gradient
@@ -338,10 +320,9 @@ def _halves_of_squares(gradients: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def _sums(*lists: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the sum of each list of scalars in its widest type; that of an empty list is 0.
+    """Return the sum of each list of scalars in its widest type; 0 for an empty list.
 
-    Scalars of another machine are added there, and the sums of all lists come from it as one
-    tensor.
+    Scalars of another machine are added there, and sent as one tensor for all lists.
     """
     types = [_widest(own) for own in lists]
     widest = max(types, key=lambda dtype: dtype.size)
@@ -363,14 +344,14 @@ def _sums(*lists: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _widest(values: Sequence[Any]) -> tf.DType:
-    """Return the widest floating type, float32 at least: 16 bits are too few for sums."""
+    """Return the widest dtype, float32 at least: 16 bits are too few for sums."""
     return max([tf.float32, *(v.dtype for v in values)], key=lambda dtype: dtype.size)
 
 
 def clip(
     gradients: list[Any], weights: Sequence[keras.Variable], norm: tf.Tensor, rules: UpdateRules
 ) -> list[Any]:
-    """Return clipped gathered gradients; `norm` is their global norm."""
+    """Return the clipped gradients; `norm` is their global norm."""
     if limit := rules.clip_norm:
         return _each(lambda g, w: _clip_by_norm(g, w, limit), gradients, weights)
     if limit := rules.clip_value:
@@ -397,13 +378,8 @@ def update_averages(
 ) -> None:
     """Move each average towards its variable, which has just been updated.
 
-    The decay counts examples, and rises from 0.1 as in `tf.train.ExponentialMovingAverage` with
-    `num_updates`, so that a short run's average is not its initial weights.
-
-    Args:
-        masters: the variables and their averages.
-        rules: `ema_decay` and `batch_size`.
-        finite: bool scalar, without which averages stay; None: they move.
+    The decay goes by examples, and rises from 0.1 as in `tf.train.ExponentialMovingAverage` with
+    `num_updates`. Averages stay if `finite`, a bool scalar, is given and False.
     """
     if not masters.averages:
         return
@@ -429,7 +405,7 @@ def scaled(gradient: Any, factor: tf.Tensor) -> Any:
 
 
 def _one_slice_a_row(gradient: Any) -> Any:
-    """Return a sparse gradient with each row once: limits and squares are those of the sum."""
+    """Return a sparse gradient with repeated rows summed."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     rows, positions = tf.unique(gradient.indices)
