@@ -314,14 +314,16 @@ class _Steps:
         def call(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
             leaves = tf.nest.flatten((args, kwargs))
             inside = isinstance(tf_internals.open_scope(), ReplicaScope)
-            for own in filter(_is_extension, () if inside else leaves):
+            extensions = [x for x in leaves if isinstance(x, tf.experimental.ExtensionType)]
+            for own in () if inside else extensions:
                 self.builder.warn([
                     f"layer {layer.name} runs on one device: its argument {type(own).__name__} is "
                     "an ExtensionType, which is not split; call it with a dict of its tensors"
                 ])  # fmt: skip
                 with self._plain():
                     return keras_call(layer, *args, **kwargs)
-            if inside or not any(map(_is_batch, leaves)) or _is_symbolic(leaves):
+            symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)
+            if inside or symbolic or not any(map(_is_batch, leaves)):
                 return keras_call(layer, *args, **kwargs)
             if tf.executing_eagerly():  # one op after the other: towers would bring nothing
                 self.builder.warn(["run_eagerly=True: all steps run on one device"])
@@ -507,11 +509,3 @@ def _is_batch(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray):
         return leaf.ndim > 0
     return isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) and leaf.shape.rank != 0
-
-
-def _is_extension(leaf: Any) -> bool:
-    return isinstance(leaf, tf.experimental.ExtensionType)
-
-
-def _is_symbolic(leaves: Sequence[Any]) -> bool:
-    return any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)

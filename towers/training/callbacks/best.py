@@ -58,8 +58,8 @@ class BestTracker:
     def step(self) -> int | None:
         """The step of the best evaluation, None if none has a finite value."""
         sign = 1 if self._direction == "min" else -1
-        known = [(sign * value, step) for step, _, value in self._points if _is_finite(value)]
-        return min(known)[1] if known else None
+        points = [(v, step) for step, _, v in self._points if v is not None and abs(v) < math.inf]
+        return min((sign * v, step) for v, step in points)[1] if points else None
 
     def is_over(self) -> bool:
         """Return whether the run has not improved for `patience` examples."""
@@ -94,7 +94,3 @@ def step_of(folder: Path) -> int | None:
 def _is_point(found: object) -> bool:
     kinds = (int, int, int | float | None)
     return isinstance(found, list) and len(found) == 3 and all(map(isinstance, found, kinds))
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < math.inf

@@ -124,8 +124,12 @@ class _Step:
     def make(self, batch: Any) -> ReplayResult:
         """Replay the step with this batch."""
         size = num_examples(batch)
-        ranges = [_range_of("variable", name, v) for name, v in self.state.items()]
-        ranges = [found for found in ranges if found]
+        tensors = {name: tf.constant(value) for name, value in self.state.items()}
+        ranges = [
+            TensorRange("variable", name, tensor.dtype.name, *_numbers(_statistics(tensor)))
+            for name, tensor in tensors.items()
+            if tensor.dtype.is_floating
+        ]
         stuck, loss, found = self._call(batch)
         ranges += [
             TensorRange(kind, name, dtype, *_numbers(values), _rows(values["rows"], size))
@@ -215,13 +219,9 @@ class _Step:
             values, _ = task.make_train_step(self.run.learning_rate)(example, draws)
         seen.append(("loss", "loss", values["loss"]))
         seen = [(k, n, t.values if isinstance(t, tf.IndexedSlices) else t) for k, n, t in seen]
-        seen = [entry for entry in seen if _is_float(entry[2])]
+        seen = [s for s in seen if isinstance(s[2], tf.Tensor) and s[2].dtype.is_floating]
         self._names = [(kind, name, tensor.dtype.name) for kind, name, tensor in seen]
         return values["loss"], [_statistics(tensor) for _, _, tensor in seen]
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and value.dtype.is_floating
 
 
 def _statistics(tensor: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -247,10 +247,3 @@ def _numbers(values: Mapping[str, tf.Tensor]) -> tuple[float | None, float | Non
 def _rows(bad: tf.Tensor, size: int) -> list[int]:
     """Return the bad rows of a batch; [] for a tensor without a row for each example."""
     return np.flatnonzero(bad.numpy()).tolist() if len(bad) == size else []
-
-
-def _range_of(kind: str, name: str, value: np.ndarray) -> TensorRange | None:
-    tensor = tf.constant(value)
-    if not tensor.dtype.is_floating:
-        return None
-    return TensorRange(kind, name, tensor.dtype.name, *_numbers(_statistics(tensor)))

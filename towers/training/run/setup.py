@@ -262,18 +262,15 @@ def assemble(
     _check_validation(options, dataset)
     _check_batch(options, dataset)
     total_epochs, total_examples = length_of(options, dataset.train.size)
-    stored = stored or _stored(dataset.train, device_names, options)
-    parts = options, builder, dataset, task.masters, task, stored
-    return RunContext(*parts, total_epochs, total_examples, diagnostics, left_open)
 
-
-def _stored(split: Split, names: Sequence[str], options: Options) -> Stored:
     @functools.cache
-    def stored() -> DeviceCache | RemoteReader | None:
-        found = remote_files.find(split, names, options.batch_size, options.accumulate_steps)
-        return found or cache_on_devices(split, names)
+    def find_stored() -> DeviceCache | RemoteReader | None:
+        sizes = options.batch_size, options.accumulate_steps
+        found = remote_files.find(dataset.train, device_names, *sizes)
+        return found or cache_on_devices(dataset.train, device_names)
 
-    return stored
+    parts = options, builder, dataset, task.masters, task, stored or find_stored
+    return RunContext(*parts, total_epochs, total_examples, diagnostics, left_open)
 
 
 def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) -> str:

@@ -258,7 +258,9 @@ class Compiled(Task):
                     rate = tf.convert_to_tensor(model.optimizer.learning_rate)
                 for metric in model.metrics:  # they are reported of one batch
                     metric.reset_state()
-                penalty = _penalty(model)
+                weights = [v for v in model.trainable_variables if v.regularizer is not None]
+                penalties = [tf.cast(v.regularizer(v), tf.float32) for v in weights]
+                penalty = tf.add_n(penalties) if penalties else tf.zeros([])
                 with contextlib.ExitStack() as stack:
                     stack.enter_context(floatx_of(self.options.dtype))
                     stack.enter_context(integers_on(builder.gather_device))
@@ -273,7 +275,8 @@ class Compiled(Task):
                         )
                 known = {id(variable) for variable, _ in before}
                 before += [own for own in passes.before.values() if id(own[0]) not in known]
-                loss = logs[_loss_name(logs)]
+                names = "loss", *(name for name in logs if "loss" in name), *logs
+                loss = logs[next(name for name in names if name in logs)]
                 rows = tf.shape(tf.nest.flatten(example)[0], tf.int64)[0]
                 guard.end_step(loss, before, rows, self.update_rules())
             return {
@@ -507,12 +510,6 @@ def _leaves(logs: Mapping, before: str = "") -> Iterator[tuple[str, tf.Tensor]]:
             yield f"{before}{name}", tf.convert_to_tensor(value)
 
 
-def _loss_name(logs: Mapping[str, Any]) -> str:
-    """Return the name of the loss in logs: "loss", or the first with "loss" in it."""
-    first = next(iter(logs))
-    return "loss" if "loss" in logs else next((n for n in logs if "loss" in n), first)
-
-
 @contextlib.contextmanager
 def _without_penalty(weights: Sequence[keras.Variable]) -> Iterator[None]:
     """Remove the regularisers of weights in the block; they do not work in a stateless scope."""
@@ -524,9 +521,3 @@ def _without_penalty(weights: Sequence[keras.Variable]) -> Iterator[None]:
     finally:
         for weight, regularizer in zip(weights, before, strict=True):
             weight.regularizer = regularizer
-
-
-def _penalty(model: keras.Model) -> tf.Tensor:
-    """Return the regularisation loss, which is part of Keras' loss."""
-    found = [v.regularizer(v) for v in model.trainable_variables if v.regularizer is not None]
-    return tf.add_n([tf.cast(value, tf.float32) for value in found]) if found else tf.zeros([])

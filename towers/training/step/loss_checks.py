@@ -169,8 +169,11 @@ def translate_loss_errors(task: Task, pairs: LossRecorder, batches: Any) -> Iter
             for pair in pairs.found
         )
         given = f" ({given or f'targets {_shapes_of(example[1:])}'})"
+        text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        text = " ".join(text.partition(" for '{{node")[0].split()).removesuffix(".")[:200]
         raise InputError(
-            f"{_flag_of(task)}: {what} cannot be computed of this data set{given}: {_reason(error)}"
+            f"{_flag_of(task)}: {what} cannot be computed of this data set{given}: "
+            f"{text or type(error).__name__}"
         ) from None
 
 
@@ -343,9 +346,3 @@ def _quoted(names: Any) -> str:
 
 def _shapes_of(structure: Any) -> Any:
     return tf.nest.map_structure(lambda t: shape_of(tuple(t.shape)), structure)
-
-
-def _reason(error: Exception) -> str:
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    text = text.partition(" for '{{node")[0]
-    return " ".join(text.split()).removesuffix(".")[:200] or type(error).__name__
