@@ -1,7 +1,7 @@
-"""`towers verify`: N towers compute what one device computes, shown on the user's own model.
+"""`towers verify`: checks that N towers compute what one device computes, on the user's model.
 
-One run on one device and one with each number of towers are built from the flags, in float64, so
-that rounding cannot hide a fault. `towers.verify` compares runs of `fit` by the same functions.
+Runs on one device and with each number of towers are built from the flags, in float64, so that
+rounding cannot hide a fault. `towers.verify` compares runs of `fit` by the same functions.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import assemble, load_data
 from towers.training.step import loss_checks
 
-_NUDGE = 1e-12  # of a weight in float64, and as many units of the last place in less
+_NUDGE = 1e-12  # of a weight in float64; in less, as many units of the last place
 
 
 @preserve_rng()
@@ -86,8 +86,8 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
             say(line)
         nudge = _NUDGE * np.finfo(own.input_dtype).eps / np.finfo(np.float64).eps
         runners = [runner(own, names[:number]) for number in numbers]
-        again = list(compare(one_device(own), runners, *steps, TOLERANCE, nudge))
-        result["ulps"] = largest_by_towers(largest_by_array(again, "ulps"))
+        found = list(compare(one_device(own), runners, *steps, TOLERANCE, nudge))
+        result["ulps"] = largest_by_towers(largest_by_array(found, "ulps"))
         for number, ulps in result["ulps"].items():
             say(f"{of_run.dtype:11} {number} towers: {ulps:.1f} units of the last place")
     return result

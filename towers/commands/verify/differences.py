@@ -1,9 +1,9 @@
-"""The comparison: towers make the steps of one device, side by side with it.
+"""Compares the steps of towers with those of one device.
 
-After each step all that comes of it is compared; the next one starts everywhere from the variables
-of the one device. Towers add in another order, so their last digits differ. Most arrays keep all
-others. One that is zero in theory, like the gradient of a bias in front of BatchNorm, is nothing
-but last digits: it is measured by what a tiny change of the weights makes of it (`rounding_noise`).
+After each step all results are compared; the next one starts everywhere from the variables of the
+one device. Towers add in another order, so results differ by rounding. An array that is zero in
+theory, like the gradient of a bias in front of BatchNorm, is nothing but rounding errors: its scale
+is the effect of a tiny change of the weights (`rounding_noise`).
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ from towers.commands.verify.runner import Arrays, Runner
 
 TOLERANCE = 1e-9
 _TRIALS = 3
-# What one device has exactly zero, however its weights are nudged, has no scale of its own.
+# Of the largest array of its kind: the scale of an array that stays exactly zero on one device.
 _ZERO_SCALE = 1e-6
-# By what a layer computes in. Sound models stay far below; of the two or three digits of less than
-# float32, only a fault of several per cent can be told.
+# By compute dtype. Correct models stay far below; in half precision only faults of several per cent
+# can be detected.
 TOLERANCES = defaultdict(lambda: 0.05, float64=TOLERANCE, float32=1e-4)
 NUDGE_PART = 1e-3  # of a tolerance: so an array may differ by 1000 times its own rounding
 
@@ -59,22 +59,22 @@ def compare(
 ) -> Iterator[Difference]:
     """Make a step of each batch on all runners, from the reference's variables; yield differences.
 
-    They come by step, then by runner, then in the order of `Runner.make_step`. After the last step,
-    when BatchNorm's statistics and averages are what training made of them, `test` is evaluated.
-    Above the tolerance, rounding is looked at: `nudge` is of `rounding_noise`.
+    They are ordered by step, then by runner, then as in `Runner.make_step`. After the last step,
+    with trained BatchNorm statistics and averages, `test` is evaluated. Differences above the
+    tolerance are measured again with `rounding_noise`, whose argument is `nudge`.
     """
     expected = reference.variables()
     for runner in runners:
         yield from differences(runner.variables(), expected, runner.num_towers, -1)
     for step, batch in enumerate(batches):
         arguments = batch, test if step == num_steps - 1 else None
-        reference.assign(expected)  # runners may be of the same variables
+        reference.assign(expected)  # runners may share variables
         before, expected, noise = expected, results_of(reference, *arguments), None
         for runner in runners:
-            runner.assign(before)  # its own: chaos, at a high learning rate, makes much of rounding
+            runner.assign(before)  # else rounding errors may grow from step to step
             found = results_of(runner, *arguments)
             result = list(differences(found, expected, runner.num_towers, step))
-            # Sound models mostly never pay for the noise.
+            # The noise takes time, and correct models mostly do not need it.
             if any(not d.relative_difference <= tolerance for d in result):
                 if noise is None:
                     repeat = functools.partial(results_of, reference, *arguments)
@@ -86,7 +86,7 @@ def compare(
 
 
 def results_of(runner: Runner, batch: Any, test: Any) -> Arrays:
-    """Make a step, then evaluate a batch if there is one; return all that comes of it."""
+    """Make a step, then evaluate `test` if it is given; return all results."""
     return runner.make_step(batch) | (runner.evaluate(test) if test is not None else {})
 
 
@@ -119,17 +119,17 @@ def rounding_noise(
     step: Callable[[], Arrays],
     nudge: float,
 ) -> dict[str, float]:
-    """Return {name: what a change of 1 in all weights would make of an array}, as of tiny changes.
+    """Return {name: largest change of an array for a relative change of 1 in all weights}.
 
-    The step, from the variables `before` to what is `expected`, is repeated on the reference with
-    each weight multiplied by 1 + nudge * (-1 to 1). Of one that does not repeat itself nothing is
-    returned: noise would hide a layer that draws by itself, or counts its calls.
+    It is extrapolated from steps of the reference with each weight multiplied by
+    1 + nudge * (-1 to 1). Returns {} if the step does not reproduce `expected`: noise would hide a
+    layer that draws by itself, or counts its calls.
     """
     random, noise = np.random.default_rng(0), dict.fromkeys(expected, 0.0)
     largest = _largest_of_kinds(expected)
     try:
         reference.assign(before)
-        for name, array in step().items():  # what is zero in theory repeats but for its rounding
+        for name, array in step().items():
             if not _distance(array, expected[name]) <= TOLERANCE * largest[kind_of(name)]:
                 return {}
         for _ in range(_TRIALS):
@@ -153,7 +153,7 @@ def kind_of(name: str) -> str:
 
 
 def _distance(found: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest absolute difference; infinity where only one is a number."""
+    """Return the largest absolute difference; infinity if only one of two elements is NaN."""
     wide = np.abs(found.astype(np.float64) - expected.astype(np.float64))
     same = (found == expected) | (np.isnan(found) & np.isnan(expected))
     off = float(np.max(np.where(same, 0.0, wide), initial=0.0))

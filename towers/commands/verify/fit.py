@@ -68,12 +68,12 @@ def verify(
         sample_weight: as `fit` takes it.
         batch_size: of all towers together; None for Keras' 32.
         num_towers: the numbers of towers that are compared with one device.
-        steps: that are made.
-        devices: one for each of the most towers, as `parallelize` takes them.
+        steps: number of steps.
+        devices: of the largest number of towers, as `parallelize` takes them.
         dtype: "float64", in which rounding cannot hide a fault, or None for the model's own.
         tolerance: the largest relative difference that passes; None: 1e-9 in float64, 1e-4 in
             float32, 0.05 in less.
-        say: is given each line of the report.
+        say: prints a line of the report.
         **how: the other arguments of `parallelize`, as `batch_norm="local"`.
 
     Returns:
@@ -82,7 +82,7 @@ def verify(
         "differences" {name: {"2": 1e-15}}; and "dtype", that of the comparison.
 
     Raises:
-        InputError: the model is not compiled, or an argument is not as said here.
+        InputError: the model is not compiled, or an argument is out of range.
     """
     if not isinstance(model, keras.Model):
         raise InputError(f"verify takes a keras.Model, not {type(model).__name__}")
@@ -147,7 +147,7 @@ def verify(
 
 def _build(model: keras.Model, batch: Any) -> None:
     """Build a model and its optimizer, as the first step would."""
-    with contextlib.suppress(NotImplementedError):  # one without `call` is built by its steps
+    with contextlib.suppress(NotImplementedError):  # without `call`, steps build a model
         if not is_built(model):
             model(inputs_of(batch))
     if is_built(model) and model.optimizer is not None and not model.optimizer.built:

@@ -1,4 +1,4 @@
-"""The report: how far towers are from one device, and what most likely makes the difference."""
+"""The report of verify: the differences, and their most likely cause."""
 
 import dataclasses
 import itertools
@@ -43,10 +43,10 @@ def verify_runners(
     say: Callable[[str], None],
     tolerance: float | None = None,
 ) -> dict[str, Any]:
-    """Compare towers with one device, say what was found, and return the JSON of it.
+    """Compare towers with one device, print the report, and return its JSON.
 
-    The arguments are those of `compare`; runners of few towers come first, and `tolerance` is the
-    largest relative difference that passes, None for that of the precision.
+    The arguments are those of `compare`, with runners in ascending order of towers; `tolerance` is
+    the largest relative difference that passes, None for the default of the dtype.
     """
     if reference.dtype != "float64":
         for line in precision():
@@ -111,7 +111,7 @@ def table_lines(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
 def likely_cause(
     reference: Runner, runners: Sequence[Runner], batch: Any, first: Difference
 ) -> str:
-    """Return in a line what most likely makes the first difference; runners of few towers first."""
+    """Return the most likely cause of the first difference, as one line."""
     kind = kind_of(first.name)
     if first.step < 0:
         return "initial weights: no seed determines them; make them by Keras' initializers"
@@ -200,10 +200,10 @@ def _differs_from_itself(reference: Runner, batch: Any) -> bool:
 
 
 def _assigned_in_backward(reference: Runner, batch: Any) -> str | None:
-    """Return the first variable that one device assigns in its backward pass, if any."""
+    """Return the first variable that one device assigns in its backward pass, or None."""
     graph, _ = reference.trace(batch)
     ops = graph.get_operations()  # in the order in which they were made
-    # Only where something is computed again is there a gradient of the user's own in the graph.
+    # Recomputation is a custom gradient.
     if not any(b"CustomGradient" in op.node_def.attr["_gradient_op_type"].s for op in ops):
         return None
     outer = {id(inner): id(handle) for handle, inner in graph.captures}
@@ -216,10 +216,10 @@ def _assigned_in_backward(reference: Runner, batch: Any) -> str | None:
 
 
 def _unlike_towers(ops: Sequence[tuple[Op, tf.Operation]]) -> str | None:
-    """Return a sentence about the first layer with other ops or constants in another tower."""
+    """Return a sentence about the first layer whose ops or constants differ between towers."""
     towers: dict[int, list[tuple]] = {}
     for placed, op in ops:
-        # Gradients share some constants; masters are read where they are; draws have places.
+        # Towers share constants of gradients, read weights differently, and draw by position.
         scopes = rng.SCOPE, sync.SCOPE, cross_host.FETCHED
         placeful = any(scope in placed.name for scope in scopes)
         known = placed.name.startswith("gradient_tape") or placeful or op.type in _WEIGHT_OPS

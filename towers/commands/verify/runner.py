@@ -1,4 +1,4 @@
-"""Runners that verify compares: a model that trains as `towers train` or `fit` does."""
+"""Runners for verify: a model that trains as `towers train` or as `fit` does."""
 
 import contextlib
 import warnings
@@ -28,18 +28,18 @@ Arrays = dict[str, np.ndarray]
 class Runner:
     """A model that trains on its own towers, or on one device as plain Keras does.
 
-    Each kind has `make_step(batch)`, which returns "loss", "metric/...", "gradient/..." if they
-    are known, and all variables; `evaluate(batch)`, "evaluation/..." and "prediction/...";
-    `trace(batch)`, which makes a step that is traced anew: its graph, then loss and metrics; and
+    Subclasses have `make_step(batch)`, which returns "loss", "metric/...", "gradient/..." if
+    known, and all variables; `evaluate(batch)`: "evaluation/..." and "prediction/...";
+    `trace(batch)`: the graph, then loss and metrics of a step that is traced anew; and
     `tower_function(batch)`: a function to a number for each example, and its arguments.
     """
 
-    num_towers: int  # 1 of plain Keras, too
-    dtype: str  # of the fewest bits that a layer computes in
+    num_towers: int  # 1 for plain Keras, too
+    dtype: str  # the narrowest of the layers' compute dtypes
     model: keras.Model
-    builder: TowerBuilder | None  # None of plain Keras
-    named: Mapping[str, Any]  # variables that a step changes, by names that all runners have
-    diagnostics: Sequence[str]  # what the builder says of the towers' function
+    builder: TowerBuilder | None  # None for plain Keras
+    named: Mapping[str, Any]  # variables that a step changes, by names that all runners share
+    diagnostics: Sequence[str]  # warnings of the builder about the towers' function
 
     def variables(self) -> Arrays:
         """Return the values of the variables."""
@@ -56,12 +56,12 @@ class Runner:
             variable.assign(values[name])
 
     def faults(self, batch: Any) -> list[str]:
-        """Return in lines what towers may compute otherwise, the likeliest cause first."""
+        """Return lines on what towers may compute differently, the likeliest cause first."""
         found = []
-        with contextlib.suppress(Exception):  # of a model whose own train_step calls something else
+        with contextlib.suppress(Exception):  # the user's train_step may not call the model so
             fn, arguments = self.tower_function(batch)
-            rehearsal = self.builder.analyze(fn, *arguments, num_slices=2, silent=True)
-            found = exactness_checks.check(rehearsal, tf.nest.flatten(arguments), thorough=True)
+            analysis = self.builder.analyze(fn, *arguments, num_slices=2, silent=True)
+            found = exactness_checks.check(analysis, tf.nest.flatten(arguments), thorough=True)
         return [*found, *self.diagnostics]
 
 
@@ -69,7 +69,7 @@ class TrainRunner(Runner):
     """A run, as `towers train` makes it of its options. A batch is (example, draws)."""
 
     def __init__(self, run: RunContext, plain: bool = False):
-        """Trace the step of a run; if it is `plain`, a compiled model makes it as Keras does."""
+        """Trace the step of a run; with `plain`, a compiled model's step is Keras' own."""
         self.run, self.model, self.builder = run, run.masters.model, run.builder
         self.num_towers, self.dtype = len(run.builder.devices), run.options.dtype
         self.named, self.diagnostics = run.masters.variables(), run.diagnostics
@@ -104,7 +104,7 @@ class TrainRunner(Runner):
         return found | self.variables()
 
     def evaluate(self, batch: Any) -> Arrays:
-        """Return what an evaluation adds up."""
+        """Return the metrics of an evaluation."""
         with user_facing_errors(self.run.options):
             found = self.run.task.eval_arrays(*batch)
         dtype = self.run.options.input_dtype  # sums have more bits
@@ -114,19 +114,19 @@ class TrainRunner(Runner):
         }
 
     def trace(self, batch: Any) -> tuple[tf.Graph, list[np.ndarray]]:
-        """Make a step that is traced anew; return its graph, loss and metrics."""
+        """Trace and make a step; return its graph, loss and metrics."""
         step = self._traced(batch)
         metrics, _ = step(*batch)
         return step.graph, [value.numpy() for value in metrics.values()]
 
     def tower_function(self, batch: Any) -> tuple[Callable, Sequence[Any]]:
-        """Return what each tower computes, and its arguments."""
+        """Return the towers' function, and its arguments."""
         example, draws = batch
         return self.run.task.tower_function, (*example, draws)
 
 
 class FitRunner(Runner):
-    """A compiled model under `fit`, built. A batch is what a data set gives to that."""
+    """A compiled and built model under `fit`. A batch is an element of a data set for `fit`."""
 
     def __init__(
         self,
@@ -136,9 +136,10 @@ class FitRunner(Runner):
         reference: "FitRunner | None" = None,
         warned: Sequence[warnings.WarningMessage] = (),
     ):
-        """Put the model on towers by `parallelize(**how)`, or on none if there are no devices.
+        """Put the model on towers by `parallelize(**how)`; without devices, on one as in Keras.
 
-        Names are those of the `reference`: Keras numbers some by process. `warned` gets warnings.
+        Variables are named as in `reference`, since Keras numbers some names. `warned` is a list
+        to which warnings are recorded.
         """
         self.model, self.num_towers, self._warned = model, max(len(devices), 1), warned
         dtypes = {layer.compute_dtype for layer in tf_internals.layers_of(model)}
@@ -159,18 +160,18 @@ class FitRunner(Runner):
     @property
     def diagnostics(self) -> list[str]:
         """Warnings of the builder."""
-        told = [w for w in self._warned if Path(w.filename).parent.name == "builder"]
-        return [str(warning.message) for warning in told]
+        of_builder = [w for w in self._warned if Path(w.filename).parent.name == "builder"]
+        return [str(warning.message) for warning in of_builder]
 
     def make_step(self, batch: Any) -> Arrays:
-        """Make a step by `fit`, which does not tell gradients."""
+        """Make a step by `fit`, without gradients."""
         logs = self.model.fit(batched(batch, rows_in(batch)), shuffle=False, verbose=0).history
         found = {"loss": np.asarray(logs.pop("loss")[-1])} if "loss" in logs else {}
         found |= {f"metric/{name}": np.asarray(values[-1]) for name, values in logs.items()}
         return found | self.variables()
 
     def evaluate(self, batch: Any) -> Arrays:
-        """Evaluate and predict, as far as plain Keras can: own `train_step`s may have no `call`."""
+        """Evaluate and predict, unless plain Keras cannot (a model may have no `call`)."""
         found, batches = {}, batched(batch, rows_in(batch))
         for part in list(self._parts):
             try:
@@ -189,14 +190,14 @@ class FitRunner(Runner):
         return {name: np.asarray(getattr(x, "flat_values", x)) for name, x in found.items()}
 
     def trace(self, batch: Any) -> tuple[tf.Graph, list[np.ndarray]]:
-        """Make a step that is traced anew; return its graph, loss and metrics."""
+        """Trace and make a step; return its graph, loss and metrics."""
         self.model.reset_metrics()
         step = tf.function(lambda data: self.model.train_step(data), autograph=False)
         logs = tf.nest.flatten(step(batch))
         return step.get_concrete_function(batch).graph, list(map(np.asarray, logs))
 
     def tower_function(self, batch: Any) -> tuple[Callable, Sequence[Any]]:
-        """Return what each tower computes, and its arguments."""
+        """Return the towers' function, and its arguments."""
         inputs, model = inputs_of(batch), self.model
 
         def fn(*leaves: Any) -> tf.Tensor:
@@ -210,7 +211,7 @@ class FitRunner(Runner):
 def in_float64(
     make: Callable[[], Runner], batch: Any, what: str, say: Callable[[str], None]
 ) -> Runner | None:
-    """Return the runner that `make` makes if it can make a step; else say "what: why" and None."""
+    """Return the runner of `make` if it can make a step; else print why not and return None."""
     try:
         runner = make()
         before, unseeded = runner.variables(), tf_internals.state_of_unseeded_draws()
@@ -220,18 +221,17 @@ def in_float64(
         unseeded.assign(drawn)
     except InputError:
         raise
-    except Exception as error:  # of any kind: the model's own code may raise it
+    except Exception as error:  # the model's own code may raise any
         say(f"in float64  {what}: {first_line(error)}")
         return None
     return runner
 
 
 def copy_of(model: keras.Model, x: Any) -> keras.Model:
-    """Return a compiled model of its own variables, with the values of another's, built or not.
+    """Return a compiled copy of a model with variables of its own.
 
-    Layers, loss, metrics and optimizer are made anew of their configs, in the floatx and policies
-    that are in force. The copy is built with the examples `x`. Raises whatever may be raised if
-    the model, or what it was compiled with, cannot be made so.
+    Layers, loss, metrics and optimizer are made from their configs, in the current floatx and
+    policies; the copy is built with the examples `x`. May raise any exception of these configs.
     """
     if type(model).compile is not keras.Model.compile:
         raise TypeError("it has a compile of its own")
@@ -239,13 +239,13 @@ def copy_of(model: keras.Model, x: Any) -> keras.Model:
     with keras.saving.custom_object_scope(classes):
         copy = type(model).from_config(model.get_config())
         arguments = tf_internals.compile_arguments(model)
-        copy.compile(**{name: _made_anew(value) for name, value in arguments.items()})
+        copy.compile(**{name: _from_config(value) for name, value in arguments.items()})
     copy(x)
     if not is_built(model):
         copy.optimizer.build(copy.trainable_variables)
         return copy
-    # Variables of one name are in the same order; all of them need not be: a layer that was
-    # quantized made its scales last, and its copy first.
+    # Variables of the same name are in the same order, but not all: a layer that was quantized
+    # created its scales last, its copy creates them first.
     copies: dict[str, list[keras.Variable]] = {}
     for own in copy.variables:
         copies.setdefault(own.name, []).append(own)
@@ -262,11 +262,11 @@ def copy_of(model: keras.Model, x: Any) -> keras.Model:
     return copy
 
 
-def _made_anew(value: Any) -> Any:
+def _from_config(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _made_anew(part) for name, part in value.items()}
+        return {name: _from_config(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(_made_anew, value))
+        return type(value)(map(_from_config, value))
     if isinstance(value, keras.Loss | keras.Metric | keras.optimizers.Optimizer):
         return type(value).from_config(value.get_config())
     return value  # a function or a name
@@ -290,10 +290,10 @@ def inputs_of(batch: Any) -> Any:
 
 
 def rows_in(batch: Any) -> int:
-    """Return how many examples a batch has."""
+    """Return the number of examples in a batch."""
     return int(num_rows(tf.nest.flatten(batch)[0]))
 
 
 def batched(batch: Any, size: int) -> tf.data.Dataset:
-    """Return the examples in batches, whose specification leaves open how many each has."""
+    """Return the examples in batches of a static shape but for axis 0."""
     return tf.data.Dataset.from_tensors(batch).unbatch().batch(size)
