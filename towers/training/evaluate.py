@@ -26,7 +26,7 @@ def evaluate(
         figures = towers.evaluate(train_dir="runs/mine", model=build, dataset=data)
 
     Args:
-        options: of the run; None: as its flags.cfg says, but for the fields that are given.
+        options: of the run; None: those of `fields`, on top of its flags.cfg.
         say: prints a line of the report.
         **fields: of `towers.Options`. Functions that flags.cfg cannot name, as those of a notebook,
             have to be given again.

@@ -80,9 +80,8 @@ def load(
         trust: whether functions that the run names may be called though it is somebody else's.
 
     Returns:
-        What the run's model function returns, called as in the run, and compiled as there if the
-        run's flags say how. Its inputs are what that model sees: images as the run's `augment`
-        prepares them, which `towers export` makes a part of the model.
+        The model of the run's model function, compiled if the run's flags say how. Its inputs are
+        preprocessed, as images by the run's `augment`; `towers export` adds that to the model.
 
     Raises:
         InputError: there is no such run or checkpoint, or its model now has other variables.
@@ -93,7 +92,7 @@ def load(
         trained = load_run(
             options_from_call(None, given, verb="load"), averages=averages, step=step
         )
-    if devices_here("GPU"):  # in a run, weights lie where they are gathered
+    if devices_here("GPU"):  # as in a run
         for variable in trained.model.variables:
             if variable.value.dtype.is_floating:
                 move(variable, "/gpu:0")

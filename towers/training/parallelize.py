@@ -248,7 +248,7 @@ class _Steps:
         XLA does not compile the function as a whole, which would put it on one device.
         """
         make = getattr(type(self.model), name)
-        attribute = name.removeprefix("make_")  # of the model, which holds what is made
+        attribute = name.removeprefix("make_")  # of the model
 
         @functools.wraps(make)
         def make_for_towers(force: bool = False) -> Any:
@@ -325,7 +325,7 @@ class _Steps:
             symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)
             if inside or symbolic or not any(map(_is_batch, leaves)):
                 return keras_call(layer, *args, **kwargs)
-            if tf.executing_eagerly():  # one op after the other: towers would bring nothing
+            if tf.executing_eagerly():  # towers would run one after the other
                 self.builder.warn(["run_eagerly=True: all steps run on one device"])
                 return keras_call(layer, *args, **kwargs)
             return self._call_on_towers(layer, (args, kwargs))

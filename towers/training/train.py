@@ -1,4 +1,4 @@
-"""Training: one loop, which knows neither how many towers there are nor where they run."""
+"""`towers train`: the training loop, independent of the number of towers and their devices."""
 
 import contextlib
 import dataclasses
@@ -57,7 +57,7 @@ def train(
         options: of the run; None: those of `fields`, on top of the flags.cfg of an existing run.
         start: `time.perf_counter()` when the command started, for `seconds_to_first_step`.
         **fields: of `towers.Options`: `model`, `dataset`, `num_towers`, `train_dir`, ... Functions
-            are given as such or as "module:function", data as what such a function returns.
+            are given as such or as "module:function", data also as the function's result.
 
     Returns:
         The contents of result.json, or None if a signal stopped the run, which is saved then.

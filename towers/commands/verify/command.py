@@ -65,7 +65,7 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
 
     def one_device(options: Options) -> TrainRunner:
         options = dataclasses.replace(options, variables="cpu", jit_compile=False)
-        # A CPU as such where CPUs stand in for GPUs; other machines are compared with this one.
+        # A plain CPU if CPUs emulate GPUs; workers are compared with this machine.
         one = ["/cpu:0"] if device_types.stand_in() else names[:1]
         one = devices.tower_devices(0)[:1] if device_types.are_remote(names) else one
         reference = runner(options, one, plain=True)

@@ -23,7 +23,7 @@ _ZERO_SCALE = 1e-6
 # By compute dtype. Correct models stay far below; in half precision only faults of several per cent
 # can be detected.
 TOLERANCES = defaultdict(lambda: 0.05, float64=TOLERANCE, float32=1e-4)
-NUDGE_PART = 1e-3  # of a tolerance: so an array may differ by 1000 times its own rounding
+NUDGE_PART = 1e-3  # of a tolerance: an array may differ by 1000 times its own rounding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -273,7 +273,7 @@ def _from_config(value: Any) -> Any:
 
 
 def twin_of(model: keras.Model) -> keras.Model:
-    """Return a model of the same layers, optimizer and variables, but with steps of its own."""
+    """Return a shallow copy of a model, whose steps can be replaced."""
     twin = object.__new__(type(model))
     vars(twin).update(vars(model))
     return twin

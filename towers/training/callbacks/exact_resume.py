@@ -111,7 +111,7 @@ class ExactResume(keras.callbacks.Callback):
         self._random_at_epoch = _random_state()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Replace the step for one call, so that nothing is left behind if the fit ends here."""
+        """Replace the step for one call only: an interrupted fit must not stay changed."""
         self._batch = batch
         self._step = _own_step(self.model.train_function)
         self.model.train_function = self._step_or_skip

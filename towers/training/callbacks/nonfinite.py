@@ -210,7 +210,7 @@ def write(folder: Path, variables: Mapping[str, Any], batch: Any, report: Mappin
     """Write the state before a step, its batch and the report on it to train_dir/nan."""
     own = folder / FOLDER
     own.mkdir(parents=True, exist_ok=True)
-    (own / REPORT).unlink(missing_ok=True)  # written last: with it, all is there
+    (own / REPORT).unlink(missing_ok=True)  # written last: it marks the others as complete
     (own / STATE).mkdir(exist_ok=True)
     values = {name: tf.identity(variable) for name, variable in variables.items()}
     checkpoint.write(own / STATE, report["step"], values, {})

@@ -123,7 +123,7 @@ class PreemptionHandler(signals.StopRequest):
             try:
                 yield
                 self.consistent = True
-            except Exception:  # of the data set: nothing of its step was done
+            except Exception:  # if the data set raised it, its step has changed nothing
                 self.consistent = train_loop.position().between_steps
                 raise
         if not first:

@@ -134,27 +134,27 @@ class CheckpointManager:
         warn: Callable[[str], None] = print,
         wanted: int | None = None,
     ) -> tuple[int, Found] | None:
-        """Return `checkpoint.read_newest`; InputError if there are checkpoints, all damaged."""
+        """Return `checkpoint.read_newest`; raise InputError if all checkpoints are damaged."""
         found = checkpoint.read_newest(self.directory, read, warn, wanted)
         if found is None:
             steps = [step for step, _ in checkpoint.find(self.directory)]
             steps += checkpoint.without_index(self.directory)
-            if max(steps, default=0) > 0:  # that of step 0 is made again
+            if max(steps, default=0) > 0:  # step 0 is written anew
                 none_of = f"none of the {len(steps)} checkpoints in {self.directory} can be read"
                 raise InputError(f"{none_of}: {self.remedy}")
         return found
 
     def _write_or_raise(self, step: int, snapshot: Snapshot, at_end: bool = True) -> None:
-        """Write a snapshot where it belongs; if that cannot be, somewhere else, and raise.
+        """Write a snapshot; if that fails, write it elsewhere and raise RunError.
 
-        Where there is no space now, there may be some at the next save.
+        A full disk is no reason to write elsewhere before the end: the next save may succeed.
         """
         with self._writing:
             try:
                 if self.run_directory:
                     self.run_directory.check()
                 self._write_and_prune(self.directory, step, snapshot)
-            except Exception as error:  # TensorFlow has classes of its own
+            except Exception as error:  # of many classes
                 line = f"{self.directory}/ckpt-{step} cannot be written: {reason(error)}"
                 if self.run_directory and (at_end or not any(map(line.__contains__, _NO_SPACE))):
                     line += self._write_elsewhere(step, snapshot)
@@ -184,7 +184,7 @@ class CheckpointManager:
         checkpoint.write(directory, step, snapshot, self.identity)
         found = {n: Path(prefix) for n, prefix in checkpoint.find(directory) if n <= step}
         if self.best in dict(checkpoint.find(directory)):
-            self._best_written = self.best  # until then, the one before is the best that is there
+            self._best_written = self.best  # until then, the previous best is kept
         kept = list(found)[-self.keep :]
         if not kept:
             raise FileNotFoundError(errno.ENOENT, "it was renamed or deleted meanwhile")
@@ -194,7 +194,7 @@ class CheckpointManager:
                 path.unlink()
         lines = [f'model_checkpoint_path: "ckpt-{kept[-1]}"']  # for tf.train.latest_checkpoint
         lines += [f'all_model_checkpoint_paths: "ckpt-{number}"' for number in kept]
-        with contextlib.suppress(RunError):  # nothing here needs it
+        with contextlib.suppress(RunError):  # only TensorFlow reads the file
             files.write_text(directory / "checkpoint", "\n".join(lines) + "\n")
 
     def _compare(self, prefix: str, reader: Any) -> None:

@@ -36,7 +36,7 @@ def memory_by_purpose(run: RunContext, step: TracedStep, name: str) -> dict[str,
 
 
 def largest_slice(parts: Mapping[str, int], examples: int, limit: int) -> int:
-    """Return how many examples fit into `limit` bytes, given the bytes `parts` of so many."""
+    """Return how many examples fit into `limit` bytes; `parts` are the bytes of `examples`."""
     each = max(-(-(parts["activations"] + parts["batch"]) // examples), 1)
     return max(examples + (limit - sum(parts.values())) // each, 0)
 

@@ -80,7 +80,7 @@ def check_classifier(
 ) -> None:
     """Raise InputError unless a model that is not compiled is a classifier giving logits.
 
-    `no_classes` says why whole numbers as targets are no classes, see `Data`.
+    `no_classes` is the reason why integer targets are no classes, see `Data`.
     """
     if type(model).train_step is not keras.Model.train_step:
         raise InputError(
@@ -175,7 +175,7 @@ def _call_on(model: keras.Model, name: str, x: Any) -> Any:
             what += "(its function may take image_shape as an argument)"
         else:
             what = f"{x.dtype.name} of shape {tuple(x.shape)}"
-        # Without what Keras puts around the sentence that says what is wrong.
+        # Keep the one sentence of Keras' message that names the reason.
         message = re.sub(r"\x1b\[\d*m", "", str(error)).split("\n\nArguments received")[0]
         parts = [part for part in message.split("\n\n") if part.strip()]
         inner = [p for p in parts if not p.startswith(("Exception encountered", "Could not auto"))]

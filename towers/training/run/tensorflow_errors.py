@@ -26,7 +26,7 @@ _DEVICE_REFUSED = re.compile(
     r"|Could not satisfy device specification '(?P<specification>\S+)'",
     re.DOTALL,
 )
-# The device is there, and has no kernel for the op's types; or no device at all has one.
+# The device exists, and has no kernel for the op's types; or no device has one.
 _NO_KERNEL = re.compile(
     r"Cannot assign a device for operation '?(?P<name>[^\s':]+).*?device specification "
     r"'(?P<device>\S+?)' because no supported kernel(?:.*\nOp: (?P<op>\w+))?",
@@ -112,7 +112,7 @@ def user_facing_errors(
 def _with_traceback(line: str, error: tf.errors.OpError, options: Options) -> RunError:
     """Return a RunError with the traceback of Python code that a pipeline called, as a note."""
     found = _TRACEBACK.search(str(error))
-    # towers' own code there says in a line what is wrong with an example.
+    # An InputError of towers' own pipeline is clear without a traceback.
     if not found or "InputError:" in found[0]:
         return RunError(line)
     raised = RunError(_with_own_code(line, error, options))

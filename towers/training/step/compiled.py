@@ -70,7 +70,7 @@ class Compiled(Task):
         self._log_names, self._figures = self._trace_once()
         optimizers = optimizers_of(model)
         scaled = getattr(model.optimizer, "dynamic_scale", None) is not None
-        # Else the model's own step is made of what towers return, joined.
+        # Else the model's own step runs on the joined outputs of towers.
         self.by_example = self.pairs.of_examples and not scaled
         self._check_by_example("a loss or a step that is not of each example alone")
         copies = []
@@ -168,7 +168,7 @@ class Compiled(Task):
         return list({id(v): v for v in assigned if id(v) not in known}.values())
 
     def _check_test_step(self) -> None:
-        """Refuse Keras' own test_step without a loss; to be called after a training step."""
+        """Raise InputError for Keras' own test_step without a loss, after a training step."""
         model, kind = self.model, type(self.model)
         is_keras = all(
             getattr(kind, name) is getattr(keras.Model, name)

@@ -215,7 +215,7 @@ def move_all(variables: Iterable[keras.Variable], device: str) -> None:
 
 
 def place(weights: Sequence[keras.Variable], variables: str, devices: Sequence[str]) -> None:
-    """Move weights to the devices that `variables`, one of VARIABLES, says, before any read."""
+    """Move weights as `variables`, one of VARIABLES, says, before anything reads them."""
     if variables == "sharded":
         shard(weights, devices)
     if variables == "replicated":

@@ -20,7 +20,7 @@ from towers.training.step.train_state import TrainState, WeightCopy
 
 # A loss scale doubles after this many steps without overflow (Micikevicius et al. 2018).
 STEPS_TO_DOUBLE = 2000
-EMA_EXAMPLES = 128  # `ema_decay` is per so many examples: the tutorial's batch
+EMA_EXAMPLES = 128  # per which `ema_decay` applies: the tutorial's batch size
 
 
 @dataclasses.dataclass(frozen=True)
