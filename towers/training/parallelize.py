@@ -192,7 +192,7 @@ class _Steps:
     """A model's steps on towers."""
 
     def __init__(self, model: keras.Model, builder: TowerBuilder, copies: Sequence[Any] = ()):
-        self.model, self.builder, self.home = model, builder, builder.gather_device
+        self.model, self.builder, self._device = model, builder, builder.gather_device
         self._copies = copies
         self.passes = Passes()  # of the step that is traced
         self._placed: set[int] = set()  # ids of variables
@@ -213,7 +213,7 @@ class _Steps:
             joined = fused_update.updates_joined(optimizers_of(self.model), self._update)
             calls = tf_internals.patch_layer_calls(self._make_call)
             given, making = synthetic_inputs.given(args, self._batch), self._making_variables()
-            with tf.device(self.home), integers_on(self.home), joined, calls, given, making:
+            with tf.device(self._device), integers_on(self._device), joined, calls, given, making:
                 result = fn(*args)
             attributes.refuse_uses()
             return result
@@ -278,7 +278,7 @@ class _Steps:
                 # Keras' loop over steps waits for its condition, which is on the host. For a
                 # single step nothing is copied to the host.
                 try:
-                    with tf.device(HOST if model.steps_per_execution > 1 else self.home):
+                    with tf.device(HOST if model.steps_per_execution > 1 else self._device):
                         return function(*args)
                 finally:
                     self._batch, self._makes_variables = None, False
@@ -342,7 +342,7 @@ class _Steps:
         fn, batch, reason = self._divided(layer, arguments, leaves)
         if reason:
             self.builder.warn([f"layer {layer.name} runs on one device: {reason}"])
-            with tf.device(self.home), self._plain():
+            with tf.device(self._device), self._plain():
                 return layer(*arguments[0], **arguments[1])
         if self._copies:
             fn, batch = self._on_copies(fn), [*batch, PerTower(self._copies)]
@@ -430,7 +430,7 @@ class _Steps:
         if all(below.built for below in tf_internals.layers_of(layer)):
             return
         following = tf_internals.recording_restarted()
-        with tf.init_scope(), tf.device(self.home), self._plain(), following:
+        with tf.init_scope(), tf.device(self._device), self._plain(), following:
             specs = map(tf.type_spec_from_value, batch)
             tf.function(fn, autograph=False).get_concrete_function(*specs)
 
@@ -454,7 +454,7 @@ class _Steps:
                 (weights if sharded else others).append(v)
         with tf.init_scope():
             train_state.shard(weights, self.builder.devices)
-            train_state.move_all(others, self.home)
+            train_state.move_all(others, self._device)
 
 
 def _has_slots(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -62,7 +62,7 @@ def build_for(
             raise InputError(
                 f"--model={name} returned {type(model).__name__}; a keras.Model is needed"
             )
-        if type(model).call is not keras.Model.call:  # one of several parts may have none
+        if overrides(model, "call"):  # one of several parts may have none
             _call_on(model, name, x)  # builds it, too
     return model
 
@@ -82,7 +82,7 @@ def check_classifier(
 
     `no_classes` is the reason why integer targets are no classes, see `Data`.
     """
-    if type(model).train_step is not keras.Model.train_step:
+    if overrides(model, "train_step"):
         raise InputError(
             f"--model={name} has a train_step of its own, and is not compiled: call its compile in "
             f"{name.rpartition(':')[2]}"
@@ -108,6 +108,11 @@ def check_classifier(
         )
     if "float" not in str(outputs.dtype):
         raise InputError(f"--model={name} gives outputs of type {outputs.dtype}; logits are floats")
+
+
+def overrides(model: keras.Model, *names: str) -> bool:
+    """Return whether a model's class overrides one of these methods of `keras.Model`."""
+    return any(getattr(type(model), name) is not getattr(keras.Model, name) for name in names)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from towers.monitoring import tower_metrics
 from towers.options import augmentation
 from towers.options.run import Options
 from towers.training.parallelize import builder_of, on_towers, passes_of, put_on
-from towers.training.run.model import floatx_of
+from towers.training.run.model import floatx_of, overrides
 from towers.training.step import fused_update, loss_checks
 from towers.training.step.optimizers import describe_flags, describe_scale, is_own, limit_of
 from towers.training.step.output_activation import final_activation, mirrored
@@ -125,8 +125,7 @@ class Compiled(Task):
         """
         model, options = self.model, self.options
         batches = self.data.train.train_batches(options.batch_size, seed=options.seed)
-        names = "train_step", "test_step"
-        is_own = any(getattr(type(model), n) is not getattr(keras.Model, n) for n in names)
+        is_own = overrides(model, "train_step", "test_step")
         found: list[str] = []
         figures: list[str] = []
         assigned: list[tf.Variable] = []
@@ -169,12 +168,8 @@ class Compiled(Task):
 
     def _check_test_step(self) -> None:
         """Raise InputError for Keras' own test_step without a loss, after a training step."""
-        model, kind = self.model, type(self.model)
-        is_keras = all(
-            getattr(kind, name) is getattr(keras.Model, name)
-            for name in ("test_step", "compute_loss")
-        )
-        if is_keras and model.loss is None and not model.losses:
+        model, is_own = self.model, overrides(self.model, "test_step", "compute_loss")
+        if not is_own and model.loss is None and not model.losses:
             raise InputError(
                 f"--model={self.options.model} has a train_step of its own, no test_step, and no "
                 "loss by compile, so it cannot be evaluated: give it a test_step that returns a "
@@ -295,11 +290,7 @@ class Compiled(Task):
         Keras' own step makes its one update last. A step of the user's may change any variable.
         """
         model = self.model
-        is_own = any(
-            getattr(type(model), name) is not getattr(keras.Model, name)
-            for name in ("train_step", "compute_loss", "compute_metrics")
-        )
-        if is_own:
+        if overrides(model, "train_step", "compute_loss", "compute_metrics"):
             optimizers = optimizers_of(model)  # but not a loss scale, which is lowered anyway
             inner = [getattr(own, "inner_optimizer", own) for own in optimizers]
             slots = [v for own in inner for v in own.variables]
@@ -386,8 +377,7 @@ class Compiled(Task):
     def describe(self) -> str:
         """See `Task`."""
         loss = _loss_text(getattr(self.model, "loss", None) or "its own")
-        own = type(self.model).train_step is not keras.Model.train_step
-        step = ", a train_step of its own" if own else ""
+        step = ", a train_step of its own" if overrides(self.model, "train_step") else ""
         metrics = [name for name in self._log_names if name != "loss"]
         return f"compiled: loss {loss}; {', '.join(metrics) or 'no metrics'}{step}"
 

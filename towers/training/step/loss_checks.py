@@ -17,6 +17,7 @@ from towers import tf_internals
 from towers.builder.replica_scope import ReplicaScope
 from towers.errors import InputError
 from towers.formatting import count
+from towers.training.run.model import overrides
 from towers.training.step.output_activation import OutputActivation, ending_of, final_activation
 from towers.training.step.output_checks import LossInput, OutputCheck, doubtful_metrics, shape_of
 from towers.training.step.task import Task
@@ -32,10 +33,8 @@ class LossRecorder:
         self.model, self.found = model, []  # of `LossInput`
         # Whether each loss is Keras' own, and a mean or sum of separate examples' losses.
         self.of_examples = False
-        self.is_keras = all(  # else the training step is the user's, and is not checked
-            getattr(type(model), name) is getattr(keras.Model, name)
-            for name in ("train_step", "compute_loss")
-        )
+        # Else the training step is the user's, and is not checked.
+        self.is_keras = not overrides(model, "train_step", "compute_loss")
 
     @contextlib.contextmanager
     def record(self, y: Any) -> Iterator[None]:
