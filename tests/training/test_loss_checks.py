@@ -64,7 +64,7 @@ class Eager:
         given = dict(num_classes=self.data.num_classes, x=self.data.train.spec[0])
         self.model = model.build_for(self.options, **given)
         self.builder = types.SimpleNamespace(devices=["/cpu:0"], num_slices=1)
-        self.pairs = loss_checks.LossRecorder(self.model) if self.model.compiled else None
+        self.recorder = loss_checks.LossRecorder(self.model) if self.model.compiled else None
         self.unsaved = ()
 
     def loss(self, *batch):
@@ -86,10 +86,10 @@ def lines(make, *example):
     batch = arrays, tf.zeros((SIZE, augment.NUM_DRAWS))
     tf.config.run_functions_eagerly(True)
     try:
-        if task.pairs:
+        if task.recorder:
             with (
-                loss_checks.translate_loss_errors(task, task.pairs, [batch]),
-                task.pairs.record(arrays[1:2]),
+                loss_checks.translate_loss_errors(task, task.recorder, [batch]),
+                task.recorder.record(arrays[1:2]),
             ):
                 task.loss(*arrays, batch[1])
         return loss_checks.check(task, batch)

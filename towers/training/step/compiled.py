@@ -66,12 +66,12 @@ class Compiled(Task):
         move_all([*model.non_trainable_variables, *(v for p in parts for v in p.variables)], device)
         place(model.trainable_variables, options.variables, builder.devices)
         put_on(model, builder)
-        self.pairs = loss_checks.LossRecorder(model)
+        self.recorder = loss_checks.LossRecorder(model)
         self._log_names, self._figures = self._trace_once()
         optimizers = optimizers_of(model)
         scaled = getattr(model.optimizer, "dynamic_scale", None) is not None
         # Else the model's own step runs on the joined outputs of towers.
-        self.by_example = self.pairs.of_examples and not scaled
+        self.by_example = self.recorder.of_examples and not scaled
         self._check_by_example("a loss or a step that is not of each example alone")
         copies = []
         if options.variables == "replicated":
@@ -133,7 +133,7 @@ class Compiled(Task):
         def step(example: Any, draws: tf.Tensor) -> None:
             with tf.device(self.builder.gather_device):
                 data = self._data(example, draws)
-                with self.pairs.record(data[1:2]):
+                with self.recorder.record(data[1:2]):
                     found[:] = scalars(type(model).train_step(model, data))
                 if is_own:  # else they are the same
                     self._check_test_step()
@@ -141,7 +141,7 @@ class Compiled(Task):
                     figures[:] = scalars(type(model).test_step(model, data))
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(loss_checks.translate_loss_errors(self, self.pairs, batches))
+            stack.enter_context(loss_checks.translate_loss_errors(self, self.recorder, batches))
             stack.enter_context(floatx_of(options.dtype))
             for optimizer in optimizers_of(model):
                 stack.enter_context(tf_internals.slots_beside_weights(optimizer))

@@ -30,7 +30,7 @@ class LossRecorder:
 
     def __init__(self, model: keras.Model):
         """Record nothing yet."""
-        self.model, self.found = model, []  # of `LossInput`
+        self.model, self.inputs = model, []  # of `LossInput`
         # Whether each loss is Keras' own, and a mean or sum of separate examples' losses.
         self.of_examples = False
         # Else the training step is the user's, and is not checked.
@@ -40,7 +40,7 @@ class LossRecorder:
     def record(self, y: Any) -> Iterator[None]:
         """Record the losses computed in the block for a batch with targets y."""
         leaves = tf.nest.flatten(y)
-        self.found.clear()
+        self.inputs.clear()
         self.of_examples = self.is_keras
         depth = 0  # a loss may call others
 
@@ -72,9 +72,9 @@ class LossRecorder:
         ]
         if not all(shapes[:2]):  # unknown, or without a batch axis
             return False
-        pair = LossInput(loss, target, *shapes, tf_internals.mask_of(outputs) is not None)
-        self.found.append(pair)
-        return bool(pair.kind) and not pair.masked
+        inputs = LossInput(loss, target, *shapes, tf_internals.mask_of(outputs) is not None)
+        self.inputs.append(inputs)
+        return bool(inputs.kind) and not inputs.masked
 
 
 @contextlib.contextmanager
@@ -132,8 +132,8 @@ def check(task: Task, batch: Any) -> list[str]:
         InputError: data, model and loss do not match.
     """
     example, _ = batch
-    pairs: LossRecorder | None = getattr(task, "pairs", None)
-    if pairs is None:
+    recorder: LossRecorder | None = getattr(task, "recorder", None)
+    if recorder is None:
         return _check_classifier(task, example)
     lines = [
         f"{_flag_of(task)}: its step changes the variable {name}, which no checkpoint holds, so a "
@@ -141,14 +141,14 @@ def check(task: Task, batch: Any) -> list[str]:
         "trainable=False); for draws keep a keras.random.SeedGenerator in the layer"
         for name in task.unsaved
     ]
-    if pairs.is_keras:
-        lines += _check_pairs(task, pairs, example)
+    if recorder.is_keras:
+        lines += _check_outputs(task, recorder, example)
         _check_first_loss(task, batch, lines)
     return [f"warning     {line}" for line in dict.fromkeys(lines)]
 
 
 @contextlib.contextmanager
-def translate_loss_errors(task: Task, pairs: LossRecorder, batches: Any) -> Iterator[None]:
+def translate_loss_errors(task: Task, recorder: LossRecorder, batches: Any) -> Iterator[None]:
     """Raise errors of Keras' own losses and metrics in the block as InputError of one line."""
     try:
         yield
@@ -159,13 +159,13 @@ def translate_loss_errors(task: Task, pairs: LossRecorder, batches: Any) -> Iter
         if raised is None or isinstance(error, InputError):
             raise
         example, _ = next(iter(batches))
-        if pairs.is_keras and not raised:
+        if recorder.is_keras and not raised:
             _check_structure(task, example)
-            _check_pairs(task, pairs, example)
+            _check_outputs(task, recorder, example)
         what = f"the metric {raised}" if raised else "its loss"
         given = ", ".join(
-            f"targets {shape_of(pair.y)} with outputs {shape_of(pair.outputs)}"
-            for pair in pairs.found
+            f"targets {shape_of(inputs.y)} with outputs {shape_of(inputs.outputs)}"
+            for inputs in recorder.inputs
         )
         given = f" ({given or f'targets {_shapes_of(example[1:])}'})"
         text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
@@ -226,7 +226,7 @@ def _check_structure(task: Task, example: Any) -> None:
         )
 
 
-def _check_pairs(task: Task, pairs: LossRecorder, example: Any) -> list[str]:
+def _check_outputs(task: Task, recorder: LossRecorder, example: Any) -> list[str]:
     leaves = tf.nest.flatten(example[1]) if len(example) > 1 else []
     classes = (task.data.num_classes, task.data.no_classes) if len(leaves) == 1 else ()
     outputs, lines = _outputs(task.model), []
@@ -237,12 +237,12 @@ def _check_pairs(task: Task, pairs: LossRecorder, example: Any) -> list[str]:
             f"{', '.join(sorted(outputs))}: give a dict of targets"
         )
     order = lines[:]
-    for pair, (name, ending) in zip(pairs.found, _output_endings(pairs), strict=True):
-        values = None if pair.target is None else leaves[pair.target].numpy()
+    for inputs, (name, ending) in zip(recorder.inputs, _output_endings(recorder), strict=True):
+        values = None if inputs.target is None else leaves[inputs.target].numpy()
         if values is not None and not (values.size and values.dtype.kind in "iufb"):
             values = None
-        weighted = len(example) > 2 or pair.masked
-        one = OutputCheck(_flag_of(task), name, pair, ending, values, weighted, *classes)
+        weighted = len(example) > 2 or inputs.masked
+        one = OutputCheck(_flag_of(task), name, inputs, ending, values, weighted, *classes)
         try:
             lines += one.check()
         except InputError as error:
@@ -250,18 +250,18 @@ def _check_pairs(task: Task, pairs: LossRecorder, example: Any) -> list[str]:
                 raise
             reason = str(error).removeprefix(f"{_flag_of(task)}: ")
             raise InputError(f"{order[0]}; as they are: {reason}") from None
-        if len(pairs.found) == 1:
-            groups = (getattr(metric, "metrics", ()) for metric in pairs.model.metrics)
+        if len(recorder.inputs) == 1:
+            groups = (getattr(metric, "metrics", ()) for metric in recorder.model.metrics)
             lines += doubtful_metrics(one, itertools.chain.from_iterable(groups))
     return lines
 
 
-def _output_endings(pairs: LossRecorder) -> list[tuple[str, OutputActivation]]:
+def _output_endings(recorder: LossRecorder) -> list[tuple[str, OutputActivation]]:
     """Return (output name, "" for a single output; its activation) for each recorded loss."""
-    paths, outputs = tf_internals.loss_paths(pairs.model), _outputs(pairs.model)
+    paths, outputs = tf_internals.loss_paths(recorder.model), _outputs(recorder.model)
     found, waiting, single = [], list(paths), len(paths) < 2
-    for pair in pairs.found:
-        at = next((i for i, (_, _, loss) in enumerate(waiting) if loss is pair.loss), None)
+    for inputs in recorder.inputs:
+        at = next((i for i, (_, _, loss) in enumerate(waiting) if loss is inputs.loss), None)
         path, name, _ = waiting.pop(at) if at is not None else ((), "", None)
         output = outputs
         for step in path:
@@ -271,7 +271,7 @@ def _output_endings(pairs: LossRecorder) -> list[tuple[str, OutputActivation]]:
             ending = ending_of(output)
         else:
             ending = OutputActivation(
-                final_activation(pairs.model) if single and outputs is None else None
+                final_activation(recorder.model) if single and outputs is None else None
             )
         found.append(("" if single else name, ending))
     return found

@@ -66,7 +66,7 @@ class OutputCheck:
 
     named: str  # the flag at the beginning of messages
     name: str  # of the output, "" if it is the only one
-    pair: LossInput
+    inputs: LossInput
     ending: OutputActivation
     values: np.ndarray | None  # targets of a batch, None if they are unknown or no numbers
     weighted: bool  # whether sample weights or a mask may exclude targets
@@ -76,7 +76,7 @@ class OutputCheck:
 
     def check(self) -> list[str]:
         """Return warnings; raise InputError for a certain mistake."""
-        kind, values = self.pair.kind, self.values
+        kind, values = self.inputs.kind, self.values
         if not kind:
             return []
         self._check_shapes()
@@ -111,9 +111,9 @@ class OutputCheck:
         self.warnings.append(f"{self.named}: {reason}")
 
     def _check_shapes(self) -> None:
-        kind, y, outputs = self.pair.kind, self.pair.y, self.pair.outputs
+        kind, y, outputs = self.inputs.kind, self.inputs.y, self.inputs.outputs
         both = f"targets of shape {shape_of(y)}, and {self.output} has shape {shape_of(outputs)}"
-        of_classes = getattr(self.pair.loss, "axis", -1) == -1
+        of_classes = getattr(self.inputs.loss, "axis", -1) == -1
         if len(outputs) > 1 and outputs[-1] == 1:
             if kind in (*_SPARSE, *_ONE_HOT) and of_classes:
                 self._refuse(
@@ -157,7 +157,7 @@ class OutputCheck:
             return "let the model give outputs of the targets' shape"
         if len(y) >= len(outputs) and y[-1:] != (1,):
             return f"give the last layer {y[-1]} units"
-        if self.pair.kind in _BINARY:
+        if self.inputs.kind in _BINARY:
             return (
                 "give the model 1 unit; or, if the targets are numbers of classes, take "
                 'activation="softmax" with sparse_categorical_crossentropy'
@@ -165,26 +165,26 @@ class OutputCheck:
         return "give the last layer 1 unit, or a target for each of its units"
 
     def _check_weights(self) -> None:
-        outputs = self.pair.outputs
-        if not self.pair.weights or self.pair.kind in _MASKS:
+        outputs = self.inputs.outputs
+        if not self.inputs.weights or self.inputs.kind in _MASKS:
             return
-        if self.pair.kind not in _SPARSE:
-            _, outputs = _squeezed(self.pair.y, outputs)
+        if self.inputs.kind not in _SPARSE:
+            _, outputs = _squeezed(self.inputs.y, outputs)
         losses = outputs[:-1] if len(outputs) > 1 else outputs
-        ours, weights = _squeezed(losses, self.pair.weights)
+        ours, weights = _squeezed(losses, self.inputs.weights)
         sizes = zip(ours[1:], weights[1:], strict=False)
         fit = all(weight in (1, own) or None in (own, weight) for own, weight in sizes)
         if len(ours) != len(weights) or not fit:
             self._refuse(
-                f"sample weights of shape {shape_of(self.pair.weights)}, and the losses of "
+                f"sample weights of shape {shape_of(self.inputs.weights)}, and the losses of "
                 f"{self.output} have shape {shape_of(losses)}: give one weight for each of them"
             )
 
     def _check_activation(self) -> None:
         """Check that the output has probabilities or logits as the loss needs them."""
-        kind, activation, layer = self.pair.kind, self.ending.activation, self.ending.layer
+        kind, activation, layer = self.inputs.kind, self.ending.activation, self.ending.layer
         wanted = _PROBABILITIES[kind]
-        if getattr(self.pair.loss, "from_logits", False):
+        if getattr(self.inputs.loss, "from_logits", False):
             if activation in ("softmax", "sigmoid"):
                 self._warn(
                     f"{self.output} ends in a {activation}, and the loss has from_logits=True, so "
@@ -216,7 +216,7 @@ class OutputCheck:
 
     def _check_classes(self, values: np.ndarray) -> None:
         """Raise InputError for class numbers without an output."""
-        kind, size = self.pair.kind, self.pair.outputs[-1]
+        kind, size = self.inputs.kind, self.inputs.outputs[-1]
         if size is None:
             return
         if values.dtype.kind == "f" and np.any(broken := values != np.floor(values)):
@@ -224,7 +224,7 @@ class OutputCheck:
                 f"targets of {self.output} such as {values[broken][0]:g} are no whole numbers, and "
                 f"{kind} takes the number of the class: for numbers take mean_squared_error"
             )
-        if (ignored := getattr(self.pair.loss, "ignore_class", None)) is not None:
+        if (ignored := getattr(self.inputs.loss, "ignore_class", None)) is not None:
             values = values[values != ignored]
         bad = np.unique(values[(values < 0) | (values >= size)]).astype(np.int64)
         if not bad.size:
@@ -255,7 +255,7 @@ class OutputCheck:
 
     def _check_zeros_and_ones(self, values: np.ndarray) -> None:
         """Raise InputError for targets outside of 0..1, unless they may be excluded."""
-        kind, least, most = self.pair.kind, float(values.min()), float(values.max())
+        kind, least, most = self.inputs.kind, float(values.min()), float(values.max())
         finite = np.isfinite([least, most]).all()
         if self.weighted or not finite or (least >= 0 and most <= 1):
             return
@@ -278,8 +278,8 @@ class OutputCheck:
 
     def _check_several_labels(self, values: np.ndarray) -> None:
         """Warn of multi-label targets of a softmax."""
-        one_class = self.pair.kind in _ONE_HOT or self.ending.activation == "softmax"
-        if not one_class or getattr(self.pair.loss, "axis", -1) != -1:
+        one_class = self.inputs.kind in _ONE_HOT or self.ending.activation == "softmax"
+        if not one_class or getattr(self.inputs.loss, "axis", -1) != -1:
             return
         if values.ndim > 1 and values.shape[-1] > 1 and np.isin(values, (0, 1)).all():
             if (values.sum(axis=-1) > 1).any():
@@ -320,7 +320,7 @@ _OF_LOGITS = {
 
 def doubtful_metrics(one: OutputCheck, metrics: Iterable[keras.Metric]) -> list[str]:
     """Return a warning for each metric that does not suit the output."""
-    kind, values, lines = one.pair.kind, one.values, []
+    kind, values, lines = one.inputs.kind, one.values, []
     broken = np.zeros(0)
     if kind in _NUMBERS and values is not None and values.dtype.kind == "f":
         broken = values[values != np.floor(values)]
