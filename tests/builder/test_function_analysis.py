@@ -163,6 +163,18 @@ def test_functions_of_batches_of_some_sizes_only(multiple, size, few):
     np.testing.assert_allclose(loss, tf.reduce_mean(fn(x)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("call", [
+    lambda x, size: x + tf.ones([size, 1]),
+    lambda x, size: x * uniform([size, 1]),
+    lambda x, size: tf.concat(tf.split(x, [1, size - 1]), 0),
+])  # fmt: skip
+@pytest.mark.parametrize("size", [3, 6])
+def test_a_function_for_one_number_of_examples_is_not_tried_with_it(call, size):
+    x = tf.ones([size, 4])
+    assert analyze(lambda x: call(x, size), [x]).trace is None
+    assert analyze(lambda x: call(x, x.shape[0]), [x]).trace.size != size
+
+
 def test_state_that_cannot_be_put_together_is_named():
     last = keras.Variable(0.0, trainable=False, name="last")
     (told,) = told_of(lambda x: (x[:, 0, 0], last.assign(x[-1, 0, 0]))[0])

@@ -189,10 +189,11 @@ def _trace_few(tracer: Tracer) -> Trace | None:
     Where lengths are unknown, it is for those with which all that is returned has rows.
     """
     fallback = None
+    own = [leaf.shape[:1] for leaf in tracer.real or tracer.batch]  # a function may take no other
+    sizes = [FEW * multiple for multiple in _MULTIPLES if [FEW * multiple] not in own]
     for shapes in possible_shapes(tracer.real or tracer.batch, tracer.layers):
         tracer.shapes = shapes
-        traces = (_trace(tracer, FEW * multiple) for multiple in _MULTIPLES)
-        if found := next(filter(None, traces), None):
+        if found := next(filter(None, (_trace(tracer, size) for size in sizes)), None):
             if not any(found.not_by_example):
                 return found
             fallback = fallback or (found, shapes)
