@@ -12,8 +12,7 @@
         return loss
 
 A tower function is called once for each tower, and before that on synthetic examples, to analyze
-it; it must create no variables, and may assign only Keras variables. `replica_context` makes the
-copies exact; `joined_outputs` lets a tape go back through `concat`.
+it; it must create no variables, and may assign only Keras variables.
 """
 
 import warnings
@@ -51,9 +50,6 @@ class TowerBuilder:
     Every tensor of a `batch` (any `tf.nest` structure) is split along axis 0, one slice for each
     tower; where the number of examples does not divide, the first towers get one more. A `PerTower`
     is not split. Without a batch the function is just copied.
-
-        builder = towers.TowerBuilder(["/cpu:0", "/cpu:1"])
-        norm = builder.sum(lambda x: tf.reduce_sum(x * x), tf.ones([3, 2]))
     """
 
     def __init__(
@@ -66,19 +62,20 @@ class TowerBuilder:
         gather_at_variables: bool = False,
         jit_compile: bool = False,
         on_warning: Callable[[str], None] = warnings.warn,
+        on_doubt: Callable[[str], None] | None = None,
     ):
         """Set where the towers run and where their results are gathered.
 
         Args:
             devices: one TensorFlow device for each tower; a device may hold several towers.
             gather_device: the device of splitting, summing and joining.
-            batch_norm: "sync" computes BatchNorm's moments over all towers' examples, in a
-                `tf.function` (else over each tower's, with a warning); "local" over each slice.
+            batch_norm: BatchNorm's moments: "sync" over all towers, in a `tf.function`; "local".
             accumulate_steps: number of parts of a batch that `gradients`, and `concat` under a
                 tape, process one after the other: less memory, the same sums.
             gather_at_variables: sum each gradient on its variable's device.
             jit_compile: compile each tower by XLA; BatchNorm must be local.
             on_warning: called with each line on what towers may compute otherwise than one device.
+            on_doubt: the former name of `on_warning`.
         """
         if batch_norm not in ("sync", "local"):
             raise ValueError(f"batch_norm={batch_norm!r} must be 'sync' or 'local'")
@@ -88,7 +85,7 @@ class TowerBuilder:
         self.batch_norm, self.jit_compile = batch_norm, jit_compile
         self.accumulate_steps, self.gather_at_variables = accumulate_steps, gather_at_variables
         self.num_slices = len(self.devices) * accumulate_steps  # of a batch of `gradients`
-        analyses = replica_context.FunctionAnalyses(self.num_slices, on_warning)
+        analyses = replica_context.FunctionAnalyses(self.num_slices, on_doubt or on_warning)
         self.analyze, self.warn = analyses.analyze, analyses.warn
         self.check_exactness = analyses.check_exactness
 
@@ -139,8 +136,7 @@ class TowerBuilder:
 
     def tower_sums(self, loss_fn: Callable, variables: Sequence[Any], *batch: Any) -> TowerSums:
         """Return each tower's sums for `gradients`; call `gather_sums` next."""
-        analysis = self.analyze(loss_fn, *batch)
-        losses.check_by_example(analysis)
+        losses.check_by_example(analysis := self.analyze(loss_fn, *batch))
         masters, totals, made = losses.masters_of(variables), [], []
 
         def on_tower(replica: ReplicaContext) -> tuple:
