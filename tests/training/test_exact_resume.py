@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import random
+import re
 import signal
 import textwrap
 import warnings
@@ -158,7 +159,11 @@ RARE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("data, place, options", PLACES + [rare(*r) for r in RARE], ids=str)
+def _name(value):  # the same in each process of a session
+    return re.sub("<function (.*) at .*>", r"\1", str(value))
+
+
+@pytest.mark.parametrize("data, place, options", PLACES + [rare(*r) for r in RARE], ids=_name)
 def test_it_ends_as_if_it_had_not_been_interrupted(tmp_path, data, place, options):
     found = interrupted(tmp_path, place, data, **options)
     assert_as_uninterrupted(*found, data, **options)
