@@ -6,7 +6,6 @@
     def train_step(images, labels):
         def loss_fn(images, labels):                 # runs once a tower, on its slice
             return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, model(images))
-
         loss, gradients = builder.gradients(loss_fn, model.trainable_variables, images, labels)
         optimizer.apply(gradients, model.trainable_variables)
         return loss
@@ -47,9 +46,10 @@ class Forward:
 class TowerBuilder:
     """Copies functions onto devices and gathers their results.
 
-    Every tensor of a `batch` (any `tf.nest` structure) is split along axis 0, one slice for each
-    tower; where the number of examples does not divide, the first towers get one more. A `PerTower`
-    is not split. Without a batch the function is just copied.
+    Every tensor of a `batch` (any `tf.nest` structure) is split along axis 0; the first towers get
+    one example more if need be. A `PerTower` is not split; without a batch the function is copied.
+
+        sums = towers.TowerBuilder(["/cpu:0", "/cpu:1"]).sum(tf.reduce_sum, tf.ones([3, 2]))
     """
 
     def __init__(
