@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tests import runs, tiny
 from tests.runs import command
+from tests.training.test_variables import Shrinking
 from towers.builder import device_types
 from towers.errors import InputError, RunError
 from towers.training.train import train
@@ -119,6 +120,11 @@ def normalized(num_classes):
     return keras.Sequential([keras.Input([6]), Refusing(), keras.layers.Dense(num_classes), *NORM])
 
 
+def shrinking(num_classes):
+    layers = [Refusing("output"), Shrinking(5), keras.layers.Dense(num_classes)]
+    return keras.Sequential([keras.Input([6]), *layers])
+
+
 def of_normalized(y, outputs):
     return cross_entropy(y, NORM[0](outputs, training=True))
 
@@ -140,6 +146,7 @@ KINDS = {
     "compiled, a layer called again": dict(
         model=f"{NAME}:normalized", loss=f"{NAME}:of_normalized"
     ),
+    "a kernel that its layer assigns": dict(model=f"{NAME}:shrinking", variables="replicated"),
     "own step": OWN,
     "own step, gradient": OWN | dict(model_args="where=gradient", variables="sharded"),
     "GPUs": dict(devices="/cpu:1,/cpu:2", variables="replicated"),
@@ -160,7 +167,10 @@ class Loop(tiny.Loop):
         self.batches = iter(self.run.data.train.train_batches(7, seed=self.run.options.seed))
 
 
-RELEASE = ("cpu", "compiled, a layer called again", "own step, gradient", "GPUs")
+RELEASE = (
+    "cpu", "compiled, a layer called again", "own step, gradient", "GPUs",
+    "a kernel that its layer assigns",
+)  # fmt: skip
 
 
 def on_devices(name):
@@ -185,6 +195,9 @@ def test_after_a_bad_step_all_is_as_before_it(name):
         assert name.startswith("GPUs") or MARK in batch[0][0].numpy()  # that of this very step
         loop.loop(loop.batches, tf.constant(3))  # what comes after it changes nothing
         tiny.assert_identical(loop.state(), states[-1])
+        for replica in loop.masters.replicas[1:]:
+            for copy, master in zip(replica.weights, loop.masters.replicas[0].weights, strict=True):
+                np.testing.assert_array_equal(copy.numpy(), master.numpy())
 
 
 def test_a_skipped_step_counts_and_training_goes_on(tmp_path, capsys):

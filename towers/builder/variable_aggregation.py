@@ -54,12 +54,16 @@ def assign_once(
                 values = [merge(policy, variables[0].value, list(values), counts)]
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
-            copies = {id(own := scope.own.get(id(variable))): own for scope in scopes}
-            for copy in copies.values():
-                if isinstance(copy, tf.Variable) and copy is not variable.value:
-                    with tf.device(copy.device):
-                        copy.assign(tf.cast(value, copy.dtype))
+            for copy in copies_of(variable, scopes):
+                with tf.device(copy.device):
+                    copy.assign(tf.cast(value, copy.dtype))
     return unknown
+
+
+def copies_of(variable: keras.Variable, scopes: Sequence[ReplicaScope]) -> list[tf.Variable]:
+    """Return the copies of a variable that towers read in its place, each once."""
+    read = {id(own := scope.own.get(id(variable))): own for scope in scopes}.values()
+    return [v for v in read if isinstance(v, tf.Variable) and v is not variable.value]
 
 
 def policy_of(variable: keras.Variable) -> str | None:

@@ -27,6 +27,7 @@ from towers.builder.replica_context import assigned, integers_on
 from towers.builder.replica_scope import ReplicaScope
 from towers.builder.sharding import PerTower, num_rows
 from towers.builder.tower import TowerBuilder
+from towers.builder.variable_aggregation import copies_of
 from towers.data import Data, Split, augment, augment_ops
 from towers.monitoring import tower_metrics
 from towers.monitoring.pictures import Predictions
@@ -103,7 +104,11 @@ class Task(abc.ABC):
                 if not self.squares_rows:  # the update sums repeated rows: it may be dense
                     dense = gather.dense_on_gpus(sums.gradients, variables, builder.devices)
                     sums = dataclasses.replace(sums, gradients=dense)
-                statistics = [(v.value, snapshot(v.value)) for v in assigned(sums.scopes)]
+                statistics = [
+                    (own, snapshot(own))
+                    for v in assigned(sums.scopes)
+                    for own in (v.value, *copies_of(v, sums.scopes))
+                ]
                 loss, gradients = builder.gather_sums(sums, variables)
                 gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
                 if measured is not None:
