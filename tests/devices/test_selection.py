@@ -72,6 +72,7 @@ def test_too_late_for_more_cpus_towers_share_those_there_are(args, capsys):
     tf.constant(0)
     assert tower_devices(*args) == (CPUS * 3)[: args[0]]
     (line,) = capsys.readouterr().err.splitlines()
+    assert not line.startswith("towers: ")  # as errors do
     assert f"{args[0]} towers share /cpu:0, /cpu:1, /cpu:2, /cpu:3, all that" in line
     assert f"type towers.devices.tower_devices({args[0]}) before the first model" in line
 

@@ -12,11 +12,11 @@ import contextlib
 import dataclasses
 import os
 import re
+import sys
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from towers import signals
 from towers.builder import device_types
 from towers.builder.device_types import are_remote, machine_of
 from towers.devices import cuda_visible_devices, nvml, remote
@@ -94,12 +94,12 @@ def tower_devices(
     if not missing:
         return chosen
     if (not names or kind == "cpu") and not device_types.stand_in():
-        signals.print_error(
-            f"{len(chosen)} towers share {', '.join(cpus)}, all that TensorFlow has started with: "
-            "the numbers are the same; for a device each type "
+        print(
+            f"note        {len(chosen)} towers share {', '.join(cpus)}, all that TensorFlow has "
+            "started with: the numbers are the same; for a device each type "
             f"towers.devices.tower_devices({len(chosen)}) before the first model, in a notebook "
-            "after a restart of its kernel"
-        )
+            "after a restart of its kernel", file=sys.stderr, flush=True,
+        )  # fmt: skip
         return [cpus[tower % len(cpus)] for tower in range(len(chosen))]
     why = _driver_says(nvml.gpus()) if "gpu" in missing[0] else _TOO_LATE
     raise InputError(
