@@ -307,6 +307,26 @@ def draws_and_moments_that_are_recomputed():
     return of_model(net)._replace(losses=recomputed, plain=cubes(plain))
 
 
+class Widths(layers.Layer):
+    """Takes as many columns, and repeats them as often, as untrained weights say; counts calls."""
+
+    def build(self, shape):
+        given = dict(shape=(), trainable=False)
+        self.width = self.add_weight(initializer=keras.initializers.Constant(2), dtype="int64", **given)
+        self.times = self.add_weight(initializer=keras.initializers.Constant(3), **given)
+
+    def call(self, x):
+        x = tf.tile(x[:, : self.width + 0], [1, tf.cast(self.times + 0, tf.int32)])
+        self.times.assign_add(1.0)
+        return tf.reduce_sum(x, axis=1, keepdims=True) * tf.cast(tf.shape(x)[1], x.dtype)
+
+
+@row(THREE, GPUS, GPUS_JOINED, GPUS_UNKNOWN)
+def values_that_make_shapes():
+    """A tower that fetches a value does not take the shape of what stands in for it meanwhile."""
+    return of_model(sequential((3,), layers.Dense(4, "tanh"), Widths(), layers.Dense(2)))
+
+
 # Moments over all towers.
 
 

@@ -50,10 +50,8 @@ class WeightBroadcast:
             if key not in self._stand_ins:
                 small = is_small(variable)
                 value = tf.zeros(variable.shape, variable.dtype) if small else own(variable)
-                # An op that TensorFlow keeps: without it each tower would fetch the value, and
-                # constants that TensorFlow folds, as a shape, would wait for the read.
                 with tf.device(first):
-                    stand_in = tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
+                    stand_in = _stand_in(value)
                 self._stand_ins[key] = stand_in
                 if small:
                     group = variable.device, first, variable.dtype
@@ -85,7 +83,7 @@ class VariablePrefetch:
         if here or tf.executing_eagerly() or tf.compat.v1.get_default_graph() is not self._graph:
             return None
         with tf.name_scope(FETCHED):
-            stand_in = tf.identity(tf.zeros(variable.shape, variable.dtype))
+            stand_in = _stand_in(tf.zeros(variable.shape, variable.dtype))
         group = variable.device, self._device, variable.dtype
         self._reads.setdefault(group, []).append((variable, stand_in))
         return stand_in
@@ -93,6 +91,12 @@ class VariablePrefetch:
     def join(self) -> None:
         """Replace the stand-ins by the packed values."""
         _join(self._reads, "fetch")
+
+
+def _stand_in(value: tf.Tensor) -> tf.Tensor:
+    # An op that TensorFlow keeps and does not fold: else each tower would fetch the value, and a
+    # shape that is computed from it would be that of the zeros.
+    return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
 
 
 def _join(groups: dict[tuple, list[tuple[tf.Variable, tf.Tensor]]], scope: str) -> None:

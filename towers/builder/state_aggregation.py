@@ -33,8 +33,14 @@ def policies_of(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) -> dict[i
     # A large value would hide small changes.
     near = [v if np.max(np.abs(v), initial=0) < _FAR**2 else np.zeros_like(v) for v in values]
     for trial in range(_TRIALS):
-        before = [np.asarray(v + _FAR * (trial % 3 - 1), v.dtype) for v in near]
-        results = [found["states"] for found in _run_slices(tracer, traces, trial, before)]
+        shift = trial % 3 - 1
+        before = [np.asarray(v + _FAR * shift, v.dtype) for v in near]
+        try:
+            results = [found["states"] for found in _run_slices(tracer, traces, trial, before)]
+        except tf.errors.InvalidArgumentError:
+            if shift:  # a value that it cannot take, as a negative length
+                continue
+            raise
         for variable, start, *own in zip(few.states, before, *results, strict=True):
             if not all(np.array_equal(value, start) for value in own):
                 changed.add(id(variable))
