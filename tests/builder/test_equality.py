@@ -311,9 +311,9 @@ class Widths(layers.Layer):
     """Takes as many columns, and repeats them as often, as untrained weights say; counts calls."""
 
     def build(self, shape):
-        given = dict(shape=(), trainable=False)
-        self.width = self.add_weight(initializer=keras.initializers.Constant(2), dtype="int64", **given)
-        self.times = self.add_weight(initializer=keras.initializers.Constant(3), **given)
+        given, constant = dict(shape=(), trainable=False), keras.initializers.Constant
+        self.width = self.add_weight(initializer=constant(2), dtype="int64", **given)
+        self.times = self.add_weight(initializer=constant(3), **given)
 
     def call(self, x):
         x = tf.tile(x[:, : self.width + 0], [1, tf.cast(self.times + 0, tf.int32)])
