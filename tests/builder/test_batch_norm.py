@@ -25,6 +25,9 @@ DEVICES = ["/cpu:1", "/cpu:2", "/cpu:3"]
 )
 def test_batches_and_maps_of_unknown_size_are_normalised_by_the_fused_kernels(shape, on_gpus):
     model = keras.Sequential([keras.Input([*[None] * (len(shape) - 1), 3])])
+    model.add(layers.Dense(3, use_bias=False))
+    model.add(layers.BatchNormalization(momentum=0.5))
+    model.add(layers.Dense(3, "softplus", use_bias=False))  # the gradient meets again in the first
     model.add(layers.BatchNormalization(momentum=0.5))
     pools = {2: layers.GlobalMaxPooling1D, 3: layers.GlobalMaxPooling2D}
     for pool in filter(None, [pools.get(len(shape))]):

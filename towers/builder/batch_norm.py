@@ -180,6 +180,7 @@ def _normalise_together(
             )  # fmt: skip
             sums = sync.all_sum(tf.stack([of_scale, of_offset]))
             weight = -scale * tf.math.rsqrt(variance + epsilon) / everything
+            weight = _zero_if_empty(weight, sync)  # else padding is in the sums of the layer before
             by_moments = by(weight * sums[0], weight * sums[1], mean, variance)
             return direct + by_moments, of_scale, of_offset
 
@@ -308,6 +309,7 @@ def _prepare(layers: Sequence[_LayerApart], sync: SyncHandle) -> None:
     offset[1, 1] = 1.0
     taken = tf.concat([own * (-factor * of_all), [joined("share") * tf.ones_like(factor)]], axis=0)
     lines = factor * (itself * of_own - offset * of_all) + tf.expand_dims(by_all, 2) * taken
+    lines = _zero_if_empty(lines, sync)
     kernel_scales, lines = tf.split(scale * own[0], sizes), tf.split(lines, sizes, axis=-1)
     for layer, kernel_scale, line in zip(layers, kernel_scales, lines, strict=True):
         layer.kernel_scale, layer.lines = kernel_scale, line
@@ -323,11 +325,11 @@ def _by_moments(
     ).y  # fmt: skip
 
 
-def _zero_if_empty(moments: tf.Tensor, sync: SyncHandle) -> tf.Tensor:
+def _zero_if_empty(values: tf.Tensor, sync: SyncHandle) -> tf.Tensor:
     if not tf.is_tensor(sync.count):
-        return moments
-    # Padding has no moments.
-    return tf.where(sync.count > 0, moments, tf.zeros_like(moments))
+        return values
+    # Padding has no moments, and no gradient goes through those of all towers to it.
+    return tf.where(sync.count > 0, values, tf.zeros_like(values))
 
 
 def _combine(gathered: tf.Tensor, num_channels: int, epsilon: float = 0.0) -> tuple:
