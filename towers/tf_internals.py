@@ -9,8 +9,12 @@ names the closest public interface, or the one that is missing ("Public");
 
 import contextlib
 import functools
+import gc
+import operator
 import os
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -332,6 +336,36 @@ def value_of(variable: keras.Variable) -> tf.Variable | None:
 def set_value_of(variable: keras.Variable, value: tf.Variable) -> None:
     """Replace the `tf.Variable` of a Keras variable. Public: a device for add_weight."""
     variable._value = value
+
+
+def held_elsewhere(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+    """Return the variables whose `tf.Variable` is held by more than the Keras variable.
+
+    A function that was traced holds the handles that it reads. Public: none.
+    """
+
+    def references(variable: Any) -> tuple[int, int]:
+        return sys.getrefcount(variable._value), sys.getrefcount(variable._value._handle)
+
+    with tf.init_scope():
+        alone = references(types.SimpleNamespace(_value=make_variable(tf.zeros([]))))
+
+    def held() -> list[keras.Variable]:
+        return [v for v in variables if any(map(operator.gt, references(v), alone))]
+
+    if held():
+        gc.collect()  # functions that are gone are in cycles
+    return held()
+
+
+def drop_functions(model: keras.Model) -> None:
+    """Drop the functions that a model has made of its steps. Public: none.
+
+    To assign None leaves TensorFlow with a reference, as to a part of a checkpoint.
+    """
+    for name in ("train_function", "test_function", "predict_function"):
+        delattr(model, name)
+        setattr(model, name, None)
 
 
 def make_variable(value: tf.Tensor) -> tf.Variable:

@@ -104,3 +104,42 @@ def test_the_numbers_are_those_of_one_device():
             [re.sub(r"_\d+", "", name) for name, _ in found["optimizer"]] for found in (plain, over)
         )
         assert of_plain == of_towers
+
+
+@pytest.mark.parametrize("before", ["predict", "fit", "towers"])
+def test_models_that_share_layers_keep_their_weights_together(before):
+    """A weight that a function reads which was traced before is not moved from under it."""
+
+    def train(num_towers):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input([3])
+        shared = layers.Dense(4, "tanh")(inputs)
+        model, other = (
+            keras.Model(inputs, layers.Dense(size)(layers.Dense(width)(shared)))
+            for size, width in ((2, 30), (1, 5))
+        )
+        for own in (model, other):
+            own.compile("adam", "mse", jit_compile=False)
+        given = dict(batch_size=8, verbose=0, shuffle=False)
+        if before == "predict":
+            other.predict(x, verbose=0)
+        if before == "fit":
+            other.fit(x, x[:, :1], **given)
+        figures = []
+        for _ in range(2 if num_towers else 0):
+            towers.parallelize(model, devices=GPUS[:num_towers])  # twice: functions are made anew
+        if num_towers and before == "towers":
+            towers.parallelize(other, devices=GPUS[:num_towers])
+        for _ in range(2):
+            figures += model.fit(x, x[:, :2], **given).history["loss"]
+            if before != "predict":
+                figures += other.fit(x, x[:, :1], **given).history["loss"]
+            figures.append(float(np.sum(other.predict(x, verbose=0))))
+        return figures
+
+    x = RANDOM.normal(size=(20, 3))
+    with cpus_for_gpus(), tf.device(GPUS[0]), fits.in_float64():
+        plain = train(0)
+        with pytest.warns(UserWarning, match="call towers.parallelize before"):
+            over = train(2)
+    np.testing.assert_allclose(over, plain, rtol=1e-9)

@@ -23,7 +23,7 @@ from towers.training.run import checkpoint, compile_from_flags, manifest, model
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import load_data
 from towers.training.run.tensorflow_errors import user_facing_errors
-from towers.training.step.train_state import by_unique_name, move, variables_of
+from towers.training.step.train_state import by_unique_name, move_all, variables_of
 
 Warn = Callable[[str], Any]
 
@@ -93,9 +93,8 @@ def load(
             options_from_call(None, given, verb="load"), averages=averages, step=step
         )
     if devices_here("GPU"):  # as in a run
-        for variable in trained.model.variables:
-            if variable.value.dtype.is_floating:
-                move(variable, "/gpu:0")
+        floats = [v for v in trained.model.variables if v.value.dtype.is_floating]
+        move_all(floats, "/gpu:0")
     return trained.model
 
 

@@ -30,6 +30,8 @@ from towers.builder.sharding import PerTower, slices_of
 from towers.builder.tower import Forward, TowerBuilder
 from towers.devices import remote
 from towers.errors import InputError
+from towers.formatting import count
+from towers.graphs.placement import short_device_name
 from towers.training.step import fused_update, train_state
 from towers.training.step.train_state import optimizers_of
 
@@ -172,7 +174,7 @@ def unparallelize(model: keras.Model) -> keras.Model:
     """
     for name in (*_STEPS, *_MAKERS, "_tower_steps"):
         vars(model).pop(name, None)
-    model.train_function = model.test_function = model.predict_function = None  # traced before
+    tf_internals.drop_functions(model)  # traced before
     return model
 
 
@@ -441,7 +443,8 @@ class _Steps:
     def _place(self, variables: Sequence[keras.Variable]) -> None:
         """Move new variables to their device, before a function that is kept reads them.
 
-        Weights of an optimizer that is already built stay beside its slots.
+        Weights of an optimizer that is already built stay beside its slots, and variables where
+        another function reads them.
         """
         new = [v for v in variables if id(v) not in self._placed]
         self._placed |= {id(v) for v in new}
@@ -453,8 +456,16 @@ class _Steps:
                 sharded = v.trainable and self.builder.gather_at_variables
                 (weights if sharded else others).append(v)
         with tf.init_scope():
-            train_state.shard(weights, self.builder.devices)
-            train_state.move_all(others, self._device)
+            stay = train_state.shard(weights, self.builder.devices)
+            stay += train_state.move_all(others, self._device)
+        if stay:
+            where = short_device_name(tf_internals.value_of(stay[0]).device)
+            self.builder.warn([
+                f"{count(len(stay), 'variable')}, as {stay[0].path}, cannot be moved from {where}: "
+                "the numbers are the same, but steps copy more; what holds them is a function that "
+                "was traced before, as in predict or fit of a model that has them, too: call "
+                "towers.parallelize before that"
+            ])  # fmt: skip
 
 
 def _has_slots(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -204,23 +204,21 @@ def default_device(variables: str, devices: Sequence[str]) -> str:
     return devices[0] if variables != "cpu" and are_gpus(devices) else HOST
 
 
-def move_all(variables: Iterable[keras.Variable], device: str) -> None:
-    """Move Keras variables to a device before anything reads them.
+def move_all(variables: Iterable[keras.Variable], device: str) -> list[keras.Variable]:
+    """Move Keras variables to a device, and return those that stay; see `move`.
 
     Those of int32 stay: TensorFlow keeps them in the host's memory, on GPUs too.
     """
-    for variable in variables:
-        if tf_internals.value_of(variable).dtype not in (tf.int32, tf.string):
-            move(variable, device)
+    on_host = tf.int32, tf.string
+    return move([(v, device) for v in variables if tf_internals.value_of(v).dtype not in on_host])
 
 
 def place(weights: Sequence[keras.Variable], variables: str, devices: Sequence[str]) -> None:
-    """Move weights as `variables`, one of VARIABLES, says, before anything reads them."""
+    """Move weights as `variables`, one of VARIABLES, says; see `move`."""
     if variables == "sharded":
         shard(weights, devices)
     if variables == "replicated":
-        for weight in weights:
-            move(weight, devices[0])
+        move([(weight, devices[0]) for weight in weights])
 
 
 def copies_on(
@@ -241,23 +239,34 @@ def counter(name: str, device: str) -> tf.Variable:
         return tf.Variable(0, trainable=False, dtype=tf.int64, name=name)
 
 
-def shard(weights: Sequence[keras.Variable], devices: Sequence[str]) -> None:
-    """Distribute weights over devices: the largest first, each to the device with fewest bytes."""
-    held = dict.fromkeys(devices, 0)
+def shard(weights: Sequence[keras.Variable], devices: Sequence[str]) -> list[keras.Variable]:
+    """Move weights: the largest first, each to the device with fewest bytes; see `move`."""
+    held, places = dict.fromkeys(devices, 0), []
     for weight in sorted(weights, key=lambda v: -_num_bytes(v)):
         device = min(held, key=lambda name: held[name])
         held[device] += _num_bytes(weight)
-        move(weight, device)
+        places.append((weight, device))
+    return move(places)
 
 
-def move(variable: keras.Variable, device: str) -> None:
-    """Move a Keras variable to a device before anything reads it."""
-    before = tf_internals.value_of(variable)  # also within a stateless scope
-    if is_device(before.device, device):
-        return
-    with tf.device(device):
-        value = tf.Variable(before, trainable=variable.trainable, name=variable.name)
-    tf_internals.set_value_of(variable, value)
+def move(places: Sequence[tuple[keras.Variable, str]]) -> list[keras.Variable]:
+    """Give Keras variables a new `tf.Variable` on a device; return those that stay.
+
+    A variable stays if something else holds its `tf.Variable`, as a function does that was traced
+    before: that would go on with the old one.
+
+    Args:
+        places: pairs (variable, name of its device).
+    """
+    places = [(v, to) for v, to in places if not is_device(tf_internals.value_of(v).device, to)]
+    held = tf_internals.held_elsewhere([v for v, _ in places]) if places else []
+    for variable, device in places:
+        if not any(variable is own for own in held):
+            before = tf_internals.value_of(variable)  # also within a stateless scope
+            with tf.device(device):
+                value = tf.Variable(before, trainable=variable.trainable, name=variable.name)
+            tf_internals.set_value_of(variable, value)
+    return held
 
 
 def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]:
