@@ -4,6 +4,7 @@ Loss, gradients and all that is assigned, in two steps, beside plain TensorFlow 
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -209,6 +210,23 @@ def embeddings():
         )
 
     return Case(losses, [chosen.embeddings, table, tied, fixed.embeddings, unused], [tokens])
+
+
+@row(TWO, THREE, JOINED, JOINED_UNKNOWN, IN_PARTS, GPUS)
+def lookups_of_unique_numbers():
+    """Rows that several towers look up are summed, as optimizers square each row of a gradient."""
+    tokens = tf.constant([[0, 1], [1, 2], [8, 8], [3, 0], [1, 1], [5, 7], [8, 2]])
+    normal = np.random.default_rng(0).normal(size=(9, 3))
+    combined, unique = (keras.Variable(normal, dtype="float64") for _ in range(2))
+
+    def losses(tokens):
+        rows, places = tf.unique(tf.reshape(tokens, [-1]))
+        own = tf.gather(tf.gather(unique, tf.cast(rows, tf.int64)), tf.reshape(places, [-1, 2]))
+        ids = tf.RaggedTensor.from_tensor(tokens).to_sparse()
+        means = tf.nn.embedding_lookup_sparse(combined.value, ids, None, combiner="mean")
+        return tf.reduce_sum(own**3, axis=[1, 2]) + tf.reduce_sum(means**3, axis=1)
+
+    return Case(losses, [combined, unique], [tokens])
 
 
 # What is assigned.
@@ -486,7 +504,8 @@ def outcome(case, step, size=None):
         found[f"loss {i}"] = loss
         for n, gradient in enumerate(gradients):
             first, *others = gradient if isinstance(gradient, list) else [gradient]
-            assert all(np.array_equal(first, other) for other in others)
+            leaves = (tf.nest.flatten(own, expand_composites=True) for own in (first, *others))
+            assert all(all(map(np.array_equal, *pair)) for pair in itertools.pairwise(leaves))
             found[f"gradient {n} of step {i}"] = first
         found |= {f"state {n} after step {i}": v.numpy() for n, v in enumerate(case.state)}
         for weight in case.weights:
@@ -531,15 +550,22 @@ def of_towers(make, way):
         return outcome(case, step_of(case, way, gather_device=DEVICES[0]), way.size)
 
 
+def by_row(gradient):
+    indices, values = np.asarray(gradient.indices), np.asarray(gradient.values)
+    repeats = len(set(indices.tolist())) < len(indices)
+    order = slice(None) if repeats else np.argsort(indices)
+    return indices[order], values[order]
+
+
 def assert_equal(found, expected):
-    """Compare by the largest value; sparse gradients by their rows, in their order."""
+    """Compare by the largest value; sparse gradients by row, repeated rows in order."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         own = found[name]
         if isinstance(value, tf.IndexedSlices):
             assert isinstance(own, tf.IndexedSlices), name
-            np.testing.assert_array_equal(own.indices, value.indices)
-            own, value = own.values, value.values
+            (rows, own), (expected_rows, value) = by_row(own), by_row(value)
+            np.testing.assert_array_equal(rows, expected_rows)
         assert (own is None) == (value is None), name
         if value is not None:
             error = np.max(np.abs(own - value), initial=0)

@@ -106,6 +106,18 @@ def test_doubts_are_warnings():
         TowerBuilder(DEVICES).gradients(fn, [], tf.constant(X))
 
 
+def test_a_weight_that_is_looked_up_by_unique_numbers_and_otherwise_is_told():
+    weight = keras.Variable(X[:, 0])
+
+    def fn(x):
+        numbers = tf.argmax(x[:, 0], axis=1)
+        rows, places = tf.unique(numbers)
+        return tf.gather(tf.gather(weight, rows), places)[:, 0] + tf.gather(weight, numbers)[:, 0]
+
+    (told,) = told_of(fn)
+    assert told.startswith("sparse gradient: the weight ") and "look it up once" in told
+
+
 @pytest.mark.unit
 def test_one_tower_needs_no_rehearsal():
     calls = []

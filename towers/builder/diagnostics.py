@@ -99,6 +99,15 @@ def unknown_aggregation(variable: keras.Variable, why: str = "") -> str:
     )
 
 
+def several_lookups(path: str) -> str:
+    """Return the line for a weight that is looked up several times, by a batch's unique numbers."""
+    return (
+        f"sparse gradient: the weight {path} is looked up several times, and by numbers of which "
+        "each stands once in a batch, but once in each tower: an optimizer that squares gradients, "
+        "as Adam does, has other sums to square; look it up once, or by the examples' own numbers"
+    )
+
+
 def added_loss(layer: str, reason: str = "") -> str:
     """Return the line for a layer's loss that is no mean and no sum, or why its analysis failed."""
     if reason:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -20,6 +20,7 @@ from towers import tf_internals
 from towers.builder import diagnostics, rng_layout, state_aggregation
 from towers.builder.added_losses import AddedLoss
 from towers.builder.attributes import SideOutputs
+from towers.builder.gather import StaticIndexedSlices, UniqueIndexedSlices
 from towers.builder.instrumentation import FEW, MORE, Trace, Tracer, run
 from towers.builder.rng import DrawInfo
 from towers.builder.synthetic_inputs import possible_shapes
@@ -39,8 +40,8 @@ class FunctionAnalysis:
     unknown_states: tuple[keras.Variable, ...] = ()  # states of unknown aggregation
     by_example: bool | None = None  # whether it returns a row for each example; None: unknown
     reason: str = ""  # why trial runs failed
-    # Ids of `tf.Variable`s whose sparse gradient has as many rows for any number of examples.
-    fixed_rows: frozenset[int] = frozenset()
+    # {id of a `tf.Variable`: class of its sparse gradient}, where it is not the plain one.
+    sparse_gradients: Mapping[int, type] = dataclasses.field(default_factory=dict)
     tracer: Tracer | None = None
     trace: Trace | None = None  # for few examples, if the function could be traced
     added: tuple[AddedLoss, ...] = ()  # the losses that layers add, in order
@@ -54,6 +55,8 @@ class FunctionAnalysis:
         found += [diagnostics.ambiguous(d.layer, why) for d in self.draws or () if d.layout is None]
         found += [diagnostics.unknown_aggregation(state, why) for state in self.unknown_states]
         found += [diagnostics.added_loss(a.layer, a.reason) for a in self.added if a.policy is None]
+        mixed = self.trace.mixed_rows if self.trace else ()
+        found += map(diagnostics.several_lookups, mixed)
         return list(dict.fromkeys(found))
 
     @functools.cached_property
@@ -156,7 +159,9 @@ def _analyze(tracer: Tracer) -> FunctionAnalysis:
         more = _trace(tracer, few.size // FEW * MORE)
         if more is not None:
             same = (k for k, rows in few.num_rows.items() if rows and rows == more.num_rows.get(k))
-            found = dataclasses.replace(found, fixed_rows=frozenset(same))
+            kinds = dict.fromkeys(few.unique_rows, UniqueIndexedSlices)
+            kinds |= dict.fromkeys(same, StaticIndexedSlices)
+            found = dataclasses.replace(found, sparse_gradients=kinds)
         if more is None or [draw[0] for draw in few.draws] != [draw[0] for draw in more.draws]:
             draws = tuple(DrawInfo(op, None, None, layer) for op, _, layer in few.draws)
             added, states = _added(tracer, few, draws), tuple(few.states)

@@ -39,6 +39,17 @@ class StaticIndexedSlices(tf.IndexedSlices):
     """
 
 
+class UniqueIndexedSlices(tf.IndexedSlices):
+    """A sparse gradient that has each row once, as of a lookup of the batch's unique numbers."""
+
+
+def sum_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Return a sparse gradient with repeated rows summed, in the order of their first."""
+    rows, positions = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(rows))
+    return type(gradient)(values, rows, gradient.dense_shape)
+
+
 def add_other(values: Sequence[Any]) -> Any:
     """Return the sum of numbers or of sparse gradients, None for an empty list."""
     if not isinstance(next(iter(values), None), tf.IndexedSlices):
@@ -49,11 +60,10 @@ def add_other(values: Sequence[Any]) -> Any:
     indices = [value.indices for value in values]
     if len({own.dtype for own in indices}) > 1:  # a GPU's and a CPU's
         indices = [tf.cast(own, tf.int64) for own in indices]
-    return tf.IndexedSlices(
-        tf.concat([value.values for value in values], axis=0),
-        tf.concat(indices, axis=0),
-        values[0].dense_shape,
-    )
+    rows = tf.concat([value.values for value in values], axis=0), tf.concat(indices, axis=0)
+    if all(isinstance(value, UniqueIndexedSlices) for value in values):
+        return sum_rows(UniqueIndexedSlices(*rows, values[0].dense_shape))
+    return tf.IndexedSlices(*rows, values[0].dense_shape)
 
 
 def add_by_machine(plan: "GatherPlan") -> Callable:

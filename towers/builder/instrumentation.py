@@ -64,6 +64,8 @@ class Trace:
     weights: list[str] = dataclasses.field(default_factory=list)  # paths of the weights it reads
     # {id of a variable with a sparse gradient: rows of that}.
     num_rows: dict[int, int | None] = dataclasses.field(default_factory=dict)
+    unique_rows: list[int] = dataclasses.field(default_factory=list)  # ids of those without repeats
+    mixed_rows: list[str] = dataclasses.field(default_factory=list)  # paths of those of both kinds
     # (op, shape or None, layer) of its draws, in order.
     draws: list[tuple[str, list[int | None] | None, str]] = dataclasses.field(default_factory=list)
     # Variables that it assigns, without seeds and those of known aggregation.
@@ -120,7 +122,7 @@ class Tracer:
             states: variables whose values are inputs.
             nudged: {number of a draw: its shape}, of the draws that `run` can nudge.
             backward: return the gradients of layers' outputs and of weights, too.
-            sparse: set `num_rows`.
+            sparse: set `num_rows`, `unique_rows` and `mixed_rows`.
 
         Raises:
             InputError: the function assigns a `tf.Variable`.
@@ -143,7 +145,7 @@ class Tracer:
                     scope.close(size)
                     if sparse:
                         with contextlib.suppress(LookupError):  # an op without a gradient
-                            trace.num_rows = watch.num_rows()
+                            watch.read_sparse_gradients()
                     return watch.outcome(inputs, result, backward)
 
         with tf.init_scope():

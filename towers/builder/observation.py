@@ -136,24 +136,28 @@ class Observer:
 
         return call
 
-    def num_rows(self) -> dict[int, int | None]:
-        """Return {id of a weight's `tf.Variable`: rows of its gradient}, of the sparse ones."""
+    def read_sparse_gradients(self) -> None:
+        """Set the trace's `num_rows`, `unique_rows` and `mixed_rows`."""
 
         def gathered(weight: tf.Tensor) -> Iterator[tf.Tensor]:  # as by an embedding
             for op in weight.consumers():
-                if "Gather" in op.type:
+                if "Gather" in op.type or op.type.startswith("SparseSegment"):
                     yield op.outputs[0]
                 elif op.type in ("Identity", "Cast"):
                     yield from gathered(op.outputs[0])
 
-        found = {}
-        for key, weight in self.scope.weights.items():
+        for path, (key, weight) in zip(self.scope.paths, self.scope.weights.items(), strict=True):
             # Only the gather is differentiated: the whole way would cost a backward pass.
             if values := list(gathered(weight)):
                 (gradient,) = tf.gradients(values, [weight])
                 if isinstance(gradient, tf.IndexedSlices):
-                    found[key] = gradient.values.shape[0]
-        return found
+                    self.trace.num_rows[key] = gradient.values.shape[0]
+                    each = [tf.gradients([value], [weight])[0] for value in values]
+                    unique = [_is_unique(own.indices) for own in each]
+                    if unique == [True]:
+                        self.trace.unique_rows.append(key)
+                    elif any(unique):
+                        self.trace.mixed_rows.append(path)
 
     def outcome(self, inputs: Any, result: Any, backward: bool) -> dict[str, Any]:
         """Return the results of `instrumentation.run` as tensors."""
@@ -278,6 +282,18 @@ def _is_alone(loss: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
         return tf.constant(False)
     used = tf.convert_to_tensor(gradient) != 0
     return tf.reduce_any(used[0]) & ~tf.reduce_any(used[1:])
+
+
+def _is_unique(indices: tf.Tensor) -> bool:
+    """Return whether the rows of a sparse gradient are not repeated, as of embedding_lookup_sparse.
+
+    On one device each of its rows has one sum, which optimizers square.
+    """
+    while indices.op.type in ("Identity", "Cast", "Reshape", "StopGradient"):
+        indices = indices.op.inputs[0]
+    if indices.op.type.startswith("SparseSegment"):  # its gradient
+        return indices is indices.op.outputs[1]
+    return indices.op.type.startswith("Unique") and indices is indices.op.outputs[0]
 
 
 def _rows(leaf: tf.Tensor, size: int) -> tf.Tensor:

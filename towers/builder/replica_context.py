@@ -142,11 +142,10 @@ class ReplicaContext:
     def gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients without those that are new values, which `scope` records."""
         gradients = self.scope.without_new_values(gradients, variables)
-        fixed = self._replicas.analysis.fixed_rows
+        kinds = self._replicas.analysis.sparse_gradients
         for i, (own, variable) in enumerate(zip(gradients, variables, strict=True)):
-            if id(variable) in fixed and isinstance(own, tf.IndexedSlices):
-                rows = own.values, own.indices, own.dense_shape
-                gradients[i] = gather.StaticIndexedSlices(*rows)
+            if id(variable) in kinds and isinstance(own, tf.IndexedSlices):
+                gradients[i] = kinds[id(variable)](own.values, own.indices, own.dense_shape)
         return gradients
 
 

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from towers.builder.device_types import is_gpu, machine_of
-from towers.builder.gather import map_values
+from towers.builder.gather import map_values, sum_rows
 from towers.training.step import fused_update
 from towers.training.step.train_state import TrainState, WeightCopy
 
@@ -231,7 +231,7 @@ def _replica_update(
         # A power of 2: nothing is rounded.
         gradients = _each(lambda g, _: scaled(g, 1.0 / loss_scale), gradients, weights)
     if not squares_rows:
-        gradients = _each(lambda g, _: _one_slice_a_row(g), gradients, weights)
+        gradients = _each(_without_repeats, gradients, weights)
     with tf.device(replica.device):
         penalties, gradients = regularise(weights, gradients, rules)
         used = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
@@ -252,6 +252,10 @@ def _replica_update(
             fused_update.apply(optimizer, clipped, weights, finite)
 
     return penalty, norm, apply
+
+
+def _without_repeats(gradient: Any, _: keras.Variable) -> Any:
+    return sum_rows(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> list[Any]:
@@ -402,12 +406,3 @@ def update_averages(
 def scaled(gradient: Any, factor: tf.Tensor) -> Any:
     """Return a gradient, dense, sparse or None, times a scalar."""
     return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
-
-
-def _one_slice_a_row(gradient: Any) -> Any:
-    """Return a sparse gradient with repeated rows summed."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    rows, positions = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(rows))
-    return tf.IndexedSlices(values, rows, gradient.dense_shape)
