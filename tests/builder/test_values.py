@@ -59,6 +59,17 @@ def in_a_branch(layer, x):
     return tf.cond(tf.reduce_any(x > -1e9), shrunk, lambda: x)
 
 
+def drawing(fn, draw=keras.random.uniform):
+    seed = keras.random.SeedGenerator(3)
+    return lambda layer, x: fn(x, draw(ops.shape(x), seed=seed, dtype=x.dtype))
+
+
+def kept_share(x, drawn):
+    """Scales what is left of the whole batch, as DropBlock does."""
+    mask = ops.cast(drawn > 0.3, x.dtype)
+    return x * mask * ops.cast(ops.size(mask), x.dtype) / (1 + ops.sum(mask))
+
+
 FLOATS, TOKENS = tf.TensorSpec([7, 4], tf.float64), tf.TensorSpec([7, 4], tf.int32)
 MIXING = {
     "a mark": (FLOATS, shares(lambda x: x != -9)),
@@ -72,11 +83,20 @@ MIXING = {
     "large": (FLOATS, rarely(lambda x: x > 40)),
     "exactly": (FLOATS, rarely(lambda x: ops.equal(x, 17.5))),
     "in a branch": (FLOATS, in_a_branch),
+    "the share of a drawn mask": (FLOATS, drawing(kept_share)),
+    "noise without its mean": (FLOATS, drawing(lambda x, drawn: x + drawn - ops.mean(drawn, 0))),
+    "the largest number drawn": (FLOATS, drawing(lambda x, drawn: x * (drawn < ops.max(drawn)))),
+    "an order that is drawn": (FLOATS, drawing(
+        lambda x, drawn: ops.take(x, ops.argsort(drawn[:, 0]), axis=0), keras.random.normal
+    )),
 }
 INNOCENT = {
     "a mark": (FLOATS, lambda layer, x: ops.where(x == -9, 0.0, x)),
     "token 30": (TOKENS, lambda layer, x: ops.take(layer.table, ops.where(x == 30, 1, x), axis=0)),
     "NaN": (FLOATS, lambda layer, x: tf.where(tf.math.is_nan(x), tf.zeros_like(x), x)),
+    "noise without its own mean": (FLOATS, drawing(
+        lambda x, drawn: x + drawn - ops.mean(drawn, 1, keepdims=True), keras.random.normal
+    )),
 }
 
 
@@ -89,7 +109,7 @@ def told(spec, fn):
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_examples_that_see_each_other_by_rare_values_are_seen(name, float64):
+def test_examples_that_see_each_other_by_rare_values_or_by_draws_are_seen(name, float64):
     assert [line for line in told(*MIXING[name]) if line.startswith("mixed examples")]
 
 

@@ -20,6 +20,7 @@ from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.gather import join
 from towers.builder.instrumentation import FEW, Trace, run
 from towers.builder.op_names import NO_LAYER, tower_of
+from towers.builder.rng_layout import nudged
 
 _MANY = 16  # examples of a batch of unknown size
 _EFFECT = 1e-5  # relative to the largest value: less is rounding
@@ -109,7 +110,7 @@ def _run_all(analysis: FunctionAnalysis, batch: Sequence[Any], thorough: bool = 
     if any(line.startswith("ambiguous") for line in analysis.warnings):
         return []  # an example may then depend on others by their random numbers
     trials, found = _Trials(analysis, batch, thorough), []
-    checks = [trials.mixed]
+    checks = [trials.mixed, trials.mixed_draws]
     if thorough:
         checks += [lambda: trials.mixed(trials.traces[2]), trials.batch_size]
     elif not any(map(is_about_draws, analysis.warnings)):  # these depend on the order, too
@@ -136,7 +137,8 @@ class _Trials:
     """Runs of an analyzed function on real examples, repeated as often as needed."""
 
     def __init__(self, analysis: FunctionAnalysis, batch: Sequence[Any], thorough: bool):
-        self.tracer, self.few, self.draws = analysis.tracer, analysis.trace, analysis.draws
+        self.analysis, self.tracer = analysis, analysis.tracer
+        self.few, self.draws = analysis.trace, analysis.draws
         self.leaves, self.thorough = tf.nest.flatten(list(batch)), thorough
 
     def examples(self, start: int, size: int) -> list[Any]:
@@ -218,6 +220,22 @@ class _Trials:
             if places := [i for i, (a, b) in enumerate(pairs) if _differ(a[1:], b[1:])]:
                 backward.append(_MIXED_BACKWARD.format(_after(trace, places[-1])))
         return backward[:1]
+
+    def mixed_draws(self) -> list[str]:
+        """Name the layer that lets examples see each other's random numbers."""
+        trace = self.analysis.more
+        by_example = {
+            place: drawn
+            for place, drawn in enumerate(self.draws or ())
+            if drawn.layout and drawn.layout.axis is not None
+        }
+        if trace is None or not by_example or not self.is_steady(trace):
+            return []
+        low, high = nudged(trace, self.examples(0, trace.size), by_example, 0)
+        if not _differ(low["rows"][1:], high["rows"][1:]):
+            return []
+        pairs = zip(trace.layers, low["layers"], high["layers"], strict=True)
+        return [_MIXED.format(next((n for n, a, b in pairs if _differ(a[1:], b[1:])), NO_LAYER))]
 
     def places(self) -> list[str]:
         """Name the layer that depends on the order of examples."""

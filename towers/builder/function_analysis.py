@@ -44,6 +44,7 @@ class FunctionAnalysis:
     sparse_gradients: Mapping[int, type] = dataclasses.field(default_factory=dict)
     tracer: Tracer | None = None
     trace: Trace | None = None  # for few examples, if the function could be traced
+    more: Trace | None = None  # for more examples, with draws that can be nudged
     added: tuple[AddedLoss, ...] = ()  # the losses that layers add, in order
 
     @functools.cached_property
@@ -156,7 +157,7 @@ def _analyze(tracer: Tracer) -> FunctionAnalysis:
         found = FunctionAnalysis((), by_example=few.by_example, tracer=tracer, trace=few)
         if not few.draws and not few.states and not few.num_rows:
             return dataclasses.replace(found, added=_added(tracer, few, ()))
-        more = _trace(tracer, few.size // FEW * MORE)
+        more = _trace(tracer, few.size // FEW * MORE, num_nudged=len(few.draws))
         if more is not None:
             same = (k for k, rows in few.num_rows.items() if rows and rows == more.num_rows.get(k))
             kinds = dict.fromkeys(few.unique_rows, UniqueIndexedSlices)
@@ -168,13 +169,13 @@ def _analyze(tracer: Tracer) -> FunctionAnalysis:
             return dataclasses.replace(found, draws=draws, unknown_states=states, added=added)
         draws, policies = rng_layout.from_shapes(few, more), {}
         with _failure_recorded(reasons):
-            rng_layout.find_order(tracer, few, draws)
+            rng_layout.find_order(tracer, more, draws)
         if few.states:
             with _failure_recorded(reasons):
                 policies = state_aggregation.policies_of(tracer, few, draws)
         unknown = tuple(variable for variable in few.states if id(variable) not in policies)
         return dataclasses.replace(
-            found, draws=tuple(draws), policies=policies, unknown_states=unknown,
+            found, draws=tuple(draws), policies=policies, unknown_states=unknown, more=more,
             reason="; ".join(dict.fromkeys(reasons)), added=_added(tracer, few, draws),
         )  # fmt: skip
 
@@ -206,10 +207,10 @@ def _trace_few(tracer: Tracer) -> Trace | None:
     return found
 
 
-def _trace(tracer: Tracer, size: int) -> Trace | None:
+def _trace(tracer: Tracer, size: int, num_nudged: int = 0) -> Trace | None:
     reasons: list[str] = []
     with _failure_recorded(reasons):  # the towers will raise the error
-        return tracer.trace(size, sparse=True)
+        return tracer.trace(size, num_nudged=num_nudged, sparse=True)
     (tracer.failure,) = reasons
     return None
 

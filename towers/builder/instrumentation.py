@@ -7,7 +7,7 @@ its moving averages, so that examples do not depend on each other: towers synchr
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -68,6 +68,7 @@ class Trace:
     mixed_rows: list[str] = dataclasses.field(default_factory=list)  # paths of those of both kinds
     # (op, shape or None, layer) of its draws, in order.
     draws: list[tuple[str, list[int | None] | None, str]] = dataclasses.field(default_factory=list)
+    num_nudged: int = 0  # number of the first draws that `run` can nudge
     # Variables that it assigns, without seeds and those of known aggregation.
     states: list[keras.Variable] = dataclasses.field(default_factory=list)
     inputs: Sequence[keras.Variable] = ()  # variables whose values are arguments of `function`
@@ -109,7 +110,7 @@ class Tracer:
         rows: BatchSlice | None = None,
         known: Sequence[DrawInfo] | None = None,
         states: Sequence[keras.Variable] = (),
-        nudged: Mapping[int, Sequence[int]] | None = None,
+        num_nudged: int = 0,
         backward: bool = False,
         sparse: bool = False,
     ) -> Trace:
@@ -120,21 +121,21 @@ class Tracer:
             rows: draw these rows of a larger batch's random numbers.
             known: analysis of those draws.
             states: variables whose values are inputs.
-            nudged: {number of a draw: its shape}, of the draws that `run` can nudge.
+            num_nudged: number of the first draws that `run` can nudge.
             backward: return the gradients of layers' outputs and of weights, too.
             sparse: set `num_rows`, `unique_rows` and `mixed_rows`.
 
         Raises:
             InputError: the function assigns a `tf.Variable`.
         """
-        trace, nudged = Trace(size, inputs=states), nudged or {}
+        trace = Trace(size, inputs=states, num_nudged=num_nudged)
 
         def program(inputs: list, values: list, nudges: list) -> dict[str, Any]:
             own = {id(v): value for v, value in zip(states, values, strict=True)}
             given = iter(map(_with_known_shape, inputs, self._specs(size)))
             leaves = [x.values[0] if isinstance(x, PerTower) else next(given) for x in self.leaves]
             with tf.device("/cpu:0"), PerturbedScope(own, self._noise, self.reads_before) as scope:
-                watch = Observer(trace, scope, dict(zip(nudged, nudges, strict=True)))
+                watch = Observer(trace, scope, nudges)
                 for layer in self.layers:
                     watch.attributes.save(layer)
                 drawing = tf_internals.patch_draws(watch.draw)
@@ -152,7 +153,7 @@ class Tracer:
             trace.function = tf.function(program, autograph=False).get_concrete_function(
                 self._specs(size),
                 [tf.TensorSpec(v.shape, v.dtype) for v in states],
-                [tf.TensorSpec(shape, tf.int8) for shape in nudged.values()],
+                [tf.TensorSpec(None, tf.int8)] * num_nudged,
             )
         _read_nodes(trace)
         return trace
@@ -251,8 +252,8 @@ def run(
         trace: of a function.
         inputs: from `Tracer.examples`.
         states: values of the variables that are inputs; () for their current values.
-        nudges: for each nudged draw an array of its shape: 1 replaces a number by about the largest
-            that can be drawn, -1 by the least, 0 keeps it.
+        nudges: for each draw that can be nudged an array of its shape, or 0 for all of it: 1
+            replaces a number by about the largest that can be drawn, -1 by the least, 0 keeps it.
 
     Returns:
         "rows": float64 [size, D], the results and attributes of each example; "states": the values
@@ -269,7 +270,7 @@ def run(
         function.set_external_captures([stand_in(c) for c in function.captured_inputs])
         pairs = zip(states or trace.inputs, trace.inputs, strict=True)
         values = [tf.cast(value, v.dtype) for value, v in pairs]
-        nudges = [tf.constant(nudge, tf.int8) for nudge in nudges]
+        nudges = [tf.constant(nudge, tf.int8) for nudge in nudges or [0] * trace.num_nudged]
         found = tf_internals.call_for_at_most(_SECONDS, function, list(inputs), values, nudges)
     return tf.nest.map_structure(lambda x: x.numpy(), found)
 

@@ -1,7 +1,7 @@
 """Records the draws, layers, losses and state of a tower function while it is traced."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -68,8 +68,8 @@ class PerturbedScope(ReplicaScope):
 class Observer:
     """Records a function's random draws, its layers' outputs, and the losses that they add."""
 
-    def __init__(self, trace: Any, scope: PerturbedScope, nudges: Mapping[int, tf.Tensor]):
-        """Set the trace to fill, the scope of the run, and {number of a draw: nudge}."""
+    def __init__(self, trace: Any, scope: PerturbedScope, nudges: Sequence[tf.Tensor]):
+        """Set the trace to fill, the scope of the run, and the nudges of the first draws."""
         self.trace, self.scope, self.nudges = trace, scope, nudges
         self.calls: list[str] = []  # stack of layers
         self.outputs: list[tf.Tensor] = []
@@ -101,10 +101,11 @@ class Observer:
         place = len(self.trace.draws)
         dims = None if drawn.shape.rank is None else drawn.shape.as_list()
         self.trace.draws.append((op_name, dims, self.calls[-1] if self.calls else NO_LAYER))
-        if place not in self.nudges:
+        if place >= len(self.nudges):
             return drawn
         nudge, (least, most) = self.nudges[place], _range_of(op_name, drawn, arguments)
-        return tf.where(nudge > 0, most, tf.where(nudge < 0, least, drawn))
+        nudged = tf.where(nudge > 0, most, tf.where(nudge < 0, least, drawn))
+        return tf.ensure_shape(nudged, drawn.shape)
 
     def _make_add_loss(self, before: Callable) -> Callable:
         def add_loss(layer: keras.Layer, loss: Any) -> None:

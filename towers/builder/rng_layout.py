@@ -1,6 +1,8 @@
 """Finds the batch axis of each random draw of a tower function from its traces."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -32,44 +34,61 @@ def from_shapes(few: Trace, more: Trace) -> list[DrawInfo]:
     return found
 
 
-def find_order(tracer: Tracer, few: Trace, draws: list[DrawInfo]) -> None:
+def find_order(tracer: Tracer, trace: Trace, draws: list[DrawInfo]) -> None:
     """Set the order of examples in draws with several numbers of an example along the batch axis.
 
     One example's numbers are replaced: the results of other examples must not change.
+
+    Args:
+        tracer: of the function.
+        trace: of it, whose draws can be nudged.
+        draws: as `from_shapes` returns them.
     """
-    folded = {
-        place: drawn
+    folded = [
+        place
         for place, drawn in enumerate(draws)
         if drawn.layout and drawn.layout.axis is not None and drawn.dims[drawn.layout.axis][1] > 1
-    }
-    for place, drawn in folded.items():
-        draws[place] = dataclasses.replace(drawn, layout=None)  # until it is found
-    if not folded:
-        return
-    shapes = {place: few.draws[place][1] for place in folded}
-    trace, inputs = tracer.trace(few.size, nudged=shapes), tracer.examples(few.size)
+    ]
+    candidates = {place: draws[place] for place in folded}
+    for place in folded:
+        draws[place] = dataclasses.replace(draws[place], layout=None)  # until it is found
+    inputs = tracer.examples(trace.size) if folded else []
 
-    def reaches_only(place: int, axis: int, own: np.ndarray, example: int) -> bool:
+    def reaches_only(place: int, drawn: DrawInfo, example: int) -> bool:
         """Return whether perturbing an example's own numbers changes that example only."""
-        nudges = {p: np.zeros(shape, np.int8) for p, shape in shapes.items()}
-        np.moveaxis(nudges[place], axis, 0)[own] = 1
-        low, high = (
-            run(trace, inputs, nudges=[sign * nudge for nudge in nudges.values()])["rows"]
-            for sign in (-1, 1)
-        )
+        low, high = (found["rows"] for found in nudged(trace, inputs, {place: drawn}, example))
         change = np.max(np.abs(high - low), axis=1, initial=0)
         others = np.delete(change, example)
         return bool(change[example] > 0 and others.max() <= _EFFECT * change[example])
 
-    for place, drawn in folded.items():
+    for place, drawn in candidates.items():
         axis = drawn.layout.axis
         of_each = drawn.dims[axis][1]
         for inner in range(of_each, 0, -1):
-            owners = np.arange(shapes[place][axis]) // inner % trace.size
+            layout = BatchAxis(axis, None if inner == of_each else inner)
+            found = dataclasses.replace(drawn, layout=layout)
             ends = 0, trace.size - 1
-            if of_each % inner == 0 and all(
-                reaches_only(place, axis, owners == end, end) for end in ends
-            ):
-                layout = BatchAxis(axis, None if inner == of_each else inner)
-                draws[place] = dataclasses.replace(drawn, layout=layout)
+            if of_each % inner == 0 and all(reaches_only(place, found, end) for end in ends):
+                draws[place] = found
                 break
+
+
+def nudged(
+    trace: Trace, inputs: Sequence[Any], draws: Mapping[int, DrawInfo], example: int
+) -> list[dict[str, Any]]:
+    """Return two results of `run`, with the least and the largest of an example's random numbers.
+
+    Args:
+        trace: of a function, whose draws can be nudged.
+        inputs: from `Tracer.examples`.
+        draws: {number of a draw: its analysis}, of those that are replaced.
+        example: whose numbers are replaced.
+    """
+    nudges = [np.int8(0)] * trace.num_nudged
+    for place, drawn in draws.items():
+        axis, shape = drawn.layout.axis, trace.draws[place][1]
+        inner = drawn.layout.inner or drawn.dims[axis][1]
+        owners = np.arange(shape[axis]) // inner % trace.size
+        nudges[place] = np.zeros(shape, np.int8)
+        np.moveaxis(nudges[place], axis, 0)[owners == example] = 1
+    return [run(trace, inputs, nudges=[sign * nudge for nudge in nudges]) for sign in (-1, 1)]
