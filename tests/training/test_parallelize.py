@@ -458,12 +458,18 @@ def test_what_cannot_be_called_with_a_part_of_the_batch_runs_on_one_device(kind)
         assert fits.differences(fits.fit(build, given, epochs=1), found) == {}
 
 
-def test_a_model_that_runs_eagerly_says_that_it_runs_on_one_device():
-    build = functools.partial(network, run_eagerly=True)
+@pytest.mark.filterwarnings("ignore:Even though:UserWarning")  # TensorFlow's, of tf.data
+@pytest.mark.parametrize("way", ["compile", "TensorFlow"])
+def test_a_model_that_runs_eagerly_says_that_it_runs_on_one_device(way):
+    build = functools.partial(network, optimizer="adam", run_eagerly=way == "compile")
     given = {"x": X[:16], "y": Y[:16], "batch_size": 8}
-    with pytest.warns(UserWarning, match="run_eagerly"):
-        found = fits.fit(build, given, 2, epochs=1)
-    assert fits.differences(fits.fit(build, given, epochs=1), found) == {}
+    tf.config.run_functions_eagerly(way == "TensorFlow")
+    try:
+        with pytest.warns(UserWarning, match="run_eagerly"):
+            found = fits.fit(build, given, 2, epochs=1)
+        assert fits.differences(fits.fit(build, given, epochs=1), found) == {}
+    finally:
+        tf.config.run_functions_eagerly(False)
 
 
 def test_a_layer_in_which_examples_see_each_other_is_named():

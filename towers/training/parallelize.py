@@ -294,6 +294,8 @@ class _Steps:
         """Return whether a step will make variables of metrics or of an optimizer."""
         if name == "make_predict_function":
             return False
+        if self.model.run_eagerly or tf.config.functions_run_eagerly():  # nothing is traced
+            return False
         new = [own for own in optimizers_of(self.model) if not own.built]
         trains = name == "make_train_function"
         return tf_internals.will_make_metrics(self.model) or (trains and any(map(_has_slots, new)))
