@@ -458,6 +458,21 @@ def test_what_cannot_be_called_with_a_part_of_the_batch_runs_on_one_device(kind)
         assert fits.differences(fits.fit(build, given, epochs=1), found) == {}
 
 
+def test_a_model_that_gives_a_number_for_each_pair_runs_on_one_device():
+    """Towers of equal slices would join rows of their own pairs."""
+
+    def build():
+        pairs = layer_of(lambda _, x: keras.ops.matmul(x, keras.ops.transpose(x)))
+        model = keras.Sequential([keras.Input((5,)), dense(6), pairs])
+        model.compile("adam", lambda _, outputs: keras.ops.mean(outputs**4, axis=-1))
+        return model
+
+    given = {"x": X[:16], "y": Y[:16], "batch_size": 8}
+    with pytest.warns(UserWarning, match="sequential.* runs on one device: its output 0"):
+        found = fits.fit(build, given, 2, epochs=1)
+    assert fits.differences(fits.fit(build, given, epochs=1), found) == {}
+
+
 @pytest.mark.filterwarnings("ignore:Even though:UserWarning")  # TensorFlow's, of tf.data
 @pytest.mark.parametrize("way", ["compile", "TensorFlow"])
 def test_a_model_that_runs_eagerly_says_that_it_runs_on_one_device(way):

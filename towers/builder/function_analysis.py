@@ -74,6 +74,8 @@ class FunctionAnalysis:
         """The reason why slices' results cannot be joined to that of the batch; "" if they can."""
         if any(self.trace.not_by_example):
             return f"its output {self.trace.not_by_example.index(True)} has no row for each example"
+        if (place := self._square_output()) is not None:
+            return f"its output {place} has an axis for the other examples of the batch, too"
         places = [i for i, x in enumerate(self.trace.shapes) if x and not x.is_fully_defined()]
         with contextlib.suppress(Exception), tf.init_scope():
             trials = []
@@ -92,6 +94,20 @@ class FunctionAnalysis:
                         "to_tensor() of ragged rows or a cut at the longest; give it a fixed size"
                     )
         return ""
+
+    def _square_output(self) -> int | None:
+        """Return the place of an output in which more than the first axis grows with the batch."""
+        few = self.trace
+
+        def grows(place: int) -> bool:
+            shape = few.shapes[place]
+            return bool(shape) and any(d and d % few.size == 0 for d in shape[1:])
+
+        if not any(map(grows, range(len(few.shapes)))):
+            return None
+        more = self.more or _trace(self.tracer, few.size // FEW * MORE)
+        pairs = zip(few.shapes, more.shapes if more else (), strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a and b and a[1:] != b[1:]), None)
 
     @functools.cached_property
     def single_example_reason(self) -> str:
