@@ -377,6 +377,30 @@ class Moments(layers.Layer):
         return x
 
 
+class Measured(layers.Layer):
+    """Updates metrics by the mean of a batch, and by each example."""
+
+    def __init__(self):
+        super().__init__()
+        metric = keras.metrics
+        self.mean, self.rows, self.largest = metric.Mean(), metric.Mean(), metric.Sum()
+        self.share = metric.BinaryAccuracy()
+
+    def call(self, x):
+        self.mean.update_state(tf.reduce_mean(x))
+        self.rows.update_state(x[:, 0])
+        self.largest.update_state(tf.reduce_max(x))
+        self.share.update_state(tf.cast(x > 0.1, x.dtype), tf.nn.sigmoid(x))
+        return x
+
+
+@row(THREE, JOINED, TWO_EXAMPLES, GPUS)
+def metrics_that_a_layer_updates():
+    measured = Measured()
+    case = of_model(sequential((3,), layers.Dense(5, "tanh"), measured, layers.Dense(2)))
+    return case._replace(state=measured.metrics_variables)
+
+
 @row(GPU, GPUS, GPUS_UNKNOWN, GPUS_EVEN, GPUS_TWO_EXAMPLES)
 def moments_of_several_layers():
     norm, dropout = layers.BatchNormalization(), layers.Dropout(0.3, seed=1)

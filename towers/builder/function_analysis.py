@@ -24,6 +24,7 @@ from towers.builder.gather import StaticIndexedSlices, UniqueIndexedSlices
 from towers.builder.instrumentation import FEW, MORE, Trace, Tracer, run
 from towers.builder.rng import DrawInfo
 from towers.builder.synthetic_inputs import possible_shapes
+from towers.builder.variable_aggregation import policy_of
 from towers.errors import InputError
 
 _MULTIPLES = (1, 2, 4, 5, 7, 8, 10, 16)  # some functions take even numbers only, and so on
@@ -181,7 +182,8 @@ def _analyze(tracer: Tracer) -> FunctionAnalysis:
             found = dataclasses.replace(found, sparse_gradients=kinds)
         if more is None or [draw[0] for draw in few.draws] != [draw[0] for draw in more.draws]:
             draws = tuple(DrawInfo(op, None, None, layer) for op, _, layer in few.draws)
-            added, states = _added(tracer, few, draws), tuple(few.states)
+            states = tuple(v for v in few.states if not policy_of(v))
+            added = _added(tracer, few, draws)
             return dataclasses.replace(found, draws=draws, unknown_states=states, added=added)
         draws, policies = rng_layout.from_shapes(few, more), {}
         with _failure_recorded(reasons):
@@ -189,9 +191,10 @@ def _analyze(tracer: Tracer) -> FunctionAnalysis:
         if few.states:
             with _failure_recorded(reasons):
                 policies = state_aggregation.policies_of(tracer, few, draws)
-        unknown = tuple(variable for variable in few.states if id(variable) not in policies)
+        # Without a trial a metric is a sum, as Keras says of all.
+        unknown = (v for v in few.states if not (id(v) in policies or (reasons and policy_of(v))))
         return dataclasses.replace(
-            found, draws=tuple(draws), policies=policies, unknown_states=unknown, more=more,
+            found, draws=tuple(draws), policies=policies, unknown_states=tuple(unknown), more=more,
             reason="; ".join(dict.fromkeys(reasons)), added=_added(tracer, few, draws),
         )  # fmt: skip
 

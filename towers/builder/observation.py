@@ -71,6 +71,9 @@ class Observer:
     def __init__(self, trace: Any, scope: PerturbedScope, nudges: Sequence[tf.Tensor]):
         """Set the trace to fill, the scope of the run, and the nudges of the first draws."""
         self.trace, self.scope, self.nudges = trace, scope, nudges
+        # Ids of the variables of layers' metrics. All have Keras' default aggregation, a sum,
+        # whatever a layer updates them with.
+        self.metrics: set[int] = set()
         self.calls: list[str] = []  # stack of layers
         self.outputs: list[tf.Tensor] = []
         # For each loss that a layer adds its sum, and the zeros that replace it.
@@ -129,6 +132,7 @@ class Observer:
                 result = before(layer, *args, **kwargs)
             finally:
                 self.calls.pop()
+            self.metrics |= {id(v) for v in layer.metrics_variables}
             if not self.scope.is_inside():
                 found = [x for x in tf.nest.flatten(result) if _is_by_example(x, self.trace.size)]
                 self.outputs += found
@@ -165,7 +169,8 @@ class Observer:
         trace, scope, values = self.trace, self.scope, []
         batch = {x.op.name for x in tf.nest.flatten(inputs, expand_composites=True)}
         for variable, value in scope.updates.values():
-            known = policy_of(variable) is not None or id(variable) in scope.averages
+            by_itself = policy_of(variable) is not None and id(variable) not in self.metrics
+            known = by_itself or id(variable) in scope.averages
             if variable.name != SEED_STATE and not known:
                 trace.states.append(variable)
                 values.append(tf.convert_to_tensor(value))

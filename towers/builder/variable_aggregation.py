@@ -23,7 +23,7 @@ def assign_once(
 
     Args:
         scopes: of the towers.
-        policies: {id of a variable: policy of `merge`} for variables without `aggregation`.
+        policies: {id of a variable: policy of `merge`}; others have their own `aggregation`.
     """
     scopes_of: dict[int, tuple[keras.Variable, list[ReplicaScope]]] = {}
     for scope in scopes:
@@ -32,7 +32,7 @@ def assign_once(
     unknown = []
     groups: dict[Any, tuple[str, list[ReplicaScope], list[keras.Variable]]] = {}
     for key, (variable, own) in scopes_of.items():
-        policy = policy_of(variable) or policies.get(key)
+        policy = policies.get(key) or policy_of(variable)
         averaged = any(key in scope.averages for scope in own)
         if len(own) > 1 and not (policy or averaged or variable.name == SEED_STATE):
             unknown.append(variable)
