@@ -79,7 +79,9 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_line(tmp_path, kind):
     lines = []
     assert restored(tmp_path, lines.append) == (2, 2.0)
     assert len(lines) == 1 and "\n" not in lines[0]
-    assert re.match(rf"{tmp_path}/ckpt-3 cannot be read and is passed over: \S", lines[0])
+    assert re.fullmatch(rf"{tmp_path}/ckpt-3 cannot be read \(.*\S.*\): passed over", lines[0])
+    with pytest.raises(InputError, match="ckpt-3 cannot be read .*towers train"):
+        restored(tmp_path, None)  # as to evaluate it
 
 
 def test_a_flipped_bit_anywhere_is_seen(tmp_path):

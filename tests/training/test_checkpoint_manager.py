@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import towers
 from tests import runs, tiny
-from towers.errors import RunError
+from towers.errors import InputError, RunError
 from towers.monitoring import events
 from towers.training.run import manifest
 from towers.training.run.checkpoint import find
@@ -166,7 +166,7 @@ def test_a_first_checkpoint_that_a_full_disk_left_blocks_nothing(
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/ckpt-0.index").write_text(index)
     train(tiny.options(tmp_path, **STEPS))
-    assert "ckpt-0 cannot be read and is passed over" in capsys.readouterr().err
+    assert "/ckpt-0 cannot be read (" in capsys.readouterr().err
     assert end_of(tmp_path) == end_of(undisturbed)
 
 
@@ -178,11 +178,14 @@ def test_a_newest_checkpoint_that_is_not_there_is_told(undisturbed, tmp_path, ca
         path.rename(path.with_name(f"ckpt-11.{suffix}"))
     told = [
         "ckpt-12.index is missing, though its data are there: passed over",
-        "ckpt-11 cannot be read and is passed over: it is that of step 8: name its files ckpt-8",
+        "ckpt-11 cannot be read (it is that of step 8: name its files ckpt-8): passed over",
     ]
-    with pytest.warns(UserWarning) as warned:
-        model = towers.load(run)
-    runs.assert_has(model, run, 10)
-    assert [str(w.message).rpartition("/")[2] for w in warned] == told
+    for verb in "evaluate", "export", "predict":  # whose results would be taken for those of 12
+        more = {"predict": ["x.png"], "export": [f"--output={tmp_path}/x.keras"]}.get(verb, [])
+        code, out, err = runs.command(capsys, verb, f"--train_dir={run}", *more)
+        assert (code, out) == (2, "") and "ckpt-12.index is missing" in err and "--step" not in err
+    with pytest.raises(InputError, match=r"ckpt-12.index is missing.*towers.load\(..., step="):
+        towers.load(run)
+    runs.assert_has(towers.load(run, step=10), run, 10)
     train(tiny.options(run, **STEPS))
     assert [line.rpartition("/")[2] for line in capsys.readouterr().err.splitlines()] == told

@@ -47,7 +47,7 @@ def evaluate(
         {name: v for name, v in variables if name.startswith(("model/", "average/"))},
         {name: getattr(run.options, name) for name in ("model", "model_args", "augment")},
         exact=False,  # the checkpoint has optimizer and loss scale, too
-    ).restore(say, best.step_of(options.train_dir))
+    ).restore(None, best.step_of(options.train_dir))
     run.masters.set_copies()
     with user_facing_errors(options):
         result = run.task.make_evaluator(run.data.test)()

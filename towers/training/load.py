@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import load_data
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step.train_state import by_unique_name, move_all, variables_of
-
-Warn = Callable[[str], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +81,8 @@ def load(
         preprocessed, as images by the run's `augment`; `towers export` adds that to the model.
 
     Raises:
-        InputError: there is no such run or checkpoint, or its model now has other variables.
+        InputError: there is no such run or checkpoint, it is damaged, or the model now has other
+            variables.
     """
     given = {"train_dir": str(train_dir), "trust": trust}
     given |= {} if model is None else {"model": model}
@@ -98,14 +96,9 @@ def load(
     return trained.model
 
 
-def load_run(
-    options: Options, *, averages: bool = False, step: int | None = None, warn: Warn = warnings.warn
-) -> TrainedModel:
-    """Build the model of the run in `options.train_dir` and read its weights; see `load`.
-
-    `warn` prints a line for each unreadable checkpoint that an older one stands in for.
-    """
-    weights = read_weights(Path(options.train_dir), step, warn)
+def load_run(options: Options, *, averages: bool = False, step: int | None = None) -> TrainedModel:
+    """Build the model of the run in `options.train_dir` and read its weights; see `load`."""
+    weights = read_weights(Path(options.train_dir), step)
     if averages and not weights.averages:
         raise InputError(
             f"--train_dir={options.train_dir} has no moving averages: take its weights, or train "
@@ -137,8 +130,13 @@ def load_run(
     return TrainedModel(options, task, network, weights.step, averages)
 
 
-def read_weights(train_dir: Path, step: int | None = None, warn: Warn = warnings.warn) -> Weights:
-    """Return the weights of a run's checkpoint: of `step`, else of the best or the newest."""
+def read_weights(train_dir: Path, step: int | None = None) -> Weights:
+    """Return the weights of a run's checkpoint: of `step`, else of the best or the newest.
+
+    Raises:
+        InputError: there is none, or it cannot be read. No older one stands in for it: its results
+            would be taken for those of the run.
+    """
     folder = train_dir / "checkpoints"
     found = checkpoint.of_run(train_dir)
     if step is not None and step not in found:
@@ -151,7 +149,7 @@ def read_weights(train_dir: Path, step: int | None = None, warn: Warn = warnings
         return [checkpoint.values_of(reader, beginning) for beginning in ("model/", "average/")]
 
     best = None if step is not None else step_of(train_dir)
-    newest = checkpoint.read_newest(folder, read, warn, best, step)
+    newest = checkpoint.read_newest(folder, read, None, best, step)
     if newest is None:
         raise InputError(f"--train_dir={train_dir}: none of its checkpoints can be read")
     return Weights(newest[0], *newest[1])

@@ -43,7 +43,7 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
         {"passed", "output", "format", "step", "averages", "max_relative_difference"}.
     """
     output = _output(options)
-    trained = load_run(options.run, averages=options.averages, warn=say)
+    trained = load_run(options.run, averages=options.averages)
     examples = random_examples(trained.spec()[0])
     expected = _outputs_of(trained, examples)
     try:

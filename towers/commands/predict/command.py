@@ -34,7 +34,7 @@ def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
     devices.configure(**dataclasses.asdict(run_options.gpu_options()))
     devices.try_out()
     builder = TowerBuilder(tower_devices(run_options))
-    trained = load_run(run_options, averages=options.averages, warn=say)
+    trained = load_run(run_options, averages=options.averages)
     parts = inputs.find(options.files, trained)
     num = sum(part.size for part in parts)
     for line in devices.report(builder.devices):

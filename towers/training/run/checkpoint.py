@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,7 +65,7 @@ def without_index(directory: Path) -> dict[int, str]:
     why = {int(step): "the file `checkpoint` names it" for step in named}
     why |= {int(match[1]): "its data are there" for match in _matches(directory, _DATA_FILE)}
     return {
-        step: f"{directory}/ckpt-{step}.index is missing, though {why[step]}: passed over"
+        step: f"{directory}/ckpt-{step}.index is missing, though {why[step]}"
         for step in sorted(why, reverse=True)
         if step > newest and step not in now
     }
@@ -87,23 +88,35 @@ def tidy(directory: Path) -> None:
 def read_newest(
     directory: Path,
     read: Callable[[str, Any], Found],
-    warn: Callable[[str], object],
+    warn: Callable[[str], object] | None,
     wanted: int | None = None,
     only: int | None = None,
 ) -> tuple[int, Found] | None:
     """Return (step, read(prefix, reader)) of the newest readable checkpoint, or None.
 
     Step `wanted` is tried first; with `only`, no other step is. `warn` prints a line for each one
-    that is missing or damaged. An InputError of `read` is raised.
+    that is missing or damaged; if it is None, that is an InputError. One of `read` is raised.
     """
+
+    def pass_over(line: str) -> None:
+        if warn is None:
+            raise InputError(
+                f"{line}; towers train with this --train_dir makes its steps again, "
+                "towers.load(..., step=...) takes an older one"
+            )
+        warn(f"{line}: passed over")
+
     found = dict(find(directory))
     if only is not None:
         found = {only: f"{directory}/ckpt-{only}"}
     else:
+        if without_index(directory):  # a run that trains meanwhile may just be renaming it
+            time.sleep(0.1)
+            found = dict(find(directory))
         for line in without_index(directory).values():
-            warn(line)
+            pass_over(line)
         if wanted is not None and wanted not in found:
-            warn(f"{directory}/ckpt-{wanted}, which is the best, is not there: passed over")
+            pass_over(f"{directory}/ckpt-{wanted}, which is the best, is not there")
     for step in sorted(found, key=lambda step: (step == wanted, step), reverse=True):
         try:
             with open_reader(found[step]) as reader:
@@ -111,7 +124,9 @@ def read_newest(
         except InputError:
             raise
         except Exception as error:  # of many kinds: a short file gives an IndexError
-            warn(f"{found[step]} cannot be read and is passed over: {first_line(error)}")
+            if only is None and step not in dict(find(directory)):  # removed by a run meanwhile
+                return read_newest(directory, read, warn, None)
+            pass_over(f"{found[step]} cannot be read ({first_line(error)})")
     return None
 
 

@@ -108,7 +108,9 @@ class CheckpointManager:
         self.close()
         return step in dict(checkpoint.find(self.directory))
 
-    def restore(self, warn: Callable[[str], None] = print, wanted: int | None = None) -> int | None:
+    def restore(
+        self, warn: Callable[[str], None] | None = print, wanted: int | None = None
+    ) -> int | None:
         """Assign the newest readable checkpoint, or that of `wanted`; return its step, or None.
 
         Raises:
@@ -131,7 +133,7 @@ class CheckpointManager:
     def newest(
         self,
         read: Callable[[str, Any], Found],
-        warn: Callable[[str], None] = print,
+        warn: Callable[[str], None] | None = print,
         wanted: int | None = None,
     ) -> tuple[int, Found] | None:
         """Return `checkpoint.read_newest`; raise InputError if all checkpoints are damaged."""
