@@ -150,6 +150,8 @@ def test_bad_input_is_one_line(tmp_path):
     assert "optimizer=lambda: keras.optimizers.Adam(" in refusal(optimizer=keras.optimizers.Adam())
     with pytest.raises(towers.InputError, match="there is no run; train first"):
         towers.evaluate(train_dir=tmp_path)
+    with pytest.raises(towers.InputError, match="run's folder as train_dir="):
+        towers.evaluate(str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 

@@ -68,7 +68,7 @@ MESSAGES = {
     "train --größe=3": "there is no flag --größe; see towers train --help",
     "train --num_gpus=x": "--num_towers=x: a whole number is needed",
     "train --overwrite false": f"unexpected argument 'false': {WRITTEN}",
-    "train --num_towers -1": "--num_towers=-1: a whole number of at least 0 is needed",
+    "train --num_towers -1": "--num_towers=-1: a whole number from 0 to 1000 is needed",
     "train --train_dir --overwrite": "--train_dir needs a value: --train_dir=...",
     "train -": f"unexpected argument '-': {WRITTEN}",
     "sweep": "towers sweep needs a flag to vary, as --vary=learning_rate:0.05,0.1,0.2",
@@ -244,6 +244,19 @@ def test_it_is_quiet_when_its_reader_has_ended(argv):
         assert (apart.returncode, apart.stderr.count("\n")) == (2, 1)
     else:
         assert (apart.returncode, apart.stderr) == (141, "")
+
+
+@pytest.mark.process
+def test_output_that_cannot_be_written_is_a_line_and_closed_streams_are_none(tmp_path):
+    with open("/dev/full", "w") as full:
+        ran = shell("train", "--help", stdout=full, stderr=subprocess.PIPE)
+    assert ran.returncode == 1 and ran.stderr.startswith("towers: standard output cannot be")
+    assert ran.stderr.count("\n") == 1
+    words = f"--train_dir={tmp_path} --dataset=tests.tiny:images --model=tests.tiny:dense"
+    line = f"{sys.executable} -m towers train {words} --max_steps=1 >&- <&-"
+    given = dict(stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    closed = subprocess.run(["bash", "-c", line], check=False, **given)
+    assert closed.returncode == 0, closed.stderr
 
 
 # TensorFlow's lines.

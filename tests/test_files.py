@@ -149,6 +149,14 @@ def test_something_else_lies_where_a_run_is_to_write(folder, name):
     assert f"--train_dir=a: a/{name} is no f" in refusal("a")
 
 
+def test_a_place_that_only_looks_writable_and_a_current_folder_that_is_gone(folder, monkeypatch):
+    assert refusal("/proc/x").endswith("no permission to write in /proc")
+    (folder / "gone").mkdir()
+    monkeypatch.chdir(folder / "gone")
+    (folder / "gone").rmdir()
+    assert "the current folder is gone" in refusal("runs/a")
+
+
 def test_files_that_are_no_run_are_not_overwritten(things):
     files.check_train_dir(Path("thesis"), overwrite=False)
     message = refusal("thesis", overwrite=True)

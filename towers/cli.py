@@ -7,6 +7,7 @@ the reader of the output has ended.
 
 import contextlib
 import dataclasses
+import errno
 import faulthandler
 import json
 import os
@@ -137,6 +138,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             if _output_closed():
                 return EXIT_PIPE
             raise
+        except OSError as error:
+            if _output_failed(error):
+                return _fail(f"standard output cannot be written: {error.strerror}", EXIT_FAILED)
+            raise
+
+
+def _output_failed(error: OSError) -> bool:
+    """Return whether an error is that of standard output, as on a full disk; if so, discard it."""
+    if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
+        return False
+    try:
+        os.write(1, b"\n")
+        return False
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains at exit
+        return True
 
 
 def _output_closed() -> bool:
@@ -186,6 +203,8 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
     except (Exception, SystemExit, GeneratorExit) as error:  # sys.exit() of own code, too
         if isinstance(error, BrokenPipeError) and _output_closed():
             return EXIT_PIPE
+        if isinstance(error, OSError) and _output_failed(error):
+            return _fail(f"standard output cannot be written: {error.strerror}", EXIT_FAILED)
         if listener.asked:  # libraries may turn it into other errors at import
             return _end(listener)
         traceback.print_exception(type(error), error, error.__traceback__)

@@ -9,6 +9,7 @@ import re
 import shutil
 import stat
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -220,7 +221,10 @@ def _inode_of(path: Path) -> tuple[int, int] | None:
 def check_train_dir(folder: Path, overwrite: bool, flag: str = "--train_dir") -> None:
     """Raise InputError for a folder in which no run can be written; `flag` names the folder."""
     given = f"{flag}={folder}"
-    levels = len(folder.absolute().parts)
+    try:
+        levels = len(folder.absolute().parts)
+    except FileNotFoundError:
+        raise InputError(f"{given}: the current folder is gone; change to one, by cd") from None
     if levels > _MOST_LEVELS:
         raise InputError(
             f"{cut(given, 80)}: {levels} folders within folders; at most {_MOST_LEVELS} are allowed"
@@ -253,8 +257,12 @@ def check_train_dir(folder: Path, overwrite: bool, flag: str = "--train_dir") ->
     if moved:
         _check_path(aside := _aside(folder), f"--overwrite: {folder} cannot be moved to {aside}")
     written = folder.absolute().parent if moved else existing
-    if not os.access(written, os.W_OK | os.X_OK):
-        raise InputError(f"{given}: no permission to write in {written}")
+    try:  # what the system says of permissions is not all: of /proc it says yes
+        if not os.access(written, os.W_OK | os.X_OK):
+            raise PermissionError
+        os.rmdir(tempfile.mkdtemp(prefix=".towers-", dir=written))
+    except OSError:
+        raise InputError(f"{given}: no permission to write in {written}") from None
 
 
 def _check_parts(folder: Path, given: str) -> None:

@@ -229,7 +229,9 @@ NO_DEVICE = "--devices={}: {!r} is not a device; name them as /gpu:0"
          "--devices=/gpu:0,/gpu:1,/device:GPU:0: /gpu:0 is named twice"),
         (1, "/gpu:0,/gpu:2", "--num_towers=1 and --devices=/gpu:0,/gpu:2 disagree"),
         (2, "/gpu:2", "--num_towers=2 and --devices=/gpu:2 disagree, which names 1"),
-        (-1, "", "--num_towers=-1: 0 or more is needed"),
+        (-1, "", "--num_towers=-1: 0 to 1000 are allowed"),
+        (1001, "", "--num_towers=1001: 0 to 1000 are allowed"),
+        ("2", "", "--num_towers='2': 0 to 1000 are allowed"),
     ],
 )  # fmt: skip
 def test_names_are_of_devices_and_agree_with_the_number(install, number, devices, says):

@@ -315,3 +315,12 @@ def test_a_killed_process_goes_on(tmp_path, num_towers):
     assert "goes on at epoch 2, batch 2" in both.stdout, both.stderr
     on, whole = [line for line in both.stdout.splitlines() if line.startswith("{")]
     assert on == whole
+
+
+def test_a_file_in_place_of_the_folder_is_told_before_training(tmp_path):
+    (tmp_path / "file").touch()
+    for callback, flag in (ExactResume, "directory"), (towers.callbacks.TowerBoard, "log_dir"):
+        model = towers.parallelize(make(), devices=["/cpu:0"])
+        with pytest.raises(towers.InputError, match=f"{flag}=.*/file is a file; name a folder"):
+            fit(model, callbacks=[callback(tmp_path / "file")])
+        assert int(model.optimizer.iterations) == 0

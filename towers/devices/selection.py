@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from towers.builder import device_types
@@ -25,6 +26,7 @@ from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError
 from towers.formatting import count, table
 
+_MOST_TOWERS = 1000
 _TOO_LATE = ", and has started: no CPU devices can be added"
 
 
@@ -68,8 +70,8 @@ def tower_devices(
     Raises:
         InputError: more towers than GPUs, a device that does not exist, or a malformed device.
     """
-    if num_towers < 0:
-        raise InputError(f"--num_towers={num_towers}: 0 or more is needed")
+    if not isinstance(num_towers, int | np.integer) or not 0 <= num_towers <= _MOST_TOWERS:
+        raise InputError(f"--num_towers={num_towers!r}: 0 to {_MOST_TOWERS} are allowed")
     names = devices if isinstance(devices, str) else ",".join(devices)
     kind = names.strip().lower()
     if kind == "cpu":

@@ -1,5 +1,6 @@
 """Finds whose code raised an error, for the line below a traceback."""
 
+import contextlib
 import os
 import re
 import sysconfig
@@ -57,5 +58,7 @@ def locate_in_user_code(error: BaseException, named: Mapping[str, str]) -> str:
 
 def _place(path: str, line: str, function: str) -> str:
     """Return "my_net.py, line 12, in build", with the path relative to the current folder."""
-    shown = os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
+    shown = path
+    with contextlib.suppress(FileNotFoundError):  # the current folder is gone
+        shown = os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
     return f"{shown}, line {line}" + (f", in {function}" if function else "")

@@ -148,6 +148,11 @@ def options_from_call(
         InputError: an option does not exist, a value is not allowed, or there is no run.
     """
     given = {option_name(name): value for name, value in fields.items()}
+    if options is not None and not isinstance(options, Options):
+        raise InputError(
+            f"{options!r} is no towers.Options: options are given by name, a run's folder as "
+            "train_dir=..."
+        )
     if options is not None:
         return dataclasses.replace(options, **given)
     for name, value in given.items():

@@ -152,7 +152,7 @@ class Options:
     num_towers: int = _towers(
         0, "Number of towers. 0: one for each visible GPU, else one on the CPU. N: exactly N GPUs, "
         "or without any GPU N logical CPU devices; with --num_gpus that is an error.", minimum=0,
-        alias="num_gpus",
+        maximum=1000, alias="num_gpus",
     )  # fmt: skip
     devices: str = _towers(
         "", "Devices in place of the first ones: /gpu:0,/gpu:2; or cpu for logical CPUs; or gpu: "

@@ -16,7 +16,7 @@ import tensorflow as tf
 from towers import files, signals
 from towers.devices import remote
 from towers.devices.gpu_health import GpuHealth
-from towers.errors import RunError
+from towers.errors import InputError, RunError
 from towers.formatting import printable
 from towers.monitoring import dashboard
 from towers.monitoring.histograms import make_histograms
@@ -76,12 +76,20 @@ def train(
 
     folder = Path(options.train_dir)
     files.check_train_dir(folder, options.overwrite)
+    current = Path.cwd()
     with files.Lock() as lock:
         lock.take(folder)
         with user_facing_errors(options):
             callbacks = user_callbacks.load(options.callbacks)
             remote.connect_run(options, bool(checkpoint.find(folder / "checkpoints")))
             run = build(options, say)
+        if Path.cwd() != current and not folder.is_absolute():
+            raise InputError(
+                f"--train_dir={folder}: a function of --dataset, --model or --callbacks has "
+                f"changed the current folder to {Path.cwd()}: leave os.chdir out, or give the path "
+                f"of {current / folder}"
+            )
+        with user_facing_errors(options):
             checkpoints, restored = restore(run, folder)
         if result := _finished(run, folder):
             for line in [_FINISHED.format(folder, result["steps"]), *table(result)]:

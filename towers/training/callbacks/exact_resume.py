@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import tf_internals
+from towers import files, tf_internals
 from towers.errors import InputError, RunError
 from towers.training.run import checkpoint
 from towers.training.run.checkpoint_manager import CheckpointManager
@@ -79,6 +79,7 @@ class ExactResume(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Read the newest checkpoint, and let Keras begin at its epoch."""
+        files.check_train_dir(self.directory, overwrite=False, flag="directory")
         self._step = _own_step(self.model.train_function)
         self._epoch, self._first_epoch, self._batch = 0, None, 0
         self._num_steps, self._saved_at = 0, 0  # steps of the fit, and those by the last save

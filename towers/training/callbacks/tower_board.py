@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers import files
 from towers.errors import InputError
 from towers.graphs.placement import Placement
 from towers.graphs.step_graph import step_graph
@@ -64,6 +65,7 @@ class TowerBoard(keras.callbacks.Callback):
         self._builder = builder_of(self.model)
         if self._builder is None:
             raise InputError("TowerBoard shows towers, and this model has none: parallelize it")
+        files.check_train_dir(self.folder, overwrite=False, flag="log_dir")
         num_towers = len(self._builder.devices)
         with tf.device("/cpu:0"):  # the host sets and reads them
             self._measured = tf.Variable(False, trainable=False)
