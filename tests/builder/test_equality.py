@@ -212,6 +212,16 @@ def embeddings():
     return Case(losses, [chosen.embeddings, table, tied, fixed.embeddings, unused], [tokens])
 
 
+@row(THREE, JOINED, GPUS)
+def a_complex_weight():
+    weight = keras.Variable(np.array([1 + 2j, -1j, 0.5]), dtype="complex128")
+
+    def losses(x):
+        return tf.reduce_sum(tf.abs(tf.cast(x, tf.complex128) * weight + 1j) ** 2, axis=1)
+
+    return Case(losses, [weight])
+
+
 @row(TWO, THREE, JOINED, JOINED_UNKNOWN, IN_PARTS, GPUS)
 def lookups_of_unique_numbers():
     """Rows that several towers look up are summed, as optimizers square each row of a gradient."""

@@ -203,7 +203,8 @@ def mean_on_every_tower(
 ) -> list[list[Any]]:
     """Return the mean gradients of each tower, on its device, by collectives.
 
-    Gradients that are sparse, or missing in a tower, are gathered by `add_n` and copied back.
+    Gradients that are sparse, complex, or missing in a tower, are gathered by `add_n` and copied
+    back.
 
     Args:
         gradients: of each tower a list like the variables: sums.
@@ -213,7 +214,11 @@ def mean_on_every_tower(
     columns, towers = list(zip(*gradients, strict=True)), plan.towers
     counts = count.values if isinstance(count, PerTower) else [count] * len(towers)
     full = len(gradients) == len(towers)
-    packed = [i for i, values in enumerate(columns) if full and _are_dense(values)]
+    packed = [
+        i
+        for i, values in enumerate(columns)
+        if full and _are_dense(values) and not values[0].dtype.is_complex  # there is no such sum
+    ]
     means: list[list[Any]] = [[None] * len(columns) for _ in towers]
     if packed:
         values = [[own[i] for i in packed] for own in gradients]
