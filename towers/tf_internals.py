@@ -364,7 +364,8 @@ def drop_functions(model: keras.Model) -> None:
     To assign None leaves TensorFlow with a reference, as to a part of a checkpoint.
     """
     for name in ("train_function", "test_function", "predict_function"):
-        delattr(model, name)
+        if name in vars(model):
+            delattr(model, name)
         setattr(model, name, None)
 
 

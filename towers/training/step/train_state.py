@@ -258,9 +258,10 @@ def move(places: Sequence[tuple[keras.Variable, str]]) -> list[keras.Variable]:
     Args:
         places: pairs (variable, name of its device).
     """
-    places = [(v, to) for v, to in places if not is_device(tf_internals.value_of(v).device, to)]
-    held = tf_internals.held_elsewhere([v for v, _ in places]) if places else []
-    for variable, device in places:
+    moves = {id(v): (v, device) for v, device in places}.values()  # a variable may be listed twice
+    moves = [(v, to) for v, to in moves if not is_device(tf_internals.value_of(v).device, to)]
+    held = tf_internals.held_elsewhere([v for v, _ in moves]) if moves else []
+    for variable, device in moves:
         if not any(variable is own for own in held):
             before = tf_internals.value_of(variable)  # also within a stateless scope
             with tf.device(device):
