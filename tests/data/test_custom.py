@@ -355,7 +355,7 @@ WRONG_DATASETS = {
     "another size": (lambda: (examples(), 5), "dataset has 4 examples, the size given is 5"),
     "counted": (lambda: (unsized(), 5), "dataset has 4 examples but size is 5"),
     "size 0": (lambda: (unsized(), 0), "the size given is 0; return (dataset.take(size)"),
-    "size a string": (lambda: (unsized(), "4"), "the size given is 4"),
+    "size a string": (lambda: (unsized(), "4"), "the size given is '4';"),
     "batched": (lambda: examples().batch(2), "TensorSpec uint8 (None, 5, 6, 3); give single"),
     "of an unknown shape": (shapeless, "x as TensorSpec uint8 <unknown>; give single e"),
     "ragged": (lambda: slices((RAGGED, LABELS)), "int32 (None,); pad it to one length, by x.to_t"),

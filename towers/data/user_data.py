@@ -193,7 +193,7 @@ class _Dataset:
             says = {-1: "is endless", -2: "does not know its size"}
             raise InputError(
                 f"{name} dataset {says.get(known, f'has {known} examples')}, the size given is "
-                f"{size}; return (dataset.take(size), size), with 1 example or more"
+                f"{size!r}; return (dataset.take(size), size), with 1 example or more"
             )
         self.size = int(self.size)
 
