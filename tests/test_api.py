@@ -143,11 +143,13 @@ def test_bad_input_is_one_line(tmp_path):
     refusal = functools.partial(runs.refusal, towers.train, train_dir=tmp_path / "run")
     meant = "there is no flag --learnin_rate; did you mean --learning_rate?"
     assert refusal(learnin_rate=0.1) == meant
-    assert refusal(model=5) == "model=5: a string is needed"
+    assert refusal(model=5) == "model=5: a function, or its name as module:function, is needed"
     assert refusal(batch_size=0) == "--batch_size=0: a whole number of at least 1 is needed"
     builder = "give the function that builds it, such as model="
     assert builder in refusal(model=build(3, (8, 8, 3)))  # which is built once
     assert "optimizer=lambda: keras.optimizers.Adam(" in refusal(optimizer=keras.optimizers.Adam())
+    x, y = np.zeros([9, 8, 8, 3]), np.arange(9) / 2
+    assert "y.astype('int32')" in refusal(model=build, dataset=lambda: ((x, y), (x, y)))
     with pytest.raises(towers.InputError, match="there is no run; train first"):
         towers.evaluate(train_dir=tmp_path)
     with pytest.raises(towers.InputError, match="run's folder as train_dir="):

@@ -226,7 +226,12 @@ def test_what_is_wrong_in_a_flagfile_is_one_line(folder):
         found = refusal("train", f"--flagfile={name}")
         assert found == "--flagfile=missing.cfg: no such file or directory"
     assert "is a directory" in refusal("train", f"--flagfile={folder}")
-    assert "can't decode" in refusal("train", "--flagfile=binary")
+    assert "--flagfile=binary is no text in UTF-8" in refusal("train", "--flagfile=binary")
+    (folder / "itself.cfg").write_text("--seed=1\n--flagfile=itself.cfg\n")
+    assert "--flagfile=itself.cfg includes itself" in refusal("train", "--flagfile=itself.cfg")
+    assert "type towers train --help" in refusal("train", "--help=x")
+    (folder / "marked.cfg").write_text("--seed=3\n", encoding="utf-8-sig")
+    assert flags.parse(["--flagfile=marked.cfg"]).seed == 3
 
 
 # ---------------------------------------------------------------------------- There and back

@@ -147,6 +147,7 @@ def recomputed():
     "changes, words",
     [
         (dict(), "--loss="),
+        (dict(model=compiled("adam", None)), "is compiled without a loss: give one"),
         (dict(loss="mae", metrics="none_such"), "--metrics=none_such"),
         (dict(loss="none_such"), "--loss=none_such"),
         (dict(loss="keras.losses:Loss"), "--loss=keras.losses:Loss: its loss cannot be computed"),

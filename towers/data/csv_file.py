@@ -11,6 +11,7 @@ numbers from 0 to 999; else it is numbers, float32 `[T]`.
 
 import csv
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +26,7 @@ _MAX_CLASSES = 1000
 _MAX_LINE = 2**24  # characters
 _SHOWN = 5  # names of columns in a line
 _FIRST_LINE = "the first line names the columns, with commas between them"
+_COMMAS = "write commas between them"
 _OWN_CODE = "read the file in a function of your own, --dataset=my_data:load"
 
 
@@ -67,6 +69,14 @@ def load(dataset: str, paths: Sequence[str], target: str = "", categories: str =
                 f"--categories={categories}: {paths[0]} has {has}; it has {_some(features)}"
             )
         of_categories[name] = [f"{name}={text}" for text in train.texts(name, "category")]
+    texts = [n for n in features if n not in of_categories and train.is_text(n)]
+    if texts:
+        cell, all_texts = train.column(texts[0])[0], ",".join([*of_categories, *texts])
+        raise InputError(
+            f"{train.path}, line {train.lines[0]}, column {texts[0]}: {cell!r} is text, and "
+            f"features are numbers; type --categories={all_texts}, leave the column out, write "
+            f"numbers in it, or {_OWN_CODE}"
+        )
     columns = [column for name in features for column in of_categories.get(name, [name])]
     y, class_names, no_classes = _targets(tables, targets)
     x = [table.features(columns, of_categories) for table in tables]
@@ -106,7 +116,11 @@ class CsvTable:
             with open(path, newline="", encoding="utf-8-sig") as file:
                 # Without a limit a line without end would use up the memory.
                 lines = iter(lambda: self._check_length(file.readline(_MAX_LINE)), "")
-                rows = csv.reader(lines, strict=True)
+                first, begin = next(lines, ""), 1
+                for other in ";", "\t":
+                    if other in first and "," not in first:
+                        raise InputError(f"{path}: its cells are separated by {other!r}; {_COMMAS}")
+                rows = csv.reader(itertools.chain([first], lines), strict=True)
                 self.names = [name.strip() for name in next(rows, [])]
                 if not self.names:
                     raise InputError(f"{path}: a column has no name; {_FIRST_LINE}")
@@ -116,12 +130,14 @@ class CsvTable:
                 for row in filter(None, rows):  # an empty line is none
                     self._rows.append(row)
                     self.lines.append(rows.line_num)
+                    begin = rows.line_num + 1
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError:
             raise InputError(f"{path} is no text in UTF-8; write it as such") from None
         except csv.Error as error:
-            raise InputError(f"{path}, line {rows.line_num}: {error}; mend the quotes") from None
+            line = begin if "end of data" in str(error) else rows.line_num
+            raise InputError(f"{path}, line {line}: {error}; mend the quotes") from None
         self.places = {name: place for place, name in enumerate(self.names)}
         if not self._rows:
             raise InputError(f"{path} has no rows below its first line; give 1 or more")
@@ -181,7 +197,7 @@ class CsvTable:
             if cell not in places:
                 raise InputError(
                     f"{self.path}, line {line}, column {name}: {cell!r} is in none of the training "
-                    f"examples; they have {_some(known)}"
+                    f"examples; they have {_some(list(map(repr, known)))}"
                 )
         return np.array([places[cell] for cell in cells], np.int32)
 
@@ -194,6 +210,10 @@ class CsvTable:
             found |= {column: places == i for i, column in enumerate(known)}
         parts = [found[name] if name in found else self.numbers(name) for name in columns]
         return np.stack(parts, axis=1, dtype=np.float64)
+
+    def is_text(self, name: str) -> bool:
+        """Return whether no cell of a column is a number."""
+        return not any(map(is_number, self.column(name)))
 
     def numbers(self, name: str) -> np.ndarray:
         """Return a column of finite numbers, float64 `[N]`."""

@@ -85,6 +85,8 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
         _check_number(field, value)
     elif not isinstance(value, field.type):
         kind = "a string" if field.type is str else "True or False"
+        if field.name in ("model", "dataset"):
+            kind = "a function, or its name as module:function,"
         raise InputError(f"{field.name}={value!r}: {kind} is needed")
     elif field.type is str:
         if field.default and not value:

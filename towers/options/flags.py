@@ -209,7 +209,13 @@ class _Flags(flags.FlagValues):
                 files.check_is_file(filename)
             except OSError as error:
                 raise InputError(f"--flagfile={filename}: {error.strerror}") from None
-        lines = super()._get_flag_file_lines(filename, *args, **kwargs)
+        if filename in [name for stack in (*args, *kwargs.values()) for name in stack or ()]:
+            raise InputError(f"--flagfile={filename} includes itself: leave that line out of it")
+        try:
+            lines = super()._get_flag_file_lines(filename, *args, **kwargs)
+        except UnicodeDecodeError:
+            raise InputError(f"--flagfile={filename} is no text in UTF-8: write it so") from None
+        lines = [line.removeprefix("\ufeff") for line in lines]
         if self.foreign is not None and os.path.exists(filename):
             text = _read_text(filename)
             if code_trust.is_of_run(filename, text) and not code_trust.is_own(text):
@@ -275,6 +281,8 @@ def _parse_typed(field: dataclasses.Field, typed: Any) -> Any:
 
 
 def _unknown_flag(flag: str, verb: Command) -> str:
+    if flag == "help":
+        return f"--help has no value: type towers {verb.name} --help"
     known = [*verb.fields(), *_ALIASES, "flagfile"]
     usual = _FOREIGN_FLAGS.get(flag.lower().replace("-", "_"))
     close = [usual] if usual in known else difflib.get_close_matches(flag, known, n=1)

@@ -406,6 +406,8 @@ class Options:
                     f"--model_args={self.model_args}: {part!r} is not name=value, "
                     "as in --model_args=depth=20,width=16"
                 )
+            if name.strip() in keywords:
+                raise InputError(f"--model_args={self.model_args} has two values of {name.strip()}")
             keywords[name.strip()] = _parse_argument(value.strip())
         return keywords
 

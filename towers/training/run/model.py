@@ -134,6 +134,12 @@ def _arguments(function: Callable, name: str, given: dict, keywords: dict) -> di
     try:
         signature.bind(**arguments)
     except TypeError as error:
+        if "'num_classes'" in str(error):
+            raise InputError(
+                f"{name} takes num_classes, but the targets of these data are no classes, which "
+                "are whole numbers from 0: make them such, as by y.astype('int32'); else give "
+                "--model_args=num_classes=N"
+            ) from None
         raise InputError(
             f"--model_args: {name} takes {signature}: {error}; from these data it can have "
             f"{', '.join(given) or 'none'}, any other by --model_args=NAME=VALUE"
