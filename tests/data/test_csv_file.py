@@ -74,7 +74,7 @@ def test_each_text_of_a_category_is_a_column(write):
     [
         (HOMES, "town", "--categories=town: .* has no feature 'town'; it has city, kind, size"),
         (HOMES, "price", "has no feature 'price'"),
-        (HOMES, "kind", "'Oslo' is text, and features are numbers; type --categories=kind,city, leave"),
+        (HOMES, "kind", "'Oslo' is text, and features are numbers; type --categories=kind,city"),
         ("a,a=1,b\n1,2,3\n4,5,6\n", "a", "has a column 'a=1'"),
         ("a,b\n" + "".join(f"t{i},{i}\n" for i in range(1001)), "a", "category a has 1001 diff"),
     ],
