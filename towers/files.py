@@ -257,10 +257,11 @@ def check_train_dir(folder: Path, overwrite: bool, flag: str = "--train_dir") ->
     if moved:
         _check_path(aside := _aside(folder), f"--overwrite: {folder} cannot be moved to {aside}")
     written = folder.absolute().parent if moved else existing
-    try:  # what the system says of permissions is not all: of /proc it says yes
+    try:
         if not os.access(written, os.W_OK | os.X_OK):
             raise PermissionError
-        os.rmdir(tempfile.mkdtemp(prefix=".towers-", dir=written))
+        if not os.statvfs(written).f_blocks:  # of /proc the system says that one may
+            os.rmdir(tempfile.mkdtemp(dir=written))
     except OSError:
         raise InputError(f"{given}: no permission to write in {written}") from None
 

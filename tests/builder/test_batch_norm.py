@@ -24,6 +24,7 @@ DEVICES = ["/cpu:1", "/cpu:2", "/cpu:3"]
     ids=lambda value: "GPUs" if value is True else str(value),
 )
 def test_batches_and_maps_of_unknown_size_are_normalised_by_the_fused_kernels(shape, on_gpus):
+    keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input([*[None] * (len(shape) - 1), 3])])
     model.add(layers.Dense(3, use_bias=False))
     model.add(layers.BatchNormalization(momentum=0.5))
