@@ -54,8 +54,7 @@ def mix(dtype="float32"):
 
 
 def masters_on(devices, model, options, **more):
-    for variable in model.variables:
-        places.move(variable, devices[0])
+    places.move([(variable, devices[0]) for variable in model.variables])
     weights, copies = model.trainable_variables, []
     with tf_internals.named_as_in_a_new_process():
         with tf.device(devices[0]):
