@@ -262,8 +262,7 @@ class Compiled(Task):
                 for metric in model.metrics:  # they are reported of one batch
                     metric.reset_state()
                 weights = [v for v in model.trainable_variables if v.regularizer is not None]
-                penalties = [tf.cast(v.regularizer(v), tf.float32) for v in weights]
-                penalty = tf.add_n(penalties) if penalties else tf.zeros([])
+                penalties = [v.regularizer(v) for v in weights]  # before the update
                 with contextlib.ExitStack() as stack:
                     stack.enter_context(floatx_of(self.options.dtype))
                     stack.enter_context(integers_on(builder.gather_device))
@@ -280,6 +279,8 @@ class Compiled(Task):
                 before += [own for own in passes.before.values() if id(own[0]) not in known]
                 names = "loss", *(name for name in logs if "loss" in name), *logs
                 loss = logs[next(name for name in names if name in logs)]
+                wide = tf.as_dtype(keras.backend.result_type(loss.dtype, "float32"))
+                penalty = sum((tf.cast(each, wide) for each in penalties), tf.zeros([], wide))
                 rows = tf.shape(tf.nest.flatten(example)[0], tf.int64)[0]
                 guard.end_step(loss, before, rows, self.update_rules())
             return {
