@@ -26,6 +26,7 @@ _MANY = 16  # examples of a batch of unknown size
 _EFFECT = 1e-5  # relative to the largest value: less is rounding
 _EFFECT_IN_16_BITS = 0.02  # the same, where each tower's sum is rounded to 16 bits
 _ORDERS = 8  # number of orders of the examples, which differ in rounding
+_OTHERS = slice(1, None)  # where the first example of a batch was changed
 _ROUNDING = 1e-6  # relative to the largest gradient of any weight
 
 _MIXED = (
@@ -212,10 +213,8 @@ class _Trials:
         """Name the layer that makes an example's loss or gradient depend on other examples."""
         trace, backward = trace or self.few, []
         for before, after in self.with_another_first(trace):
-            if _differ(before["rows"][1:], after["rows"][1:]):
-                pairs = zip(trace.layers, before["layers"], after["layers"], strict=True)
-                layer = next((n for n, a, b in pairs if _differ(a[1:], b[1:])), NO_LAYER)
-                return [_MIXED.format(layer)]
+            if found := _unlike(trace, before, after, _OTHERS, _OTHERS, _MIXED):
+                return found
             pairs = zip(before["gradients"], after["gradients"], strict=True)
             if places := [i for i, (a, b) in enumerate(pairs) if _differ(a[1:], b[1:])]:
                 backward.append(_MIXED_BACKWARD.format(_after(trace, places[-1])))
@@ -232,10 +231,7 @@ class _Trials:
         if trace is None or not by_example or not self.is_steady(trace):
             return []
         low, high = nudged(trace, self.examples(0, trace.size), by_example, 0)
-        if not _differ(low["rows"][1:], high["rows"][1:]):
-            return []
-        pairs = zip(trace.layers, low["layers"], high["layers"], strict=True)
-        return [_MIXED.format(next((n for n, a, b in pairs if _differ(a[1:], b[1:])), NO_LAYER))]
+        return _unlike(trace, low, high, _OTHERS, _OTHERS, _MIXED)
 
     def places(self) -> list[str]:
         """Name the layer that depends on the order of examples."""
@@ -244,7 +240,7 @@ class _Trials:
         order, inputs = np.roll(np.arange(self.few.size), 1), self.examples(0, self.few.size)
         before = run(self.few, inputs)
         after = run(self.few, [tf.gather(leaf, order) for leaf in inputs])
-        return self._unlike(before, after, order, _PLACE)
+        return _unlike(self.few, before, after, order, slice(None), _PLACE)
 
     def numbers(self) -> list[str]:
         """Name the layer that depends on the number of examples."""
@@ -253,16 +249,8 @@ class _Trials:
         size, many = self.few.size, self.tracer.size_of_batch(self.few.size // FEW * _MANY)
         inputs = self.examples(0, many)
         few = run(self.few, [leaf[:size] for leaf in inputs])
-        return self._unlike(
-            run(self.tracer.trace(many), inputs), few, slice(size), _BATCH_SIZE
-        )
-
-    def _unlike(self, before: dict, after: dict, rows: Any, line: str) -> list[str]:
-        """Return a line with the first layer whose outputs for these examples differ."""
-        if not _differ(before["rows"][rows], after["rows"]):
-            return []
-        pairs = zip(self.few.layers, before["layers"], after["layers"], strict=True)
-        return [line.format(next((n for n, a, b in pairs if _differ(a[rows], b)), NO_LAYER))]
+        before = run(self.tracer.trace(many), inputs)
+        return _unlike(self.few, before, few, slice(size), slice(None), _BATCH_SIZE)
 
     def backward(self) -> list[str]:
         """Name a weight whose gradient is no sum over examples because of a custom gradient.
@@ -308,6 +296,17 @@ class _Trials:
             if places := unlike(own, rows, "gradients"):
                 return [line.format(_after(few, places[-1]))]
         return []
+
+
+def _unlike(
+    trace: Trace, before: dict, after: dict, of_before: Any, of_after: Any, line: str
+) -> list[str]:
+    # A line with the first layer whose outputs for these examples differ between two runs.
+    if not _differ(before["rows"][of_before], after["rows"][of_after]):
+        return []
+    pairs = zip(trace.layers, before["layers"], after["layers"], strict=True)
+    unlike = (name for name, a, b in pairs if _differ(a[of_before], b[of_after]))
+    return [line.format(next(unlike, NO_LAYER))]
 
 
 def _after(trace: Trace, place: int) -> str:

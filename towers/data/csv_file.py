@@ -71,12 +71,7 @@ def load(dataset: str, paths: Sequence[str], target: str = "", categories: str =
         of_categories[name] = [f"{name}={text}" for text in train.texts(name, "category")]
     texts = [n for n in features if n not in of_categories and train.is_text(n)]
     if texts:
-        cell, all_texts = train.column(texts[0])[0], ",".join([*of_categories, *texts])
-        raise InputError(
-            f"{train.path}, line {train.lines[0]}, column {texts[0]}: {cell!r} is text, and "
-            f"features are numbers; type --categories={all_texts}, leave the column out, write "
-            f"numbers in it, or {_OWN_CODE}"
-        )
+        raise train.no_numbers(texts[0], [*of_categories, *texts])
     columns = [column for name in features for column in of_categories.get(name, [name])]
     y, class_names, no_classes = _targets(tables, targets)
     x = [table.features(columns, of_categories) for table in tables]
@@ -222,13 +217,20 @@ class CsvTable:
         wrong = np.flatnonzero(~np.isfinite(found))
         if not wrong.size:
             return found
-        place = f"{self.path}, line {self.lines[wrong[0]]}, column {name}"
         if wrong.size == len(cells):
-            raise InputError(
-                f"{place}: {cells[0]!r} is text, and features are numbers; type "
-                f"--categories={name}, leave the column out, write numbers in it, or {_OWN_CODE}"
-            )
-        raise InputError(f"{place}: {cells[wrong[0]]!r} is no finite number; mend it")
+            raise self.no_numbers(name, [name])
+        raise InputError(
+            f"{self.path}, line {self.lines[wrong[0]]}, column {name}: {cells[wrong[0]]!r} is no "
+            "finite number; mend it"
+        )
+
+    def no_numbers(self, name: str, categories: Sequence[str]) -> InputError:
+        """Return the error for a feature that is text; `categories` are those to type."""
+        return InputError(
+            f"{self.path}, line {self.lines[0]}, column {name}: {self.column(name)[0]!r} is text, "
+            f"and features are numbers; type --categories={','.join(categories)}, leave the column "
+            f"out, write numbers in it, or {_OWN_CODE}"
+        )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -146,15 +146,7 @@ class Compiled(Task):
             for optimizer in optimizers_of(model):
                 stack.enter_context(tf_internals.slots_beside_weights(optimizer))
             stack.enter_context(tf_internals.record_assignments(assigned))
-            try:
-                tf.function(step, autograph=False).get_concrete_function(*batches.element_spec)
-            except ValueError as error:
-                if str(error).startswith("No loss to compute"):
-                    raise InputError(
-                        f"--model={options.model} is compiled without a loss: give one, by "
-                        "compile(..., loss=...) or --loss=..."
-                    ) from None
-                raise
+            tf.function(step, autograph=False).get_concrete_function(*batches.element_spec)
         self.unsaved = [v.name for v in self._unknown(assigned)]
         if not found:
             raise InputError(

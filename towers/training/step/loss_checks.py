@@ -155,6 +155,11 @@ def translate_loss_errors(task: Task, recorder: LossRecorder, batches: Any) -> I
     except (
         ValueError, TypeError, KeyError, AttributeError, NotImplementedError, tf.errors.OpError
     ) as error:  # fmt: skip
+        if str(error).startswith("No loss to compute"):
+            raise InputError(
+                f"{_flag_of(task)} is compiled without a loss: give one, by compile(..., loss=...) "
+                "or --loss=..."
+            ) from None
         raised = tf_internals.raised_in_compiled(error)
         if raised is None or isinstance(error, InputError):
             raise
