@@ -36,22 +36,22 @@ def examples(name: str, parts: Sequence[object]) -> Structure:
     while len(parts) > 1 and parts[-1] is None:
         parts.pop()
     named = [(f"{name} {part}", value) for part, value in zip(PARTS, parts, strict=False)]
-    found = tuple(_to_arrays(*pair) for pair in named)
-    if _unequal_rows(found):
+    example = tuple(_to_arrays(*pair) for pair in named)
+    if _unequal_rows(example):
         with contextlib.suppress(InputError):
             stacked = tuple(_to_arrays(*pair, stack=True) for pair in named)
-            found = found if _unequal_rows(stacked) else stacked
-    if wrong := _unequal_rows(found):
+            example = example if _unequal_rows(stacked) else stacked
+    if wrong := _unequal_rows(example):
         raise InputError(f"{name} {wrong}; return as many of each, one row for each example")
-    found = _check_targets(name, found)
+    example = _check_targets(name, example)
     with np.errstate(over="ignore"):  # of float64: becomes an infinity
-        result = stored(found, stored_spec(tf.nest.map_structure(spec_of, found)))
-    for (path, array), (_, given) in zip(leaves(result), leaves(found), strict=True):
+        result = stored(example, stored_spec(tf.nest.map_structure(spec_of, example)))
+    for (path, array), (_, original) in zip(leaves(result), leaves(example), strict=True):
         if array.dtype.kind == "f":
             finite = np.isfinite(array).reshape(len(array), -1).all(axis=1)
             row = int(np.argmin(finite))
             where = f"{name} {path}: row {row} (counted from 0) has"
-            if not finite[row] and np.isfinite(np.asarray(given[row], float)).all():
+            if not finite[row] and np.isfinite(np.asarray(original[row], float)).all():
                 raise InputError(
                     f"{where} a number beyond {array.dtype.name}, "
                     f"{np.finfo(array.dtype).max:.1e}: scale these, or leave that row out"
@@ -102,14 +102,14 @@ def _to_arrays(name: str, value: object, stack: bool = False) -> Structure:
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             raise InputError(f"{name} has the keys {list(value)}; return a dict with texts as keys")
-        found = {key: _to_arrays(f"{name}[{key!r}]", v, stack) for key, v in value.items()}
+        arrays = {key: _to_arrays(f"{name}[{key!r}]", v, stack) for key, v in value.items()}
     elif not stack and _is_several(value):
-        found = tuple(_to_arrays(f"{name}[{i}]", v) for i, v in enumerate(value))
+        arrays = tuple(_to_arrays(f"{name}[{i}]", v) for i, v in enumerate(value))
     else:
         return _array(name, value)
-    if not found:
+    if not arrays:
         raise InputError(f"{name} is an empty {type(value).__name__}; return arrays in it")
-    return found
+    return arrays
 
 
 def _is_several(value: object) -> bool:

@@ -66,8 +66,8 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
     """
     plan = parse(kind)
     if plan.base == "auto" and data.image_shape is not None:
-        own = "off" if compiled else "none"
-        plan = dataclasses.replace(plan, base="tutorial" if data.name in _PUBLISHED else own)
+        plain = "off" if compiled else "none"
+        plan = dataclasses.replace(plan, base="tutorial" if data.name in _PUBLISHED else plain)
     if not plan.parts and plan.base in ("auto", "off"):
         return "off"
     if data.image_shape is None:
@@ -125,8 +125,8 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
         before = f"{'x'.join(map(str, shape))} {x.dtype.name}"
         after = f"{'x'.join(map(str, output_shape(shape, kind)))} {dtype.name}"
         plan = parse(kind)
-        what = ", ".join([_DESCRIPTIONS[plan.base], *plan.parts])
-        lines = [f"images      {before} -> {after}: {what}"]
+        operations = ", ".join([_DESCRIPTIONS[plan.base], *plan.parts])
+        lines = [f"images      {before} -> {after}: {operations}"]
     if data.num_classes:
         plural = "es" * (data.num_classes > 1)
         some = ", ".join(data.class_names[:_SHOWN_CLASSES])

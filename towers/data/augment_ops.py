@@ -137,9 +137,9 @@ def _randaugment_op(
     of_ops = zip(
         *(tf.dynamic_partition(t, number, num_ops) for t in (images, amounts)), strict=True
     )
-    done = [op(*given) for op, given in zip(OPS.values(), of_ops, strict=True)]
-    found = tf.dynamic_stitch(tf.dynamic_partition(rows, number, num_ops), done)
-    return tf.ensure_shape(found, images.shape)
+    done = [op(*inputs) for op, inputs in zip(OPS.values(), of_ops, strict=True)]
+    augmented = tf.dynamic_stitch(tf.dynamic_partition(rows, number, num_ops), done)
+    return tf.ensure_shape(augmented, images.shape)
 
 
 def _enhance(images: tf.Tensor, without: Callable, amounts: tf.Tensor) -> tf.Tensor:
@@ -234,8 +234,8 @@ def _affine(
     inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
     place = tf.where(inside, row * width + column, 0)
     pixels = tf.reshape(images, [-1, height * width, images.shape[3]])
-    found = tf.gather(pixels, tf.cast(place, tf.int64), batch_dims=1)
-    return tf.where(inside[..., None], found, tf.constant(_FILL, images.dtype))
+    nearest = tf.gather(pixels, tf.cast(place, tf.int64), batch_dims=1)
+    return tf.where(inside[..., None], nearest, tf.constant(_FILL, images.dtype))
 
 
 # RandAugment's list (Cubuk et al. 2019): functions of images and amounts, `[b]` in -1..1.

@@ -75,9 +75,9 @@ def load(dataset: str, paths: Sequence[str], target: str = "", categories: str =
     columns = [column for name in features for column in of_categories.get(name, [name])]
     y, class_names, no_classes = _targets(tables, targets)
     x = [table.features(columns, of_categories) for table in tables]
-    given = dict(zip(("train", "test"), zip(x, y, strict=True), strict=False))
-    found = user_data.data_set(dataset, given, len(class_names) or None, class_names)
-    return dataclasses.replace(found, columns=tuple(columns), no_classes=no_classes)
+    halves = dict(zip(("train", "test"), zip(x, y, strict=True), strict=False))
+    data = user_data.data_set(dataset, halves, len(class_names) or None, class_names)
+    return dataclasses.replace(data, columns=tuple(columns), no_classes=no_classes)
 
 
 def _targets(
@@ -120,8 +120,8 @@ class CsvTable:
                 if not self.names:
                     raise InputError(f"{path}: a column has no name; {_FIRST_LINE}")
                 if all(map(is_number, self.names)):
-                    given = f"the first line is numbers, {_some(self.names)}"
-                    raise InputError(f"{path}: {given}; {_FIRST_LINE}")
+                    problem = f"the first line is numbers, {_some(self.names)}"
+                    raise InputError(f"{path}: {problem}; {_FIRST_LINE}")
                 for row in filter(None, rows):  # an empty line is none
                     self._rows.append(row)
                     self.lines.append(rows.line_num)
@@ -175,15 +175,15 @@ class CsvTable:
             )
         return cells
 
-    def texts(self, name: str, what: str) -> list[str]:
+    def texts(self, name: str, role: str) -> list[str]:
         """Return the distinct texts of a column, sorted."""
-        found = sorted(set(self.column(name)))
-        if len(found) > _MAX_CLASSES:
+        distinct = sorted(set(self.column(name)))
+        if len(distinct) > _MAX_CLASSES:
             raise InputError(
-                f"{self.path}: the {what} {name} has {len(found)} different texts, and "
+                f"{self.path}: the {role} {name} has {len(distinct)} different texts, and "
                 f"{_MAX_CLASSES} are allowed; name another column, as --target={self.names[0]}"
             )
-        return found
+        return distinct
 
     def index(self, name: str, known: Sequence[str]) -> np.ndarray:
         """Return the index of each of a column's texts in `known`, int32 `[N]`."""
@@ -198,12 +198,12 @@ class CsvTable:
 
     def features(self, columns: Sequence[str], categories: Sequence[str]) -> np.ndarray:
         """Return columns, float64 `[N, F]`; "city=Oslo" is 1 if the category city is Oslo."""
-        found = {}
+        indicators = {}
         for name in categories:
             known = [column for column in columns if column.startswith(f"{name}=")]
             places = self.index(name, [column[len(name) + 1 :] for column in known])
-            found |= {column: places == i for i, column in enumerate(known)}
-        parts = [found[name] if name in found else self.numbers(name) for name in columns]
+            indicators |= {column: places == i for i, column in enumerate(known)}
+        parts = [indicators[name] if name in indicators else self.numbers(name) for name in columns]
         return np.stack(parts, axis=1, dtype=np.float64)
 
     def is_text(self, name: str) -> bool:
@@ -213,10 +213,10 @@ class CsvTable:
     def numbers(self, name: str) -> np.ndarray:
         """Return a column of finite numbers, float64 `[N]`."""
         cells = self.column(name)
-        found = np.array([float(cell) if is_number(cell) else np.nan for cell in cells])
-        wrong = np.flatnonzero(~np.isfinite(found))
+        values = np.array([float(cell) if is_number(cell) else np.nan for cell in cells])
+        wrong = np.flatnonzero(~np.isfinite(values))
         if not wrong.size:
-            return found
+            return values
         if wrong.size == len(cells):
             raise self.no_numbers(name, [name])
         raise InputError(

@@ -97,8 +97,8 @@ def _free(name: str, limits: dict[str, int]) -> float:
 
 
 def _free_on_host(worker: str) -> int:
-    found = re.search(r"MemAvailable:\s*(\d+)", remote.read_text(worker, "/proc/meminfo") or "")
-    return int(found[1]) * 2**10 if found else 0
+    match = re.search(r"MemAvailable:\s*(\d+)", remote.read_text(worker, "/proc/meminfo") or "")
+    return int(match[1]) * 2**10 if match else 0
 
 
 def _stored_dtype(dtype: tf.DType) -> tf.DType:

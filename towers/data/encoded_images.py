@@ -123,11 +123,11 @@ class EncodedSplit(IndexedSplit):
     def checksum(self) -> dict[str, Any]:
         """See `Split.checksum`: of the labels and the files' relative names and sizes."""
         folder, names = self.source.files()
-        found = hashlib.sha256("\0".join(names).encode(errors="surrogateescape"))
+        hasher = hashlib.sha256("\0".join(names).encode(errors="surrogateescape"))
         for place in evenly_spaced(len(names), _SIZED_FILES).tolist():
-            found.update(b"%d;" % os.path.getsize(os.path.join(folder, names[place])))
-        found.update(digest(self.labels(tf.range(self.size)).numpy()).encode())
-        kind, sha256 = "names, sizes and labels", found.hexdigest()
+            hasher.update(b"%d;" % os.path.getsize(os.path.join(folder, names[place])))
+        hasher.update(digest(self.labels(tf.range(self.size)).numpy()).encode())
+        kind, sha256 = "names, sizes and labels", hasher.hexdigest()
         return {"kind": kind, "sha256": sha256, "examples": self.size, "files": len(names)}
 
     def labels(self, rows: tf.Tensor) -> tf.Tensor:
@@ -156,8 +156,8 @@ class EncodedSplit(IndexedSplit):
             )
 
         def explain(row: tf.Tensor) -> tf.Tensor:
-            what = f"row {{}}, on {where}, is damaged, or no PNG, JPEG, BMP or GIF"
-            message = [reader.path(self._source_rows(row)), tf.strings.format(what, row)]
+            template = f"row {{}}, on {where}, is damaged, or no PNG, JPEG, BMP or GIF"
+            message = [reader.path(self._source_rows(row)), tf.strings.format(template, row)]
             with tf.control_dependencies([tf.debugging.Assert(False, message)]):
                 return tf.constant(False)
 
@@ -198,9 +198,9 @@ class EncodedSplit(IndexedSplit):
             )
 
         def check(rows, decoded):
-            found, images = decoded
+            decoded_rows, images = decoded
             expected = pad(rows, constant_values=-1)
-            same = pad(found, constant_values=-2) == expected
+            same = pad(decoded_rows, constant_values=-2) == expected
             missing = tf.gather(expected, tf.argmin(tf.cast(same, tf.int32)))
             good = tf.cond(tf.reduce_all(same), lambda: True, lambda: explain(missing))
             with tf.control_dependencies([good]):

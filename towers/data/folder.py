@@ -49,13 +49,13 @@ def load(
             if name not in class_names:
                 some = ", ".join(class_names[:5]) + ", ..." * (len(class_names) > 5)
                 raise InputError(f"{of_class} is a class that {train} has not; it has {some}")
-            found = [image[len(path) + 1 :] for image in images_below(of_class)]
-            if not found:
+            images = [image[len(path) + 1 :] for image in images_below(of_class)]
+            if not images:
                 raise InputError(
                     f"{of_class} has no images ({', '.join(ENDINGS)}); put some there, or remove it"
                 )
-            names += found
-            labels += [class_names.index(name)] * len(found)
+            names += images
+            labels += [class_names.index(name)] * len(images)
         sources[half] = _ImageFiles(path, names, labels)
     return encoded_images.data_set("folder", sources, class_names, size, max_pixels)
 
@@ -106,7 +106,7 @@ def images_below(folder: str) -> list[str]:
     Raises:
         InputError: a folder cannot be read, or an image is no file.
     """
-    found, waiting = [], [folder]
+    paths, waiting = [], [folder]
     try:
         for parent in waiting:  # the list grows
             with os.scandir(parent) as entries:
@@ -117,9 +117,9 @@ def images_below(folder: str) -> list[str]:
                     elif entry.name.lower().endswith(ENDINGS) and not entry.name.startswith("."):
                         if not entry.is_file() and os.path.exists(entry.path):
                             files.check_is_file(entry.path)
-                        found.append(entry.path)
+                        paths.append(entry.path)
     except OSError as error:
         raise InputError(
             f"{error.filename} cannot be read: {error.strerror}; mend or remove it"
         ) from None
-    return sorted(found)
+    return sorted(paths)

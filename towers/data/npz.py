@@ -41,26 +41,26 @@ def load(dataset: str, path: str) -> Data:
     refused = InputError(
         f"--dataset={dataset} has the keys {', '.join(arrays) or 'of no array'}; {_EXPECTED}"
     )
-    found: dict[str, dict[str, dict[str | None, np.ndarray]]] = {}
+    halves: dict[str, dict[str, dict[str | None, np.ndarray]]] = {}
     for key, array in arrays.items():
         match = _KEY.fullmatch(key)
         if not match:
             raise refused
         part, half, name = match.groups()
-        of_half = found.setdefault(_HALVES.get(half, half), {})
+        of_half = halves.setdefault(_HALVES.get(half, half), {})
         of_part = of_half.setdefault("sample_weight" if part == "w" else part, {})
         if name in of_part or (of_part and None in {name, *of_part}):  # x_val and x_validation
             raise refused
         of_part[name] = array
-    given = {}
-    for half, parts in found.items():
+    examples = {}
+    for half, parts in halves.items():
         names = PARTS[: len(parts)]
         if set(names) != set(parts):  # y without x
             raise refused
-        given[half] = tuple(parts[name].get(None, parts[name]) for name in names)
-    if "train" not in given:
+        examples[half] = tuple(parts[name].get(None, parts[name]) for name in names)
+    if "train" not in examples:
         raise refused
-    return user_data.data_set(dataset, given)
+    return user_data.data_set(dataset, examples)
 
 
 @contextlib.contextmanager

@@ -85,9 +85,9 @@ class Split(abc.ABC):
 
     def with_partners(self) -> "Split":
         """Return a copy of the split whose draws include partners."""
-        found = copy.copy(self)
-        found.paired = True
-        return found
+        split = copy.copy(self)
+        split.paired = True
+        return split
 
     def _with_draws(
         self, batches: tf.data.Dataset, batch_size: int, seed: int, step: int, examples: int
@@ -211,11 +211,11 @@ class ArraySplit(IndexedSplit):
             for array in [*tf.nest.flatten(self._arrays), self._rows]
             if array is not None
         ]
-        found = {"kind": "arrays", "sha256": digest(*arrays)}
+        checksum = {"kind": "arrays", "sha256": digest(*arrays)}
         x = self.spec[0]
         if not isinstance(x, tf.TensorSpec):
-            return found | {"examples": self.size}
-        return found | {"shape": [self.size, *x.shape], "dtype": x.dtype.name}
+            return checksum | {"examples": self.size}
+        return checksum | {"shape": [self.size, *x.shape], "dtype": x.dtype.name}
 
     def batch(self, rows: tf.Tensor) -> Structure:
         """Return these rows of `arrays()`."""
@@ -378,12 +378,12 @@ def prefetched(batches: tf.data.Dataset) -> tf.data.Dataset:
 
 def digest(*arrays: np.ndarray) -> str:
     """Return the sha256 of the types, shapes and values of arrays, as 64 hex digits."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for array in arrays:
-        found.update(f"{array.dtype.name}{list(array.shape)};".encode())
+        hasher.update(f"{array.dtype.name}{list(array.shape)};".encode())
         if array.dtype == object:  # texts, as TensorFlow gives them
             for text in array.flat:
-                found.update(b"%d;" % len(text) + text)
+                hasher.update(b"%d;" % len(text) + text)
         else:
-            found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    return found.hexdigest()
+            hasher.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return hasher.hexdigest()

@@ -115,8 +115,8 @@ def locate(dataset: str, data_dir: str | None = None) -> str | None:
     if kind == "cifar":
         from towers.data import cifar
 
-        found = cifar.SETS[dataset].find(*paths)
-        return f"{dataset} is in {os.path.dirname(found[0])}" if found else None
+        files = cifar.SETS[dataset].find(*paths)
+        return f"{dataset} is in {os.path.dirname(files[0])}" if files else None
     return f"{paths[0]} is there; a run looks at your own files in it"
 
 
@@ -166,7 +166,7 @@ def _files(dataset: str, data_dir: str | None, names: list[str]) -> list[str]:
             f"--dataset={dataset} names {len(names)} files; TRAIN.csv,TEST.csv is meant"
         )
     folders = ["", *([os.path.expanduser(data_dir)] if data_dir else [])]
-    found = []
+    existing = []
     for name in names:
         paths = [os.path.join(folder, os.path.expanduser(name)) for folder in folders]
         there = [p for p in paths if os.path.exists(p) and not os.path.isdir(p)]
@@ -175,5 +175,5 @@ def _files(dataset: str, data_dir: str | None, names: list[str]) -> list[str]:
                 f"--dataset={dataset}: there is no file {' or '.join(paths)}; name one "
                 "that is there"
             )
-        found.append(there[0])
-    return found
+        existing.append(there[0])
+    return existing

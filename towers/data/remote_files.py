@@ -85,12 +85,12 @@ def find(
         folder = remote.folder_of(worker)
         there = _fingerprints(split, f"{worker}{HOST}", folder)
         try:
-            found = there(tf.constant(rows))
+            fingerprints = there(tf.constant(rows))
         except tf.errors.NotFoundError:
             return None
         except _DIFFERENT_FILE:  # one of them; which?
-            found = tf.concat([_fingerprint_or_zeros(there, row) for row in rows], axis=0)
-        different = np.flatnonzero((found != here).numpy().any(axis=1))
+            fingerprints = tf.concat([_fingerprint_or_zeros(there, row) for row in rows], axis=0)
+        different = np.flatnonzero((fingerprints != here).numpy().any(axis=1))
         if different.size:
             name = posixpath.join(folder, source.name(int(rows[different[0]])))
             raise InputError(
@@ -135,9 +135,9 @@ class _Reader:
         with tf.device(HOST):
             expected = tf.gather(rows, self._places)
         with tf.device(f"{self._worker}{HOST}"):
-            found, images = tf.raw_ops.IteratorGetNext(iterator=self._iterator(), **self._spec)
+            rows_read, images = tf.raw_ops.IteratorGetNext(iterator=self._iterator(), **self._spec)
             same = tf.debugging.Assert(
-                tf.reduce_all(found == expected), ["a worker's order is not the program's"]
+                tf.reduce_all(rows_read == expected), ["a worker's order is not the program's"]
             )
             with tf.control_dependencies([same]):
                 parts = tf.split(images, [size for _, size in self._slices])
@@ -162,19 +162,19 @@ class _RemoteBatch(DeviceResidentBatch):
             return tf.concat(list(self._parts.values()), axis=0)
 
     def of_tower(self, tower: int, start: int, size: int) -> tf.Tensor:
-        found = self._parts.get((start, size))
-        return self.whole[start : start + size] if found is None else found
+        part = self._parts.get((start, size))
+        return self.whole[start : start + size] if part is None else part
 
 
 def _fingerprints(split: EncodedSplit, device: str, folder: str) -> Callable:
     # A function from rows to fingerprints of their images on a device, uint8 [n, 8].
     @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)])
-    def made(rows: tf.Tensor) -> tf.Tensor:
+    def fingerprints(rows: tf.Tensor) -> tf.Tensor:
         with tf.device(device):
             read = split.source.reader(folder).read
             return tf.fingerprint(tf.map_fn(read, rows, fn_output_signature=tf.string))
 
-    return made.get_concrete_function()
+    return fingerprints.get_concrete_function()
 
 
 def _fingerprint_or_zeros(fingerprints: Callable, row: int) -> tf.Tensor:

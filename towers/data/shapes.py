@@ -88,8 +88,8 @@ def load(data_dir: str) -> Data:
         train, test = (draw(num, (_SEED, i)) for i, num in enumerate((NUM_TRAIN, NUM_TEST)))
         return dict(zip(_PARTS, (*train, *test), strict=True))
 
-    found = cached_arrays(Path(data_dir, FILE), make)
-    images, labels, test_images, test_labels = (found[name] for name in _PARTS)
+    arrays = cached_arrays(Path(data_dir, FILE), make)
+    images, labels, test_images, test_labels = (arrays[name] for name in _PARTS)
     train, test = ArraySplit(images, labels), ArraySplit(test_images, test_labels)
     return Data("shapes", train, test, len(CLASS_NAMES), CLASS_NAMES)
 
@@ -181,6 +181,6 @@ def _coverage(labels: np.ndarray, x, y, rng: np.random.Generator) -> np.ndarray:
     x, y = _turn(x, y, num, rng, _MAX_TILT)
     distance = np.empty_like(x)
     for label, outline in enumerate(_OUTLINES.values()):
-        own = labels == label
-        distance[own] = outline(x[own], y[own])
+        mask = labels == label
+        distance[mask] = outline(x[mask], y[mask])
     return np.clip(0.5 - distance * radius, 0, 1)  # an edge one pixel wide

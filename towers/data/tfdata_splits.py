@@ -54,8 +54,8 @@ class DatasetSplit(Split):
         num_held, numbered = num_held_out(self.size, fraction), self._dataset.enumerate()
 
         def part(held, size):
-            own = numbered.filter(lambda row, _: is_held_out(row, self.size, num_held) == held)
-            return DatasetSplit(own.map(lambda _, example: example), size)
+            members = numbered.filter(lambda row, _: is_held_out(row, self.size, num_held) == held)
+            return DatasetSplit(members.map(lambda _, example: example), size)
 
         return part(False, self.size - num_held), part(True, num_held)
 

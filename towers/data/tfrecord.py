@@ -66,11 +66,11 @@ def load(
     halves = {"train": paths["train"], "test": paths["test"] or paths["val"]}
     if paths["test"] and paths["val"]:
         halves["validation"] = paths["val"]
-    for half, found in halves.items():
-        if not found:
+    for half, of_half in halves.items():
+        if not of_half:
             raise InputError(f"--data_dir={folder} has no {half}*.tfrecord*; {_EXPECTED}")
     keys = _keys(halves["train"][0])
-    sources = {half: _Records(found, *keys) for half, found in halves.items()}
+    sources = {half: _Records(of_half, *keys) for half, of_half in halves.items()}
     train = sources["train"]
     num_classes, allowed = int(train.labels.max()) + 1, max_classes(len(train.labels))
     if num_classes > allowed:
@@ -147,8 +147,8 @@ class _Records:
 
 def _paths(folder: str, prefix: str) -> list[str]:
     names = sorted(os.listdir(folder))
-    found = [n for n in names if n.startswith(prefix) and (".tfrec" in n or "-of-" in n)]
-    paths = [os.path.join(folder, name) for name in found]
+    matching = [n for n in names if n.startswith(prefix) and (".tfrec" in n or "-of-" in n)]
+    paths = [os.path.join(folder, name) for name in matching]
     try:
         for path in paths:
             files.check_is_file(path)
@@ -166,19 +166,19 @@ def _keys(path: str) -> list[str]:
         features = tf.train.Example.FromString(first).features.feature
     except Exception:  # protobuf's own, of a module that is not public
         raise InputError(f"{path}: record 0 is no tf.train.Example; {_EXPECTED}") from None
-    found = []
-    for what, keys, kind in (
+    chosen = []
+    for content, keys, kind in (
         ("encoded image", _IMAGE_KEYS, "bytes_list"),
         ("integer label", _LABEL_KEYS, "int64_list"),
     ):
         there = [k for k in keys if k in features and len(getattr(features[k], kind).value) == 1]
         if not there:
             raise InputError(
-                f"{path} has no {what} under {', '.join(keys)}: its features are "
+                f"{path} has no {content} under {', '.join(keys)}: its features are "
                 f"{', '.join(sorted(features)) or 'none'}; write it under {keys[0]}"
             )
-        found.append(there[0])
-    return found
+        chosen.append(there[0])
+    return chosen
 
 
 def _scan_all(paths: Sequence[str], label_key: str) -> Mapping[str, np.ndarray]:
@@ -193,9 +193,9 @@ def _scan_all(paths: Sequence[str], label_key: str) -> Mapping[str, np.ndarray]:
             gib = f"{num_bytes / 2**30:.1f} GiB"
             print(f"reading {len(paths)} files of {gib} once, for their labels", file=sys.stderr)
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = list(pool.map(lambda path: _scan(path, label_key), paths))
-        start, length, label = map(np.concatenate, zip(*found, strict=True))
-        sizes = [len(part[0]) for part in found]
+            scans = list(pool.map(lambda path: _scan(path, label_key), paths))
+        start, length, label = map(np.concatenate, zip(*scans, strict=True))
+        sizes = [len(part[0]) for part in scans]
         file = np.repeat(np.arange(len(paths), dtype=np.int32), sizes)
         return {"number_of_file": file, "start": start, "length": length, "label": label}
 

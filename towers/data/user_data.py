@@ -63,18 +63,18 @@ def load(dataset: str) -> Data:
         if not {"train", "test"} <= set(result) <= set(_NAMES):
             raise InputError(f"{dataset} returned a dict of {list(result)}; {_ALLOWED_RESULT}")
         return data_set(dataset, result)
-    given, num_classes = result, None
+    halves, num_classes = result, None
     if isinstance(result, tuple | list) and result and isinstance(result[-1], numbers.Number):
-        *given, num_classes = result
-    if not isinstance(given, tuple | list) or len(given) not in (2, 3):
+        *halves, num_classes = result
+    if not isinstance(halves, tuple | list) or len(halves) not in (2, 3):
         raise InputError(f"{dataset} returned {arrays.describe(result)}; {_ALLOWED_RESULT}")
-    names = _NAMES if len(given) == 3 else ("train", "test")
-    return data_set(dataset, dict(zip(names, given, strict=True)), num_classes)
+    names = _NAMES if len(halves) == 3 else ("train", "test")
+    return data_set(dataset, dict(zip(names, halves, strict=True)), num_classes)
 
 
 def data_set(
     name: str,
-    given: Mapping[str, object],
+    halves: Mapping[str, object],
     num_classes: object = None,
     class_names: Sequence[str] = (),
 ) -> Data:
@@ -86,7 +86,7 @@ def data_set(
 
     Args:
         name: the value of --dataset.
-        given: "train", and optionally "test" and "validation". Without "test" a tenth of the
+        halves: "train", and optionally "test" and "validation". Without "test" a tenth of the
             training examples is held out, and a note says so.
         num_classes: number of classes; None: the largest label + 1, at most the number of examples
             or 1000: else targets are numbers, and `Data.no_classes` says why.
@@ -95,16 +95,16 @@ def data_set(
     Raises:
         InputError: a split is invalid, or the splits have different types or shapes.
     """
-    checked = {half: _user_split(f"{name}: {half}", value) for half, value in given.items()}
+    checked = {half: _user_split(f"{name}: {half}", value) for half, value in halves.items()}
     train, notes = checked["train"], ()
     for other in checked.values():
-        ours, theirs = (dict(arrays.leaves(each.spec)) for each in (train, other))
-        for leaf in [*ours, *theirs]:
-            if ours.get(leaf) != theirs.get(leaf):
+        train_leaves, other_leaves = (dict(arrays.leaves(each.spec)) for each in (train, other))
+        for leaf in [*train_leaves, *other_leaves]:
+            if train_leaves.get(leaf) != other_leaves.get(leaf):
                 texts = [
                     f"{each.name} {leaf} is {list(spec[leaf].shape)} {spec[leaf].dtype.name}"
                     if leaf in spec else f"{each.name} has no {leaf}"
-                    for each, spec in ((train, ours), (other, theirs))
+                    for each, spec in ((train, train_leaves), (other, other_leaves))
                 ]  # fmt: skip
                 raise InputError(f"{texts[0]}, but {texts[1]}; make them alike")
     num_classes, no_classes = _num_classes(name, list(checked.values()), num_classes)
@@ -124,20 +124,20 @@ def max_classes(num_examples: int) -> int:
     return min(max(num_examples, _FEW_CLASSES), _MANY_CLASSES)
 
 
-def _num_classes(name: str, splits: Sequence["_Given"], given: object) -> tuple[int, str]:
+def _num_classes(name: str, splits: Sequence["_Given"], num_classes: object) -> tuple[int, str]:
     # The number of classes, 0 if targets are no classes, and why integers are none, or "".
     spec = splits[0].spec
     labels = len(spec) > 1 and is_label(spec[1])
-    if given is not None:
-        if not isinstance(given, numbers.Integral) or not 1 <= given <= _MAX_CLASSES:
-            most = f", up to {_MAX_CLASSES:,}" if isinstance(given, numbers.Integral) else ""
-            raise InputError(f"{name}: num_classes is {given!r}; return 1 or more{most}")
+    if num_classes is not None:
+        if not isinstance(num_classes, numbers.Integral) or not 1 <= num_classes <= _MAX_CLASSES:
+            most = f", up to {_MAX_CLASSES:,}" if isinstance(num_classes, numbers.Integral) else ""
+            raise InputError(f"{name}: num_classes is {num_classes!r}; return 1 or more{most}")
         if not labels:
             raise InputError(
-                f"{name}: num_classes is {given}, but y is not one integer for each example; leave "
-                "it out"
+                f"{name}: num_classes is {num_classes}, but y is not one integer for each example; "
+                "leave it out"
             )
-        return int(given), ""
+        return int(num_classes), ""
     if not labels:
         return 0, ""
     label, where = max(split.largest_label() for split in splits)
@@ -151,16 +151,16 @@ def _num_classes(name: str, splits: Sequence["_Given"], given: object) -> tuple[
     )
 
 
-def _user_split(name: str, given: object) -> "_Given":
-    if isinstance(given, keras.utils.PyDataset):
-        return _Batches(name, given)
-    if isinstance(given, tf.data.Dataset):
-        return _Dataset(name, given)
-    if not isinstance(given, tuple | list) or len(given) not in (1, 2, 3):
-        raise InputError(f"{name} is {arrays.describe(given)}; {_ALLOWED_SPLIT}")
-    if isinstance(given[0], tf.data.Dataset) and len(given) == 2:
-        return _Dataset(name, *given)
-    return _Arrays(name, given)
+def _user_split(name: str, value: object) -> "_Given":
+    if isinstance(value, keras.utils.PyDataset):
+        return _Batches(name, value)
+    if isinstance(value, tf.data.Dataset):
+        return _Dataset(name, value)
+    if not isinstance(value, tuple | list) or len(value) not in (1, 2, 3):
+        raise InputError(f"{name} is {arrays.describe(value)}; {_ALLOWED_SPLIT}")
+    if isinstance(value[0], tf.data.Dataset) and len(value) == 2:
+        return _Dataset(name, *value)
+    return _Arrays(name, value)
 
 
 # Each kind of split has `name`, `spec` and `size`; `largest_label` returns it with its place;
@@ -207,29 +207,29 @@ class _Dataset:
             known = isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined()
             if not known:
                 remedy = _REMEDIES.get(type(leaf), _SINGLE)
-                given = f"{path} as {arrays.describe(leaf)}"
-                raise InputError(f"{self.name} dataset gives {given}; {remedy}")
+                element = f"{path} as {arrays.describe(leaf)}"
+                raise InputError(f"{self.name} dataset gives {element}; {remedy}")
         x, y, *_ = (*spec, None)
         image = isinstance(x, tf.TensorSpec) and x.shape.rank == 3 and x.dtype.is_integer
         if image and x.dtype != tf.uint8 and is_label(y):
-            given = f"x as {arrays.describe(x)}"
-            raise InputError(f"{self.name} dataset gives {given}; give images as uint8 or float")
+            element = f"x as {arrays.describe(x)}"
+            raise InputError(f"{self.name} dataset gives {element}; give images as uint8 or float")
         return spec
 
     def largest_label(self) -> tuple[int, str]:
         labels = self._dataset.map(lambda *example: tf.reshape(tf.cast(example[1], tf.int64), []))
         batches = labels.batch(_COUNT_BATCH).as_numpy_iterator()
-        found = np.concatenate([np.zeros(0, np.int64), *batches])
-        if len(found) != self.size:
+        values = np.concatenate([np.zeros(0, np.int64), *batches])
+        if len(values) != self.size:
             raise InputError(
-                f"{self.name} dataset has {len(found)} examples but size is {self.size}"
+                f"{self.name} dataset has {len(values)} examples but size is {self.size}"
             )
-        wrong = np.flatnonzero((found < 0) | (found > arrays.MAX_LABEL))
-        row = int(wrong[0]) if wrong.size else int(np.argmax(found))
+        wrong = np.flatnonzero((values < 0) | (values > arrays.MAX_LABEL))
+        row = int(wrong[0]) if wrong.size else int(np.argmax(values))
         where = f"{self.name} dataset: example {row} (counted from 0)"
         if wrong.size:
-            raise InputError(f"{where} has label {found[row]}; {arrays.CLASSES_ARE}")
-        return int(found[row]), where
+            raise InputError(f"{where} has label {values[row]}; {arrays.CLASSES_ARE}")
+        return int(values[row]), where
 
     def split(self, num_classes: int) -> DatasetSplit:
         def check(number, example):
@@ -267,9 +267,9 @@ class _Batches:
         self._check(num - 1, last)
 
     def largest_label(self) -> tuple[int, str]:
-        found = [int(self._read(number)[1].max()) for number in range(len(self._sizes))]
-        number = int(np.argmax(found))
-        return found[number], f"{self.name} batch {number}"
+        largest = [int(self._read(number)[1].max()) for number in range(len(self._sizes))]
+        number = int(np.argmax(largest))
+        return largest[number], f"{self.name} batch {number}"
 
     def split(self, num_classes: int) -> BatchSplit:
         read = functools.partial(self._read, num_classes=num_classes)
