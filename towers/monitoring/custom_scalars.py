@@ -77,10 +77,10 @@ def layout(
             training curves auc or batch/auc.
         remote: whether towers are on workers; else their charts are collapsed.
     """
-    found = layout_pb2.Layout()
+    dashboard = layout_pb2.Layout()
     empty = {title for title, there in (("workers", remote), ("GPUs", gpus)) if not there}
     for title, charts in CHARTS.items():
-        category = found.category.add(title=title, closed=title in empty)
+        category = dashboard.category.add(title=title, closed=title in empty)
         for name, tags in charts.items():
             if tags in _EXACT:  # TensorBoard smooths all charts except margin charts
                 series = layout_pb2.MarginChartContent.Series(value=tags, lower=tags, upper=tags)
@@ -95,4 +95,4 @@ def layout(
                 }
             for chart, patterns in shown.items():
                 category.chart.add(title=chart).multiline.tag.extend(f"{p}$" for p in patterns)
-    return layout_summary.pb(found)
+    return layout_summary.pb(dashboard)

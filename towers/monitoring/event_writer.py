@@ -53,9 +53,9 @@ class EventWriter:
             check: called before each event; raises RunError or OSError if the folder is lost.
         """
         folders = [train_dir, *(run for part in PARTS for run in events.runs(train_dir / part))]
-        found = [path for folder in folders for path in events.paths(folder)]
+        event_files = [path for folder in folders for path in events.paths(folder)]
         self._train_dir, self._files = train_dir, {}  # {run: path}
-        self._used_bytes = sum(path.stat().st_size for path in found)
+        self._used_bytes = sum(path.stat().st_size for path in event_files)
         self._max_mib, self._say, self._check, self._told = max_mib, say, check, set()
         self._offered: Counter[tuple[str, ...]] = Counter()
 
@@ -64,8 +64,8 @@ class EventWriter:
         summaries: dict[str, Summary] = {}
         for tag, value in values.items():
             run = part
-            if own := _OWN.fullmatch(tag):
-                run, tag = f"{part}/{own[1]}", f"{own[2]}/{own[3]}"
+            if match := _OWN.fullmatch(tag):
+                run, tag = f"{part}/{match[1]}", f"{match[2]}/{match[3]}"
             summaries.setdefault(run, Summary()).value.extend(scalar_pb(tag, value).value)
         self._write(part, x, summaries, POINT)
 
@@ -79,11 +79,11 @@ class EventWriter:
         All events are written up to three quarters of the kind's share; then every second event of
         a tag up to half of the rest, every fourth up to half of that rest, and so on.
         """
-        found = {run: summary for run, summary in summaries.items() if summary.value}
-        if not found:
+        filled = {run: summary for run, summary in summaries.items() if summary.value}
+        if not filled:
             return
-        tag = next(iter(found.values())).value[0].tag
-        num_bytes = sum(summary.ByteSize() + _OVERHEAD_BYTES for summary in found.values())
+        tag = next(iter(filled.values())).value[0].tag
+        num_bytes = sum(summary.ByteSize() + _OVERHEAD_BYTES for summary in filled.values())
         limit = _SHARE[kind] * self._max_mib * 2**20
         left = (limit - self._used_bytes - num_bytes) / limit
         number = self._offered[kind, tag]
@@ -92,7 +92,7 @@ class EventWriter:
             now = time.time()
             try:
                 self._check()
-                for run, summary in found.items():
+                for run, summary in filled.items():
                     self._append(run, Event(step=x, wall_time=now, summary=summary))
                 self._used_bytes += num_bytes
                 self._told.discard(part)

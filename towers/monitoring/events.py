@@ -35,8 +35,8 @@ def note(line: str) -> None:
 
 def paths(folder: Path) -> list[Path]:
     """Return a folder's event files, oldest first by the time in their names."""
-    found = [path for path in folder.glob("events.out.tfevents.*") if path.is_file()]
-    return sorted(found, key=lambda path: (path.name.split(".")[3], path.stat().st_mtime))
+    event_files = [path for path in folder.glob("events.out.tfevents.*") if path.is_file()]
+    return sorted(event_files, key=lambda path: (path.name.split(".")[3], path.stat().st_mtime))
 
 
 def runs(folder: Path) -> list[Path]:
@@ -44,11 +44,11 @@ def runs(folder: Path) -> list[Path]:
     return [folder, *sorted(path for path in folder.glob("*") if path.is_dir())]
 
 
-def append(path: Path, *found: Event) -> None:
+def append(path: Path, *events: Event) -> None:
     """Append events to a file, and create it if necessary."""
     with open(path, "ab") as file:
         writer = RecordWriter(file)
-        for event in found:
+        for event in events:
             writer.write(event.SerializeToString())
 
 
@@ -65,7 +65,7 @@ def load(path: Path, say: Say = note) -> list[Record]:
 
     The last event may be incomplete: it may just be written, or its process was killed.
     """
-    data, place, damaged, found = path.read_bytes(), 0, False, []
+    data, place, damaged, records = path.read_bytes(), 0, False, []
     while place + _HEADER.size <= len(data):
         length, checksum = _HEADER.unpack_from(data, place)
         if masked_crc32c(data[place : place + 8]) != checksum:
@@ -80,12 +80,12 @@ def load(path: Path, say: Say = note) -> list[Record]:
         try:
             if length <= _CHECKED_BYTES and masked_crc32c(content) != checksum:
                 raise ValueError("the checksum is another one")
-            found.append(Record(Event.FromString(content), whole))
+            records.append(Record(Event.FromString(content), whole))
         except Exception:  # also protobuf's DecodeError
             damaged = True
     if damaged:
         say(f"{path} is damaged: some of its points or pictures are lost")
-    return found
+    return records
 
 
 def read(
@@ -116,7 +116,7 @@ def read(
                     if math.isfinite(number):
                         fresh.setdefault(event.step, {})[value.tag] = number
         first = min(fresh, default=math.inf)
-        points = {x: found for x, found in points.items() if x < first} | fresh
+        points = {x: scalars for x, scalars in points.items() if x < first} | fresh
     return dict(sorted(points.items()))
 
 
@@ -135,18 +135,18 @@ def cut(folder: Path, x: int, scalars_x: int | None = None, say: Say = note) -> 
     scalars_x = x if scalars_x is None else scalars_x
     for path in (path for run in runs(folder) for path in paths(run)):
         try:
-            kept = []
+            remaining = []
             for record in load(path, say):
                 values = record.event.summary.value
                 scalar = values and values[0].metadata.plugin_data.plugin_name == "scalars"
                 if values and record.event.step >= (scalars_x if scalar else x):
                     break
-                kept.append(record.data)
-            if len(kept) < 2:
+                remaining.append(record.data)
+            if len(remaining) < 2:
                 path.unlink()  # only its header is left
-            elif sum(map(len, kept)) < path.stat().st_size:
+            elif sum(map(len, remaining)) < path.stat().st_size:
                 with files.replacing(path) as temporary:
-                    temporary.write_bytes(b"".join(kept))
+                    temporary.write_bytes(b"".join(remaining))
         except OSError as error:
             say(f"{path} cannot be cut back to step {x}: {error.strerror}")
 

@@ -53,32 +53,32 @@ def products_of_towers(
 
 
 def _at_means(towers: Sequence[tuple]) -> _Pairs:
-    found: _Pairs = {}
-    for tower, own, mean, _ in towers:
+    pairs: _Pairs = {}
+    for tower, gradients, mean, _ in towers:
         # In the same transfers as for the sum.
         places = ["" if other is None else _values(other).device for other in mean]
-        own = _send(own, places, is_small, after=mean)
-        for one, other, place in zip(own, mean, places, strict=True):
+        gradients = _send(gradients, places, is_small, after=mean)
+        for one, other, place in zip(gradients, mean, places, strict=True):
             if other is None:
                 continue
             # After the sum: add_n accumulates into any input buffer without another reader, so
             # that another reader would change the order of its additions at random.
             with tf.device(place), tf.control_dependencies([_values(other)]):
                 one = gather.map_values(on_current_device, one)
-            found.setdefault(place, {}).setdefault(tower, []).append((one, other))
-    return found
+            pairs.setdefault(place, {}).setdefault(tower, []).append((one, other))
+    return pairs
 
 
 def _at_towers(towers: Sequence[tuple]) -> _Pairs:
     there: dict[str, list[Any]] = {}
-    found: _Pairs = {}
-    for tower, own, mean, device in towers:
+    by_device: _Pairs = {}
+    for tower, gradients, mean, device in towers:
         machine = machine_of(device)
         if machine not in there:
             there[machine] = _send(mean, [device] * len(mean))
-        pairs = zip(own, there[machine], strict=True)
-        found[device] = {tower: [both for both in pairs if both[1] is not None]}
-    return found
+        pairs = zip(gradients, there[machine], strict=True)
+        by_device[device] = {tower: [both for both in pairs if both[1] is not None]}
+    return by_device
 
 
 def _cond(measured: tf.Tensor | None, table: Callable, num_towers: int) -> tf.Tensor:
@@ -96,7 +96,7 @@ def _table(pairs: _Pairs, num_towers: int, measured: tf.Tensor | None) -> tf.Ten
 
     def of_place(of_towers: dict[int, list[tuple[Any, Any]]]) -> tf.Tensor:
         towers = [of_towers.get(tower) for tower in range(num_towers)]
-        return tf.stack([_sums(own) if own else tf.zeros([3]) for own in towers])
+        return tf.stack([_sums(of_tower) if of_tower else tf.zeros([3]) for of_tower in towers])
 
     parts = []
     for place, of_towers in pairs.items():
@@ -116,27 +116,27 @@ def _sums(pairs: Sequence[tuple[Any, Any]]) -> tf.Tensor:
 def _send(
     gradients: Sequence[Any],
     devices: Sequence[str],
-    packs: Callable = lambda own: True,
+    packs: Callable = lambda gradient: True,
     after: Sequence[Any] = (),
 ) -> list[Any]:
     """Return gradients on other devices; dense ones that `packs` accepts are sent as one tensor.
 
     Each is unpacked after the value at the same position of `after`; see `_at_means`.
     """
-    found, groups = list(gradients), {}
-    for i, (own, device) in enumerate(zip(gradients, devices, strict=True)):
-        dense = isinstance(own, tf.Tensor) and own.shape.is_fully_defined()
-        if dense and machine_of(own.device) != machine_of(device) and packs(own):
-            groups.setdefault((own.device, device, own.dtype), []).append(i)
+    sent, groups = list(gradients), {}
+    for i, (gradient, device) in enumerate(zip(gradients, devices, strict=True)):
+        dense = isinstance(gradient, tf.Tensor) and gradient.shape.is_fully_defined()
+        if dense and machine_of(gradient.device) != machine_of(device) and packs(gradient):
+            groups.setdefault((gradient.device, device, gradient.dtype), []).append(i)
     for (place, device, _), group in groups.items():
-        own = [gradients[i] for i in group]
+        members = [gradients[i] for i in group]
         with tf.device(place):
-            packed = pack(own)
+            packed = pack(members)
         waits = [after[i] for i in group] if after else []
         with tf.device(device), tf.control_dependencies(waits):
-            for i, part in zip(group, unpack(on_current_device(packed), own), strict=True):
-                found[i] = part
-    return found
+            for i, part in zip(group, unpack(on_current_device(packed), members), strict=True):
+                sent[i] = part
+    return sent
 
 
 def _of_variable(one: Any, other: Any) -> tuple[tf.Tensor, ...]:
@@ -157,8 +157,8 @@ def _same_rows(one: Any, other: tf.IndexedSlices) -> tuple[tf.Tensor | None, tf.
     rows, places = tf.unique(tf.concat([part.indices for part in parts], axis=0))
     places = tf.split(places, [tf.shape(part.indices)[0] for part in parts])
     arrays = [
-        tf.math.unsorted_segment_sum(part.values, own, tf.size(rows))
-        for part, own in zip(parts, places, strict=True)
+        tf.math.unsorted_segment_sum(part.values, segment_ids, tf.size(rows))
+        for part, segment_ids in zip(parts, places, strict=True)
     ]
     return (None if one is None else arrays[0]), arrays[-1]
 

@@ -42,20 +42,20 @@ def make_histograms(
     @tf.function(autograph=False)
     def look(example: Any, draws: tf.Tensor) -> dict[str, tf.Tensor]:
         with keras.StatelessScope():  # drops assignments
-            found = gradients(*example, draws)
+            gathered = gradients(*example, draws)
             first = tf.nest.map_structure(lambda t: t[:NUM_EXAMPLES], (example[0], draws))
             with tf.device(builder.devices[0]):
                 values = _activations(model, inputs(*first))
         with tf.device(builder.gather_device):
-            for variable, gradient in zip(model.trainable_variables, found, strict=True):
+            for variable, gradient in zip(model.trainable_variables, gathered, strict=True):
                 if gradient is not None:
                     values[f"gradients/{variable.path}"] = _thinned(gradient)
         return values
 
     def draw(batch: Batch) -> Summary:
-        found = {f"weights/{v.path}": _thinned(v.value) for v in model.trainable_variables}
+        weights = {f"weights/{v.path}": _thinned(v.value) for v in model.trainable_variables}
         summary = Summary()
-        for tag, tensor in (found | look(*batch)).items():
+        for tag, tensor in (weights | look(*batch)).items():
             values = tensor.numpy()
             values = values[np.isfinite(values)]
             if values.size:
@@ -73,21 +73,21 @@ def _activations(model: keras.Model, inputs: tf.Tensor) -> dict[str, tf.Tensor]:
     other than one numeric tensor.
     """
     graph = tf.compat.v1.get_default_graph()
-    found: dict[str, tf.Tensor] = {}
+    activations: dict[str, tf.Tensor] = {}
 
     def make(call: Callable) -> Callable:
         def caught(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
             outputs = call(layer, *args, **kwargs)
             here = isinstance(outputs, tf.Tensor) and getattr(outputs, "graph", None) is graph
             if here and layer is not model and outputs.dtype not in (tf.bool, tf.string):
-                found[f"activations/{layer.path or layer.name}"] = _thinned(outputs)
+                activations[f"activations/{layer.path or layer.name}"] = _thinned(outputs)
             return outputs
 
         return caught
 
     with tf_internals.patch_layer_calls(make):
         model(inputs, training=False)
-    return found
+    return activations
 
 
 def _thinned(value: Any) -> tf.Tensor:

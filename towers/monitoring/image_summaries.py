@@ -90,13 +90,13 @@ def seen_by_towers(
             images = augment.train_images(images, draws, kind, dtype)
         return images, labels
 
-    found, num_towers = [], len(builder.devices)
+    seen, num_towers = [], len(builder.devices)
     slices = split(batch, num_towers, builder.accumulate_steps)
     for tower, device in enumerate(builder.devices):
         with tf.device(device):
-            own = [see(*part.batch) for part in slices[tower::num_towers]]
-        found.append(tuple(np.concatenate(values)[:num] for values in zip(*own, strict=True)))
-    return found
+            of_slices = [see(*part.batch) for part in slices[tower::num_towers]]
+        seen.append(tuple(np.concatenate(values)[:num] for values in zip(*of_slices, strict=True)))
+    return seen
 
 
 class Gallery:
@@ -151,15 +151,15 @@ class Gallery:
         return self._sampler.batch(step, self._timetable.examples(step))
 
     def _show(
-        self, what: str, step: int, make: Callable[[], Iterable[Summary]], part: str = "train"
+        self, name: str, step: int, make: Callable[[], Iterable[Summary]], part: str = "train"
     ) -> None:
-        if (what, step) in self._shown:
+        if (name, step) in self._shown:
             return
-        self._shown.add((what, step))
+        self._shown.add((name, step))
         with self._monitor.pause():
             try:
                 summaries = make()
             except Exception as error:  # the user's own code may raise anything
-                self._monitor.say(f"no {what} {type(error).__name__}: {first_line(error)}")
+                self._monitor.say(f"no {name} {type(error).__name__}: {first_line(error)}")
             else:
                 self._monitor.show(step, summaries, part)

@@ -155,26 +155,26 @@ class Monitor:
             self.say(line)
 
     def eval_point(
-        self, step: int, scalars: Mapping[str, float | None], what: str = "test"
+        self, step: int, scalars: Mapping[str, float | None], part: str = "test"
     ) -> None:
         """Write the figures of an evaluation after `step` updates; None is skipped.
 
-        Tags begin with `what`, the part of the data set: "test" or "validation".
+        Tags begin with `part`, the part of the data set: "test" or "validation".
         """
         if not self.evaluated(step):
             known = {name: value for name, value in scalars.items() if value is not None}
-            of_part = {f"{what}/{name}": value for name, value in known.items()}
+            of_part = {f"{part}/{name}": value for name, value in known.items()}
             self._writer.write_scalars("eval", self._timetable.x(step), of_part)
         self._evaluated.add(self._timetable.x(step))
-        self.say_figures(what, step, scalars)
+        self.say_figures(part, step, scalars)
 
-    def say_figures(self, what: str, step: int, figures: Mapping[str, float | None]) -> None:
+    def say_figures(self, part: str, step: int, figures: Mapping[str, float | None]) -> None:
         """Print the figures of an evaluation of a part of the data set; None is skipped."""
         known = [(name, value) for name, value in figures.items() if value is not None]
         shown = ", ".join(f"{name} {value:.4f}" for name, value in known)
         self.say(
             f"{_now()}: step {step} of {self._timetable.last_step}, epoch "
-            f"{self._timetable.epochs(step):.2f}, {what}: {shown} (ETA {self._eta(step)})"
+            f"{self._timetable.epochs(step):.2f}, {part}: {shown} (ETA {self._eta(step)})"
         )
 
     def evaluated(self, step: int) -> bool:
@@ -205,15 +205,15 @@ class Monitor:
         self._bar.close()
 
     def _noise_scalars(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        found = estimate(
+        values = estimate(
             metrics["tower_gradient_norm"], metrics["tower_examples"], metrics["data_gradient_norm"]
         )
         # Rounded as in event files, from which a continued run reads them.
-        found = np.float32(found or math.nan).tolist()
-        if not np.isfinite(found).all():
+        values = np.float32(values or math.nan).tolist()
+        if not np.isfinite(values).all():
             return {}
-        self._noise.add(*found)
-        scalars = dict(zip(_NOISE_TAGS, found, strict=True))
+        self._noise.add(*values)
+        scalars = dict(zip(_NOISE_TAGS, values, strict=True))
         scale = self._noise.examples()
         return scalars if scale is None else scalars | {"noise_scale/examples": scale}
 

@@ -58,13 +58,13 @@ def evaluation_images(predictions: Predictions, names: Sequence[str]) -> list[Su
             "colour, the greater the share of its row."
         )
         pictures.append(_summary("confusion_matrix", draw_matrix(counts, names), about))
-    if found := predictions.mistakes:
+    if mistakes := predictions.mistakes:
         captions = [
             [f"true {names[m.label]},", f"said {names[m.predicted]} {m.confidence:.2f}"]
-            for m in found
+            for m in mistakes
         ]
         about = f"The most confident mistakes, with {weights}."
-        picture = draw_grid([to_bytes(m.image) for m in found], captions)
+        picture = draw_grid([to_bytes(m.image) for m in mistakes], captions)
         pictures.append(_summary("mistakes", picture, about))
     return pictures
 
@@ -79,15 +79,15 @@ def tower_images(
         names: names of the classes.
         stretch: see `to_bytes`.
     """
-    found = []
+    summaries = []
     for i, (images, labels) in enumerate(seen):
         if len(images):
-            own = [names[label] for label in labels]
+            classes = [names[label] for label in labels]
             shown = [to_bytes(image, stretch) for image in images]
-            about = f"Training images as tower {i} sees them: {', '.join(own)}."
-            picture = draw_grid(shown, [[name] for name in own])
-            found.append(_summary(f"images/tower_{i}", picture, about))
-    return found
+            about = f"Training images as tower {i} sees them: {', '.join(classes)}."
+            picture = draw_grid(shown, [[name] for name in classes])
+            summaries.append(_summary(f"images/tower_{i}", picture, about))
+    return summaries
 
 
 def filter_images(model: keras.Model) -> list[Summary]:

@@ -30,16 +30,16 @@ def read_result(folder: Path) -> dict[str, Any]:
         return texts or isinstance(value, str | int | float | None)
 
     path = folder / "result.json"
-    found = files.read_json(path)
-    simple = all(map(is_simple, found.values()))
-    if _are_of(_TYPES, found) and simple and found.get("direction", "max") in ("max", "min"):
-        return found
+    result = files.read_json(path)
+    simple = all(map(is_simple, result.values()))
+    if _are_of(_TYPES, result) and simple and result.get("direction", "max") in ("max", "min"):
+        return result
     files.warn_damaged(path)
     return {}
 
 
-def _are_of(types: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
-    return all(isinstance(found[name], kind) for name, kind in types.items() if name in found)
+def _are_of(types: Mapping[str, Any], content: Mapping[str, Any]) -> bool:
+    return all(isinstance(content[name], kind) for name, kind in types.items() if name in content)
 
 
 def number(result: Mapping[str, Any], name: str) -> float | None:
@@ -65,12 +65,12 @@ def common_objective(results: Sequence[Mapping[str, Any]]) -> tuple[Objective, s
 
     It is the first of their objectives for which all runs have a value, else the test loss.
     """
-    found = list(dict.fromkeys(map(objective_of, results))) or [objective_of({})]
-    if len(found) == 1:
-        return found[0], ""
-    known = (o for o in found if all(averaged_number(r, o[0]) is not None for r in results))
+    objectives = list(dict.fromkeys(map(objective_of, results))) or [objective_of({})]
+    if len(objectives) == 1:
+        return objectives[0], ""
+    known = (o for o in objectives if all(averaged_number(r, o[0]) is not None for r in results))
     chosen = next(known, ("test_loss", "min"))
-    names = ", ".join(name for name, _ in found)
+    names = ", ".join(name for name, _ in objectives)
     return chosen, f"the runs have different objectives, {names}: compared by {chosen[0]}"
 
 
@@ -114,8 +114,8 @@ def noted_runs(folder: Path) -> list[dict[str, Any]]:
         return known and _are_of(_SWEEP_TYPES, run)
 
     path = folder / "sweep.json"
-    found = files.read_json(path).get("runs", [])
-    if isinstance(found, list) and all(map(is_run, found)):
-        return found
+    runs = files.read_json(path).get("runs", [])
+    if isinstance(runs, list) and all(map(is_run, runs)):
+        return runs
     files.warn_damaged(path)
     return []

@@ -119,9 +119,9 @@ def training_seconds(examples: np.ndarray, rates: np.ndarray) -> np.ndarray:
 def _series(points: Points, *tags: str) -> tuple[np.ndarray, np.ndarray]:
     """Return x and values of the first tag that has any."""
     for tag in tags:
-        found = {x: values[tag] for x, values in points.items() if tag in values}
-        if found:
-            return np.array(list(found), float), np.array(list(found.values()))
+        series = {x: values[tag] for x, values in points.items() if tag in values}
+        if series:
+            return np.array(list(series), float), np.array(list(series.values()))
     return np.array([]), np.array([])
 
 

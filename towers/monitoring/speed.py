@@ -31,14 +31,14 @@ class Speed:
 
     def at(self, step: int, examples: int) -> dict[str, float]:
         """Return the scalars of a point after `step` steps, {} for the first."""
-        now, found = self._clock(), {}
+        now, scalars = self._clock(), {}
         if self._last is not None and step > self._last[1]:
             then, step_then, examples_then = self._last
             seconds = max(now - then - self._paused_seconds, 1e-9)  # clocks have a resolution
             self.num_steps, rate = step - step_then, (examples - examples_then) / seconds
-            found = {RATE: rate, "speed/seconds_per_step": seconds / self.num_steps}
+            scalars = {RATE: rate, "speed/seconds_per_step": seconds / self.num_steps}
         self._last, self._paused_seconds = (now, step, examples), 0.0
-        return found
+        return scalars
 
 
 def by_tower(
@@ -51,5 +51,5 @@ def by_tower(
     in_mib = zip(("memory_mib", "peak_memory_mib"), zip(*held, strict=True), strict=True)
     occupied = [i for i, number in enumerate(num_examples) if number > 0]
     named = (values | dict(in_mib)).items()
-    pairs = {f"tower_{i}/{name}": own[i] for name, own in named if own for i in occupied}
+    pairs = {f"tower_{i}/{name}": row[i] for name, row in named if row for i in occupied}
     return {tag: v for tag, v in pairs.items() if v is not None and not math.isnan(v)}

@@ -76,12 +76,12 @@ class GpuIdleBarrier:
         """Return a batch on the host; in a measured step it waits until the GPUs are idle."""
 
         def wait() -> tf.Tensor:
-            found = []
+            values = []
             for mark in self._marks:
                 with tf.device(mark.device):
-                    found.append(on_current_device(mark.read_value()))
+                    values.append(on_current_device(mark.read_value()))
             with tf.device(HOST):
-                return tf.add_n(found)
+                return tf.add_n(values)
 
         with tf.device(HOST), tf.name_scope("telemetry"):
             idle = tf.cond(measured, wait, lambda: tf.zeros([]))
@@ -183,27 +183,27 @@ def measure_joined(
         for before, after in gradients.phases:
             start = time_after(before)
             pairs = zip(after, builder.devices, strict=False)
-            ends = [time_after(_when_computed(own, device)) for own, device in pairs]
+            ends = [time_after(_when_computed(of_tower, device)) for of_tower, device in pairs]
             with tf.device(HOST):
                 # Nothing waits for this clock, so it may be read too late.
                 seconds += tf.maximum(tf.stack(ends) - start, 0.0)
         with tf.device(HOST):
-            found = _pad({"tower_step_seconds": tf.cast(seconds, tf.float32)}, builder)
-            return found | _agreement(products, share, tf.cast(scale, tf.float32), builder)
+            times = _pad({"tower_step_seconds": tf.cast(seconds, tf.float32)}, builder)
+            return times | _agreement(products, share, tf.cast(scale, tf.float32), builder)
 
     with tf.device(HOST):
-        found = _pad({"tower_examples": examples}, builder)
-    return found | _if_measured(compute, measured, builder)
+        metrics = _pad({"tower_examples": examples}, builder)
+    return metrics | _if_measured(compute, measured, builder)
 
 
 def _agreement(
     products: tf.Tensor, weights: tf.Tensor, scale: Any, builder: TowerBuilder
 ) -> dict[str, tf.Tensor]:
     """Return norms and cosines; a tower's gradient is its mean gradient times its weight."""
-    own, both, whole = tf.unstack(products, axis=1)
+    tower_square, both, whole = tf.unstack(products, axis=1)
     of_towers = {
-        "tower_gradient_norm": tf.math.divide_no_nan(tf.sqrt(own), weights),
-        "tower_cosine": tf.math.divide_no_nan(both, tf.sqrt(own) * tf.sqrt(whole)),
+        "tower_gradient_norm": tf.math.divide_no_nan(tf.sqrt(tower_square), weights),
+        "tower_cosine": tf.math.divide_no_nan(both, tf.sqrt(tower_square) * tf.sqrt(whole)),
     }
     return _pad(of_towers, builder) | {"data_gradient_norm": tf.sqrt(whole[0]) / scale}
 
@@ -214,18 +214,18 @@ def _if_measured(
     """Return `compute(measured)`; on GPUs, which that waits for, zeros unless `measured`."""
     if not on_gpus(builder):
         return compute(measured)
-    found: dict[str, tf.Tensor] = {}
+    metrics: dict[str, tf.Tensor] = {}
 
     def when_measured() -> list[tf.Tensor]:
-        found.update(compute(None))
-        return list(found.values())
+        metrics.update(compute(None))
+        return list(metrics.values())
 
     def zeros() -> list[tf.Tensor]:
-        return [tf.zeros(value.shape, value.dtype) for value in found.values()]
+        return [tf.zeros(value.shape, value.dtype) for value in metrics.values()]
 
     with tf.device(HOST):
         values = tf.cond(measured, when_measured, zeros)
-    return dict(zip(found, values, strict=True))
+    return dict(zip(metrics, values, strict=True))
 
 
 def _pad(of_towers: dict[str, tf.Tensor], builder: TowerBuilder) -> dict[str, tf.Tensor]:
@@ -253,11 +253,11 @@ def _end_times(sums: TowerSums, builder: TowerBuilder) -> list[tf.Tensor]:
     the kernels before it have run: so the loss is sent again, after the gradients.
     """
     ends = []
-    for loss, own, device in zip(sums.losses, sums.gradients, builder.devices, strict=False):
+    for loss, gradients, device in zip(sums.losses, sums.gradients, builder.devices, strict=False):
         if machine_of(device):  # it is sent after the gradients anyway
             done = loss
         else:
-            with tf.device(device), tf.control_dependencies(_tensors(own)):
+            with tf.device(device), tf.control_dependencies(_tensors(gradients)):
                 done = tf.identity(loss)
         with tf.device(HOST):
             arrived = tf.cast(tf.math.is_finite(done), tf.float64)
