@@ -111,8 +111,8 @@ def make_control(run: RunContext) -> Callable[[tf.Tensor], tf.Tensor]:
     with tf.device("/cpu:0"):
         sink = tf.Variable(0.0, trainable=False)
 
-    def backward(own: Sequence[tf.Variable], *part: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
-        pairs = [(v, tf.convert_to_tensor(copy)) for v, copy in zip(variables, own, strict=True)]
+    def backward(copied: Sequence[tf.Variable], *part: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+        pairs = [(v, tf.convert_to_tensor(copy)) for v, copy in zip(variables, copied, strict=True)]
         weights = [value for v, value in pairs if id(v) in trainable]
         with (
             keras.StatelessScope(state_mapping=pairs),
@@ -185,18 +185,18 @@ def main(config: dict[str, Any]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
-        own = OwnRun(Options(**config["options"]))
+        own_run = OwnRun(Options(**config["options"]))
         if config["export"]:
-            export(own.run.data.train, config["export"])
+            export(own_run.run.data.train, config["export"])
     except InputError as error:
         print(json.dumps({"refused": str(error)}), file=answers)
         return
     except RunError as error:
         sys.exit(str(error))
-    print(json.dumps(own.ready), file=answers)
+    print(json.dumps(own_run.ready), file=answers)
     for line in sys.stdin:
         seconds, _, part = line.strip().partition(" ")
-        print(json.dumps(own.train(float(seconds), part)), file=answers)
+        print(json.dumps(own_run.train(float(seconds), part)), file=answers)
 
 
 if __name__ == "__main__":

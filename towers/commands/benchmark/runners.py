@@ -147,8 +147,8 @@ class InterleavedRuns:
                 changes["visible_gpus"] = run.visible_gpus or "none"  # left to others
             else:
                 changes["devices"] = ",".join(run.devices.split(",")[:num_towers])
-            given = dataclasses.asdict(dataclasses.replace(run, **changes))
-            config = {"options": given, "export": "" if self.own else images}
+            run_options = dataclasses.asdict(dataclasses.replace(run, **changes))
+            config = {"options": run_options, "export": "" if self.own else images}
             name = f"{count(num_towers, 'tower')}, {scaling}"
             self.say(f"starting    {name}, batch size {batch_size} ...")
             runner = self._start(name, ["-m", "towers.commands.benchmark.own_run"], config)

@@ -79,8 +79,8 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
     objective, note = find_objective(runs, options.monitor)
     if note:
         say(f"objective   {note}")
-    given = options.target_value
-    target = float(given) if given else common_target(runs, objective)
+    target_value = options.target_value
+    target = float(target_value) if target_value else common_target(runs, objective)
     entries = [
         {
             "name": run.name,
@@ -109,7 +109,7 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
 
 def find_runs(names: Sequence[str]) -> list[Path]:
     """Return the folders of runs that `names` lists, or that lie in a folder that it lists."""
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for name in names:
         folder = Path(name)
         try:
@@ -120,8 +120,8 @@ def find_runs(names: Sequence[str]) -> list[Path]:
         if not inside:
             raise InputError(f"{name}: there is no run; name the folder of a run, or of a sweep")
         for run in inside:
-            found.setdefault(os.path.realpath(run), run)
-    return list(found.values())
+            folders.setdefault(os.path.realpath(run), run)
+    return list(folders.values())
 
 
 def read_run(folder: Path, name: str) -> ComparedRun:
@@ -224,8 +224,8 @@ def _tables(
     target: float | None,
 ) -> list[str]:
     def digits(values: Mapping[str, Any], columns: Mapping[str, int]) -> list[str | None]:
-        found = ((values.get(name), n) for name, n in columns.items())
-        return [None if value is None else f"{value:.{n}f}" for value, n in found]
+        pairs = ((values.get(name), n) for name, n in columns.items())
+        return [None if value is None else f"{value:.{n}f}" for value, n in pairs]
 
     lines = ["flags that differ" if differing else "no flag differs but the folder"]
     if differing:

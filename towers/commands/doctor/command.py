@@ -47,20 +47,20 @@ def run(options: Options, say: Callable[[str], None]) -> list[Check]:
     Returns:
         The findings, at least one.
     """
-    found, checks = [], _checks(options, dict(os.environ))
+    findings, checks = [], _checks(options, dict(os.environ))
     if options.workers:
         from towers.devices import remote  # which needs TensorFlow
 
         checks = remote.check_network(options, say)
     for check in checks:
-        found.append(check)
+        findings.append(check)
         say(f"{check.status:8} {check.name:22} {check.detail}")
         if check.remedy:
             say(f"{'':8} {'':22} -> {check.remedy}")
-    problems = sum(check.status == PROBLEM for check in found)
-    outcome = f"{count(problems, 'problem')} of {len(found)} checks"
-    say(outcome if problems else f"{len(found)} checks: all ok")
-    return found
+    problems = sum(check.status == PROBLEM for check in findings)
+    outcome = f"{count(problems, 'problem')} of {len(findings)} checks"
+    say(outcome if problems else f"{len(findings)} checks: all ok")
+    return findings
 
 
 def _checks(options: Options, environ: dict[str, str]) -> Iterator[Check]:
@@ -295,29 +295,29 @@ def check_shared_memory(free_bytes: int | None, some_peer_access: bool) -> Check
     return Check(SHARED_MEMORY, NOTE if some_peer_access else PROBLEM, detail, remedy)
 
 
-def check_all_sum(found: dict[str, str | None] | str, devices: Sequence[str]) -> Check:
+def check_all_sum(result: dict[str, str | None] | str, devices: Sequence[str]) -> Check:
     """Report the result of `self_test.run_all_sum`."""
     remedy = (
         f"type NCCL_DEBUG=INFO python -m towers.devices.self_test --all_sum {' '.join(devices)}, "
         "which says why; try NCCL_P2P_DISABLE=1; --variables=cpu needs no all-sum"
     )
-    if isinstance(found, str):
-        return Check("all-sum", PROBLEM, f"its process {found}", remedy)
-    wrong = [f"{name}: {error}" for name, error in found.items() if error]
+    if isinstance(result, str):
+        return Check("all-sum", PROBLEM, f"its process {result}", remedy)
+    wrong = [f"{name}: {error}" for name, error in result.items() if error]
     if wrong:
         return Check("all-sum", PROBLEM, "; ".join(wrong), remedy)
-    return Check("all-sum", OK, f"exact over {count(len(devices), 'GPU')}: {', '.join(found)}")
+    return Check("all-sum", OK, f"exact over {count(len(devices), 'GPU')}: {', '.join(result)}")
 
 
-def check_probe(found: dict[str, Any] | str, devices: Sequence[str]) -> Iterator[Check]:
+def check_probe(probe: dict[str, Any] | str, devices: Sequence[str]) -> Iterator[Check]:
     """Report the result of `self_test.run_probe`."""
-    if isinstance(found, str):
+    if isinstance(probe, str):
         command = (
             f"type python -m towers.devices.self_test {' '.join(devices)}, which shows all of it"
         )
-        yield Check("computing", PROBLEM, f"the probe {found}", command)
+        yield Check("computing", PROBLEM, f"the probe {probe}", command)
         return
-    for device, result in found["devices"].items():
+    for device, result in probe["devices"].items():
         speeds = [f"{name} {gflops:.0f} GFLOP/s" for name, gflops in result["gflops"].items()]
         detail = "; ".join(result["errors"] + speeds)
         name = f"computing on {device}"
@@ -326,10 +326,10 @@ def check_probe(found: dict[str, Any] | str, devices: Sequence[str]) -> Iterator
             yield Check(name, PROBLEM, detail, leave_out if "gpu" in device else INSTALL)
         else:
             yield Check(name, OK, detail)
-    broken = {pair: error for pair, error in found["copies"].items() if error}
+    broken = {pair: error for pair, error in probe["copies"].items() if error}
     if broken:
         detail = "; ".join(f"{pair}: {error}" for pair, error in broken.items())
         remedy = "leave one out with --visible_gpus; in the BIOS, turn off IOMMU and PCIe ACS"
         yield Check("copies", PROBLEM, detail, remedy)
-    elif found["copies"]:
-        yield Check("copies", OK, f"{len(found['copies'])} pairs of devices, bit for bit")
+    elif probe["copies"]:
+        yield Check("copies", OK, f"{len(probe['copies'])} pairs of devices, bit for bit")

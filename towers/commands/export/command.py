@@ -50,10 +50,10 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=output.parent) as folder:
             path = Path(folder, f"model{ENDINGS[options.format]}")
-            found = _WRITE[options.format](trained, path, examples)
+            outputs = _WRITE[options.format](trained, path, examples)
             difference = max(
                 float(np.max(np.abs(a - b), initial=0) / max(np.max(np.abs(a), initial=0), 1e-30))
-                for a, b in zip(expected, found, strict=True)
+                for a, b in zip(expected, outputs, strict=True)
             )
             passed = difference <= _TOLERANCE.get(options.run.dtype, _TOLERANCE_OF_HALF)
             if passed and output.is_dir():
@@ -197,9 +197,9 @@ def _how_to_load(options: ExportOptions, trained: TrainedModel) -> list[str]:
         inside = "" if kind == "off" else f": --augment={kind} is inside"
         lines.append(f"takes       images {size} {spec.dtype.name}, as stored{inside}")
     modules = {type(layer).__module__ for layer in tf_internals.layers_of(trained.model)}
-    own = sorted(name for name in modules if name.split(".")[0] != "keras")
-    if options.format == "keras" and own:
-        lines.append(f"import      {', '.join(own)} before loading it: its layers are there")
+    imports = sorted(name for name in modules if name.split(".")[0] != "keras")
+    if options.format == "keras" and imports:
+        lines.append(f"import      {', '.join(imports)} before loading it: its layers are there")
     return lines
 
 

@@ -42,8 +42,8 @@ by default the current one. They run as they are: put your own model and data in
 def run(options: InitOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Write the files unless one exists, and print what to type next; return {}."""
     folder = Path(options.folders[0] if options.folders else ".")
-    own = Path(__file__).parent
-    texts = {name: (own / name).read_text(encoding="utf-8") for name in ("my_net.py", "my_data.py")}
+    package, names = Path(__file__).parent, ("my_net.py", "my_data.py")
+    texts = {name: (package / name).read_text(encoding="utf-8") for name in names}
     texts["my_run.cfg"] = _FLAGS
     for path in (folder / name for name in texts):
         if path.exists():

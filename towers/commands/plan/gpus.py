@@ -28,7 +28,7 @@ def view(options: Options, num_towers: int, dataset: Data) -> GpuView:
             return gpu_estimate.read(run.train_loop(), batches, tf.constant(0))
 
 
-def describe(found: GpuView) -> dict[str, Any]:
+def describe(gpu_view: GpuView) -> dict[str, Any]:
     """Return the plan's entry for a step on GPUs; counts are those of the busiest GPU.
 
     Returns:
@@ -36,8 +36,8 @@ def describe(found: GpuView) -> dict[str, Any]:
         "from_host", "to_host", "from_gpus" and "collectives", each {"count", "bytes", "repeated":
         number of copies inside a loop of the model}; kernel "launches" {"tower", "update": others}.
     """
-    gpus = sorted({op.gpu for op in found.ops}) or ["/gpu:0"]
-    towers = {scope for scope in found.scopes if scope.startswith("tower_")}
+    gpus = sorted({op.gpu for op in gpu_view.ops}) or ["/gpu:0"]
+    towers = {scope for scope in gpu_view.scopes if scope.startswith("tower_")}
 
     def busiest(of_gpu: Callable[[str], Iterable[Any]]) -> dict[str, int]:
         longest = max((list(of_gpu(gpu)) for gpu in gpus), key=len)
@@ -48,20 +48,20 @@ def describe(found: GpuView) -> dict[str, Any]:
         }
 
     def from_gpus(gpu: str) -> list[Any]:
-        return [t for t in found.transfers(target=gpu) if HOST not in (t.source, t.target)]
+        return [t for t in gpu_view.transfers(target=gpu) if HOST not in (t.source, t.target)]
 
-    missing = dict.fromkeys((op.type, op.dtype, op.layer) for op in found.without_kernel)
+    missing = dict.fromkeys((op.type, op.dtype, op.layer) for op in gpu_view.without_kernel)
     return {
         "without_kernel": [
             {"op": op, "dtype": dtype, "layer": layer} for op, dtype, layer in missing
         ],
-        "undirected": list(found.undirected),
-        "from_host": busiest(lambda gpu: found.transfers(HOST, gpu)),
-        "to_host": busiest(lambda gpu: found.transfers(gpu, HOST)),
+        "undirected": list(gpu_view.undirected),
+        "from_host": busiest(lambda gpu: gpu_view.transfers(HOST, gpu)),
+        "to_host": busiest(lambda gpu: gpu_view.transfers(gpu, HOST)),
         "from_gpus": busiest(from_gpus),
-        "collectives": busiest(lambda gpu: (c for c in found.collectives if c.gpu == gpu)),
+        "collectives": busiest(lambda gpu: (c for c in gpu_view.collectives if c.gpu == gpu)),
         "launches": {
-            "tower": max((found.launches(scope) for scope in towers), default=0),
-            "update": found.launches(*(set(found.scopes) - towers)),
+            "tower": max((gpu_view.launches(scope) for scope in towers), default=0),
+            "update": gpu_view.launches(*(set(gpu_view.scopes) - towers)),
         },
     }

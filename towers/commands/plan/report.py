@@ -9,8 +9,8 @@ from towers.formatting import table
 def report(result: Mapping[str, Any], gpu_memory_gib: float) -> list[str]:
     """Return the lines to print for the result of `command.run`."""
     missing = ", ".join(result["gradients"]["missing"])
-    found = f"FAILED      no gradient: {missing}"
-    lines = [found if missing else "gradients   every trainable variable has one"]
+    failure = f"FAILED      no gradient: {missing}"
+    lines = [failure if missing else "gradients   every trainable variable has one"]
 
     def add(title: str, header: list[str], rows: list[list[Any]]) -> None:
         lines.append(title)

@@ -37,10 +37,10 @@ def find(names: Sequence[str], trained: TrainedModel) -> list[Part]:
     for name in names:
         if not os.path.exists(name):
             raise InputError(f"{name}: there is no such file or folder")
-        found = images_below(name) if os.path.isdir(name) else [name]
-        if not found:
+        images = images_below(name) if os.path.isdir(name) else [name]
+        if not images:
             raise InputError(f"{name} has no images ({', '.join(IMAGES)})")
-        paths += found
+        paths += images
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         return list(pool.map(lambda path: _part(path, trained), paths))
 
@@ -97,10 +97,10 @@ def _image_part(path: str, trained: TrainedModel) -> Part:
             with tf.device("/cpu:0"):
                 image = encoded_images.resized(image, size)  # as in training
         if image.shape != spec.shape:
-            found, wanted = ("x".join(map(str, shape[:2])) for shape in (image.shape, spec.shape))
+            actual, wanted = ("x".join(map(str, shape[:2])) for shape in (image.shape, spec.shape))
             resizable = options.dataset in ("folder", "tfrecord")  # others never were
             raise InputError(
-                f"{path} is {found} (height x width), and this model takes {wanted}: resize it"
+                f"{path} is {actual} (height x width), and this model takes {wanted}: resize it"
                 + (f", or train with --image_size={wanted}" if resizable else "")
             )
         return image.numpy()[None]
@@ -119,7 +119,7 @@ def _npy_part(path: str, trained: TrainedModel) -> Part:
 
 
 def _npz_part(path: str, trained: TrainedModel) -> Part:
-    spec, found = trained.spec()[0], []
+    spec, leaves = trained.spec()[0], []
     with npz.opened(path, path) as arrays:
         for name in _leaf_names(spec):
             known = [f"{x}{dot}{name}" for x in ("x", "x_test") for dot in "./" if name]
@@ -130,8 +130,8 @@ def _npz_part(path: str, trained: TrainedModel) -> Part:
                     f"{path} has {', '.join(arrays.files)}; {' or '.join(known)} is needed: this "
                     f"model takes {_describe(spec)}"
                 )
-            found.append(arrays[key])
-    return _arrays_part(path, found, trained)
+            leaves.append(arrays[key])
+    return _arrays_part(path, leaves, trained)
 
 
 def _csv_part(path: str, trained: TrainedModel) -> Part:

@@ -95,8 +95,8 @@ def _write_json(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Pa
     before = "["
     for row in rows:
         outputs = {name: _numbers(output) for name, output in row.outputs.items()}
-        found, probability = classes.best(row)[0] if classes else (None, None)
-        entry = {"file": row.file, "index": row.index, "class": found, "probability": probability}
+        best, probability = classes.best(row)[0] if classes else (None, None)
+        entry = {"file": row.file, "index": row.index, "class": best, "probability": probability}
         print(before, json.dumps(entry | {"outputs": outputs}), sep="\n", end="")
         before = ","
     print("\n]")
@@ -112,14 +112,14 @@ def _numbers(output: np.ndarray) -> Any:
 def _write_npy(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Part]) -> None:
     if sys.stdout.isatty():
         raise InputError("--format=npy is no text: type towers predict ... --format=npy > FILE.npy")
-    found = []
+    outputs = []
     for row in rows:
         if len(row.outputs) > 1:
             names = ", ".join(row.outputs)
             raise InputError(f"--format=npy is for one output, and this model has {names}: --json")
-        found += row.outputs.values()
+        outputs += row.outputs.values()
     sys.stdout.flush()
-    np.save(sys.stdout.buffer, np.stack(found), allow_pickle=False)
+    np.save(sys.stdout.buffer, np.stack(outputs), allow_pickle=False)
 
 
 WRITE = {"table": _write_table, "csv": _write_csv, "json": _write_json, "npy": _write_npy}

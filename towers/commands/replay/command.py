@@ -43,7 +43,7 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
     fault = again.fault
     say(f"step {report['step']} again, on {device}: the loss is {again.loss_text}")
     for kind, heading in _HEADINGS.items():
-        for line in _table(heading, [found for found in again.ranges if found.kind == kind]):
+        for line in _table(heading, [tensor for tensor in again.ranges if tensor.kind == kind]):
             say(line)
     say(f"then        {report['line']}")
     if again.is_finite:
@@ -62,21 +62,21 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
         "rows": report["rows"],
         "loss": again.loss_text,
         "device": device,
-        "ranges": [dataclasses.asdict(found) for found in again.ranges],
+        "ranges": [dataclasses.asdict(tensor) for tensor in again.ranges],
     }
 
 
 def _table(heading: str, ranges: Sequence[TensorRange]) -> list[str]:
     if not ranges:
         return []
-    width = max(len(found.name) for found in ranges)
+    width = max(len(tensor.name) for tensor in ranges)
     titles = f"{'least':>12} {'greatest':>12} {'not finite':>12} {'of':>10}"
     lines = [f"{heading:{width + 2}} {titles}"]
-    for found in ranges:
-        low, high = ("-" if n is None else f"{n:.4g}" for n in (found.low, found.high))
-        mark = "  <--" if found.not_finite else ""
+    for tensor in ranges:
+        low, high = ("-" if n is None else f"{n:.4g}" for n in (tensor.low, tensor.high))
+        mark = "  <--" if tensor.not_finite else ""
         lines.append(
-            f"  {found.name:{width}} {low:>12} {high:>12} {found.not_finite:>12} "
-            f"{found.size:>10}{mark}"
+            f"  {tensor.name:{width}} {low:>12} {high:>12} {tensor.not_finite:>12} "
+            f"{tensor.size:>10}{mark}"
         )
     return lines

@@ -108,9 +108,9 @@ def plan(options: SweepOptions) -> list[PlannedRun]:
     runs = []
     for combination in combinations:
         name = name_of(combination)
-        own = {"train_dir": f"{options.sweep_dir}/{name}", "overwrite": False, "json": False}
+        fixed = {"train_dir": f"{options.sweep_dir}/{name}", "overwrite": False, "json": False}
         try:
-            runs.append(PlannedRun(name, combination, Options(**base | combination | own)))
+            runs.append(PlannedRun(name, combination, Options(**base | combination | fixed)))
         except InputError as error:
             raise InputError(f"the run {describe(combination)}: {error}") from None
     return runs
@@ -158,17 +158,17 @@ def sample(varied: Sequence[Varied], number: int, seed: int) -> list[dict[str, A
 
     Each draw depends only on `seed`, its number and the flag.
     """
-    found: dict[str, dict[str, Any]] = {}
+    combinations: dict[str, dict[str, Any]] = {}
     for draw in range(100 * number + 1000):
         combination = {
             v.flag: v.draw(random.Random(f"{seed} {draw} {v.flag}").random()) for v in varied
         }
-        found.setdefault(describe(combination), combination)
-        if len(found) == number:
-            return list(found.values())
+        combinations.setdefault(describe(combination), combination)
+        if len(combinations) == number:
+            return list(combinations.values())
     raise InputError(
-        f"--samples={number}: only {len(found)} different combinations were found; give wider "
-        f"ranges, or --samples={len(found)}"
+        f"--samples={number}: only {len(combinations)} different combinations were found; give "
+        f"wider ranges, or --samples={len(combinations)}"
     )
 
 

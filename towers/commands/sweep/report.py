@@ -19,8 +19,8 @@ from towers.options.run import text_of
 
 def document(options: SweepOptions, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the content of sweep.json, which --json prints."""
-    found = [entry["result"] for entry in entries if entry["result"]]
-    objective, note = results.common_objective(found)
+    run_results = [entry["result"] for entry in entries if entry["result"]]
+    objective, note = results.common_objective(run_results)
     rows, best = summarise(entries, objective), None
     if rows[0]["objective"]:
         folder = options.sweep_dir
@@ -58,16 +58,16 @@ def summarise(entries: Sequence[Mapping[str, Any]], objective: Objective) -> lis
         groups.setdefault(describe(entry["flags"] | {"seed": 0}), []).append(entry)
     (name, direction), rows = objective, []
     for group in groups.values():
-        found = [entry["result"] for entry in group if entry["status"] == "finished"]
+        finished = [entry["result"] for entry in group if entry["status"] == "finished"]
         rows.append(
             {
                 "flags": {flag: v for flag, v in group[0]["flags"].items() if flag != "seed"},
                 "runs": [entry["name"] for entry in group],
-                "finished": len(found),
+                "finished": len(finished),
                 "failed": sum(entry["status"] == "failed" for entry in group),
-                "objective": _spread(averaged_number(result, name) for result in found),
+                "objective": _spread(averaged_number(result, name) for result in finished),
                 "examples_per_second": _spread(
-                    results.number(result, "examples_per_second") for result in found
+                    results.number(result, "examples_per_second") for result in finished
                 ),
             }
         )
@@ -108,8 +108,8 @@ def closing_lines(result: Mapping[str, Any]) -> list[str]:
         lines += ["", *table_lines(result["summary"], objective), "", note]
         lines += [result["note"]] if result["note"] else []
     if best := result["best"]:
-        what = describe(best["flags"]) or "as the flags are"
-        lines.append(f"best        {what}: {objective} {best['objective']['mean']:.4f}")
+        flags = describe(best["flags"]) or "as the flags are"
+        lines.append(f"best        {flags}: {objective} {best['objective']['mean']:.4f}")
         lines.append(f"  {best['command']}")
     if result["total"] > result["finished"] + result["failed"]:
         done = f"{result['finished']} of {result['total']} runs are finished"
@@ -122,8 +122,8 @@ def table_lines(rows: Sequence[Mapping[str, Any]], objective: str) -> list[str]:
     names = list(rows[0]["flags"])
     lines = []
     for row in rows:
-        found, rate = row["objective"] or {}, row["examples_per_second"] or {}
-        figures = [_digits(found.get(key)) for key in ("mean", "std", "min", "max")]
+        spread, rate = row["objective"] or {}, row["examples_per_second"] or {}
+        figures = [_digits(spread.get(key)) for key in ("mean", "std", "min", "max")]
         ends = [row["finished"], _digits(rate.get("mean"), 1), row["failed"]]
         lines.append([text_of(row["flags"][name]) for name in names] + figures + ends)
     return table([*names, objective, "std", "min", "max", "n", "examples/s", "failed"], lines)

@@ -46,10 +46,10 @@ def start(options: TensorboardOptions) -> str:
     """Start a server in threads of this process; return its address."""
     there = f"--train_dir={options.train_dir}: there are"
     try:
-        found = any(glob.iglob("**/*tfevents*", root_dir=options.train_dir, recursive=True))
+        has_events = any(glob.iglob("**/*tfevents*", root_dir=options.train_dir, recursive=True))
     except RecursionError:
         raise InputError(f"{there} too many folders within folders; name that of a run") from None
-    if not found:
+    if not has_events:
         raise InputError(
             f"{there} no event files; train first, or name the folder of a run or of a sweep"
         )

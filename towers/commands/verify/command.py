@@ -46,8 +46,8 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     names = remote.alternating_devices(of_run, numbers)
     names = names or devices.tower_devices(most, of_run.devices)
     dataset = load_data(of_run, say)
-    own = dataclasses.replace(of_run, workers="", num_towers=most)
-    exact = dataclasses.replace(own, dtype="float64")
+    native = dataclasses.replace(of_run, workers="", num_towers=most)
+    exact = dataclasses.replace(native, dtype="float64")
     scaled = of_run.dtype == "mixed_float16"
     say(
         f"verify      {of_run.model} on {dataset.name}: {options.steps} steps of batch size "
@@ -72,11 +72,11 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         notes[:] = loss_checks.check(reference.run.task, batch)
         return reference
 
-    what = f"{of_run.model} cannot be trained"
-    reference = in_float64(lambda: one_device(exact), batch, what, say)
+    failure = f"{of_run.model} cannot be trained"
+    reference = in_float64(lambda: one_device(exact), batch, failure, say)
     if reference is None:
-        exact, reference = own, one_device(own)
-        say(f"in {own.dtype:9}it is compared, to {TOLERANCES[own.dtype]:g}")
+        exact, reference = native, one_device(native)
+        say(f"in {native.dtype:9}it is compared, to {TOLERANCES[native.dtype]:g}")
     for line in notes:
         say(line)
     runners = [runner(exact, names[:number]) for number in numbers]
@@ -84,10 +84,10 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     if options.float32:
         for line in precision() if exact.dtype == "float64" else ():
             say(line)
-        nudge = _NUDGE * np.finfo(own.input_dtype).eps / np.finfo(np.float64).eps
-        runners = [runner(own, names[:number]) for number in numbers]
-        found = list(compare(one_device(own), runners, *steps, TOLERANCE, nudge))
-        result["ulps"] = largest_by_towers(largest_by_array(found, "ulps"))
+        nudge = _NUDGE * np.finfo(native.input_dtype).eps / np.finfo(np.float64).eps
+        runners = [runner(native, names[:number]) for number in numbers]
+        differences = list(compare(one_device(native), runners, *steps, TOLERANCE, nudge))
+        result["ulps"] = largest_by_towers(largest_by_array(differences, "ulps"))
         for number, ulps in result["ulps"].items():
             say(f"{of_run.dtype:11} {number} towers: {ulps:.1f} units of the last place")
     return result

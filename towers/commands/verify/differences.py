@@ -72,14 +72,14 @@ def compare(
         before, expected, noise = expected, results_of(reference, *arguments), None
         for runner in runners:
             runner.assign(before)  # else rounding errors may grow from step to step
-            found = results_of(runner, *arguments)
-            result = list(differences(found, expected, runner.num_towers, step))
+            actual = results_of(runner, *arguments)
+            result = list(differences(actual, expected, runner.num_towers, step))
             # The noise takes time, and correct models mostly do not need it.
             if any(not d.relative_difference <= tolerance for d in result):
                 if noise is None:
                     repeat = functools.partial(results_of, reference, *arguments)
                     noise = rounding_noise(reference, before, expected, repeat, nudge)
-                result = list(differences(found, expected, runner.num_towers, step, noise))
+                result = list(differences(actual, expected, runner.num_towers, step, noise))
             yield from result
         if step == 0:
             say(f"step 0      done on {len(runners) + 1} runs, {num_steps - 1} to come")
@@ -91,7 +91,7 @@ def results_of(runner: Runner, batch: Any, test: Any) -> Arrays:
 
 
 def differences(
-    found: Arrays,
+    actual: Arrays,
     expected: Arrays,
     num_towers: int,
     step: int,
@@ -99,16 +99,16 @@ def differences(
 ) -> Iterator[Difference]:
     """Compare the arrays of towers with those of one device; `noise` is of `rounding_noise`."""
     noise, largest = noise or {}, _largest_of_kinds(expected)
-    for name in [*expected, *(found.keys() - expected.keys())]:
-        array, other = expected.get(name), found.get(name)
+    for name in [*expected, *(actual.keys() - expected.keys())]:
+        array, other = expected.get(name), actual.get(name)
         if array is None or other is None or other.shape != array.shape:
             yield Difference(num_towers, step, name, float("inf"), float("inf"))
             continue
         off = _distance(other, array)
         scale = max(_size(array), noise.get(name, 0.0)) or _ZERO_SCALE * largest[kind_of(name)]
         relative = off / scale if off and scale else off
-        kept = array.dtype if array.dtype.kind == "f" else np.dtype(np.float64)
-        ulps = off / float(np.spacing(np.asarray(scale, kept))) if off else 0.0
+        float_type = array.dtype if array.dtype.kind == "f" else np.dtype(np.float64)
+        ulps = off / float(np.spacing(np.asarray(scale, float_type))) if off else 0.0
         yield Difference(num_towers, step, name, relative, ulps)
 
 
@@ -152,10 +152,10 @@ def kind_of(name: str) -> str:
     return name.partition("/")[0]
 
 
-def _distance(found: np.ndarray, expected: np.ndarray) -> float:
+def _distance(actual: np.ndarray, expected: np.ndarray) -> float:
     """Return the largest absolute difference; infinity if only one of two elements is NaN."""
-    wide = np.abs(found.astype(np.float64) - expected.astype(np.float64))
-    same = (found == expected) | (np.isnan(found) & np.isnan(expected))
+    wide = np.abs(actual.astype(np.float64) - expected.astype(np.float64))
+    same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
     off = float(np.max(np.where(same, 0.0, wide), initial=0.0))
     return float("inf") if np.isnan(off) else off
 

@@ -109,13 +109,13 @@ def verify(
         warnings.simplefilter("always")
         reference = None
         if dtype:
-            batch, what = _wide(batches[0]), f"{model.name} cannot be copied and trained"
+            batch, failure = _wide(batches[0]), f"{model.name} cannot be copied and trained"
             make_model = functools.partial(copy_of, model, inputs_of(batch))
             with contextlib.ExitStack() as wide:
                 wide.enter_context(tf_internals.force_float64())
                 wide.enter_context(tf_internals.floatx_set("float64"))
                 wide.enter_context(not_fused())
-                reference = in_float64(lambda: FitRunner(make_model()), batch, what, say)
+                reference = in_float64(lambda: FitRunner(make_model()), batch, failure, say)
                 if reference:
                     stack.push(wide.pop_all())
         if reference is None:

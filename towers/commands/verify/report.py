@@ -53,12 +53,12 @@ def verify_runners(
             say(line)
     tolerance = tolerance or TOLERANCES[reference.dtype]
     how = batches, test, num_steps, say, tolerance, tolerance * NUDGE_PART
-    found = list(compare(reference, runners, *how))
-    rows = largest_by_array(found, "relative_difference")
+    differences = list(compare(reference, runners, *how))
+    rows = largest_by_array(differences, "relative_difference")
     largest, first_difference = largest_by_towers(rows), None
     for line in table_lines(rows):
         say(line)
-    if failed := [d for d in found if not d.relative_difference <= tolerance]:
+    if failed := [d for d in differences if not d.relative_difference <= tolerance]:
         first = min(failed, key=lambda d: d.step)  # the order within a step is kept
         cause = likely_cause(reference, runners, next(iter(batches)), first)
         first_difference = dataclasses.asdict(first) | {"cause": cause}
@@ -80,12 +80,12 @@ def verify_runners(
     }
 
 
-def largest_by_array(found: Sequence[Difference], what: str) -> dict[str, dict[str, float]]:
+def largest_by_array(differences: Sequence[Difference], field: str) -> dict[str, dict[str, float]]:
     """Return {name: {"2": its largest difference on two towers}}, the largest first."""
-    numbers, result = dict.fromkeys(str(d.num_towers) for d in found), {}
-    for d in found:
+    numbers, result = dict.fromkeys(str(d.num_towers) for d in differences), {}
+    for d in differences:
         row = result.setdefault(d.name, dict.fromkeys(numbers, 0.0))
-        row[str(d.num_towers)] = max(row[str(d.num_towers)], getattr(d, what))
+        row[str(d.num_towers)] = max(row[str(d.num_towers)], getattr(d, field))
     return dict(sorted(result.items(), key=lambda item: -max(item[1].values())))
 
 
@@ -99,9 +99,9 @@ def table_lines(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return a table: the largest difference of each kind, then the arrays that differ most."""
     lines = {}
     for kind in KINDS:
-        own = {name: row for name, row in rows.items() if kind_of(name) == kind}
-        if own:
-            lines[kind if len(own) == 1 else f"{kind}, of {len(own)}"] = largest_by_towers(own)
+        if group := {name: row for name, row in rows.items() if kind_of(name) == kind}:
+            title = kind if len(group) == 1 else f"{kind}, of {len(group)}"
+            lines[title] = largest_by_towers(group)
     shown = [*lines.items(), *itertools.islice(rows.items(), SHOWN)]
     cells = [[name, *(f"{value:.1e}" for value in row.values())] for name, row in shown]
     header = ["largest relative difference, towers:", *largest_by_towers(rows)]
@@ -127,15 +127,15 @@ def likely_cause(
         )
     several = (r for r in runners if r.num_towers >= max(first.num_towers, 2))
     runner = next(several, runners[-1])
-    model, builder, found = runner.model, runner.builder, runner.faults(batch)
-    if found and found[0].startswith("mixed"):
-        return found[0]
+    model, builder, faults = runner.model, runner.builder, runner.faults(batch)
+    if faults and faults[0].startswith("mixed"):
+        return faults[0]
     rows = rows_in(batch)
     even = rows - rows % builder.num_slices or rows  # slices of one size: one graph
     graph, _ = runner.trace(next(iter(batched(batch, even))))
     ops = [(Op(name, op.type, "", ""), op) for name, op in traced_ops(graph)]
     drawn = [
-        *filter(exactness_checks.is_about_draws, found),
+        *filter(exactness_checks.is_about_draws, faults),
         *exactness_checks.random_ops_of(op for op, _ in ops),
     ]
     if drawn:
@@ -147,8 +147,8 @@ def likely_cause(
                 "device differs from itself; draw from a keras.random.SeedGenerator"
             )
         return f"tower-dependent branch: {unlike}; a model may not know its tower"
-    if found:
-        return found[0]
+    if faults:
+        return faults[0]
     if again := _assigned_in_backward(reference, batch):
         return (
             f"recomputation: plain Keras assigns {again} once more when it computes a layer again "
@@ -207,12 +207,12 @@ def _assigned_in_backward(reference: Runner, batch: Any) -> str | None:
     if not any(b"CustomGradient" in op.node_def.attr["_gradient_op_type"].s for op in ops):
         return None
     outer = {id(inner): id(handle) for handle, inner in graph.captures}
-    own = [v for v in variables_of(reference.model) if not v.trainable]
-    states = {id(v.value.handle): v.path for v in own}
+    non_trainable = [v for v in variables_of(reference.model) if not v.trainable]
+    states = {id(v.value.handle): v.path for v in non_trainable}
     backward = itertools.dropwhile(lambda op: not op.name.startswith("gradient_tape"), ops)
     assigned = (op for op in backward if op.type.startswith("Assign"))
-    found = (states.get(outer.get(id(op.inputs[0]))) for op in assigned)
-    return next(filter(None, found), None)
+    paths = (states.get(outer.get(id(op.inputs[0]))) for op in assigned)
+    return next(filter(None, paths), None)
 
 
 def _unlike_towers(ops: Sequence[tuple[Op, tf.Operation]]) -> str | None:
@@ -227,8 +227,8 @@ def _unlike_towers(ops: Sequence[tuple[Op, tf.Operation]]) -> str | None:
             value = op.get_attr("value").SerializeToString() if op.type == "Const" else b""
             towers.setdefault(placed.tower, []).append((placed.layer, op.type, value))
     first = towers.pop(0, [])
-    for tower, found in sorted(towers.items()):
-        more, fewer = Counter(found) - Counter(first), Counter(first) - Counter(found)
-        for layer, kind, _ in [s for s in found if s in more] + [s for s in first if s in fewer]:
+    for tower, other in sorted(towers.items()):
+        more, fewer = Counter(other) - Counter(first), Counter(first) - Counter(other)
+        for layer, kind, _ in [s for s in other if s in more] + [s for s in first if s in fewer]:
             return f"layer {layer} is not the same in towers 0 and {tower} (its {kind})"
     return None

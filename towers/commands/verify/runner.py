@@ -57,12 +57,12 @@ class Runner:
 
     def faults(self, batch: Any) -> list[str]:
         """Return lines on what towers may compute differently, the likeliest cause first."""
-        found = []
+        lines = []
         with contextlib.suppress(Exception):  # the user's train_step may not call the model so
             fn, arguments = self.tower_function(batch)
             analysis = self.builder.analyze(fn, *arguments, num_slices=2, silent=True)
-            found = exactness_checks.check(analysis, tf.nest.flatten(arguments), thorough=True)
-        return [*found, *self.diagnostics]
+            lines = exactness_checks.check(analysis, tf.nest.flatten(arguments), thorough=True)
+        return [*lines, *self.diagnostics]
 
 
 class TrainRunner(Runner):
@@ -94,23 +94,23 @@ class TrainRunner(Runner):
         """Make a step; the gradients are the gathered ones."""
         with user_facing_errors(self.run.options):
             metrics, gradients = self._step(*batch)
-        found = {"loss": metrics["loss"].numpy()}
+        arrays = {"loss": metrics["loss"].numpy()}
         for name, value in metrics.items():
             if name.startswith("batch/"):
-                found[name.replace("batch", "metric", 1)] = value.numpy()
+                arrays[name.replace("batch", "metric", 1)] = value.numpy()
         for variable, gradient in zip(self.model.trainable_variables, gradients, strict=True):
             if gradient is not None:
-                found[f"gradient/{variable.path}"] = tf.convert_to_tensor(gradient).numpy()
-        return found | self.variables()
+                arrays[f"gradient/{variable.path}"] = tf.convert_to_tensor(gradient).numpy()
+        return arrays | self.variables()
 
     def evaluate(self, batch: Any) -> Arrays:
         """Return the metrics of an evaluation."""
         with user_facing_errors(self.run.options):
-            found = self.run.task.eval_arrays(*batch)
+            metrics = self.run.task.eval_arrays(*batch)
         dtype = self.run.options.input_dtype  # sums have more bits
         return {
             f"evaluation/{name}": value.astype(dtype) if value.dtype.kind == "f" else value
-            for name, value in found.items()
+            for name, value in metrics.items()
         }
 
     def trace(self, batch: Any) -> tuple[tf.Graph, list[np.ndarray]]:
@@ -166,28 +166,28 @@ class FitRunner(Runner):
     def make_step(self, batch: Any) -> Arrays:
         """Make a step by `fit`, without gradients."""
         logs = self.model.fit(batched(batch, rows_in(batch)), shuffle=False, verbose=0).history
-        found = {"loss": np.asarray(logs.pop("loss")[-1])} if "loss" in logs else {}
-        found |= {f"metric/{name}": np.asarray(values[-1]) for name, values in logs.items()}
-        return found | self.variables()
+        arrays = {"loss": np.asarray(logs.pop("loss")[-1])} if "loss" in logs else {}
+        arrays |= {f"metric/{name}": np.asarray(values[-1]) for name, values in logs.items()}
+        return arrays | self.variables()
 
     def evaluate(self, batch: Any) -> Arrays:
         """Evaluate and predict, unless plain Keras cannot (a model may have no `call`)."""
-        found, batches = {}, batched(batch, rows_in(batch))
+        results, batches = {}, batched(batch, rows_in(batch))
         for part in list(self._parts):
             try:
                 if part == "evaluate":
                     logs = self.model.evaluate(batches, verbose=0, return_dict=True)
-                    found |= {f"evaluation/{name}": logs[name] for name in logs}
+                    results |= {f"evaluation/{name}": logs[name] for name in logs}
                 else:
                     outputs = tf.nest.flatten(self.model.predict(batches, verbose=0))
-                    found |= {f"prediction/{i}": x for i, x in enumerate(outputs)}
+                    results |= {f"prediction/{i}": x for i, x in enumerate(outputs)}
             except Exception as error:
                 if self.builder:
                     raise
                 self._parts.remove(part)
                 reason = f"{part} is left out, it fails on one device: {first_line(error)}"
                 warnings.warn(reason, stacklevel=2)
-        return {name: np.asarray(getattr(x, "flat_values", x)) for name, x in found.items()}
+        return {name: np.asarray(getattr(x, "flat_values", x)) for name, x in results.items()}
 
     def trace(self, batch: Any) -> tuple[tf.Graph, list[np.ndarray]]:
         """Trace and make a step; return its graph, loss and metrics."""
@@ -209,7 +209,7 @@ class FitRunner(Runner):
 
 
 def in_float64(
-    make: Callable[[], Runner], batch: Any, what: str, say: Callable[[str], None]
+    make: Callable[[], Runner], batch: Any, failure: str, say: Callable[[str], None]
 ) -> Runner | None:
     """Return the runner of `make` if it can make a step; else print why not and return None."""
     try:
@@ -222,7 +222,7 @@ def in_float64(
     except InputError:
         raise
     except Exception as error:  # the model's own code may raise any
-        say(f"in float64  {what}: {first_line(error)}")
+        say(f"in float64  {failure}: {first_line(error)}")
         return None
     return runner
 
@@ -247,18 +247,18 @@ def copy_of(model: keras.Model, x: Any) -> keras.Model:
     # Variables of the same name are in the same order, but not all: a layer that was quantized
     # created its scales last, its copy creates them first.
     copies: dict[str, list[keras.Variable]] = {}
-    for own in copy.variables:
-        copies.setdefault(own.name, []).append(own)
+    for copied in copy.variables:
+        copies.setdefault(copied.name, []).append(copied)
     if Counter(v.name for v in model.variables) == {name: len(v) for name, v in copies.items()}:
         pairs = [(v, copies[v.name].pop(0)) for v in model.variables]
     else:
         pairs = list(zip(model.variables, copy.variables, strict=True))
-    own_by_id = {id(variable): own for variable, own in pairs}
-    copy.optimizer.build([own_by_id[id(v)] for v in model.trainable_variables])
+    copied_by_id = {id(variable): copied for variable, copied in pairs}
+    copy.optimizer.build([copied_by_id[id(v)] for v in model.trainable_variables])
     if model.optimizer.built:
         pairs += zip(model.optimizer.variables, copy.optimizer.variables, strict=True)
-    for variable, own in pairs:
-        own.assign(variable.numpy())
+    for variable, copied in pairs:
+        copied.assign(variable.numpy())
     return copy
 
 
