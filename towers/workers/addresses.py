@@ -83,26 +83,26 @@ def _expand_node_list(nodes: str) -> list[str]:
     names = re.findall(r"(?:[\w.-]|\[[\d,-]+\])+", nodes, re.ASCII)
     if ",".join(names) != nodes:
         raise ValueError(nodes)
-    found: list[str] = []
+    hosts: list[str] = []
     for name in names:
         parts = [_expand_brackets(part) for part in re.findall(r"\[[^]]*\]|[^[]+", name)]
-        if len(found) + math.prod(map(len, parts)) > _MAX_WORKERS:
+        if len(hosts) + math.prod(map(len, parts)) > _MAX_WORKERS:
             raise ValueError(nodes)
-        found += map("".join, itertools.product(*parts))
-    return found
+        hosts += map("".join, itertools.product(*parts))
+    return hosts
 
 
 def _expand_brackets(part: str) -> list[str]:
     if not part.startswith("["):
         return [part]
-    found = []
+    numbers = []
     for one in part[1:-1].split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", one, re.ASCII)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not 0 <= last - first < _MAX_WORKERS:
             raise ValueError(part)
-        found += [f"{i:0{len(match[1])}}" for i in range(first, last + 1)]
-    return found
+        numbers += [f"{i:0{len(match[1])}}" for i in range(first, last + 1)]
+    return numbers
 
 
 def parse_address(text: str, flag: str) -> tuple[str, int]:
@@ -130,7 +130,7 @@ def check_distinct(addresses: Sequence[str]) -> None:
 
     TensorFlow would hang. A host that does not resolve passes: connecting to it fails.
     """
-    found: dict[tuple[str, int], str] = {}
+    seen: dict[tuple[str, int], str] = {}
     for address in addresses:
         host, port = parse_address(address, "workers")
         try:
@@ -139,7 +139,7 @@ def check_distinct(addresses: Sequence[str]) -> None:
             continue
         for ip in {where[0].removeprefix("::ffff:") for *_, where in resolved}:
             # TensorFlow listens on the port at all addresses of a machine.
-            other = found.setdefault(("" if is_here(ip) else ip, port), address)
+            other = seen.setdefault(("" if is_here(ip) else ip, port), address)
             if other != address:
                 raise InputError(
                     f"--workers={','.join(addresses)}: {other} and {address} are the same worker; "

@@ -44,18 +44,18 @@ def only_to(ip: str, port: int) -> None:
     program = _filter(ip)
     code = ctypes.create_string_buffer(program)
     option = struct.pack("HP", len(program) // 8, ctypes.addressof(code))
-    found = 0
+    num_listeners = 0
     try:
         for listener in open_sockets():
             listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if listens and listener.getsockname()[1] == port:
                 listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, option)
-                found += 1
+                num_listeners += 1
     except OSError as error:
         raise RunError(
             f"port {port} cannot be kept to {ip}: {error.strerror}; {_OTHERWISE}"
         ) from None
-    if not found or sys.platform != "linux":
+    if not num_listeners or sys.platform != "linux":
         raise RunError(f"port {port} cannot be kept to {ip} on this system; {_OTHERWISE}")
     if others := _connected(port) - {ipaddress.ip_address(ip)}:
         raise Reached(f"somebody reached port {port} at {min(map(str, others))}, not {ip}")
@@ -66,9 +66,9 @@ def open_sockets() -> Iterator[socket.socket]:
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # it is closed by now
             if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{descriptor}").st_mode):
-                with socket.socket(fileno=os.dup(int(descriptor))) as found:
-                    if found.family in (socket.AF_INET, socket.AF_INET6):
-                        yield found
+                with socket.socket(fileno=os.dup(int(descriptor))) as duplicate:
+                    if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+                        yield duplicate
 
 
 def _filter(ip: str) -> bytes:
@@ -89,7 +89,7 @@ def _filter(ip: str) -> bytes:
 
 def _connected(port: int) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     # This machine's addresses at which somebody is connected: the filter misses older connections.
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):  # a machine without IPv6
             for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
@@ -98,5 +98,5 @@ def _connected(port: int) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
                 if state in _OPEN and int(local_port, 16) == port:
                     words = struct.unpack(f">{len(host) // 8}I", bytes.fromhex(host))
                     address = ipaddress.ip_address(struct.pack(f"={len(words)}I", *words))
-                    found.add(getattr(address, "ipv4_mapped", None) or address)
-    return found
+                    addresses.add(getattr(address, "ipv4_mapped", None) or address)
+    return addresses

@@ -267,7 +267,7 @@ class Cluster:
 
     def _reserve_once(self, wanted: Sequence[Worker], patience: float) -> None:
         # A worker that does not answer at any point has an empty `info`.
-        until, found = time.monotonic() + patience, []
+        until, answered = time.monotonic() + patience, []
 
         def wait(worker: Worker) -> bool:
             while not (answer := responds(worker.address, 2.0)) and time.monotonic() < until:
@@ -278,26 +278,26 @@ class Cluster:
             worker.info = WorkerInfo()
             worker.problem = "" if answer else _NO_ANSWER.format(worker.address)
             if answer:
-                found.append(worker)
-        with self.cut_off(found, after=self.timeout_seconds):
+                answered.append(worker)
+        with self.cut_off(answered, after=self.timeout_seconds):
             while True:  # until no address of something else is left
                 try:
-                    self._connect(*found)
+                    self._connect(*answered)
                     break
                 except tf.errors.OpError as error:
-                    if not found:
+                    if not answered:
                         raise
                     named = re.search(r"/job:worker/replica:0/task:(\d+)", str(error))
-                    foreign = [w for w in found if named and w.task == int(named[1])] or found
+                    foreign = [w for w in answered if named and w.task == int(named[1])] or answered
                     problem = f"is no TensorFlow server ({first_line(error)}): name another address"
                     for worker in foreign:
                         worker.problem = problem
-                    found = [worker for worker in found if worker not in foreign]
-        for worker, problem in _ask_each(found, self._reserve_one):
+                    answered = [worker for worker in answered if worker not in foreign]
+        for worker, problem in _ask_each(answered, self._reserve_one):
             worker.problem, worker.is_alive = problem, not problem
             if problem and worker.info != WorkerInfo():  # somebody else has it, or it does not fit
                 worker.busy_until = time.monotonic() + _BUSY_SECONDS
-        if refused := [worker for worker in found if not worker.is_alive]:
+        if refused := [worker for worker in answered if not worker.is_alive]:
             with self.cut_off(refused, after=_PARTING_SECONDS):
                 self._connect()
 
@@ -325,12 +325,12 @@ class Cluster:
     def _mismatch(self, worker: Worker) -> str:
         """Return why a worker does not fit this program, "" if it does."""
         info = worker.info
-        for package, ours in ("towers", towers.__version__), ("tensorflow", tf.__version__):
-            theirs = getattr(info, package)
-            if theirs.split(".")[:2] != ours.split(".")[:2]:
+        for package, expected in ("towers", towers.__version__), ("tensorflow", tf.__version__):
+            version = getattr(info, package)
+            if version.split(".")[:2] != expected.split(".")[:2]:
                 return (
-                    f"has {package} {theirs}, and this program {ours}: install the same version on "
-                    "both"
+                    f"has {package} {version}, and this program {expected}: install the same "
+                    "version on both"
                 )
         if tf_internals.ops_are_deterministic() and not info.deterministic:
             return "is not deterministic: start `towers worker --deterministic` there"
@@ -392,8 +392,8 @@ class Cluster:
 
     def _write_reservation(self, worker: Worker, released: bool = False) -> None:
         who = self._id, socket.gethostname(), os.getpid(), rendezvous.user_name()
-        own = f"{self._own_address}:{self._port}"
-        reservation = Reservation(*who, self.timeout_seconds, released, own)
+        address = f"{self._own_address}:{self._port}"
+        reservation = Reservation(*who, self.timeout_seconds, released, address)
         with self._asking(worker):
             with tf.device(self.home):
                 name = tf.constant(rendezvous.reservation_file(self._id))
@@ -485,12 +485,12 @@ def connect(
     text = workers if isinstance(workers, str) else ",".join(workers)
     addresses = find_workers(text, os.environ)
     if not tf_internals.was_connected():
-        made = [v for v in gc.get_objects() if isinstance(v, tf.Variable) and v.trainable]
-        if made:
+        variables = [v for v in gc.get_objects() if isinstance(v, tf.Variable) and v.trainable]
+        if variables:
             warnings.warn(
-                f"{count(len(made), 'variable')} made before workers were connected to, as "
-                f"{made[0].name}, lose what is assigned to them from now on: build models after "
-                "towers.devices.connect, or in another process",
+                f"{count(len(variables), 'variable')} made before workers were connected to, as "
+                f"{variables[0].name}, lose what is assigned to them from now on: build models "
+                "after towers.devices.connect, or in another process",
                 stacklevel=2,
             )
     if (before := remote.current_cluster()) is not None:
@@ -553,14 +553,14 @@ def alternating_devices(options: Options, numbers: Sequence[int]) -> list[str]:
     each = options.towers_per_worker or -(-max(numbers) // num_workers)
     cluster = connect_run(dataclasses.replace(options, towers_per_worker=each))
     turns = itertools.zip_longest(*(worker.devices for worker in cluster.alive()))
-    found = [device for turn in turns for device in turn if device]
-    if max(numbers) > len(found):
+    devices = [device for turn in turns for device in turn if device]
+    if max(numbers) > len(devices):
         raise InputError(
             f"--num_towers={','.join(map(str, numbers))}: the workers have "
-            f"{count(len(found), 'tower')}; ask for at most {len(found)}, or for more of each "
+            f"{count(len(devices), 'tower')}; ask for at most {len(devices)}, or for more of each "
             "with --towers_per_worker"
         )
-    return found
+    return devices
 
 
 def _ask_each(
@@ -574,22 +574,22 @@ def _ask_each(
 def _address_towards(address: str) -> str:
     # Of this machine, at which a worker can reach it.
     try:
-        found = socket.getaddrinfo(*parse_address(address, "workers"), type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, where = found[0]
+        resolved = socket.getaddrinfo(*parse_address(address, "workers"), type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, where = resolved[0]
         with socket.socket(family, kind, protocol) as route:
             route.connect(where)  # sends nothing
-            own = route.getsockname()[0]
+            ip = route.getsockname()[0]
     except OSError:
         return "localhost"
-    return f"[{own}]" if ":" in own else own
+    return f"[{ip}]" if ":" in ip else ip
 
 
 def _shut_connections(addresses: Sequence[str]) -> None:
     peers = set()
     for address in addresses:
         with contextlib.suppress(OSError):
-            found = socket.getaddrinfo(*parse_address(address, "workers"), type=socket.SOCK_STREAM)
-            peers |= {where[:2] for *_, where in found}
+            infos = socket.getaddrinfo(*parse_address(address, "workers"), type=socket.SOCK_STREAM)
+            peers |= {where[:2] for *_, where in infos}
     for connection in bind_filter.open_sockets():
         with contextlib.suppress(OSError):
             host, port = connection.getpeername()[:2]

@@ -32,24 +32,24 @@ class MachineCurves:
             step: number of steps; bytes are means for a step since the last point.
             tower_seconds: of each tower's step; empty if unknown.
         """
-        found: dict[str, float] = {}
+        scalars: dict[str, float] = {}
         counters = {machine: _network_bytes(machine) for machine in self._towers}
         slowest = max(tower_seconds, default=0.0)
         for machine, towers in self._towers.items():
             tag = f"worker_{machine.rpartition(':')[2]}"
             if tower_seconds:
-                own = max(tower_seconds[tower] for tower in towers)
-                found |= {f"{tag}/step_seconds": own, f"{tag}/wait_seconds": slowest - own}
+                taken = max(tower_seconds[tower] for tower in towers)
+                scalars |= {f"{tag}/step_seconds": taken, f"{tag}/wait_seconds": slowest - taken}
             if held := memory.of_device(f"{machine}/cpu:0"):
-                found |= {f"{tag}/memory_mib": held[0], f"{tag}/peak_memory_mib": held[1]}
+                scalars |= {f"{tag}/memory_mib": held[0], f"{tag}/peak_memory_mib": held[1]}
             now, before = counters[machine], self._before.get(machine)
             if now and before and step > self._step:
                 received, sent = (b - a for a, b in zip(before, now, strict=True))
-                found[f"{tag}/received_bytes"] = received / (step - self._step)
-                found[f"{tag}/sent_bytes"] = sent / (step - self._step)
+                scalars[f"{tag}/received_bytes"] = received / (step - self._step)
+                scalars[f"{tag}/sent_bytes"] = sent / (step - self._step)
         self._before = {machine: value for machine, value in counters.items() if value}
         self._step = step
-        return found
+        return scalars
 
 
 def _network_bytes(machine: str) -> tuple[int, int] | None:

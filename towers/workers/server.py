@@ -176,28 +176,28 @@ def _program_responds(address: str) -> bool:
 
 def _find_address(host: str, port: int, any_address: bool) -> tuple[str, int]:
     """Return (ip, port) at which this process can listen; raises as `serve` does."""
-    given = f"--address={join_address(host, port)}"
+    flag = f"--address={join_address(host, port)}"
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        raise InputError(f"{given}: no machine is known by the name {host}") from None
-    ip = found[0][4][0]
+        raise InputError(f"{flag}: no machine is known by the name {host}") from None
+    ip = resolved[0][4][0]
     if ip in _ANY_ADDRESS and not any_address:
         raise InputError(
-            f"{given} is every address of this machine, and whoever reaches the port can run code "
+            f"{flag} is every address of this machine, and whoever reaches the port can run code "
             "here: give the one in the network of your program, or add --any_address"
         )
     for candidate in [port] if port else random.sample(_PORTS, 100):
         if not (problem := _port_problem(ip, candidate)):
             return ip, candidate
         if isinstance(problem, PermissionError):
-            raise InputError(f"{given}: ports below 1024 are root's; take another")
+            raise InputError(f"{flag}: ports below 1024 are root's; take another")
         if not is_here(ip):
             raise InputError(
-                f"{given}: {ip} is no address of this machine ({problem.strerror}); see hostname -I"
+                f"{flag}: {ip} is no address of this machine ({problem.strerror}); see hostname -I"
             )
     raise InputError(
-        f"{given}: the port is taken by another process, perhaps another worker; give another port"
+        f"{flag}: the port is taken by another process, perhaps another worker; give another port"
     )
 
 
@@ -320,7 +320,7 @@ def _worker_info(address: str, folder: str, pid: int, devices: list[Any]) -> Wor
     cpus, gpus = [[d for d in devices if d.device_type == kind] for kind in ("CPU", "GPU")]
     memory = [device.memory_limit_bytes for device in gpus] or [of_host()]
     described = selection.describe([f"/gpu:{i}" for i in range(len(gpus))] or ["/cpu:0"])
-    found = [DeviceInfo(d.device, d.name or "", m) for d, m in zip(described, memory, strict=True)]
+    infos = [DeviceInfo(d.device, d.name or "", m) for d, m in zip(described, memory, strict=True)]
     return WorkerInfo(
         **{name: importlib.metadata.version(name) for name in ("towers", "tensorflow", "keras")},
         python=platform.python_version(),
@@ -328,7 +328,7 @@ def _worker_info(address: str, folder: str, pid: int, devices: list[Any]) -> Wor
         host=socket.gethostname(),
         pid=pid,
         folder=folder,
-        devices=tuple(found),
+        devices=tuple(infos),
         kind="gpu" if gpus else "cpu",
         num_cpu_devices=len(cpus),
         deterministic=tf_internals.ops_are_deterministic(),
