@@ -64,33 +64,33 @@ def _choose(
     environ: Mapping[str, str],
     visible: Sequence[DriverGpu],
 ) -> list[DriverGpu]:
-    given, chosen = f"--visible_gpus={options.visible_gpus}", []
+    flag, chosen = f"--visible_gpus={options.visible_gpus}", []
     for entry in options.chosen() or []:
         named = _named(entry, driver)
         if not named:
             keys = ",".join(gpu.key for gpu in driver)
             raise InputError(
-                f"{given}: there is no GPU {entry}; "
+                f"{flag}: there is no GPU {entry}; "
                 + (f"the driver has {', '.join(map(str, driver))}: " if driver else "")
                 + (f"type --visible_gpus={keys} or some of these" if driver else _NO_DRIVER)
             )
         if len(named) > 1:
             raise InputError(
-                f"{given}: {entry} may be {', '.join(map(str, named))}: type one of them, as "
+                f"{flag}: {entry} may be {', '.join(map(str, named))}: type one of them, as "
                 f"--visible_gpus={named[0].key}"
             )
         if named[0] not in visible:
             if (value := environ.get("CUDA_VISIBLE_DEVICES")) is None:
                 set_it = f"type export CUDA_VISIBLE_DEVICES={named[0].key}"
-                raise InputError(f"{given}: {ONE_PART}, here {visible[0]}: {set_it}")
+                raise InputError(f"{flag}: {ONE_PART}, here {visible[0]}: {set_it}")
             keys = ",".join(gpu.key for gpu in visible) or "none"
             raise InputError(
-                f"{given}: GPU {entry} is hidden by CUDA_VISIBLE_DEVICES={value}, which leaves "
+                f"{flag}: GPU {entry} is hidden by CUDA_VISIBLE_DEVICES={value}, which leaves "
                 f"{keys}: type unset CUDA_VISIBLE_DEVICES, or choose among those"
             )
         chosen += [gpu for gpu in named if gpu not in chosen]
     if len(chosen) > 1 and (parts := [gpu for gpu in chosen if gpu.mig is not None]):
-        raise InputError(f"{given}: {ONE_PART}: type --visible_gpus={parts[0].key}")
+        raise InputError(f"{flag}: {ONE_PART}: type --visible_gpus={parts[0].key}")
     return chosen
 
 
@@ -128,8 +128,8 @@ def _named(entry: str, driver: Sequence[DriverGpu]) -> list[DriverGpu]:
         return [gpu for gpu in driver if gpu.index == int(number[0])]
     names = [(gpu, (gpu.uuid or "", *gpu.other_names)) for gpu in driver]
     if entry.startswith("GPU-"):
-        return [gpu for gpu, own in names if any(name.startswith(entry) for name in own)]
-    return [gpu for gpu, own in names if entry.startswith("MIG-") and entry in own]
+        return [gpu for gpu, ids in names if any(name.startswith(entry) for name in ids)]
+    return [gpu for gpu, ids in names if entry.startswith("MIG-") and entry in ids]
 
 
 def hides_all(environ: Mapping[str, str]) -> bool:

@@ -46,9 +46,9 @@ def configure(**options: Any) -> None:
             event = "started"
         chosen = new.get("visible_gpus", "none") != "none"
         if event and (chosen or tf.config.list_physical_devices("GPU")):
-            given = ", ".join(f"--{name}={value}" for name, value in new.items())
+            flags = ", ".join(f"--{name}={value}" for name, value in new.items())
             raise InputError(
-                f"{given} comes too late, TensorFlow has {event}: call towers.devices.configure() "
+                f"{flags} comes too late, TensorFlow has {event}: call towers.devices.configure() "
                 "before anything that lists devices or creates a tensor"
             )
         _set(asked)
@@ -79,8 +79,8 @@ def _set(asked: GpuOptions) -> None:
             missing, len(gpus), tf.sysconfig.get_build_info()
         )
         names = ", ".join(map(str, missing))
-        given = f"--visible_gpus={asked.visible_gpus}"
-        raise InputError(f"{given}: TensorFlow does not list GPU {names}: {cause}; {remedy}")
+        flag = f"--visible_gpus={asked.visible_gpus}"
+        raise InputError(f"{flag}: TensorFlow does not list GPU {names}: {cause}; {remedy}")
     limits = []
     for seen in cuda_visible_devices.match(_names_and_capabilities(gpus), visible):
         limits.append(_limit_mib(asked, seen))
@@ -153,9 +153,9 @@ def read_back() -> list[str]:
         lines.append("determinism ops give the same bits each time, or are an error")
     if not tf.config.get_soft_device_placement():
         lines.append("placement   soft placement is off")
-    given = [f"--{name}={value}" for name, value in asked.demands().items() if value != "none"]
-    if given and not gpus:
-        lines.append(f"memory      no GPU here: {', '.join(given)} has nothing to act on")
+    flags = [f"--{name}={value}" for name, value in asked.demands().items() if value != "none"]
+    if flags and not gpus:
+        lines.append(f"memory      no GPU here: {', '.join(flags)} has nothing to act on")
     return lines
 
 
@@ -204,11 +204,11 @@ def try_out() -> None:
     visible = tf.config.get_visible_devices("GPU")
     if not visible or tf_internals.has_started():
         return
-    found = self_test.run_probe([f"/gpu:{everything.index(gpu)}" for gpu in visible])
-    if isinstance(found, str):
-        raise RunError(f"the GPUs cannot be used: the probe {found}; type towers doctor")
-    faults = [f"{name}: {e}" for name, device in found["devices"].items() for e in device["errors"]]
-    faults += [f"copy from {pair}: {error}" for pair, error in found["copies"].items() if error]
+    probe = self_test.run_probe([f"/gpu:{everything.index(gpu)}" for gpu in visible])
+    if isinstance(probe, str):
+        raise RunError(f"the GPUs cannot be used: the probe {probe}; type towers doctor")
+    faults = [f"{name}: {e}" for name, device in probe["devices"].items() for e in device["errors"]]
+    faults += [f"copy from {pair}: {error}" for pair, error in probe["copies"].items() if error]
     if faults:
         remedy = "leave that GPU out with --visible_gpus, or type towers doctor"
         raise RunError(f"{faults[0]} ({len(faults)} faults in all); {remedy}")

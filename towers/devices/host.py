@@ -60,8 +60,8 @@ def machine() -> dict[str, Any]:
 
 def processor() -> str:
     """Return the processor's name."""
-    found = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-    return found[1].strip() if found else platform.machine()
+    match = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    return match[1].strip() if match else platform.machine()
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

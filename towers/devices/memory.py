@@ -43,12 +43,12 @@ def peak_mib() -> float:
 
 def of_host() -> int:
     """Return the bytes of memory of the machine, or of this process' container."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
     except OSError:
-        return found
-    return min(found, int(limit)) if limit.isdecimal() else found
+        return num_bytes
+    return min(num_bytes, int(limit)) if limit.isdecimal() else num_bytes
 
 
 def in_words(num_bytes: float) -> str:

@@ -74,8 +74,8 @@ def sample(gpu: DriverGpu) -> dict[str, float]:
     if gpu.mig is not None and handle is not None:
         handles.insert(0, _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, gpu.mig))
 
-    def ask(function: Callable, *what: Any) -> Any:
-        answers = (_ask(function, one, *what) for one in handles if one is not None)
+    def ask(function: Callable, *arguments: Any) -> Any:
+        answers = (_ask(function, one, *arguments) for one in handles if one is not None)
         return next((answer for answer in answers if answer is not None), None)
 
     busy = ask(pynvml.nvmlDeviceGetUtilizationRates)
@@ -111,7 +111,7 @@ def peer_access(gpus: Sequence[DriverGpu]) -> dict[tuple[str, str], str | None]:
 
     "" if they can, None if unknown.
     """
-    found: dict[tuple[str, str], str | None] = {}
+    by_pair: dict[tuple[str, str], str | None] = {}
     with opened() as there:
         handles = {g: _ask(pynvml.nvmlDeviceGetHandleByIndex, g.index) for g in gpus if there}
         for first, second in itertools.combinations(gpus, 2):
@@ -121,8 +121,8 @@ def peer_access(gpus: Sequence[DriverGpu]) -> dict[tuple[str, str], str | None]:
                 answers = [_ask(pynvml.nvmlDeviceGetP2PStatus, *pair, way) for way in directions]
             reasons = [_NO_P2P.get(answer, f"status {answer}") for answer in answers if answer]
             known = None not in answers and pynvml.NVML_P2P_STATUS_UNKNOWN not in answers
-            found[first.key, second.key] = next(iter(reasons), "") if known else None
-    return found
+            by_pair[first.key, second.key] = next(iter(reasons), "") if known else None
+    return by_pair
 
 
 @contextlib.contextmanager

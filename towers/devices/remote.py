@@ -42,14 +42,14 @@ def current_cluster() -> Any:
 
 def name_of(machine: str) -> str:
     """Return a machine's name for messages; `machine` is "/job:worker/task:1"."""
-    found = _machine(machine)
-    return str(found) if found else machine
+    worker = _machine(machine)
+    return str(worker) if worker else machine
 
 
 def folder_of(machine: str) -> str:
     """Return the folder of a machine's relative paths."""
-    found = _machine(machine)
-    return found.info.folder if found else ""
+    worker = _machine(machine)
+    return worker.info.folder if worker else ""
 
 
 def device_info(device: str) -> Any:
@@ -57,8 +57,8 @@ def device_info(device: str) -> Any:
     if not (owner := _machine(machine_of(device))):
         return None
     kind, _, number = device.rpartition("/")[2].partition(":")
-    found = [d for d in owner.info.devices if f"/{kind}:" in d.name]
-    return found[min(int(number), len(found) - 1)] if found else None
+    infos = [d for d in owner.info.devices if f"/{kind}:" in d.name]
+    return infos[min(int(number), len(infos) - 1)] if infos else None
 
 
 def memory_of(device: str) -> int | None:
@@ -66,11 +66,11 @@ def memory_of(device: str) -> int | None:
 
     Logical CPU devices share a machine's memory: each tower has an equal part.
     """
-    found = device_info(device)
-    if not found or found.memory_bytes is None:
+    info = device_info(device)
+    if not info or info.memory_bytes is None:
         return None
     num_towers = 1 if is_gpu(device) else len(_machine(machine_of(device)).devices)
-    return found.memory_bytes // max(num_towers, 1)
+    return info.memory_bytes // max(num_towers, 1)
 
 
 def read_text(machine: str, path: str) -> str | None:

@@ -215,7 +215,7 @@ def all_sum(devices: Sequence[str]) -> dict[str, str | None]:
     from towers.builder import collectives
 
     numbers = np.arange(SUM_ELEMENTS) % 16  # whole and small: each type holds their sum
-    found: dict[str, str | None] = {}
+    errors: dict[str, str | None] = {}
     for name in SUM_TYPES:
         dtype = tf.as_dtype(name)
         print(f"{name}: an all-sum over {', '.join(devices)}", file=sys.stderr, flush=True)
@@ -232,11 +232,11 @@ def all_sum(devices: Sequence[str]) -> dict[str, str | None]:
             totals = [total.numpy() for total in sums(*values)]
             expected = tf.constant(added, dtype).numpy()
         except Exception as error:
-            return found | {name: first_line(error)}
+            return errors | {name: first_line(error)}
         pairs = zip(devices, totals, strict=True)
         wrong = [device for device, total in pairs if not np.array_equal(total, expected)]
-        found[name] = f"a wrong sum on {', '.join(wrong)}" if wrong else None
-    return found
+        errors[name] = f"a wrong sum on {', '.join(wrong)}" if wrong else None
+    return errors
 
 
 if __name__ == "__main__":
