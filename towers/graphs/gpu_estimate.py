@@ -141,7 +141,7 @@ def read(
             raise ValueError("the function has run before: read what it does at its first call")
         concrete = function.get_concrete_function(*arguments)
     # The smaller functions have made the variables.
-    graphs = max(functions, key=lambda found: sum(len(graph.node) for graph in found))
+    graphs = max(functions, key=lambda executed: sum(len(graph.node) for graph in executed))
     nodes = read_nodes(graphs, dict(traced_ops(concrete.graph)), int(is_one_step))
     # Ops outside of the loop over the steps run once a call.
     return GpuView(tuple(node for node in nodes if node.gpu and node.depth), tuple(_copies(nodes)))
@@ -157,8 +157,8 @@ def _copies(nodes: Iterable[Node]) -> Iterator[Transfer]:
                 target = taker.memory_of(taker.kernel.inputs, place)
                 if source != target:
                     takers[index, taker.gpu, source, target].append(taker)
-        for (index, _, source, target), found in takers.items():
-            if depth := max(node.depth, *(taker.depth for taker in found)):
+        for (index, _, source, target), group in takers.items():
+            if depth := max(node.depth, *(taker.depth for taker in group)):
                 outputs = node.kernel.outputs  # without those that oneDNN added
                 dtype = outputs[index].dtype.name if index < len(outputs) else ""
                 about = node.name, node.type, dtype, node.num_bytes(index)

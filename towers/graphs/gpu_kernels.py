@@ -61,13 +61,13 @@ def gpu_kernel(node: NodeDef, traced_type: str = "") -> GpuKernel:
     definition = tf_internals.op_definition(kind)
     if definition is None:  # a call of a function
         return GpuKernel(kind, True, (), (), 1)
-    found = next((k for k in _kernels(kind) if k.fits(node, definition)), None)
-    inputs = _arguments(node, definition.input_arg, found)
-    outputs = _arguments(node, definition.output_arg, found)
+    kernel = next((k for k in _kernels(kind) if k.fits(node, definition)), None)
+    inputs = _arguments(node, definition.input_arg, kernel)
+    outputs = _arguments(node, definition.output_arg, kernel)
     computes = not outputs or any(not a.on_host and a.dtype != tf.variant for a in outputs)
     free = kind in _NO_LAUNCH or (kind == "Unpack" and not node.attr["axis"].i)
-    launches = num_ops if found and computes and not free else 0
-    return GpuKernel(kind, found is not None, inputs, outputs, launches)
+    launches = num_ops if kernel and computes and not free else 0
+    return GpuKernel(kind, kernel is not None, inputs, outputs, launches)
 
 
 def _replaced_ops(node: NodeDef, traced_type: str) -> tuple[str, int]:
@@ -95,14 +95,14 @@ class _Kernel:
 
 @functools.cache
 def _kernels(op_type: str) -> list[_Kernel]:
-    found = tf_internals.registered_kernels(op_type)
+    registered = tf_internals.registered_kernels(op_type)
     return [
         _Kernel(
             tuple((c.name, frozenset(_items(c.allowed_values.list))) for c in kernel.constraint),
             frozenset(kernel.host_memory_arg),
         )
         for device in ("GPU", "DEFAULT")
-        for kernel in found
+        for kernel in registered
         if kernel.device_type == device
     ]
 
@@ -125,7 +125,7 @@ def _arguments(
     node: NodeDef, arguments: Iterable[Any], kernel: _Kernel | None
 ) -> tuple[Argument, ...]:
     # An argument of an op may be a list of tensors.
-    found = []
+    expanded = []
     for argument in arguments:
         if argument.type_list_attr:
             types = list(node.attr[argument.type_list_attr].list.type)
@@ -134,5 +134,5 @@ def _arguments(
             types = [kind] * (node.attr[argument.number_attr].i if argument.number_attr else 1)
         for dtype in map(tf.as_dtype, types):
             on_host = kernel is None or argument.name in kernel.on_host
-            found.append(Argument(dtype, on_host or dtype in _ALWAYS_ON_HOST))
-    return tuple(found)
+            expanded.append(Argument(dtype, on_host or dtype in _ALWAYS_ON_HOST))
+    return tuple(expanded)

@@ -72,8 +72,8 @@ class Placement:
     def misplaced(self, devices: Sequence[str]) -> list[Op]:
         """Return the ops in a tower's scope that do not run on that tower's device."""
         work = [op for op in self.ops if op.tower is not None and op.type not in _NOT_OF_A_TOWER]
-        own = [short_device_name(device) for device in devices]
-        return [op for op in work if op.device != own[op.tower]]
+        expected = [short_device_name(device) for device in devices]
+        return [op for op in work if op.device != expected[op.tower]]
 
     def crossing_bytes(self, in_each_step: bool = False) -> Counter[tuple[str, str]]:
         """Return {(source, target): bytes}, as far as shapes are known.
@@ -154,17 +154,17 @@ def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Opera
 def needed_ops(ops: Iterable[tf.Operation]) -> list[tf.Operation]:
     """Return these ops and all that they depend on, in topological order."""
     waiting = [(op, False) for op in ops]
-    found, opened = [], set()
+    needed, opened = [], set()
     while waiting:
         op, ready = waiting.pop()
         if ready:
-            found.append(op)
+            needed.append(op)
         elif op not in opened:
             opened.add(op)
             waiting.append((op, True))
             waiting += [(t.op, False) for t in op.inputs]
             waiting += [(before, False) for before in op.control_inputs]
-    return found
+    return needed
 
 
 def traced_name(name: str, traced: Container[str]) -> str:
