@@ -70,13 +70,13 @@ def parse(text: str) -> Augmentation:
             f"--augment={text}: allowed are auto, {', '.join(BASES)}, and after that parts, as "
             "resnet,cutout=8,mixup"
         )
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for part in parts:
         name, equals, number = part.partition("=")
-        if name not in PARTS or name in found:
-            what = "there are two parts" if name in found else "there is no part"
+        if name not in PARTS or name in numbers:
+            problem = "there are two parts" if name in numbers else "there is no part"
             raise InputError(
-                f"--augment={text}: {what} {name!r}; allowed are {', '.join(PARTS)}, each once"
+                f"--augment={text}: {problem} {name!r}; allowed are {', '.join(PARTS)}, each once"
             )
         known = PARTS[name]
         value = float("nan") if equals else known.usual
@@ -87,19 +87,19 @@ def parse(text: str) -> Augmentation:
                 f"--augment={text}: {name} takes {known.unit} from {known.low:g} to "
                 f"{known.high:g}, as {name}={known.usual:g}"
             )
-        found[name] = value
-    if base == "off" and found:
+        numbers[name] = value
+    if base == "off" and numbers:
         raise InputError(
             f"--augment={text}: off takes images as they are; type --augment=none,"
             f"{text.partition(',')[2]}, which also standardises"
         )
-    return Augmentation(base, **found)
+    return Augmentation(base, **numbers)
 
 
 def agree(of_run: str, given: str) -> bool:
     """Return whether `given` is compatible with a run's value, where "auto" is resolved."""
     try:
-        ours, theirs = parse(given), parse(of_run)
+        plan, plan_of_run = parse(given), parse(of_run)
     except InputError:
         return False
-    return ours.parts == theirs.parts and ours.base in ("auto", theirs.base)
+    return plan.parts == plan_of_run.parts and plan.base in ("auto", plan_of_run.base)

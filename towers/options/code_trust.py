@@ -45,11 +45,11 @@ def is_of_run(path: str, text: str) -> bool:
     return _MARK in text or path.name == "flags.cfg" and (path.parent / "checkpoints").is_dir()
 
 
-def check(what: str, text: str, of_run: Mapping[str, object]) -> None:
+def check(source: str, text: str, of_run: Mapping[str, object]) -> None:
     """Raise InputError if a flags.cfg of another user names code or workers.
 
     Args:
-        what: name of the file, with which the message begins.
+        source: name of the file, with which the message begins.
         text: content of the flags.cfg.
         of_run: {option: value} taken from it.
 
@@ -60,13 +60,13 @@ def check(what: str, text: str, of_run: Mapping[str, object]) -> None:
     reaching = ["workers"] if of_run.get("workers") else []
     if not named + reaching or is_own(text):
         return
-    given = " and ".join(f"--{name}" for name in [*named, *reaching])
+    names = " and ".join(f"--{name}" for name in [*named, *reaching])
     shown = [*named, *(["model_args"] if "model" in named and of_run.get("model_args") else [])]
     flags = " ".join(f"--{name}={of_run[name]}" for name in [*shown, *reaching])
     kinds = ["code that would run"] * bool(named) + ["machines to connect to"] * bool(reaching)
     raise InputError(
-        f"{what} was not written by your towers on this machine, or was changed, and names "
-        f"{' and '.join(kinds)}: {flags}; look at that, and type --trust, or give {given} yourself"
+        f"{source} was not written by your towers on this machine, or was changed, and names "
+        f"{' and '.join(kinds)}: {flags}; look at that, and type --trust, or give {names} yourself"
     )
 
 
@@ -85,15 +85,15 @@ def _key(make: bool = False) -> bytes | None:
     with contextlib.suppress(OSError):
         if make and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            own = path.with_name(f".key.{os.getpid()}")
+            temporary = path.with_name(f".key.{os.getpid()}")
             try:
-                descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
                 with open(descriptor, "wb") as file:
                     file.write(secrets.token_bytes(_KEY_BYTES))
                 with contextlib.suppress(FileExistsError):  # another process was faster
-                    os.link(own, path)
+                    os.link(temporary, path)
             finally:
-                own.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
         key = path.read_bytes()
         return key if len(key) == _KEY_BYTES else None
     return None

@@ -22,8 +22,8 @@ def describe_origin(error: BaseException, named: Mapping[str, str]) -> str:
         error: the error, with its traceback.
         named: {flag: "module:function"} of the user's functions.
     """
-    if own := locate_in_user_code(error, named):
-        return own
+    if line := locate_in_user_code(error, named):
+        return line
     text = "".join(traceback.format_exception(error))
     if layer := _OF_KERAS.search(text):
         return (
@@ -46,14 +46,14 @@ def locate_in_user_code(error: BaseException, named: Mapping[str, str]) -> str:
         rf".*/(site|dist)-packages/(?!({'|'.join(map(re.escape, installed))})[./])"
         rf"|.*__autograph_generated_file|{_STDLIB}/(?!.*-packages/)|{re.escape(_TOWERS)}"
     )
-    frames = _FRAME.findall("".join(traceback.format_exception(error)))
-    theirs = [frame for frame in frames if not library.match(frame[0])]
-    if not theirs:
+    all_frames = _FRAME.findall("".join(traceback.format_exception(error)))
+    frames = [frame for frame in all_frames if not library.match(frame[0])]
+    if not frames:
         return ""
     ends = {f: re.escape(m.replace(".", "/")) + r"(/__init__)?\.py" for f, m in modules.items()}
-    flag = next((f for f, end in ends.items() if re.fullmatch(f".*/{end}", theirs[-1][0])), None)
+    flag = next((f for f, end in ends.items() if re.fullmatch(f".*/{end}", frames[-1][0])), None)
     hint = f" (--{flag}={named[flag]})" if flag else ""
-    return f"the error comes from {_place(*theirs[-1])}: your own code{hint}"
+    return f"the error comes from {_place(*frames[-1])}: your own code{hint}"
 
 
 def _place(path: str, line: str, function: str) -> str:

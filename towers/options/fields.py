@@ -43,7 +43,7 @@ def option(default: Any, group: str, help: str, affects: str = "result", **metad
 
 def group(name: str, **metadata: Any) -> Callable[..., Any]:
     """Return a version of `option` with a fixed group and default arguments."""
-    return lambda default, help, **own: option(default, name, help, **metadata | own)
+    return lambda default, help, **extra: option(default, name, help, **metadata | extra)
 
 
 def copy_field(owner: type, name: str) -> Any:
@@ -60,9 +60,9 @@ def check_values(options: Any) -> None:
             raise InputError(field.metadata["required"])
         check_value(field, value)
     for names in EXCLUSIVE:
-        given = [f"--{name}" for name in names if getattr(options, name, None)]
-        if len(given) > 1:
-            raise InputError(f"{given[0]} and {given[1]} exclude each other: give one of them")
+        flags = [f"--{name}" for name in names if getattr(options, name, None)]
+        if len(flags) > 1:
+            raise InputError(f"{flags[0]} and {flags[1]} exclude each other: give one of them")
 
 
 class CheckedOptions:
@@ -75,11 +75,11 @@ class CheckedOptions:
 
 def check_value(field: dataclasses.Field, value: Any) -> None:
     """Raise InputError if `value` is not allowed for the option `field`."""
-    choices, own = field.metadata.get("choices"), field.metadata.get("own")
-    if choices and value not in choices and not (own and ":" in value):
+    choices, takes_function = field.metadata.get("choices"), field.metadata.get("own")
+    if choices and value not in choices and not (takes_function and ":" in value):
         usual = _FOREIGN_VALUES.get(str(value).lower())
         hint = f"; did you mean {usual}?" if usual in choices else ""
-        allowed = [*choices, *(["module:function"] if own else [])]
+        allowed = [*choices, *(["module:function"] if takes_function else [])]
         raise InputError(f"--{field.name}={value}: allowed are {', '.join(allowed)}{hint}")
     if field.type in (int, float):
         _check_number(field, value)

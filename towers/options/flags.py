@@ -113,10 +113,10 @@ def parse(argv: Sequence[str], verb: Command = _TRAIN) -> Any:
     foreign: dict[str, str] = {}
     values = _read_argv(argv, verb, foreign)
     if foreign:
-        own, values = values, _read_argv(argv, verb)
-        theirs = {name: value for name, value in values.items() if own.get(name) != value}
-        for path, text in () if own.get("trust") else foreign.items():
-            code_trust.check(f"--flagfile={path}", text, theirs)
+        trusted, values = values, _read_argv(argv, verb)
+        untrusted = {name: value for name, value in values.items() if trusted.get(name) != value}
+        for path, text in () if trusted.get("trust") else foreign.items():
+            code_trust.check(f"--flagfile={path}", text, untrusted)
     return complete(values, verb)
 
 
@@ -147,19 +147,19 @@ def options_from_call(
     Raises:
         InputError: an option does not exist, a value is not allowed, or there is no run.
     """
-    given = {option_name(name): value for name, value in fields.items()}
+    values = {option_name(name): value for name, value in fields.items()}
     if options is not None and not isinstance(options, Options):
         raise InputError(
             f"{options!r} is no towers.Options: options are given by name, a run's folder as "
             "train_dir=..."
         )
     if options is not None:
-        return dataclasses.replace(options, **given)
-    for name, value in given.items():
+        return dataclasses.replace(options, **values)
+    for name, value in values.items():
         if _RUN_FIELDS[name].type is str:
-            given[name] = option_text(name, value)
-        check_value(_RUN_FIELDS[name], given[name])
-    return complete(given, Command(verb, completes=True, begins=verb == "train"))
+            values[name] = option_text(name, value)
+        check_value(_RUN_FIELDS[name], values[name])
+    return complete(values, Command(verb, completes=True, begins=verb == "train"))
 
 
 def option_name(flag: str) -> str:
@@ -254,9 +254,9 @@ def _read_argv(
         raise InputError("--flagfile: files name each other too deeply") from None
     if others and not positional:
         raise InputError(f"unexpected argument {others[0]!r}: flags are written --name=value")
-    found = {name: defined[name].value for name in fields if name != positional}
-    values = {n: _parse_typed(fields[n], value) for n, value in found.items() if value is not None}
-    number = found.get("num_towers")
+    texts = {name: defined[name].value for name in fields if name != positional}
+    values = {n: _parse_typed(fields[n], value) for n, value in texts.items() if value is not None}
+    number = texts.get("num_towers")
     if isinstance(number, _Aliased) and number != "0" and verb.name != "plan":  # which needs no GPU
         if "cpu" in values.setdefault("devices", "gpu").lower():
             raise InputError(
@@ -313,19 +313,19 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
     if not has_flags:
         return {}
     try:
-        found = _read_argv([f"--flagfile={path}"], _TRAIN)
-        Options(**found)
+        of_run = _read_argv([f"--flagfile={path}"], _TRAIN)
+        Options(**of_run)
     except InputError as error:
         raise InputError(
             f"{path} is damaged: {error}; mend it, or remove it and give the run's flags yourself"
         ) from None
-    found = {name: found[name] for name in found if _RUN_FIELDS[name].metadata["affects"] != "call"}
+    of_run = {n: v for n, v in of_run.items() if _RUN_FIELDS[n].metadata["affects"] != "call"}
     if verb.begins:
-        _check_identity(train_dir, found, given)
-    replaced = _replaced_options(found, given)
+        _check_identity(train_dir, of_run, given)
+    replaced = _replaced_options(of_run, given)
     if not verb.begins:  # the workers and GPUs of training may be gone
-        replaced |= _OF_MACHINES | ({"devices"} if found.get("devices") == "gpu" else set())
-    taken = {name: value for name, value in found.items() if name not in replaced}
+        replaced |= _OF_MACHINES | ({"devices"} if of_run.get("devices") == "gpu" else set())
+    taken = {name: value for name, value in of_run.items() if name not in replaced}
     text = _read_text(path)
     if not given.get("trust"):
         code = {name: value for name, value in taken.items() if name not in given}

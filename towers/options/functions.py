@@ -146,8 +146,8 @@ def _current_folder_searched(module_name: str) -> Iterator[None]:
     before installed packages. Later it stays last on the path: functions may import others.
     """
     here, name = os.getcwd(), module_name.partition(".")[0]
-    own = [i for i, folder in enumerate(sys.path) if folder in _STDLIB]
-    place = 0 if name in sys.stdlib_module_names else max(own, default=-1) + 1
+    stdlib_places = [i for i, folder in enumerate(sys.path) if folder in _STDLIB]
+    place = 0 if name in sys.stdlib_module_names else max(stdlib_places, default=-1) + 1
     spec = PathFinder.find_spec(name, [here])
     if spec is None or here in sys.path[:place]:
         yield

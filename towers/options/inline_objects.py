@@ -25,9 +25,9 @@ class InlineObject(str):
 
     def __new__(cls, text: str, objects: Mapping[str, Any]) -> "InlineObject":
         """Return `text` with these objects."""
-        given = super().__new__(cls, text)
-        given.objects = objects
-        return given
+        instance = super().__new__(cls, text)
+        instance.objects = objects
+        return instance
 
     def split(self, *args: Any, **kwargs: Any) -> list[str]:
         """Return the parts, with the same objects."""
@@ -85,13 +85,13 @@ def _item_text(value: Any, objects: dict[str, Any]) -> str | None:
     if not callable(value):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return str(value) if is_number else None
-    own = getattr(value, "__name__", type(value).__name__).strip("<>")  # <lambda>
+    python_name = getattr(value, "__name__", type(value).__name__).strip("<>")  # <lambda>
     module = getattr(value, "__module__", "")
-    if module != "__main__" and getattr(sys.modules.get(module), own, None) is value:
-        return InlineObject(f"{module}:{own}", objects)  # found by any process
-    name, number = f"{PREFIX}{own}", 1
+    if module != "__main__" and getattr(sys.modules.get(module), python_name, None) is value:
+        return InlineObject(f"{module}:{python_name}", objects)  # found by any process
+    name, number = f"{PREFIX}{python_name}", 1
     while objects.get(name, value) is not value:
         number += 1
-        name = f"{PREFIX}{own}_{number}"
+        name = f"{PREFIX}{python_name}_{number}"
     objects[name] = value
     return InlineObject(name, objects)

@@ -412,9 +412,9 @@ class Options:
         return keywords
 
 
-def names_that_affect(*what: str) -> list[str]:
+def names_that_affect(*effects: str) -> list[str]:
     """Return the names of options with these values of `affects`; see `fields.option`."""
-    return [f.name for f in dataclasses.fields(Options) if f.metadata["affects"] in what]
+    return [f.name for f in dataclasses.fields(Options) if f.metadata["affects"] in effects]
 
 
 def text_of(value: Any) -> str:

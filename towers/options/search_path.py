@@ -22,8 +22,8 @@ def leave_out_current_folder() -> None:
 
 def child_environment(environ: dict[str, str] = os.environ) -> dict[str, str]:
     """Return the environment in which `python -m towers...` finds the same modules."""
-    given = _without_current_folder(environ.get("PYTHONPATH", "").split(os.pathsep))
-    folders = os.pathsep.join(dict.fromkeys([CHECKOUT, *given]))
+    inherited = _without_current_folder(environ.get("PYTHONPATH", "").split(os.pathsep))
+    folders = os.pathsep.join(dict.fromkeys([CHECKOUT, *inherited]))
     return dict(environ) | {"PYTHONPATH": folders, "PYTHONSAFEPATH": "1"}
 
 
