@@ -217,8 +217,8 @@ def parse(name: str, argv: Sequence[str]) -> Any:
 
 
 def _named_functions(options: Any) -> list[tuple[str, str]]:
-    given = _values(options)
-    pairs = [(flag, n) for flag in CODE for n in str(given.get(flag, "")).split(",")]
+    values = _values(options)
+    pairs = [(flag, n) for flag in CODE for n in str(values.get(flag, "")).split(",")]
     return [(flag, name) for flag, name in pairs if ":" in name or (flag == "model" and name)]
 
 
@@ -270,8 +270,8 @@ def _run(verb: Entry, options: Any, start: float) -> int:
             say("starting    TensorFlow")
         # The run's own lines report a lost worker.
         with quiet_start(3 if getattr(options, "workers", "") else 2):
-            given = verb.tensorflow == "options"
-            _start(run_options if given else dataclasses.replace(run_options, devices="cpu"))
+            by_options = verb.tensorflow == "options"
+            _start(run_options if by_options else dataclasses.replace(run_options, devices="cpu"))
         if verb.tensorflow == "options":
             _warn_of_cpu_towers(options, say)
     function = pkgutil.resolve_name(verb.function)
@@ -292,28 +292,28 @@ def _check_names(options: Any, data: bool) -> None:
     for flag, name in _named_functions(options):
         if data or flag != "dataset":
             check_function(flag, name)
-            if own := shadowing_file(name):
+            if user_file := shadowing_file(name):
                 signals.print_error(
-                    f"--{flag}={name} is the one that comes with towers, not that of {own}: give "
-                    "yours another name to use it"
+                    f"--{flag}={name} is the one that comes with towers, not that of {user_file}: "
+                    "give yours another name to use it"
                 )
     if not data:
         return
     from towers.data import registry
 
-    given = _values(options)
-    known = registry.DATA_SETS.get(given["dataset"])
+    values = _values(options)
+    known = registry.DATA_SETS.get(values["dataset"])
     # Downloadable data sets are searched for in all subfolders, which takes long.
-    if given["dataset"] != "synthetic" and not (known and known.published):
-        registry.locate(given["dataset"], given["data_dir"])
+    if values["dataset"] != "synthetic" and not (known and known.published):
+        registry.locate(values["dataset"], values["data_dir"])
 
 
 def _warn_of_cpu_towers(options: Any, say: Callable[[str], None]) -> None:
     import tensorflow as tf
 
-    given = _values(options)
-    number = max(int(n) for n in str(given["num_towers"] or 0).split(","))
-    elsewhere = given["devices"] or given["workers"] or tf.config.get_visible_devices("GPU")
+    values = _values(options)
+    number = max(int(n) for n in str(values["num_towers"] or 0).split(","))
+    elsewhere = values["devices"] or values["workers"] or tf.config.get_visible_devices("GPU")
     if number > 1 and not elsewhere:
         say(
             f"towers      {number} on the CPU, there is no GPU here; --num_gpus={number} would be "

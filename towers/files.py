@@ -88,8 +88,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if text is None:
         return {}
     with contextlib.suppress(ValueError, RecursionError):  # of brackets within brackets
-        if isinstance(found := json.loads(text), dict):
-            return found
+        if isinstance(content := json.loads(text), dict):
+            return content
     warn_damaged(path)
     return {}
 
@@ -220,30 +220,30 @@ def _inode_of(path: Path) -> tuple[int, int] | None:
 
 def check_train_dir(folder: Path, overwrite: bool, flag: str = "--train_dir") -> None:
     """Raise InputError for a folder in which no run can be written; `flag` names the folder."""
-    given = f"{flag}={folder}"
+    named = f"{flag}={folder}"
     try:
         levels = len(folder.absolute().parts)
     except FileNotFoundError:
-        raise InputError(f"{given}: the current folder is gone; change to one, by cd") from None
+        raise InputError(f"{named}: the current folder is gone; change to one, by cd") from None
     if levels > _MOST_LEVELS:
         raise InputError(
-            f"{cut(given, 80)}: {levels} folders within folders; at most {_MOST_LEVELS} are allowed"
+            f"{cut(named, 80)}: {levels} folders within folders; at most {_MOST_LEVELS} are allowed"
         )
     try:
         existing = next(p for p in [folder, *folder.absolute().parents] if os.path.lexists(p))
         if not existing.exists():
             raise InputError(
-                f"{given}: {existing} is a link to {os.readlink(existing)}, which is not there; "
+                f"{named}: {existing} is a link to {os.readlink(existing)}, which is not there; "
                 "make that folder, or name another"
             )
         if not existing.is_dir():
-            raise InputError(f"{given}: {existing} is a file; name a folder")
+            raise InputError(f"{named}: {existing} is a file; name a folder")
         moved = overwrite and existing == folder and any(folder.iterdir())
         if not moved:
-            _check_parts(folder, given)
+            _check_parts(folder, named)
     except OSError as error:
-        raise InputError(f"{given}: {error.strerror}") from None
-    _check_path(folder.absolute() / ("x" * _LONGEST_NAME), given)
+        raise InputError(f"{named}: {error.strerror}") from None
+    _check_path(folder.absolute() / ("x" * _LONGEST_NAME), named)
     if moved and not is_run(folder):
         raise InputError(
             f"--overwrite: {folder} holds files but no run (no flags.cfg), and is not moved aside: "
@@ -263,19 +263,19 @@ def check_train_dir(folder: Path, overwrite: bool, flag: str = "--train_dir") ->
         if not os.statvfs(written).f_blocks:  # of /proc the system says that one may
             os.rmdir(tempfile.mkdtemp(dir=written))
     except OSError:
-        raise InputError(f"{given}: no permission to write in {written}") from None
+        raise InputError(f"{named}: no permission to write in {written}") from None
 
 
-def _check_parts(folder: Path, given: str) -> None:
+def _check_parts(folder: Path, named: str) -> None:
     for name in (*PARTS, *TEXTS):
         path, kind = folder / name, "folder" if name in PARTS else "file"
         if os.path.lexists(path) and not (path.is_dir() if name in PARTS else path.is_file()):
             raise InputError(
-                f"{given}: {path} is no {kind}, as that of a run is; move it away, or name another "
+                f"{named}: {path} is no {kind}, as that of a run is; move it away, or name another "
                 "--train_dir"
             )
         if name in PARTS and path.exists() and not os.access(path, os.W_OK | os.X_OK):
-            raise InputError(f"{given}: no permission to write in {path}")
+            raise InputError(f"{named}: no permission to write in {path}")
 
 
 def is_run(folder: Path) -> bool:
@@ -307,10 +307,10 @@ def _aside(folder: Path) -> Path:
     return aside
 
 
-def _check_path(path: Path, what: str) -> None:
+def _check_path(path: Path, subject: str) -> None:
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        raise InputError(f"{what}: {error.strerror}; name another --train_dir") from None
+        raise InputError(f"{subject}: {error.strerror}; name another --train_dir") from None

@@ -85,7 +85,7 @@ _UNPRINTABLE = re.compile(
 
 def printable(text: str) -> str:
     """Escape characters that would control a terminal, such as file names may contain."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def cut(text: str, widest: int) -> str:

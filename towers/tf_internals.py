@@ -120,18 +120,18 @@ def patch_add_loss(make: Make) -> Block:
 @contextlib.contextmanager
 def keep_losses() -> Iterator[None]:
     """Keep the losses of layers that are called again in the block. Public: none."""
-    found: dict[int, tuple[keras.Layer, list[Any]]] = {}
+    saved: dict[int, tuple[keras.Layer, list[Any]]] = {}
 
     def make(before: Callable) -> Callable:
         def clear(layer: keras.Layer) -> None:
-            found.setdefault(id(layer), (layer, list(layer._losses)))
+            saved.setdefault(id(layer), (layer, list(layer._losses)))
             before(layer)
 
         return clear
 
     with _replaced((keras.Layer, "_clear_losses", make)):
         yield
-    for layer, losses in found.values():
+    for layer, losses in saved.values():
         layer._losses[:] = losses
 
 
@@ -148,14 +148,14 @@ def has_own_moments(layer: keras.layers.BatchNormalization) -> bool:
 
 def layers_of(layer: keras.Layer) -> list[keras.Layer]:
     """Return a layer and all below it, each once, in order. Public: `layers`, of models only."""
-    found: dict[int, keras.Layer] = {}
+    layers: dict[int, keras.Layer] = {}
     waiting = [layer]
     while waiting:
         layer = waiting.pop()
-        if id(layer) not in found:  # it may be shared, or refer to its parent
-            found[id(layer)] = layer
+        if id(layer) not in layers:  # it may be shared, or refer to its parent
+            layers[id(layer)] = layer
             waiting += reversed(layer._layers)
-    return list(found.values())
+    return list(layers.values())
 
 
 def input_shapes(layer: keras.Layer) -> list[tuple]:
@@ -181,7 +181,7 @@ def places_in_file(model: keras.Model) -> list[tuple[str, str, keras.Variable]]:
     These are its path in the file, and its layer's name with its number. Public: save_weights,
     which does not tell where a variable is written.
     """
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    stores: dict[tuple[str, str], dict[str, Any]] = {}
 
     class Recorder(saving_lib.H5IOStore):
         def __init__(self) -> None:
@@ -191,12 +191,12 @@ def places_in_file(model: keras.Model) -> list[tuple[str, str, keras.Variable]]:
             return True
 
         def make(self, path: str, metadata: dict[str, str] | None = None) -> dict[str, Any]:
-            return found.setdefault((path, (metadata or {}).get("name", "")), {})
+            return stores.setdefault((path, (metadata or {}).get("name", "")), {})
 
     saving_lib._save_state(model, Recorder(), None, "", set())
     return [
         (f"{path}/vars/{number}".lstrip("/"), f"{name}/{number}", variable)
-        for (path, name), variables in found.items()
+        for (path, name), variables in stores.items()
         for number, variable in variables.items()
     ]
 
@@ -272,7 +272,7 @@ def loss_paths(model: keras.Model) -> list[tuple[tuple, str, Any]]:
     They are known after its first call. Public: `model.loss`, maybe one name for all outputs.
     """
     losses = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None) or []
-    return [(tuple(own.path), str(own.name), own.loss) for own in losses]
+    return [(tuple(loss.path), str(loss.name), loss.loss) for loss in losses]
 
 
 def compiled_loss(model: keras.Model, y: Any, outputs: Any, weights: Any) -> Any:
@@ -289,20 +289,20 @@ def raised_in_compiled(error: BaseException) -> str | None:
     None if something else raised, or the user's function. Public: an error that says it.
     """
     frameworks = "keras tensorflow numpy optree towers contextlib functools".split()
-    found: str | None = None
+    part: str | None = None
     trace = error.__traceback__
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
         if frame.f_code in (CompileLoss.__call__.__code__, CompileLoss.call.__code__):
-            found = ""
+            part = ""
         elif frame.f_code is CompileMetrics.update_state.__code__:
-            found = "of compile"
+            part = "of compile"
         elif frame.f_code is MetricsList.update_state.__code__:
-            found = frame.f_locals["m"].name
+            part = frame.f_locals["m"].name
         elif frame.f_globals.get("__name__", "").partition(".")[0] not in frameworks:
-            if found is not None:
+            if part is not None:
                 return None
-    return found
+    return part
 
 
 def maker_of(tensor: keras.KerasTensor) -> tuple[Any, int, list[Any]]:
@@ -394,25 +394,25 @@ def patch_assignments(make: Callable[[str], Make]) -> Block:
 def record_assignments(assigned: list[tf.Variable]) -> Block:
     """Append each `tf.Variable` that is assigned in the block to `assigned`. Public: none."""
 
-    def assign(own: Callable, variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
+    def assign(before: Callable, variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
         assigned.append(variable)
-        return own(variable, *args, **kwargs)
+        return before(variable, *args, **kwargs)
 
-    return patch_assignments(lambda _: lambda own: functools.partial(assign, own))
+    return patch_assignments(lambda _: lambda before: functools.partial(assign, before))
 
 
 def patch_reads(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
-    """Read each `tf.Variable` by `read(variable, own)`, where `own(variable)` is TensorFlow's read.
+    """Read each `tf.Variable` by `read(variable, before)`; `before(variable)` is TensorFlow's read.
 
     Tapes connect the value with the variable, as for TensorFlow's own read. Public: none; a
     variable creator could only make variables of another class.
     """
 
-    def make_read(own: Callable) -> Callable:
+    def make_read(before: Callable) -> Callable:
         def read_recorded(variable: tf.Variable, no_copy: bool = False) -> tf.Tensor:
             variable_ops.variable_accessed(variable)
             with record.stop_recording():
-                value = read(variable, own)
+                value = read(variable, before)
             record.record_operation(
                 "ReadVariableOp", [value], [variable.handle], lambda x: [x], lambda x: [x]
             )
@@ -569,11 +569,11 @@ def slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Block:
 
 def will_make_metrics(model: keras.Model) -> bool:
     """Return whether the next step creates metrics that `compile` has by name. Public: none."""
-    own = getattr(model, "_compile_metrics", None)
-    if own is None or own.built:
+    metrics = getattr(model, "_compile_metrics", None)
+    if metrics is None or metrics.built:
         return False
-    given = tf.nest.flatten([own._user_metrics, own._user_weighted_metrics])
-    return not all(one is None or isinstance(one, keras.metrics.Metric) for one in given)
+    user_metrics = tf.nest.flatten([metrics._user_metrics, metrics._user_weighted_metrics])
+    return not all(one is None or isinstance(one, keras.metrics.Metric) for one in user_metrics)
 
 
 def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
@@ -749,9 +749,9 @@ def custom_gradients_copied() -> Block:
                 result, grad = f(*args, **kwargs)
 
                 def copies(*upstream: Any, **options: Any) -> Any:
-                    found = tf.nest.flatten(own := grad(*upstream, **options))
-                    copied = [g if g is None else tf.identity(g) for g in found]
-                    return tf.nest.pack_sequence_as(own, copied)
+                    flat = tf.nest.flatten(gradients := grad(*upstream, **options))
+                    copied = [g if g is None else tf.identity(g) for g in flat]
+                    return tf.nest.pack_sequence_as(gradients, copied)
 
                 return result, copies
 
@@ -769,12 +769,12 @@ def inline_functions(around: Callable[[], Block] = contextlib.nullcontext) -> Bl
     or that are called eagerly stay functions, traced for each block, and called within `around()`.
     Public: tf.config.run_functions_eagerly, for all threads and without AutoGraph.
     """
-    own: dict[int, tuple[Function, Function]] = {}
+    twins: dict[int, tuple[Function, Function]] = {}
 
     def make(before: Callable) -> Callable:
         def call(function: Function, *args: Any, **kwargs: Any) -> Any:
             if function._jit_compile or tf.executing_eagerly():
-                twin = own.setdefault(id(function), (function._clone(None), function))[0]
+                twin = twins.setdefault(id(function), (function._clone(None), function))[0]
                 with around():
                     return before(twin, *args, **kwargs)
             inline = function.python_function
@@ -963,14 +963,14 @@ def connect(jobs: Mapping[str, Mapping[int, str]], own_address: str) -> int:
     """
     before = context.context().get_server_def()
     cluster = tf.train.ClusterSpec(jobs).as_cluster_def()
-    own = cluster.job.add()
-    own.name = "localhost"
+    local_job = cluster.job.add()
+    local_job.name = "localhost"
     for attempts_left in reversed(range(_PORT_ATTEMPTS)):
         if before is None:
-            own.tasks[0] = f"{own_address}:{pywrap_tfe.TF_PickUnusedPortOrDie()}"
+            local_job.tasks[0] = f"{own_address}:{pywrap_tfe.TF_PickUnusedPortOrDie()}"
         else:
             named = next(job for job in before.cluster.job if job.name == "localhost")
-            own.tasks[0] = named.tasks[0]
+            local_job.tasks[0] = named.tasks[0]
         server = tensorflow_server_pb2.ServerDef(
             cluster=cluster,
             job_name="localhost",
@@ -988,7 +988,7 @@ def connect(jobs: Mapping[str, Mapping[int, str]], own_address: str) -> int:
             if before is not None or not attempts_left:
                 raise
             context.context()._server_def = None
-    return int(own.tasks[0].rpartition(":")[2])
+    return int(local_job.tasks[0].rpartition(":")[2])
 
 
 def was_connected() -> bool:
@@ -1074,7 +1074,7 @@ def force_float64() -> Block:
 def _wide(policy: Any) -> Any:
     """Return a policy with float64 for all floating types except quantised ones."""
     if isinstance(policy, DTypePolicyMap):
-        wide = {name: _wide(own) for name, own in policy.items()}
+        wide = {name: _wide(of_layer) for name, of_layer in policy.items()}
         return DTypePolicyMap(default_policy=_wide(policy.default_policy), policy_map=wide)
     if policy.quantization_mode == "float8":
         return keras.dtype_policies.QuantizedFloat8DTypePolicy("float8", "float64")
