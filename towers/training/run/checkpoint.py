@@ -39,8 +39,8 @@ def find(directory: Path) -> list[tuple[int, str]]:
 def of_run(train_dir: str | Path) -> dict[int, str]:
     """Return {step: path prefix} of a run's checkpoints; InputError if there is none."""
     folder = Path(train_dir, "checkpoints")
-    if found := find(folder):
-        return dict(found)
+    if checkpoints := find(folder):
+        return dict(checkpoints)
     raise InputError(
         f"--train_dir={train_dir}: there is no checkpoint in {folder}; train first, or name the "
         "folder of a run"
@@ -106,27 +106,27 @@ def read_newest(
             )
         warn(f"{line}: passed over")
 
-    found = dict(find(directory))
+    checkpoints = dict(find(directory))
     if only is not None:
-        found = {only: f"{directory}/ckpt-{only}"}
+        checkpoints = {only: f"{directory}/ckpt-{only}"}
     else:
         if without_index(directory):  # a run that trains meanwhile may just be renaming it
             time.sleep(0.1)
-            found = dict(find(directory))
+            checkpoints = dict(find(directory))
         for line in without_index(directory).values():
             pass_over(line)
-        if wanted is not None and wanted not in found:
+        if wanted is not None and wanted not in checkpoints:
             pass_over(f"{directory}/ckpt-{wanted}, which is the best, is not there")
-    for step in sorted(found, key=lambda step: (step == wanted, step), reverse=True):
+    for step in sorted(checkpoints, key=lambda step: (step == wanted, step), reverse=True):
         try:
-            with open_reader(found[step]) as reader:
-                return step, read(found[step], reader)
+            with open_reader(checkpoints[step]) as reader:
+                return step, read(checkpoints[step], reader)
         except InputError:
             raise
         except Exception as error:  # of many kinds: a short file gives an IndexError
             if only is None and step not in dict(find(directory)):  # removed by a run meanwhile
                 return read_newest(directory, read, warn, None)
-            pass_over(f"{found[step]} cannot be read ({first_line(error)})")
+            pass_over(f"{checkpoints[step]} cannot be read ({first_line(error)})")
     return None
 
 
@@ -243,16 +243,16 @@ def kinds_of(values: Mapping[str, Any]) -> dict[str, str]:
 def first_difference(here: Mapping[str, str], there: Mapping[str, str]) -> str | None:
     """Return the first difference, as "NAME is DTYPE[SHAPE] there and absent here", or None."""
     for name in [*here, *there]:
-        ours, theirs = here.get(name, "absent"), there.get(name, "absent")
-        if ours != theirs:
-            return f"{name} is {theirs} there and {ours} here"
+        spec_here, spec_there = here.get(name, "absent"), there.get(name, "absent")
+        if spec_here != spec_there:
+            return f"{name} is {spec_there} there and {spec_here} here"
     return None
 
 
 def keys_of(reader: Any) -> dict[str, str]:
     """Return {name of a variable: its key in the checkpoint}."""
-    found = {}
+    keys = {}
     for key in sorted(reader.get_variable_to_shape_map()):
         if match := re.fullmatch(f"variables/(.*){_KEY_ENDING}", key):
-            found[re.sub(r"\.(\.|S)", lambda m: "/" if m[1] == "S" else ".", match[1])] = key
-    return found
+            keys[re.sub(r"\.(\.|S)", lambda m: "/" if m[1] == "S" else ".", match[1])] = key
+    return keys

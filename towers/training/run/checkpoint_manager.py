@@ -122,10 +122,10 @@ class CheckpointManager:
             keys = checkpoint.keys_of(reader)
             return {name: reader.get_tensor(keys[name]) for name in self.variables}
 
-        found = self.newest(read, warn, wanted)
-        if found is None:
+        newest = self.newest(read, warn, wanted)
+        if newest is None:
             return None
-        step, values = found
+        step, values = newest
         for name, variable in self.variables.items():
             variable.assign(values[name])
         return step
@@ -137,14 +137,14 @@ class CheckpointManager:
         wanted: int | None = None,
     ) -> tuple[int, Found] | None:
         """Return `checkpoint.read_newest`; raise InputError if all checkpoints are damaged."""
-        found = checkpoint.read_newest(self.directory, read, warn, wanted)
-        if found is None:
+        newest = checkpoint.read_newest(self.directory, read, warn, wanted)
+        if newest is None:
             steps = [step for step, _ in checkpoint.find(self.directory)]
             steps += checkpoint.without_index(self.directory)
             if max(steps, default=0) > 0:  # step 0 is written anew
                 none_of = f"none of the {len(steps)} checkpoints in {self.directory} can be read"
                 raise InputError(f"{none_of}: {self.remedy}")
-        return found
+        return newest
 
     def _write_or_raise(self, step: int, snapshot: Snapshot, at_end: bool = True) -> None:
         """Write a snapshot; if that fails, write it elsewhere and raise RunError.
@@ -184,18 +184,18 @@ class CheckpointManager:
         """Write a checkpoint; delete older ones. Newer ones, which were unreadable, stay."""
         directory.mkdir(parents=True, exist_ok=True)
         checkpoint.write(directory, step, snapshot, self.identity)
-        found = {n: Path(prefix) for n, prefix in checkpoint.find(directory) if n <= step}
+        checkpoints = {n: Path(prefix) for n, prefix in checkpoint.find(directory) if n <= step}
         if self.best in dict(checkpoint.find(directory)):
             self._best_written = self.best  # until then, the previous best is kept
-        kept = list(found)[-self.keep :]
-        if not kept:
+        recent = list(checkpoints)[-self.keep :]
+        if not recent:
             raise FileNotFoundError(errno.ENOENT, "it was renamed or deleted meanwhile")
-        for number in found.keys() - {*kept, self._best_written}:
-            found[number].with_suffix(".index").unlink()  # first: an index means a whole one
-            for path in directory.glob(f"{found[number].name}.data-*"):
+        for number in checkpoints.keys() - {*recent, self._best_written}:
+            checkpoints[number].with_suffix(".index").unlink()  # first: an index means a whole one
+            for path in directory.glob(f"{checkpoints[number].name}.data-*"):
                 path.unlink()
-        lines = [f'model_checkpoint_path: "ckpt-{kept[-1]}"']  # for tf.train.latest_checkpoint
-        lines += [f'all_model_checkpoint_paths: "ckpt-{number}"' for number in kept]
+        lines = [f'model_checkpoint_path: "ckpt-{recent[-1]}"']  # for tf.train.latest_checkpoint
+        lines += [f'all_model_checkpoint_paths: "ckpt-{number}"' for number in recent]
         with contextlib.suppress(RunError):  # only TensorFlow reads the file
             files.write_text(directory / "checkpoint", "\n".join(lines) + "\n")
 

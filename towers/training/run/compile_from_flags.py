@@ -63,18 +63,18 @@ def _resolve(flag: str, name: str, get: Callable) -> Any:
     A class, or a function without arguments, is called.
     """
     if ":" in name:
-        found = load_function(flag, name)
-        if isinstance(found, type) or not inspect.signature(found).parameters:
-            found = call_without_arguments(flag, name)
-        if not callable(found):
+        resolved = load_function(flag, name)
+        if isinstance(resolved, type) or not inspect.signature(resolved).parameters:
+            resolved = call_without_arguments(flag, name)
+        if not callable(resolved):
             raise InputError(
-                f"--{flag}={name} returned {type(found).__name__}; a function of targets and "
+                f"--{flag}={name} returned {type(resolved).__name__}; a function of targets and "
                 f"outputs, or a Keras {'loss' if flag == 'loss' else 'metric'}, is needed"
             )
-        return found
+        return resolved
     try:
-        found = get(name)
-        return name if flag == "metrics" else found  # "accuracy" has many meanings, mae its name
+        resolved = get(name)
+        return name if flag == "metrics" else resolved  # "accuracy" has many meanings, mae its name
     except ValueError:
         raise InputError(
             f"--{flag}={name}: Keras has nothing of that name; give one, such as "

@@ -87,24 +87,24 @@ def write(run: RunContext, folder: Path, restored: int | None, batch: Any) -> li
         "environment": host.environment(),
         "data": {name: split.checksum() for name, split in run.splits().items()},
     }
-    found = {} if restored is None else read(folder)
-    lines = differences(now, found)
-    if found and getattr(run.task, "rate_is_set", True):  # else the optimizer has its own
+    manifest = {} if restored is None else read(folder)
+    lines = differences(now, manifest)
+    if manifest and getattr(run.task, "rate_is_set", True):  # else the optimizer has its own
         seen = int(run.masters.examples.numpy())
-        lines += bent_schedule(run.options, run.data.train.size, seen, found["sessions"][-1])
-    if not found:
+        lines += bent_schedule(run.options, run.data.train.size, seen, manifest["sessions"][-1])
+    if not manifest:
         known = step == 0 and batch is not None
         arrays = map(np.asarray, tf.nest.flatten(batch))
-        found = {
+        manifest = {
             "format": _FORMAT,
             **now,
             "sessions": [],
             "first_batch": {"sha256": digest(*arrays)} if known else None,
             "initial_weights": weights_hash(run.masters.variables()) if step == 0 else None,
         }
-    found.setdefault("task", model_spec(run.data, run.options))  # older manifests have none
-    found["sessions"].append(now)
-    files.write_json(folder / NAME, found | {"final": None})
+    manifest.setdefault("task", model_spec(run.data, run.options))  # older manifests have none
+    manifest["sessions"].append(now)
+    files.write_json(folder / NAME, manifest | {"final": None})
     return [f"warning     {line}" for line in lines]
 
 
@@ -135,16 +135,16 @@ def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:
 
 def read(folder: Path) -> dict[str, Any]:
     """Return the manifest of a run, {} if it is missing or damaged; the latter prints a line."""
-    found = files.read_json(folder / NAME)
-    sessions = found.get("sessions")
+    manifest = files.read_json(folder / NAME)
+    sessions = manifest.get("sessions")
     if (
-        found.get("format") == _FORMAT
+        manifest.get("format") == _FORMAT
         and isinstance(sessions, list)
         and all(isinstance(each, dict) for each in sessions or [0])
-        and ("task" not in found or _is_task(found["task"]))  # older manifests have none
+        and ("task" not in manifest or _is_task(manifest["task"]))  # older manifests have none
     ):
-        return found
-    if found:
+        return manifest
+    if manifest:
         files.warn_damaged(folder / NAME)
     return {}
 
@@ -163,11 +163,11 @@ def _is_task(task: Any) -> bool:
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """Return a line for each compared part of two sessions that differs."""
-    ours, theirs = (dict(_flatten("", manifest)) for manifest in (now, before))
+    new, old = (dict(_flatten("", manifest)) for manifest in (now, before))
     return [
-        f"{name} differs: {_shorten(ours[name])} now, {_shorten(theirs[name])} at the run's start"
-        for name in filter(_COMPARED.fullmatch, ours)
-        if None not in (ours[name], theirs.get(name)) and ours[name] != theirs[name]
+        f"{name} differs: {_shorten(new[name])} now, {_shorten(old[name])} at the run's start"
+        for name in filter(_COMPARED.fullmatch, new)
+        if None not in (new[name], old.get(name)) and new[name] != old[name]
     ]
 
 
@@ -190,10 +190,10 @@ def bent_schedule(
         _, total = length_of(options, size)
         places = np.linspace(examples, max(total, examples), _NUM_RATES)
         rates = rate_of(options, size), rate_of(then, size_then)
-        ours, theirs = ([float(rate(x)) for x in places] for rate in rates)
+        new, old = ([float(rate(x)) for x in places] for rate in rates)
     except (KeyError, TypeError, AttributeError, InputError):  # an older or a damaged manifest
         return []
-    if np.allclose(ours, theirs, rtol=1e-6, atol=0):
+    if np.allclose(new, old, rtol=1e-6, atol=0):
         return []
     pairs = {f"--{name}=": (getattr(options, name), value) for name, value in flags.items()}
     pairs["training examples: "] = size, size_then
@@ -203,7 +203,7 @@ def bent_schedule(
         if now != value
     ]
     return [
-        f"the learning rate goes on by another schedule, {ours[0]:.4g} and not {theirs[0]:.4g} at "
+        f"the learning rate goes on by another schedule, {new[0]:.4g} and not {old[0]:.4g} at "
         f"this step ({'; '.join(changed)}): it is what it would be had the run begun so"
     ]
 
@@ -214,10 +214,10 @@ def weights_hash(variables: Mapping[str, tf.Variable]) -> str:
 
 
 def _hash(variables: Mapping[str, tf.Variable]) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, variable in sorted(variables.items()):
-        found.update(f"{name} {digest(variable.numpy())};".encode())
-    return found.hexdigest()
+        hasher.update(f"{name} {digest(variable.numpy())};".encode())
+    return hasher.hexdigest()
 
 
 def repository(folder: Path) -> dict[str, str] | None:
@@ -234,8 +234,8 @@ def repository(folder: Path) -> dict[str, str] | None:
 
     try:
         root, commit = git("rev-parse", "--show-toplevel", "HEAD").decode().splitlines()
-        own = "config", "--local", "--includes", "--name-only", "--get-regexp"
-        filters = git(*own, r"^filter\..*\.(clean|process|required)$", check=False).decode()
+        query = "config", "--local", "--includes", "--name-only", "--get-regexp"
+        filters = git(*query, r"^filter\..*\.(clean|process|required)$", check=False).decode()
         off += [word for name in filters.splitlines() for word in ("-c", f"{name}=")]
         diff = git("diff", "--no-ext-diff", "--no-textconv", "--full-index", "HEAD")
     except (OSError, ValueError, subprocess.SubprocessError):

@@ -49,13 +49,13 @@ def largest_batch(run: RunContext, train_loop: Callable, batches: Iterator) -> i
     limits |= {name: size for name in names if (size := remote.memory_of(name))}
     of_host = memory.of_host() // len(names)  # which logical CPU devices share
     examples = -(-run.options.batch_size // len(names) // run.options.accumulate_steps)
-    found = [
+    slices = [
         largest_slice(
             memory_by_purpose(run, step, name), examples, limits.get(name.lower(), of_host)
         )
         for name in names
     ]
-    return min(found) * len(names) * run.options.accumulate_steps
+    return min(slices) * len(names) * run.options.accumulate_steps
 
 
 def _bytes_on(name: str, variables: Sequence[tf.Variable]) -> int:

@@ -45,10 +45,10 @@ def build_for(
     name, dtype = options.model, options.dtype
     function = load_function("model", name)
     x = prepared(options, x, image_shape)
-    given: dict[str, Any] = {"num_classes": num_classes} if num_classes else {}
+    from_data: dict[str, Any] = {"num_classes": num_classes} if num_classes else {}
     if image_shape is not None:
-        given["image_shape"] = tuple(x.shape)
-    arguments = _arguments(function, name, given, options.model_keywords())
+        from_data["image_shape"] = tuple(x.shape)
+    arguments = _arguments(function, name, from_data, options.model_keywords())
     keras.utils.set_random_seed(options.seed)
     with contextlib.ExitStack() as stack:
         stack.callback(keras.config.set_dtype_policy, keras.config.dtype_policy())
@@ -101,9 +101,9 @@ def check_classifier(
     outputs = _call_on(model, name, x)
     shape = getattr(outputs, "shape", None)
     if shape is None or tuple(shape[1:]) != (num_classes,):
-        found = type(outputs).__name__ if shape is None else f"shape {tuple(shape)}"
+        actual = type(outputs).__name__ if shape is None else f"shape {tuple(shape)}"
         raise InputError(
-            f"--model={name} gives outputs of {found}; logits of shape "
+            f"--model={name} gives outputs of {actual}; logits of shape "
             f"(batch, {num_classes}) are needed: take num_classes={num_classes} as an argument"
         )
     if "float" not in str(outputs.dtype):
@@ -123,13 +123,13 @@ def floatx_of(dtype: str) -> Iterator[None]:
         yield
 
 
-def _arguments(function: Callable, name: str, given: dict, keywords: dict) -> dict[str, Any]:
-    """Return the arguments in `given` that `function` takes, and all `keywords`."""
+def _arguments(function: Callable, name: str, from_data: dict, keywords: dict) -> dict[str, Any]:
+    """Return the arguments in `from_data` that `function` takes, and all `keywords`."""
     signature = inspect.signature(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    taken = {k: v for k, v in given.items() if k in signature.parameters or takes_all}
+    taken = {k: v for k, v in from_data.items() if k in signature.parameters or takes_all}
     arguments = taken | keywords
-    if "image_shape" in given and "image_shape" in keywords:
+    if "image_shape" in from_data and "image_shape" in keywords:
         raise InputError("--model_args: image_shape is that of the data; leave it out")
     try:
         signature.bind(**arguments)
@@ -142,7 +142,7 @@ def _arguments(function: Callable, name: str, given: dict, keywords: dict) -> di
             ) from None
         raise InputError(
             f"--model_args: {name} takes {signature}: {error}; from these data it can have "
-            f"{', '.join(given) or 'none'}, any other by --model_args=NAME=VALUE"
+            f"{', '.join(from_data) or 'none'}, any other by --model_args=NAME=VALUE"
         ) from None
     return arguments
 
@@ -159,8 +159,8 @@ def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:
         file = None
         with contextlib.suppress(TypeError):  # it is not written in Python
             file = inspect.getsourcefile(inspect.unwrap(function))
-        own = isinstance(error, ValueError) and raised_in == file
-        if not own and name.partition(":")[0].partition(".")[0] not in ("keras", "tensorflow"):
+        expected = isinstance(error, ValueError) and raised_in == file
+        if not expected and name.partition(":")[0].partition(".")[0] not in ("keras", "tensorflow"):
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"--model={name}: {reason}") from None
@@ -171,24 +171,24 @@ def _call_on(model: keras.Model, name: str, x: Any) -> Any:
     try:
         inputs = getattr(model, "inputs", None) or []  # absent before a model is built
         if len(inputs) == 1 and isinstance(x, tf.TensorSpec):  # Keras lets some pass
-            own = tuple(inputs[0].shape[1:])
-            if not tf.TensorShape(own).is_compatible_with(x.shape):
-                raise ValueError(f"it takes inputs of shape {own}")
+            shape = tuple(inputs[0].shape[1:])
+            if not tf.TensorShape(shape).is_compatible_with(x.shape):
+                raise ValueError(f"it takes inputs of shape {shape}")
         batch = tf.nest.map_structure(lambda s: keras.Input(s.shape, dtype=s.dtype.name), x)
         takes = "training" in inspect.signature(model.call).parameters
         return model(batch, training=False) if takes else model(batch)
     except (ValueError, TypeError, NotImplementedError, tf.errors.OpError) as error:
         if not isinstance(x, tf.TensorSpec):
             shapes = tf.nest.map_structure(lambda s: f"{s.dtype.name} {s.shape}", x)
-            what = f"inputs {shapes}"
+            example = f"inputs {shapes}"
         elif x.shape.rank == 3:
-            what = f"images of shape {tuple(x.shape)} alone "
-            what += "(its function may take image_shape as an argument)"
+            example = f"images of shape {tuple(x.shape)} alone "
+            example += "(its function may take image_shape as an argument)"
         else:
-            what = f"{x.dtype.name} of shape {tuple(x.shape)}"
+            example = f"{x.dtype.name} of shape {tuple(x.shape)}"
         # Keep the one sentence of Keras' message that names the reason.
         message = re.sub(r"\x1b\[\d*m", "", str(error)).split("\n\nArguments received")[0]
         parts = [part for part in message.split("\n\n") if part.strip()]
         inner = [p for p in parts if not p.startswith(("Exception encountered", "Could not auto"))]
         reason = " ".join((inner or parts or ["it raised an error"])[0].split())[:200]
-        raise InputError(f"--model={name} cannot take {what}: {reason}") from None
+        raise InputError(f"--model={name} cannot take {example}: {reason}") from None

@@ -36,17 +36,17 @@ def line(text: str, options: Options, largest_batch: Callable[[], int] | None = 
 
     `largest_batch` returns the largest batch size that is expected to fit.
     """
-    if found := _TENSOR.search(text):
-        sizes = [int(size) for size in found["shape"].split(",") if size]
-        kind = _TYPES.get(found["type"], found["type"].replace(" ", ""))
+    if match := _TENSOR.search(text):
+        sizes = [int(size) for size in match["shape"].split(",") if size]
+        kind = _TYPES.get(match["type"], match["type"].replace(" ", ""))
         each = 1
         with contextlib.suppress(TypeError):
             each = tf.as_dtype(kind).size
         asked = f"{memory.in_words(math.prod(sizes) * each)}, {kind}{sizes}"
-        device = short_device_name(found["device"])
-    elif found := _BYTES.search(text):
+        device = short_device_name(match["device"])
+    elif match := _BYTES.search(text):
         ordinal = _ORDINAL.search(text)
-        asked = memory.in_words(int(found["bytes"]))
+        asked = memory.in_words(int(match["bytes"]))
         device = f"/gpu:{ordinal[1]}" if ordinal else ""
     elif _NO_ROOM in text or "CUDA_ERROR_OUT_OF_MEMORY" in text:
         copied = _COPY.search(text)

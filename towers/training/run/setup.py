@@ -103,8 +103,8 @@ class RunContext:
 
     def splits(self) -> dict[str, Split]:
         """Return {"train", "test" and perhaps "validation": split}."""
-        found = {"train": self.data.train, "test": self.data.test}
-        return found | ({"validation": v} if (v := self.data.validation) else {})
+        splits = {"train": self.data.train, "test": self.data.test}
+        return splits | ({"validation": v} if (v := self.data.validation) else {})
 
     def learning_rate(self, examples: tf.Tensor) -> tf.Tensor:
         """Return the learning rate after a number of examples, a float64 scalar."""
@@ -202,10 +202,10 @@ def load_data(options: Options, say: Callable[[str], None] | None = None) -> Dat
             return data.stand_in(name)
         size, fraction = options.image_height_width(), options.validation_fraction
         limit = options.max_image_pixels
-        found = data.load(name, folder, size, fraction, options.target, limit, options.categories)
+        dataset = data.load(name, folder, size, fraction, options.target, limit, options.categories)
     if parse(options.augment).mixes:
-        found = dataclasses.replace(found, train=found.train.with_partners())
-    return found
+        dataset = dataclasses.replace(dataset, train=dataset.train.with_partners())
+    return dataset
 
 
 def assemble(
@@ -266,28 +266,28 @@ def assemble(
     @functools.cache
     def find_stored() -> DeviceCache | RemoteReader | None:
         sizes = options.batch_size, options.accumulate_steps
-        found = remote_files.find(dataset.train, device_names, *sizes)
-        return found or cache_on_devices(dataset.train, device_names)
+        reader = remote_files.find(dataset.train, device_names, *sizes)
+        return reader or cache_on_devices(dataset.train, device_names)
 
     parts = options, builder, dataset, task.masters, task, stored or find_stored
     return RunContext(*parts, total_epochs, total_examples, diagnostics, left_open)
 
 
 def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) -> str:
-    found, far = options.variables, are_remote(device_names)
-    if found == "default":
+    placement, far = options.variables, are_remote(device_names)
+    if placement == "default":
         return kind.default_on_gpus if are_gpus(device_names) and not far else VARIABLES[0]
-    if found == "replicated" and far:
+    if placement == "replicated" and far:
         raise InputError(
             "--variables=replicated sums by collectives, which reach no other machine: type "
             "--variables=sharded, by which as little crosses the network, or --variables=cpu"
         )
-    if found == "replicated" and len(set(device_names)) < len(device_names):
+    if placement == "replicated" and len(set(device_names)) < len(device_names):
         raise InputError(
             "--variables=replicated needs a device for each tower: type --variables=cpu, or call "
             f"towers.devices.tower_devices({len(device_names)}) before anything creates a tensor"
         )
-    return found
+    return placement
 
 
 def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:
@@ -313,8 +313,8 @@ def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, O
         with model.floatx_of(options.dtype):  # the loss and the metrics compute in it
             compile_from_flags.compile_from_flags(network, options)
     else:
-        own = dataclasses.replace(options, augment=kind)
-        x = model.prepared(own, dataset.spec[0], dataset.image_shape)
+        resolved = dataclasses.replace(options, augment=kind)
+        x = model.prepared(resolved, dataset.spec[0], dataset.image_shape)
         model.check_classifier(network, options.model, dataset.num_classes, x, dataset.no_classes)
     if options.test_time_flip:
         if dataset.image_shape is None:
@@ -365,7 +365,7 @@ def _make_masters(
         optimizer = make_optimizer(weights, options)  # after placing: it refers to the variables
     copies = []
     if options.variables == "replicated":
-        copies = copies_on(device_names[1:], weights, lambda own: make_optimizer(own, options))
+        copies = copies_on(device_names[1:], weights, lambda copy: make_optimizer(copy, options))
     return TrainState(
         network,
         optimizer,

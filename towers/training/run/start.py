@@ -105,7 +105,7 @@ def _fastest(
     rates: dict[str, float] = {}
 
     def measure(windows: Mapping[str, Callable[[], float]]) -> None:
-        rounds = [[own() for own in windows.values()] for _ in range(TRIALS)]
+        rounds = [[timed() for timed in windows.values()] for _ in range(TRIALS)]
         rates.update(zip(windows, map(statistics.median, zip(*rounds, strict=True)), strict=True))
 
     def compare(label: str, other_name: str, **changed: Any) -> None:
@@ -301,18 +301,18 @@ def _check_numbers(run: RunContext, placement: Placement, batch: Batch, say: Say
     """Report what makes the numbers depend on the number of towers; return the lines."""
     if run.builder.num_slices == 1:
         return []
-    found = list(run.diagnostics)
-    on_one = [line for line in found if " runs on one device: " in line]
+    lines = list(run.diagnostics)
+    on_one = [line for line in lines if " runs on one device: " in line]
     if not on_one:
-        found += exactness_checks.check(run.analyze(batch), tf.nest.flatten(batch))
-    found += exactness_checks.random_ops_of(placement.ops + placement.compiled + placement.gone)
-    found = list(dict.fromkeys(found))
-    if found:
-        same = len(on_one) == len(found)
+        lines += exactness_checks.check(run.analyze(batch), tf.nest.flatten(batch))
+    lines += exactness_checks.random_ops_of(placement.ops + placement.compiled + placement.gone)
+    lines = list(dict.fromkeys(lines))
+    if lines:
+        same = len(on_one) == len(lines)
         say(f"numbers     {'are those of one device' if same else _MAY_DEPEND}:")
-    for line in found:
+    for line in lines:
         say(f"  {line}")
-    if run.options.rng_check == "strict" and any(map(exactness_checks.is_about_draws, found)):
-        first = next(filter(exactness_checks.is_about_draws, found))
+    if run.options.rng_check == "strict" and any(map(exactness_checks.is_about_draws, lines)):
+        first = next(filter(exactness_checks.is_about_draws, lines))
         raise RunError(f"--rng_check=strict: {first}; or type --rng_check=report")
-    return found
+    return lines

@@ -111,31 +111,31 @@ def user_facing_errors(
 
 def _with_traceback(line: str, error: tf.errors.OpError, options: Options) -> RunError:
     """Return a RunError with the traceback of Python code that a pipeline called, as a note."""
-    found = _TRACEBACK.search(str(error))
+    match = _TRACEBACK.search(str(error))
     # An InputError of towers' own pipeline is clear without a traceback.
-    if not found or "InputError:" in found[0]:
+    if not match or "InputError:" in match[0]:
         return RunError(line)
     raised = RunError(_with_own_code(line, error, options))
-    raised.add_note("\n".join(filter(str.strip, found[0].splitlines())))
+    raised.add_note("\n".join(filter(str.strip, match[0].splitlines())))
     return raised
 
 
 def _with_own_code(line: str, error: Exception, options: Options) -> str:
     """Return the line with the place in the user's code that raised the error, if any."""
     named = {flag: value for flag in CODE if ":" in (value := getattr(options, flag))}
-    own = locate_in_user_code(error, named)
-    return f"{line}; {own}" if own else line
+    origin = locate_in_user_code(error, named)
+    return f"{line}; {origin}" if origin else line
 
 
 def _no_kernel(name: str, op: str | None, device: str = "") -> str:
-    what = f"{op or re.sub('_[0-9]+$', '', name.rpartition('/')[2])}, of layer {_layer(name)}"
+    node = f"{op or re.sub('_[0-9]+$', '', name.rpartition('/')[2])}, of layer {_layer(name)}"
     if not device:
         return (
-            f"{what}: TensorFlow has no kernel for it on the devices of this machine, with these "
+            f"{node}: TensorFlow has no kernel for it on the devices of this machine, with these "
             "types: do it without that op, or cast its inputs"
         )
     return (
-        f"--allow_soft_placement=false: {what}, has no kernel for {short_device_name(device)} with "
+        f"--allow_soft_placement=false: {node}, has no kernel for {short_device_name(device)} with "
         "these types: leave the flag out, and it runs on the CPU; `towers plan` names all such ops"
     )
 

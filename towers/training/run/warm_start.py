@@ -68,14 +68,14 @@ def init_from(masters: TrainState, source: str) -> list[str]:
     path = Path(source).expanduser()
     with contextlib.ExitStack() as opened:
         if path.is_dir():
-            what, found = _read_run(path)
+            description, available = _read_run(path)
             ours = [NamedWeight(v.path, _short_name(v.path), v) for v in masters.model.weights]
         else:
-            what, found = str(path), opened.enter_context(_of_file(path))
+            description, available = str(path), opened.enter_context(_of_file(path))
             weights = {id(v) for v in masters.model.weights}
             places = tf_internals.places_in_file(masters.model)
             ours = [NamedWeight(*place) for place in places if id(place[2]) in weights]
-        matched = [_match(ours, found, field) for field in ("path", "name")]
+        matched = [_match(ours, available, field) for field in ("path", "name")]
         pairs = max(matched, key=lambda pairs: sum(_fits(*pair) for pair in pairs))
         values = [(v, _array(there)) for v, there in pairs if _fits(v, there)]
     missing = [v.path for v, there in pairs if there is None]
@@ -85,7 +85,7 @@ def init_from(masters: TrainState, source: str) -> list[str]:
         if there is not None and not _fits(v, there)
     ]
     if not values:
-        examples = f"{_join(k.path or k.name for k in found)} there, {_join(missing or other)}"
+        examples = f"{_join(k.path or k.name for k in available)} there, {_join(missing or other)}"
         raise InputError(f"--init_from={source} has no weight of this model: {examples} here")
     for variable, value in values:
         variable.assign(value.astype(variable.dtype))
@@ -93,20 +93,20 @@ def init_from(masters: TrainState, source: str) -> list[str]:
         average.assign(variable.value)
     masters.set_copies()
     used = {id(there) for _, there in pairs}
-    unused = [k.path or k.name for k in found if id(k.value) not in used]
+    unused = [k.path or k.name for k in available if id(k.value) not in used]
     kinds = {"not there": missing, "of another shape": other, "of no use here": unused}
     return [
-        f"init_from   {what}: {len(values)} of {len(pairs)} weights",
+        f"init_from   {description}: {len(values)} of {len(pairs)} weights",
         *(f"  {kind} ({len(names)}): {_join(names)}" for kind, names in kinds.items() if names),
     ]
 
 
 def _match(
-    ours: Iterable[NamedWeight], found: Iterable[NamedWeight], field: str
+    ours: Iterable[NamedWeight], available: Iterable[NamedWeight], field: str
 ) -> list[tuple[keras.Variable, Any]]:
     """Return each variable with the value of the same path or name, or None."""
-    times = collections.Counter(getattr(k, field) for k in [*found, *ours])
-    values = {getattr(k, field): k.value for k in found}
+    times = collections.Counter(getattr(k, field) for k in [*available, *ours])
+    values = {getattr(k, field): k.value for k in available}
     # A name that two layers share is ambiguous.
     keys = ((k, getattr(k, field)) for k in ours)
     return [(k.value, values.get(key) if times[key] <= 2 else None) for k, key in keys]
@@ -128,9 +128,9 @@ def _read_run(folder: Path) -> tuple[str, list[NamedWeight]]:
     except InputError as error:
         raise InputError(str(error).replace("--train_dir", "--init_from", 1)) from None
     values = weights.model | weights.averages
-    what = "its averages" if weights.averages else "its weights"
-    found = [NamedWeight(path, _short_name(path), value) for path, value in values.items()]
-    return f"{folder}, {what} at step {weights.step}", _without_seeds(found)
+    kind = "its averages" if weights.averages else "its weights"
+    named = [NamedWeight(path, _short_name(path), value) for path, value in values.items()]
+    return f"{folder}, {kind} at step {weights.step}", _without_seeds(named)
 
 
 @contextlib.contextmanager
@@ -146,7 +146,7 @@ def _of_file(path: Path) -> Iterator[list[NamedWeight]]:
         _check_readable(content)
         with h5py.File(content) as file:
             links: list[tuple[str, Any]] = []
-            file.visititems_links(lambda *found: links.append(found))
+            file.visititems_links(lambda *pair: links.append(pair))
             for place, link in links:
                 if not isinstance(link, h5py.HardLink):
                     raise ValueError(f"{place} is a link, and weights must lie in the file itself")
@@ -231,14 +231,14 @@ def _read_legacy(file: Any) -> Iterator[NamedWeight]:
                 number[layer] += 1
 
 
-def _as_dataset(found: Any) -> Any:
-    if getattr(found, "shape", None) is None:
-        raise ValueError(f"{found.name} is no array")
-    return found
+def _as_dataset(item: Any) -> Any:
+    if getattr(item, "shape", None) is None:
+        raise ValueError(f"{item.name} is no array")
+    return item
 
 
-def _without_seeds(found: Iterable[NamedWeight]) -> list[NamedWeight]:
-    return [k for k in found if "seed_generator" not in f"{k.path} {k.name}"]
+def _without_seeds(weights: Iterable[NamedWeight]) -> list[NamedWeight]:
+    return [k for k in weights if "seed_generator" not in f"{k.path} {k.name}"]
 
 
 def _short_name(path: str) -> str:
