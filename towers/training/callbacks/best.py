@@ -35,9 +35,9 @@ class BestTracker:
         self._path = folder / NAME
         self._name, self._direction = objective
         self._patience, self._keep = patience, keep
-        found = files.read_json(self._path) if patience or keep else {}
-        same = [found.get("objective"), found.get("direction")] == list(objective)
-        points = found.get("points", [])
+        content = files.read_json(self._path) if patience or keep else {}
+        same = [content.get("objective"), content.get("direction")] == list(objective)
+        points = content.get("points", [])
         if not isinstance(points, list) or not all(map(_is_point, points)):
             files.warn_damaged(self._path)
             points = []
@@ -91,6 +91,6 @@ def step_of(folder: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _is_point(found: object) -> bool:
+def _is_point(point: object) -> bool:
     kinds = (int, int, int | float | None)
-    return isinstance(found, list) and len(found) == 3 and all(map(isinstance, found, kinds))
+    return isinstance(point, list) and len(point) == 3 and all(map(isinstance, point, kinds))

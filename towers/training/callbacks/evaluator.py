@@ -93,16 +93,16 @@ class Evaluator:
             if self._last is None:
                 return None
             self._best.write()
-            found = {self._part: self._last}
+            evaluations = {self._part: self._last}
             with self._best_weights(step) as are_others:
                 if are_others:
-                    found[self._part] = self._evaluate(self._preemption)
-                if "test" not in found:
+                    evaluations[self._part] = self._evaluate(self._preemption)
+                if "test" not in evaluations:
                     evaluate = self._run.task.make_evaluator(self._run.data.test)
-                    found["test"] = evaluate(self._preemption)
-                    if found["test"]:
-                        self._monitor.say_figures("test", step, found["test"].metrics)
-        return None if None in found.values() else found
+                    evaluations["test"] = evaluate(self._preemption)
+                    if evaluations["test"]:
+                        self._monitor.say_figures("test", step, evaluations["test"].metrics)
+        return None if None in evaluations.values() else evaluations
 
     @contextlib.contextmanager
     def _best_weights(self, step: int) -> Iterator[bool]:

@@ -87,8 +87,8 @@ class ExactResume(keras.callbacks.Callback):
         self._iterator, self._is_long_pass = None, False
         self._positions: dict[str, bytes | None] = {}
         checkpoint.tidy(self.directory)
-        found = self._checkpoints.newest(_read, lambda line: warnings.warn(line, stacklevel=2))
-        self._saved = found[1] if found else _read_older(self.directory)
+        newest = self._checkpoints.newest(_read, lambda line: warnings.warn(line, stacklevel=2))
+        self._saved = newest[1] if newest else _read_older(self.directory)
         vars(self.model).pop("_towers_resume_at", None)
         if self._saved is None:
             return
@@ -208,8 +208,8 @@ class ExactResume(keras.callbacks.Callback):
         if model.built and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         metrics = {id(v): v for v in model.metrics_variables}
-        own = [v for v in model.variables if id(v) not in metrics]
-        groups = {"model": own, "optimizer": model.optimizer.variables}
+        model_variables = [v for v in model.variables if id(v) not in metrics]
+        groups = {"model": model_variables, "optimizer": model.optimizer.variables}
         if within_epoch:
             groups["metrics"] = list(metrics.values())
         return {f"{name}/{i}": v for name, group in groups.items() for i, v in enumerate(group)}
@@ -231,11 +231,11 @@ class ExactResume(keras.callbacks.Callback):
             "random_at_epoch": _random_state() if ended else self._random_at_epoch,
             "also": [],
         }
-        for i, thing in enumerate(self.also):
-            values, lists = _attributes_of(thing)
-            about["also"].append([values, {name: len(own) for name, own in lists.items()}])
-            for name, own in lists.items():
-                arrays |= {f"also/{i}/{name}/{j}": array for j, array in enumerate(own)}
+        for i, item in enumerate(self.also):
+            values, lists = _attributes_of(item)
+            about["also"].append([values, {name: len(parts) for name, parts in lists.items()}])
+            for name, parts in lists.items():
+                arrays |= {f"also/{i}/{name}/{j}": array for j, array in enumerate(parts)}
         self._saved_at = self._num_steps
         self._checkpoints.identity = about
         arrays["step"] = np.int64(self._num_steps)
@@ -253,16 +253,16 @@ class _FitState:
     arrays: dict[str, np.ndarray]
     about: dict[str, Any]
 
-    def put_also(self, things: Sequence[Any]) -> None:
+    def put_also(self, items: Sequence[Any]) -> None:
         """Set the saved attributes of objects."""
-        for i, (thing, (values, lists)) in enumerate(zip(things, self.about["also"], strict=False)):
+        for i, (item, (values, lists)) in enumerate(zip(items, self.about["also"], strict=False)):
             for name, value in values.items():
-                setattr(thing, name, value)
+                setattr(item, name, value)
             for name, num in lists.items():
-                own = [self.arrays[f"also/{i}/{name}/{j}"].copy() for j in range(num)]
-                own = [np.char.decode(a.astype("S")) if a.dtype == object else a for a in own]
-                is_list = isinstance(getattr(thing, name, None), list | None)
-                setattr(thing, name, own if is_list else own[0])
+                arrays = [self.arrays[f"also/{i}/{name}/{j}"].copy() for j in range(num)]
+                arrays = [np.char.decode(a.astype("S")) if a.dtype == object else a for a in arrays]
+                is_list = isinstance(getattr(item, name, None), list | None)
+                setattr(item, name, arrays if is_list else arrays[0])
 
 
 def _read(prefix: str, reader: Any) -> _FitState:
@@ -299,13 +299,13 @@ def _own_step(step: Callable) -> Callable:
     return step
 
 
-def _attributes_of(thing: Any) -> tuple[dict[str, Any], dict[str, list[np.ndarray]]]:
+def _attributes_of(item: Any) -> tuple[dict[str, Any], dict[str, list[np.ndarray]]]:
     """Return public attributes that are no arguments: plain ones, and lists of arrays."""
-    given = inspect.signature(type(thing)).parameters  # the same call gives them again
+    parameters = inspect.signature(type(item)).parameters  # the same call gives them again
     plain: dict[str, Any] = {}
     lists: dict[str, list[np.ndarray]] = {}
-    for name, value in vars(thing).items():
-        if name.startswith("_") or name in given:
+    for name, value in vars(item).items():
+        if name.startswith("_") or name in parameters:
             continue
         if isinstance(value, bool | int | float | str | None):
             plain[name] = value

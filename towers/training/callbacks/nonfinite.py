@@ -92,8 +92,8 @@ class NonFiniteMonitor:
         step, examples = int(masters.step.numpy()), int(masters.examples.numpy())
         # GPUs return no batch, and device-resident data only rows; data are a function of the step.
         if batch is None or tf.is_tensor(batch[0]):
-            given = dict(seed=run.options.seed, step=step, examples=examples)
-            batch = next(iter(run.data.train.train_batches(run.options.batch_size, **given)))
+            position = dict(seed=run.options.seed, step=step, examples=examples)
+            batch = next(iter(run.data.train.train_batches(run.options.batch_size, **position)))
         state = {name: variable.numpy() for name, variable in masters.variables().items()}
         replayed = replay_step(run.options, run.data, run.builder.devices[0], state, batch)
         report = self._report(step, examples, replayed, batch)
@@ -110,7 +110,7 @@ class NonFiniteMonitor:
         self, step: int, examples: int, replayed: ReplayResult, batch: Any
     ) -> dict[str, Any]:
         run, fault = self.run, replayed.fault
-        numbers, what = numbers_of(run, step, examples, num_examples(batch))
+        numbers, rows_are = numbers_of(run, step, examples, num_examples(batch))
         rows = fault.rows if fault else []
         towers = sorted({tower_of(row, num_examples(batch), run) for row in rows})
         report = {
@@ -123,7 +123,7 @@ class NonFiniteMonitor:
             "devices": [run.builder.devices[tower] for tower in towers],
             "places_in_batch": rows,
             "rows": [int(numbers[row]) for row in rows],
-            "rows_are": what,
+            "rows_are": rows_are,
             "inputs_at_fault": bool(fault and fault.of_data),
             "on_nan": run.options.on_nan,
         }
@@ -132,7 +132,7 @@ class NonFiniteMonitor:
             plural = "tower" if len(towers) == 1 else "towers"
             named = ", ".join(f"{t} ({run.builder.devices[t]})" for t in towers[:_SHOWN])
             where += f", {plural} {named}{', ...' if len(towers) > _SHOWN else ''}"
-        rows_text = _rows_text(report["rows"], what, num_examples(batch))
+        rows_text = _rows_text(report["rows"], rows_are, num_examples(batch))
         report["line"] = f"{replayed.what} at {where}: {_fault_text(fault, rows_text)}"
         report["remedy"] = _remedy(run, fault)
         return report
@@ -141,17 +141,17 @@ class NonFiniteMonitor:
         """Record and raise a Rollback, if the options and the checkpoints allow one."""
         if self.run.options.on_nan != "rollback":
             return
-        found = rollbacks(self.folder)
-        to = self._last_good(step, found)
-        if len(found) >= MOST_ROLLBACKS or to is None:
+        entries = rollbacks(self.folder)
+        to = self._last_good(step, entries)
+        if len(entries) >= MOST_ROLLBACKS or to is None:
             return
         (self.folder / FOLDER).mkdir(exist_ok=True)
-        found = [*found, {"step": step, "to": to, "examples": self._timetable.examples(to)}]
-        files.write_json(self.folder / FOLDER / ROLLBACKS, {"rollbacks": found})
+        entries = [*entries, {"step": step, "to": to, "examples": self._timetable.examples(to)}]
+        files.write_json(self.folder / FOLDER / ROLLBACKS, {"rollbacks": entries})
         set_aside_checkpoints(self.folder, to)
         raise Rollback(
             f"rollback    {line}; back to step {to}, with {FACTOR:g} times the learning rate "
-            f"({len(found)} of {MOST_ROLLBACKS})"
+            f"({len(entries)} of {MOST_ROLLBACKS})"
         )
 
     def _last_good(self, step: int, before: list[dict[str, int]]) -> int | None:
@@ -171,8 +171,8 @@ class NonFiniteMonitor:
 def set_aside_checkpoints(folder: Path, step: int) -> None:
     """Move the checkpoints after `step` to train_dir/nan."""
     for number, prefix in checkpoint.find(folder / "checkpoints"):
-        found = Path(prefix)
-        for path in sorted(found.parent.glob(f"{found.name}.*"))[::-1] if number > step else ():
+        base = Path(prefix)
+        for path in sorted(base.parent.glob(f"{base.name}.*"))[::-1] if number > step else ():
             path.replace(folder / FOLDER / path.name)  # the index first: with it, one is whole
 
 
@@ -187,33 +187,33 @@ def resumed(run: RunContext, folder: Path, restored: int | None) -> RunContext:
     Raises:
         InputError: --on_nan=rollback, and the learning rate cannot be lowered.
     """
-    rates = [own.learning_rate for own in run.masters.optimizers]
-    own = not run.task.rate_is_set
-    if own and run.options.on_nan == "rollback":
+    rates = [optimizer.learning_rate for optimizer in run.masters.optimizers]
+    has_own_rate = not run.task.rate_is_set
+    if has_own_rate and run.options.on_nan == "rollback":
         if not rates or not all(isinstance(rate, keras.Variable) for rate in rates):
             raise InputError(
                 "--on_nan=rollback lowers the learning rate, and an optimizer of this model has a "
                 "schedule of its own for it: give it a number, or type --on_nan=stop or skip"
             )
-    found = rollbacks(folder) if restored is not None else []
-    if not found:
+    entries = rollbacks(folder) if restored is not None else []
+    if not entries:
         return run
-    if not own:
-        return dataclasses.replace(run, lowered_at=tuple(e["examples"] for e in found))
+    if not has_own_rate:
+        return dataclasses.replace(run, lowered_at=tuple(e["examples"] for e in entries))
     for rate in rates:  # a later checkpoint has it
-        rate.assign(rate * FACTOR ** sum(entry["to"] == restored for entry in found))
+        rate.assign(rate * FACTOR ** sum(entry["to"] == restored for entry in entries))
     run.masters.set_copies()
     return run
 
 
 def write(folder: Path, variables: Mapping[str, Any], batch: Any, report: Mapping) -> None:
     """Write the state before a step, its batch and the report on it to train_dir/nan."""
-    own = folder / FOLDER
-    own.mkdir(parents=True, exist_ok=True)
-    (own / REPORT).unlink(missing_ok=True)  # written last: it marks the others as complete
-    (own / STATE).mkdir(exist_ok=True)
+    directory = folder / FOLDER
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / REPORT).unlink(missing_ok=True)  # written last: it marks the others as complete
+    (directory / STATE).mkdir(exist_ok=True)
     values = {name: tf.identity(variable) for name, variable in variables.items()}
-    checkpoint.write(own / STATE, report["step"], values, {})
+    checkpoint.write(directory / STATE, report["step"], values, {})
     arrays: dict[str, np.ndarray] = {}
     for i, leaf in enumerate(tf.nest.flatten(batch)):
         array = leaf.numpy()
@@ -222,9 +222,9 @@ def write(folder: Path, variables: Mapping[str, Any], batch: Any, report: Mappin
             arrays[f"{i}_shape"] = np.array(array.shape)
             array = np.frombuffer(b"".join(array.flat), np.uint8)
         arrays[str(i)] = array
-    with files.replacing(own / BATCH) as temporary, temporary.open("wb") as file:
+    with files.replacing(directory / BATCH) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)
-    files.write_json(own / REPORT, report)
+    files.write_json(directory / REPORT, report)
 
 
 def read_report(folder: Path) -> dict[str, Any]:
@@ -244,14 +244,14 @@ def read(folder: Path, spec: Any) -> tuple[dict[str, np.ndarray], Any]:
     Raises:
         InputError: a file is missing or damaged.
     """
-    own = folder / FOLDER
+    directory = folder / FOLDER
     try:
-        state = checkpoint.read(str(own / STATE / f"ckpt-{read_report(folder)['step']}"), "")
-        files.check_is_file(own / BATCH)
-        with np.load(own / BATCH) as found:
-            arrays = dict(found)
+        state = checkpoint.read(str(directory / STATE / f"ckpt-{read_report(folder)['step']}"), "")
+        files.check_is_file(directory / BATCH)
+        with np.load(directory / BATCH) as file:
+            arrays = dict(file)
     except Exception as error:  # of many kinds
-        raise InputError(f"{own} cannot be read: {first_line(error)}") from None
+        raise InputError(f"{directory} cannot be read: {first_line(error)}") from None
     leaves = []
     for i in range(len(tf.nest.flatten(spec))):
         array = arrays[str(i)]
@@ -267,8 +267,8 @@ def numbers_of(run: RunContext, step: int, examples: int, size: int) -> tuple[np
     """Return an identifying number for each example of a step's batch, and what it counts."""
     split = run.data.train
     if hasattr(split, "train_rows"):
-        given = dict(seed=run.options.seed, step=step, examples=examples)
-        rows, _ = next(iter(split.train_rows(size, **given)))
+        position = dict(seed=run.options.seed, step=step, examples=examples)
+        rows, _ = next(iter(split.train_rows(size, **position)))
         return split.numbers(rows), "rows of the training set"
     return examples + np.arange(size), "examples of the run, counted over all epochs"
 
@@ -280,14 +280,14 @@ def tower_of(row: int, size: int, run: RunContext) -> int:
     return next(i for i, (start, n) in enumerate(slices) if row < start + n) % num_towers
 
 
-def _rows_text(rows: list[int], what: str, size: int) -> str:
+def _rows_text(rows: list[int], rows_are: str, size: int) -> str:
     if not rows:
         return ""
     if len(rows) == size:
         return f"for all {size} examples"
     shown = ", ".join(map(str, rows[:_SHOWN]))
     more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-    return f"for {shown}{more} ({what})"
+    return f"for {shown}{more} ({rows_are})"
 
 
 def _fault_text(fault: NonFiniteOrigin | None, rows_text: str) -> str:

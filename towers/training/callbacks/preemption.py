@@ -169,15 +169,15 @@ class PreemptionHandler(signals.StopRequest):
 
     @contextlib.contextmanager
     def _watching(
-        self, what: str, step: int, state: Callable, of_input: Callable
+        self, activity: str, step: int, state: Callable, of_input: Callable
     ) -> Iterator[bool]:
-        before, first = self._waiting, what not in self._seen
+        before, first = self._waiting, activity not in self._seen
         self._beats += 1
-        self._waiting = _Waiting(what, step, first, state, of_input)
+        self._waiting = _Waiting(activity, step, first, state, of_input)
         self._began = time.monotonic()
         try:
             yield first
-            self._seen.add(what)
+            self._seen.add(activity)
         finally:
             self._waiting = before
             self._beats += 1
@@ -191,9 +191,9 @@ class PreemptionHandler(signals.StopRequest):
             name = self.listener.asked.name
             self._save_and_leave(waiting, signals.EXIT_STOPPED, f"stopped by {name}")
         if self.listener.save_asked and time.monotonic() - self._began > signals.GRACE_SECONDS:
-            found = waiting.state()
-            if found and found is not NOTHING and self.wants_save(found[0]):
-                self._save(*found)
+            state = waiting.state()
+            if state and state is not NOTHING and self.wants_save(state[0]):
+                self._save(*state)
         if self._stall_seconds:
             self._check_for_stall(waiting)
 
@@ -236,21 +236,21 @@ class PreemptionHandler(signals.StopRequest):
         `always` also ends it in the middle of a step. A process of another program (a notebook,
         say) is not ended.
         """
-        found = waiting.state()
+        state = waiting.state()
         if not self.listener.owner:
-            if found and found is not NOTHING and found[0] != self._left_at:
-                self._left_at = found[0]
-                self._say(f"saving      step {found[0]}: {why}, when what it waits for comes")
-                self._save(*found)
+            if state and state is not NOTHING and state[0] != self._left_at:
+                self._left_at = state[0]
+                self._say(f"saving      step {state[0]}: {why}, when what it waits for comes")
+                self._save(*state)
             return
-        if not found and not always:
+        if not state and not always:
             return
-        if found is NOTHING:
+        if state is NOTHING:
             line = f"{why}: nothing is lost, the same command goes on"
-        elif found is None:
+        elif state is None:
             line = f"{why} in the middle of {waiting.what}: the newest checkpoint stands"
         else:
-            step, snapshot = found
+            step, snapshot = state
             line = f"{why}: step {step} is saved; the same command continues the run"
             try:
                 check_snapshot(snapshot)

@@ -130,10 +130,10 @@ class _Step:
             for name, tensor in tensors.items()
             if tensor.dtype.is_floating
         ]
-        stuck, loss, found = self._call(batch)
+        stuck, loss, measured = self._call(batch)
         ranges += [
             TensorRange(kind, name, dtype, *_numbers(values), _rows(values["rows"], size))
-            for (kind, name, dtype), values in found
+            for (kind, name, dtype), values in measured
         ]
         ranges.sort(key=lambda r: ("data", "layer", "loss", "gradient", "variable").index(r.kind))
         fault = self._fault(ranges) if stuck else None
@@ -143,15 +143,15 @@ class _Step:
 
     def _fault(self, ranges: Sequence[TensorRange]) -> NonFiniteOrigin | None:
         """Return the first tensor that is not finite, in the order of computation."""
-        bad = [found for found in ranges if found.not_finite]
-        layers = [found for found in bad if found.kind in ("layer", "loss")]
+        bad = [tensor for tensor in ranges if tensor.not_finite]
+        layers = [tensor for tensor in bad if tensor.kind in ("layer", "loss")]
         first = [
-            *(found for found in bad if found.kind == "variable"),
+            *(tensor for tensor in bad if tensor.kind == "variable"),
             # In half precision large inputs overflow, which matters if a layer then does.
             *(f for f in bad if f.kind == "data" and (layers or f.dtype != "float16")),
             *layers,
             # Going backward, the last variable comes first.
-            *[found for found in bad if found.kind == "gradient"][::-1],
+            *[tensor for tensor in bad if tensor.kind == "gradient"][::-1],
         ]
         return (
             NonFiniteOrigin(first[0].kind, first[0].name, first[0].dtype, first[0].rows)

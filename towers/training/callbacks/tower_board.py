@@ -55,8 +55,8 @@ class TowerBoard(keras.callbacks.Callback):
         """
         super().__init__()
         if every_steps < 1 or max_event_mib <= 0:
-            given = f"every_steps={every_steps}, max_event_mib={max_event_mib}"
-            raise InputError(f"{given}: there must be at least 1, and more than 0")
+            arguments = f"every_steps={every_steps}, max_event_mib={max_event_mib}"
+            raise InputError(f"{arguments}: there must be at least 1, and more than 0")
         self.folder, self.every_steps = Path(log_dir), every_steps
         self.max_event_mib = max_event_mib
 

@@ -31,11 +31,11 @@ def load(names: str) -> list[_K.Callback]:
     Raises:
         InputError: a function returns something else, or a callback that resumes training.
     """
-    found: list[_K.Callback] = []
+    callbacks: list[_K.Callback] = []
     for name in filter(None, names.split(",")):
         returned = call_without_arguments("callbacks", name)
-        found += returned if isinstance(returned, list | tuple) else [returned]
-        for callback in found:
+        callbacks += returned if isinstance(returned, list | tuple) else [returned]
+        for callback in callbacks:
             if not isinstance(callback, _K.Callback):
                 raise InputError(
                     f"--callbacks={name} returned {type(callback).__name__}; a list of "
@@ -46,7 +46,7 @@ def load(names: str) -> list[_K.Callback]:
                     f"--callbacks={name}: a run goes on by itself where it was stopped: leave "
                     f"{type(callback).__name__} out"
                 )
-    return found
+    return callbacks
 
 
 class Callbacks:
@@ -121,9 +121,9 @@ class Callbacks:
             if not self._training:
                 return evaluate(stop)
             self._call("on_test_begin")
-            found = evaluate(stop)
-            self._call("on_test_end", _figures(found))
-            return found
+            evaluation = evaluate(stop)
+            self._call("on_test_end", _figures(evaluation))
+            return evaluation
 
         return evaluated if self else evaluate
 
@@ -172,5 +172,5 @@ class Callbacks:
 
 
 def _figures(evaluation: Evaluation | None) -> dict[str, float]:
-    found = evaluation.metrics if evaluation else {}
-    return {name: value for name, value in found.items() if value is not None}
+    metrics = evaluation.metrics if evaluation else {}
+    return {name: value for name, value in metrics.items() if value is not None}
