@@ -25,7 +25,7 @@ def products_of_towers(
     devices: Sequence[str],
     measured: tf.Tensor | None,
 ) -> tf.Tensor:
-    """Return own * own, own * mean and mean * mean of each tower's gradients, `[towers, 3]`.
+    """Return g * g, g * mean and mean * mean for each tower's gradients g, `[towers, 3]`.
 
     Args:
         gradients: list of gradients of each tower.

@@ -158,7 +158,7 @@ def measure(
 def measure_joined(
     gradients: TowerGradients, builder: TowerBuilder, measured: tf.Tensor, scale: Any
 ) -> dict[str, tf.Tensor]:
-    """Return how towers agree whose outputs are joined for one loss, so that none has its own.
+    """Measure how the towers' gradients agree where one loss is computed from all outputs.
 
     Args:
         gradients: the towers' parts of the loss's gradient.

@@ -142,8 +142,8 @@ def _import_shipped(module_name: str, path: Path) -> object:
 def _current_folder_searched(module_name: str) -> Iterator[None]:
     """Search the current folder for modules in the block, if it contains the named one.
 
-    It is searched after the standard library, unless the module has the name of one of that, and
-    before installed packages. Later it stays last on the path: functions may import others.
+    It is searched before installed packages, and after the standard library unless the module has a
+    name from there. Afterwards it stays last on the path: functions may import others.
     """
     here, name = os.getcwd(), module_name.partition(".")[0]
     stdlib_places = [i for i, folder in enumerate(sys.path) if folder in _STDLIB]

@@ -94,8 +94,8 @@ def read_newest(
 ) -> tuple[int, Found] | None:
     """Return (step, read(prefix, reader)) of the newest readable checkpoint, or None.
 
-    Step `wanted` is tried first; with `only`, no other step is. `warn` prints a line for each one
-    that is missing or damaged; if it is None, that is an InputError. One of `read` is raised.
+    Step `wanted` is tried first; with `only`, no other step is tried. `warn` is called with a line
+    for each missing or damaged one; None: raise InputError. An InputError of `read` is passed on.
     """
 
     def pass_over(line: str) -> None:
