@@ -460,6 +460,27 @@ def test_losses_of_16_bits_are_summed_in_32(dtype):
         assert gradient.numpy() == pytest.approx(0.25, rel=0.01)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "mixed_float16"])
+@pytest.mark.parametrize("num_towers", [1, 2, 3])
+def test_float16_overflows_where_it_does_on_one_device(dtype, num_towers):
+    """The gradients of 1000 losses sum up to 100,000, of which the mean is 100."""
+    layer = layers.Dense(1, use_bias=False, kernel_initializer="ones", dtype=dtype)
+    table = tf.Variable([[1.0]] * 3, dtype=layer.variable_dtype)
+    layer.build((None, 1))
+    rows = tf.range(1000) % 3
+
+    def loss_fn(x, rows):
+        looked_up = tf.cast(tf.gather(table, rows), x.dtype) * x
+        return tf.cast((layer(x) + looked_up)[:, 0], tf.float32)
+
+    batch, variables = (tf.fill([1000, 1], tf.cast(100, tf.float16)), rows), [layer.kernel, table]
+    step = tf.function(lambda *batch: builder(num_towers).gradients(loss_fn, variables, *batch))
+    _, gradients = step(*batch)
+    assert [g.dtype for g in gradients] == [v.dtype for v in variables]
+    assert dense(gradients[0]) == pytest.approx(100, rel=1e-3)
+    assert dense(gradients[1])[:, 0] == pytest.approx([100 / 3] * 3, rel=0.04)  # adds in 16 bits
+
+
 def test_variables_created_in_a_tower_are_named():
     net = keras.Sequential([layers.Dense(1, name="dense")], name="net")
     creations = {

@@ -1,6 +1,7 @@
 """The loss function of a tower: the sum over its slice, and checks of losses and variables."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.gather import GatherPlan, map_values
 from towers.builder.replica_scope import ReplicaScope
 from towers.builder.sharding import PerTower, Slice
-from towers.builder.variable_aggregation import widen
+from towers.builder.variable_aggregation import widen, with_new_values
 from towers.errors import InputError
 
 _NO_LOSSES = (
@@ -58,18 +59,45 @@ def summed(loss_fn: Callable, part: Slice) -> Callable:
 def gradients_of_sum(forward: Any, variables: Sequence[tf.Variable]) -> list[Any]:
     """Return the gradients of a slice's sum of losses, from a `tower.Forward`.
 
-    Scales of float8 need the gradient of the mean: it is taken, then multiplied back to the sum.
+    Scales of float8 need the gradient of the mean over the batch, and float16 may hold no other: it
+    is taken, then multiplied back to the sum, in float32 at least.
     """
     replica = forward.replica
     overwritten, rows, loss = replica.scope.overwritten, replica.part.rows, forward.results[0][0]
-    if not overwritten or rows is None:
+    if rows is None or not (overwritten or _has_float16(variables)):
         return replica.zero_if_empty(forward.backward(loss, None, variables))
     total = tf.cast(rows.total, loss.dtype)
-    found = replica.zero_if_empty(forward.backward(loss, 1.0 / total, variables))
+
+    def times_total(x: tf.Tensor) -> tf.Tensor:
+        return widen(x) * tf.cast(total, widen(x).dtype)
+
+    means = replica.zero_if_empty(forward.backward(loss, 1.0 / total, variables))
     return [
-        g if id(v) in overwritten else map_values(lambda x: x * tf.cast(total, x.dtype), g)
-        for g, v in zip(found, variables, strict=True)
+        g if id(v) in overwritten else map_values(times_total, g)
+        for g, v in zip(means, variables, strict=True)
     ]
+
+
+def _has_float16(variables: Sequence[tf.Variable]) -> bool:
+    # The towers' computation is looked for in the graph that it is traced into.
+    ops = [] if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_operations()
+    tensors = itertools.chain.from_iterable(op.outputs for op in ops)
+    return any(x.dtype == tf.float16 for x in (*variables, *tensors))
+
+
+def finish(
+    gradients: Sequence[Any], variables: Sequence[Any], scopes: Sequence[ReplicaScope]
+) -> list[Any]:
+    """Return gathered gradients in the dtypes of their variables, new values where these are."""
+
+    def cast(gradient: Any, dtype: tf.DType) -> Any:
+        if isinstance(gradient, PerTower):
+            return PerTower([cast(value, dtype) for value in gradient.values])
+        return map_values(lambda x: tf.cast(x, dtype), gradient)
+
+    masters = masters_of(variables)
+    means = [cast(g, v.dtype) for g, v in zip(gradients, masters, strict=True)]
+    return with_new_values(means, masters, scopes)
 
 
 def check_by_example(analysis: FunctionAnalysis) -> None:

@@ -24,7 +24,6 @@ from towers.builder import cross_host, gather, joined_outputs, losses, replica_c
 from towers.builder.device_types import HOST, is_gpu
 from towers.builder.losses import TowerSums
 from towers.builder.replica_context import ReplicaContext, Replicas, call_copies
-from towers.builder.variable_aggregation import with_new_values
 
 
 class Forward:
@@ -167,7 +166,7 @@ class TowerBuilder:
         with tf.name_scope("gather"):
             plan = losses.gather_plan(self, variables)
             loss, gradients = gather.mean_gradients(sums, variables, plan)
-            gradients = with_new_values(gradients, losses.masters_of(variables), sums.scopes)
+            gradients = losses.finish(gradients, variables, sums.scopes)
         replica_context.assign(self, sums.scopes, sums.policies)
         return loss, gradients
 
