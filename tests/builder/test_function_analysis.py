@@ -1,6 +1,7 @@
 """What an analysis finds out of a tower function, and what the builder makes of it."""
 
 import threading
+import types
 
 import keras
 import numpy as np
@@ -160,6 +161,51 @@ def test_the_same_function_made_anew_is_rehearsed_once():
     builder.gradients(make(model), [], tf.constant(X))
     assert first > 3 and len(calls) == first + 3
     assert parts_of(make(model), [])[1:] != parts_of(make(layers.Dropout(0.5)), [])[1:]
+
+
+class Noise(layers.Layer):
+    """Noise for each example or, in a later stage, the same for all."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.kind, self.calls, self.settings = 0, 0, types.SimpleNamespace(kind=0)
+        self.called = lambda: calls.append(0)
+
+    def call(self, x):
+        self.called()
+        self.calls += 1
+        later = int(self.kind) or STAGE or self.settings.kind or not self.trainable
+        return x + (uniform((1, *x.shape[1:])) if later else uniform(x.shape))
+
+
+STAGE = 0
+STAGES = {
+    "an attribute": lambda layer, stage: setattr(layer, "kind", stage),
+    "a string": lambda layer, stage: setattr(layer, "kind", str(stage)),
+    "a global variable": lambda layer, stage: globals().update(STAGE=stage),
+    "an object": lambda layer, stage: setattr(layer.settings, "kind", stage),
+    "a frozen layer": lambda layer, stage: setattr(layer, "trainable", not stage),
+}
+
+
+@pytest.mark.parametrize("place", STAGES)
+def test_a_function_is_analyzed_anew_when_its_model_changes_what_it_does(place):
+    calls = []
+    builder, layer = TowerBuilder(DEVICES), Noise(calls)
+
+    def loss_fn(x):
+        _ = STAGE
+        return tf.reduce_sum(tf.sin(layer(x)), axis=[1, 2])
+
+    def loss_of_towers():
+        return tf.function(lambda x: builder.gradients(loss_fn, [], x)[0])(tf.constant(X))
+
+    for stage in 0, 1, 0:
+        STAGES[place](layer, stage)
+        np.testing.assert_allclose(loss_of_towers(), tf.reduce_mean(loss_fn(X)), rtol=1e-5)
+        calls.clear()
+        loss_of_towers()
+        assert len(calls) == len(DEVICES)  # the analysis is known
 
 
 @pytest.mark.parametrize("multiple, size, few", [(2, 8, 6), (5, 10, 15)])

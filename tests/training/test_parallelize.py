@@ -576,6 +576,39 @@ def test_a_model_can_be_compiled_again_and_put_back_on_one_device():
     assert not uses_two()
 
 
+def test_each_stage_of_training_has_the_numbers_of_one_device():
+    """A model whose stage is set, and that is compiled again, adds another loss."""
+
+    class Config:
+        stage = 0
+
+    def call(layer, x):
+        if layer.config.stage == 1:
+            layer.add_loss(keras.ops.mean(x**2))
+        elif layer.config.stage == 2:
+            layer.add_loss(0.1 * keras.ops.sum(x**2))
+            layer.norms = keras.ops.sum(x**2)
+        else:
+            layer.norms = x**2
+        return x
+
+    def weights(num_towers):
+        with fits.in_float64():
+            keras.utils.set_random_seed(0)
+            config = Config()
+            layer = layer_of(call, config=lambda: config)
+            model = keras.Sequential([keras.Input((5,)), dense(4), layer, dense(1)])
+            if num_towers:
+                towers.parallelize(model, devices=[f"/cpu:{i}" for i in range(num_towers)])
+            for config.stage in range(3):
+                model.compile("sgd", "mse")
+                model.fit(**ARRAYS, verbose=0, shuffle=False)
+            return model.get_weights()
+
+    for one, other in zip(weights(0), weights(3), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
 @pytest.mark.graph
 def test_bad_arguments_are_refused_in_one_line():
     model = network()

@@ -8,6 +8,7 @@ is run on a few examples, and again with one thing changed.
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from towers.errors import InputError
 
 _MULTIPLES = (1, 2, 4, 5, 7, 8, 10, 16)  # some functions take even numbers only, and so on
 _TRIALS = 6  # of shapes that depend on values
+_SIMPLE = (bool, int, float, str, bytes, enum.Enum, type(None))
 _COLOUR = re.compile(r"\x1b\[\d+m")
 
 
@@ -146,6 +148,27 @@ def parts_of(fn: Callable, batch: Sequence[Any]) -> list[Any]:
                 parts.append(cell.cell_contents)
         fn = getattr(fn, "__wrapped__", None)
     return parts
+
+
+def python_state(fn: Callable, parts: Sequence[Any]) -> dict[tuple, str]:
+    """Return the numbers, strings and flags by which a function may choose what to compute.
+
+    They are global variables of its module and attributes of objects and layers in its `parts_of`,
+    as in `model.stage = 2`.
+    """
+    code = getattr(fn, "__code__", None)
+    variables = {0: {name: fn.__globals__.get(name) for name in code.co_names} if code else {}}
+    held = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
+    for owner in (*parts, *held):
+        is_layer = isinstance(owner, keras.Layer)
+        owners = tf_internals.layers_of(owner) if is_layer else [owner]
+        variables |= {id(each): getattr(each, "__dict__", {}) for each in owners}
+    return {
+        (key, name): repr(value)
+        for key, values in variables.items()
+        for name, value in values.items()
+        if isinstance(value, _SIMPLE)
+    }
 
 
 def analyze(fn: Callable, batch: Sequence[Any]) -> FunctionAnalysis:

@@ -33,7 +33,7 @@ from towers.builder import (
     gather,
     xla,
 )
-from towers.builder.function_analysis import FunctionAnalysis, analyze, parts_of
+from towers.builder.function_analysis import FunctionAnalysis, analyze, parts_of, python_state
 from towers.builder.replica_scope import ReplicaScope, variables_refused
 from towers.builder.rng import ReplicaRng
 from towers.builder.sharding import Slice, check_devices, is_split
@@ -246,7 +246,8 @@ class FunctionAnalyses:
         """Set the number of slices of a batch, and what is called with each warning."""
         self._num_slices, self._on_warning = num_slices, on_warning
         self._warned: set[str] = set()
-        self._cache: list[tuple[list[Any], FunctionAnalysis]] = []  # the newest first, as the next
+        # (parts, Python state, analysis) of functions, the newest first; the next list, too.
+        self._cache: list[tuple[list[Any], dict[tuple, str], FunctionAnalysis]] = []
         self._checked: list[FunctionAnalysis] = []
 
     def analyze(
@@ -255,8 +256,8 @@ class FunctionAnalyses:
         """Analyze how a tower function treats its examples; report warnings once.
 
         The builder's methods call it. An analysis is cached, also for a function that is defined
-        anew by the same code around the same model. The batch's values are tried if they are
-        known, else synthetic ones of its types and shapes.
+        anew by the same code around the same model, until an attribute of a layer is set. The
+        batch's values are tried if they are known, else synthetic ones of its types and shapes.
 
         Args:
             fn: the function.
@@ -268,10 +269,13 @@ class FunctionAnalyses:
         if (num_slices or self._num_slices) == 1 or not is_split(batch):
             return FunctionAnalysis()
         parts = parts_of(fn, batch)
+        state = python_state(fn, parts)
         same = (
             analysis
-            for before, analysis in self._cache
-            if len(parts) == len(before) and all(map(_is_same, parts, before))
+            for before, known, analysis in self._cache
+            if len(parts) == len(before)
+            and all(map(_is_same, parts, before))
+            and known.items() <= state.items()
         )
         analysis = next(same, None)
         if analysis is None:
@@ -284,10 +288,19 @@ class FunctionAnalyses:
                 analysis = analyze(fn, batch)
             finally:
                 timer.cancel()
-            self._cache = [(parts, analysis), *self._cache[: _CACHE_SIZE - 1]]
+            # What the function sets itself, as a counter, says nothing of its next call.
+            places = analysis.trace.attributes if analysis.trace else ()
+            own = {(id(layer), name) for layer, name in places}
+            steady = state.items() & python_state(fn, parts).items()
+            known = {key: value for key, value in steady if key not in own}
+            self._cache = [(parts, known, analysis), *self._cache[: _CACHE_SIZE - 1]]
         if not silent:
             self.warn(analysis.warnings)
         return analysis
+
+    def forget(self) -> None:
+        """Forget all analyses, as of a model that was compiled anew."""
+        self._cache.clear()
 
     def check_exactness(self, analysis: FunctionAnalysis) -> None:
         """Report if an example's results depend on other examples or on its place, once."""

@@ -86,7 +86,7 @@ class TowerBuilder:
         self.num_slices = len(self.devices) * accumulate_steps  # of a batch of `gradients`
         analyses = replica_context.FunctionAnalyses(self.num_slices, on_doubt or on_warning)
         self.analyze, self.warn = analyses.analyze, analyses.warn
-        self.check_exactness = analyses.check_exactness
+        self.check_exactness, self.forget = analyses.check_exactness, analyses.forget
 
     def map(self, fn: Callable, *batch: Any) -> list[Any]:
         """Return the results of `fn` on each tower, in tower order."""

@@ -264,6 +264,8 @@ class _Steps:
             function = vars(model)[attribute]
             if function is before:
                 return function
+            self._functions.clear()  # a stage of the model's own may be another
+            self.builder.forget()
             new = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
             parts = [model, *model.metrics, *new]
             self._place([variable for part in parts for variable in part.variables])
