@@ -12,6 +12,7 @@ from towers.data.device_cache import DeviceCache
 from towers.errors import InputError
 from towers.options.augmentation import parse
 from towers.training.run.setup import prepare
+from towers.training.step import loss_checks
 
 pytestmark = pytest.mark.graph
 NUM = 20
@@ -77,6 +78,8 @@ def test_examples_of_a_compiled_model_are_mixed_alike():
         for loop in (compiled, of_flags)
     )
     tiny.assert_close(ours, theirs, 1e-7)  # the rate of one is float32
+    batch = next(iter(compiled.run.data.train.train_batches(7, seed=1)))
+    assert loss_checks.check(compiled.run.task, batch) == []  # as each run begins
 
 
 def masks():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from towers.errors import InputError
+from towers.options.augmentation import parse
 from towers.options.run import Options
 from towers.training.callbacks import nonfinite
 from towers.training.callbacks.replay_step import TensorRange, replay_step
@@ -36,7 +37,8 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
     report = nonfinite.read_report(folder)
     first = options.devices.partition(",")[0]
     (device, *_), dataset = find(dataclasses.replace(options, num_towers=1, devices=first))
-    state, batch = nonfinite.read(folder, (dataset.spec, None))
+    draws = (None, (dataset.spec, None)) if parse(options.augment).mixes else None
+    state, batch = nonfinite.read(folder, (dataset.spec, draws))
     again = replay_step(options, dataset, device, state, batch)
     if again.reason:
         raise InputError(f"--train_dir={folder}: its step cannot be made again: {again.reason}")

@@ -285,7 +285,7 @@ def _output_endings(recorder: LossRecorder) -> list[tuple[str, OutputActivation]
 def _check_first_loss(task: Task, batch: Any, warnings: Sequence[str]) -> None:
     """Raise InputError for an infinite or NaN first loss; `warnings` may give the reason."""
     example, draws = batch
-    rows = draws.shape[0]
+    rows = tf.nest.flatten(draws)[0].shape[0]  # with mixing, those of the partners, too
     rows = max(-(-rows // task.builder.num_slices), min(rows, _ROWS))
     some = tf.nest.map_structure(lambda t: t[:rows], (*example, draws))
     losses: list[Any] = []
