@@ -41,16 +41,16 @@ def record_losses(
     def make(before: Callable) -> Callable:
         def add_loss(layer: keras.Layer, loss: Any) -> None:
             losses = [
-                tf.cast(own, keras.config.floatx())
-                if tf.is_tensor(own) and not own.dtype.is_floating
-                else own
-                for own in tf.nest.flatten(loss)
+                tf.cast(value, keras.config.floatx())
+                if tf.is_tensor(value) and not value.dtype.is_floating
+                else value
+                for value in tf.nest.flatten(loss)
             ]
             if not scope.is_inside():
-                for i, own in enumerate(losses):
+                for i, value in enumerate(losses):
                     place = len(scope.added)
                     if rows and place < len(known) and known[place].policy == "sum":
-                        losses[i] = own / _share(rows, own.dtype)
+                        losses[i] = value / _share(rows, value.dtype)
                     scope.added.append((layer, losses[i]))
             before(layer, losses)
 
@@ -66,7 +66,7 @@ def as_rows(scope: ReplicaScope, rows: BatchSlice, known: Sequence[AddedLoss]) -
     A layer that is called again by itself drops its earlier losses, as in Keras. `scope.loss_rows`
     gets (layer, dtype, whether each row is an example's) of each.
     """
-    found, current = [], {id(loss) for loss in scope.losses}
+    added_rows, current = [], {id(loss) for loss in scope.losses}
     for place, (layer, loss) in enumerate(scope.added):
         if id(loss) not in current:
             continue
@@ -74,9 +74,9 @@ def as_rows(scope: ReplicaScope, rows: BatchSlice, known: Sequence[AddedLoss]) -
         wide = widen(loss)
         if of_loss.policy != "rows":
             wide *= _share(rows, wide.dtype)
-        found.append(wide if of_loss.by_example else tf.expand_dims(wide, 0))
+        added_rows.append(wide if of_loss.by_example else tf.expand_dims(wide, 0))
         scope.loss_rows.append((layer, loss.dtype, of_loss.by_example))
-    return found
+    return added_rows
 
 
 def add_to_layers(scope: ReplicaScope, joined: Sequence[tf.Tensor]) -> None:

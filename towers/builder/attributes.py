@@ -37,10 +37,10 @@ class Attributes:
         """Save the attributes of a layer and its sublayers, unless they are saved already."""
         if id(layer) in self._before:
             return
-        for own in tf_internals.layers_of(layer):
-            if id(own) not in self._before:
-                values = {k: _noted(v) for k, v in vars(own).items() if k not in _of_keras()}
-                self._before[id(own)] = own, values
+        for sublayer in tf_internals.layers_of(layer):
+            if id(sublayer) not in self._before:
+                values = {k: _noted(v) for k, v in vars(sublayer).items() if k not in _of_keras()}
+                self._before[id(sublayer)] = sublayer, values
 
     def changed(self) -> list[Place]:
         """Return the attributes that now hold other tensors or Python values."""
@@ -97,29 +97,29 @@ class SideOutputs:
         """Set the attributes to the aggregated values of `joined`, one for each tensor."""
         reduce = {"sum": tf.reduce_sum, "mean": tf.reduce_sum, "max": tf.reduce_max}
         reduce |= {"min": tf.reduce_min, "first": lambda rows, axis: rows[0]}
-        rest, found = iter(joined), []
+        rest, aggregated = iter(joined), []
         for value, policy in self._tensors():
             if policy:
                 value = next(rest)
                 value = value if policy == ROWS else reduce[policy](value, axis=0)
             if policy == "mean":
                 value /= tf.cast(_num_examples(batch), value.dtype)
-            found.append(value)
-        tensors = iter(found)
+            aggregated.append(value)
+        tensors = iter(aggregated)
 
         def replaced(leaf: Any) -> Any:
             return next(tensors) if isinstance(leaf, _TENSORS) else leaf
 
         for (layer, name), noted in zip(self.places, self._values, strict=True):
             vars(layer)[name] = _restored(noted, replaced)
-            for own in filter(tf.is_symbolic_tensor, _tensors_in(noted)):
+            for tensor in filter(tf.is_symbolic_tensor, _tensors_in(noted)):
                 holder = f"the attribute {name!r} of layer {layer.path or layer.name}"
-                _JOINS.setdefault(own.graph, _Joins()).not_joined[own.name] = holder
+                _JOINS.setdefault(tensor.graph, _Joins()).not_joined[tensor.name] = holder
 
     def _tensors(self) -> Iterator[tuple[Any, str | None]]:
-        found = _tensors_in(self._values)
-        known = self.policies if len(self.policies) == len(found) else [None] * len(found)
-        return zip(found, known, strict=True)
+        tensors = _tensors_in(self._values)
+        known = self.policies if len(self.policies) == len(tensors) else [None] * len(tensors)
+        return zip(tensors, known, strict=True)
 
 
 def tensors_at(places: Iterable[Place]) -> list[Any]:
@@ -228,9 +228,9 @@ def joins_towers(fn: Callable) -> Callable:
         start = len(graph.get_operations())
         result = fn(*args)
         joins = _JOINS.setdefault(graph, _Joins())
-        made = [op.name for op in graph.get_operations()[start:]]
-        joins.own.update(made)
-        joins.of_towers.update(name for name in made if tower_of(name) is not None)
+        new_names = [op.name for op in graph.get_operations()[start:]]
+        joins.own.update(new_names)
+        joins.of_towers.update(name for name in new_names if tower_of(name) is not None)
         leaves = tf.nest.flatten(result, expand_composites=True)
         joins.returned |= {leaf.name for leaf in leaves if tf.is_symbolic_tensor(leaf)}
         return result
@@ -252,10 +252,10 @@ def refuse_uses() -> None:
         for x in () if known else op.inputs:
             used = x.op.name in joins.of_towers and x.op.type not in _SAME
             if used and x.name not in joins.returned:
-                made = f"a tensor that layer {layer_of(x.op.name)} makes"
+                description = f"a tensor that layer {layer_of(x.op.name)} makes"
                 raise InputError(
-                    f"{joins.not_joined.get(x.name, made)} is used outside of the towers, each of "
-                    "which has another one, of its slice, and these do not make that of the batch: "
-                    "return it from the layer's call, with a row for each example, and compute "
-                    "from that"
+                    f"{joins.not_joined.get(x.name, description)} is used outside of the "
+                    "towers, each of which has another one, of its slice, and these do not make "
+                    "that of the batch: return it from the layer's call, with a row "
+                    "for each example, and compute from that"
                 )

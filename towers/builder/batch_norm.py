@@ -76,8 +76,8 @@ def over_all_towers(sync: SyncHandle | None, mode: str, device: str) -> Iterator
 
     def make_moments(keras_moments: Callable) -> Callable:
         def moments(layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple:
-            if own := sync_of(layer):
-                return _moments(layer, inputs, mask, own)
+            if handle := sync_of(layer):
+                return _moments(layer, inputs, mask, handle)
             return keras_moments(layer, inputs, mask)
 
         return moments
@@ -115,11 +115,11 @@ def _call(
         normalise = _normalise_apart if on_gpu else _normalise_together
         y, mean, variance = normalise(x, scale, offset, layer.epsilon, sync)
     weight = 1.0 - layer.momentum
-    for moving, value, own in (
+    for moving, value, share in (
         (layer.moving_mean, mean, weight),
         (layer.moving_variance, variance, weight * correction),
     ):
-        average = MovingAverageUpdate(moving, value, layer.momentum, own, shared=sync is not None)
+        average = MovingAverageUpdate(moving, value, layer.momentum, share, shared=sync is not None)
         if on_gpu and isinstance(scope, ReplicaScope):
             scope.defer(average)
         else:
@@ -162,14 +162,14 @@ def _normalise_together(
         _, mean, variance, *_ = _in_training(x, scale, offset, epsilon)
         number = _number(x)
         squares = variance * _correction(x) * number
-        own = tf.concat([mean, squares, [tf.cast(number, mean.dtype)]], axis=0)
-        own = _zero_if_empty(own, sync)
+        packed = tf.concat([mean, squares, [tf.cast(number, mean.dtype)]], axis=0)
+        packed = _zero_if_empty(packed, sync)
 
         def combine(values: tf.Tensor) -> tf.Tensor:
             mean, variance, everything = _combine(values, num_channels)
             return tf.concat([mean, variance, [everything]], axis=0)
 
-        together = sync.all_reduce(own, combine, own.shape)
+        together = sync.all_reduce(packed, combine, packed.shape)
         mean, variance, everything = tf.split(together, [num_channels, num_channels, 1])
 
         def gradient(upstream: tf.Tensor, *_: Any) -> tuple:
@@ -252,11 +252,11 @@ def _layer_apart(
     known = number if sync.equal and not tf.is_tensor(number) else None
     if known is not None:
         everything, share = float(number * sync.num_towers), 1.0 / sync.num_towers
-        own = tf.stack([mean, variance])
+        packed = tf.stack([mean, variance])
     else:
         number = tf.fill(mean.shape, tf.cast(number, mean.dtype))
-        own = _zero_if_empty(tf.stack([mean, variance, number]), sync)
-    stacked = sync.all_reduce(own, tf.identity, [sync.num_towers, *own.shape], known)
+        packed = _zero_if_empty(tf.stack([mean, variance, number]), sync)
+    stacked = sync.all_reduce(packed, tf.identity, [sync.num_towers, *packed.shape], known)
     if known is None:
         numbers = stacked[:, 2:]
         everything = tf.reduce_sum(numbers, axis=[0, 1])
@@ -299,7 +299,7 @@ def _prepare(layers: Sequence[_LayerApart], sync: SyncHandle) -> None:
     ratio = tf.sqrt(variances + epsilon) * inverse
     shift = (means - joined("mean")) * inverse
     by_all = tf.stack([ratio, shift], axis=1)  # of each tower's sums, in the sum by scale
-    own = by_all[sync.tower]
+    pair = by_all[sync.tower]
     factor = scale * inverse
     of_own, of_all = 1.0 / joined("number"), 1.0 / joined("everything")
 
@@ -307,10 +307,10 @@ def _prepare(layers: Sequence[_LayerApart], sync: SyncHandle) -> None:
     itself[sync.tower, 0, 0] = itself[sync.tower, 1, 1] = 1.0
     offset = np.zeros([2, 3, 1], np.float32)
     offset[1, 1] = 1.0
-    taken = tf.concat([own * (-factor * of_all), [joined("share") * tf.ones_like(factor)]], axis=0)
+    taken = tf.concat([pair * (-factor * of_all), [joined("share") * tf.ones_like(factor)]], axis=0)
     lines = factor * (itself * of_own - offset * of_all) + tf.expand_dims(by_all, 2) * taken
     lines = _zero_if_empty(lines, sync)
-    kernel_scales, lines = tf.split(scale * own[0], sizes), tf.split(lines, sizes, axis=-1)
+    kernel_scales, lines = tf.split(scale * pair[0], sizes), tf.split(lines, sizes, axis=-1)
     for layer, kernel_scale, line in zip(layers, kernel_scales, lines, strict=True):
         layer.kernel_scale, layer.lines = kernel_scale, line
 
@@ -368,5 +368,5 @@ def _moments(
     if tf.is_tensor(sync.count):  # padding has no moments
         present = tf.cast(sync.count > 0, inputs.dtype)
         number, squares = number * present, squares * present
-    own = tf.concat([tf.reshape(mean, [size]), tf.reshape(squares, [size]), [number]], axis=0)
-    return _combine(sync.all_gather(own), size, epsilon)[:2]
+    packed = tf.concat([tf.reshape(mean, [size]), tf.reshape(squares, [size]), [number]], axis=0)
+    return _combine(sync.all_gather(packed), size, epsilon)[:2]

@@ -71,10 +71,10 @@ def all_sum(
     sums: list[list] = [[None] * len(values[0]) for _ in devices]
     for bucket in buckets:
         collective = Collective(devices)
-        for tower, (device, own) in enumerate(zip(devices, values, strict=True)):
+        for tower, (device, tower_values) in enumerate(zip(devices, values, strict=True)):
             with tf.device(device):
-                total = collective.sum(pack([own[i] for i in bucket]), device)
-                parts = unpack(finish(total, tower), [own[i] for i in bucket])
+                total = collective.sum(pack([tower_values[i] for i in bucket]), device)
+                parts = unpack(finish(total, tower), [tower_values[i] for i in bucket])
             for i, part in zip(bucket, parts, strict=True):
                 sums[tower][i] = part
     return sums

@@ -42,14 +42,14 @@ class WeightBroadcast:
         if self._eager or not machine:
             return contextlib.nullcontext()
 
-        def read(variable: tf.Variable, own: Callable) -> tf.Tensor:
+        def read(variable: tf.Variable, original: Callable) -> tf.Tensor:
             inside = tf.compat.v1.get_default_graph() is not self._graph  # of a loop, a branch
             if inside or machine_of(variable.device) == machine:
-                return own(variable)
+                return original(variable)
             key, first = (machine, id(variable)), self._first[machine]
             if key not in self._stand_ins:
                 small = is_small(variable)
-                value = tf.zeros(variable.shape, variable.dtype) if small else own(variable)
+                value = tf.zeros(variable.shape, variable.dtype) if small else original(variable)
                 with tf.device(first):
                     stand_in = _stand_in(value)
                 self._stand_ins[key] = stand_in
@@ -124,23 +124,23 @@ def sum_by_machine(values: Sequence[Any], devices: Sequence[str], add: Callable)
         groups.setdefault(machine_of(device), []).append((value, device))
     if not any(groups):
         return values
-    found = []
+    sums = []
     for own_pairs in groups.values():
         with tf.device(own_pairs[0][1]):
-            own = [value for value, _ in own_pairs]
-            found.append(own[0] if len(own) == 1 else add(own))
-    return found
+            machine_values = [value for value, _ in own_pairs]
+            sums.append(machine_values[0] if len(machine_values) == 1 else add(machine_values))
+    return sums
 
 
 def send_after_gradients(
     losses: Sequence[tf.Tensor], gradients: Sequence[Any], devices: Sequence[str]
 ) -> list[tf.Tensor]:
     """Make each remote loss wait for its gradients, so that both arrive in one message."""
-    found = []
-    for loss, own, device in zip(losses, gradients, devices, strict=False):
+    delayed = []
+    for loss, tower_gradients, device in zip(losses, gradients, devices, strict=False):
         if machine_of(device):
-            leaves = tf.nest.flatten(own, expand_composites=True)
+            leaves = tf.nest.flatten(tower_gradients, expand_composites=True)
             with tf.device(device), tf.control_dependencies(filter(tf.is_tensor, leaves)):
                 loss = tf.identity(loss)
-        found.append(loss)
-    return found
+        delayed.append(loss)
+    return delayed

@@ -55,8 +55,8 @@ def devices_here(kind: str | None = None) -> list[str]:
 
     `tf.config.list_logical_devices` also lists those of connected machines.
     """
-    found = [device.name for device in tf.config.list_logical_devices(kind)]
-    return [name for name in found if not machine_of(name)]
+    names = [device.name for device in tf.config.list_logical_devices(kind)]
+    return [name for name in names if not machine_of(name)]
 
 
 def stand_in() -> bool:

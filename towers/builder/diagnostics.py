@@ -40,13 +40,13 @@ FLOAT8_BY_XLA = (
 
 def random_ops(ops: Iterable[tuple[str, str]]) -> list[str]:
     """Return a line for each layer whose random numbers ignore the example; `ops`: (name, type)."""
-    found = {
+    layer_ops = {
         (layer_of(name), kind)
         for name, kind in ops
         if kind in _OTHERS or kind in _PYTHON or (kind in SEEN_OPS and SEEN not in name)
     }
     lines = []
-    for layer, kind in sorted(found):
+    for layer, kind in sorted(layer_ops):
         if kind in _PYTHON:
             lines.append(
                 f"python code: layer {layer} calls Python while it runs ({kind}), of which nothing "
@@ -62,12 +62,12 @@ def random_ops(ops: Iterable[tuple[str, str]]) -> list[str]:
 
 def tables(ops: Iterable[tuple[str, str]]) -> list[str]:
     """Return a line for each layer that changes a table or a queue; see `random_ops`."""
-    found = {(layer_of(name), kind) for name, kind in ops if _TABLES.match(kind)}
+    layer_ops = {(layer_of(name), kind) for name, kind in ops if _TABLES.match(kind)}
     return [
         f"state: layer {layer} changes a table or a queue ({kind}), which each tower does for its "
         "slice, in an order of chance; keep what it holds in a keras.Variable, or change it "
         "outside of the towers"
-        for layer, kind in sorted(found)
+        for layer, kind in sorted(layer_ops)
     ]
 
 

@@ -88,9 +88,9 @@ def check(analysis: FunctionAnalysis, batch: Sequence[Any], thorough: bool = Fal
         batch: some real examples: its arguments.
         thorough: check each backward pass, and draws for other numbers of examples, too.
     """
-    found = _run_all(analysis, batch, thorough)
-    first = [line for line in found if line.startswith("mixed")]  # it explains the others
-    return list(dict.fromkeys([*first, *analysis.warnings, *found]))
+    lines = _run_all(analysis, batch, thorough)
+    first = [line for line in lines if line.startswith("mixed")]  # it explains the others
+    return list(dict.fromkeys([*first, *analysis.warnings, *lines]))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -110,19 +110,19 @@ def _run_all(analysis: FunctionAnalysis, batch: Sequence[Any], thorough: bool = 
         return []
     if any(line.startswith("ambiguous") for line in analysis.warnings):
         return []  # an example may then depend on others by their random numbers
-    trials, found = _Trials(analysis, batch, thorough), []
+    trials, lines = _Trials(analysis, batch, thorough), []
     checks = [trials.mixed, trials.mixed_draws]
     if thorough:
         checks += [lambda: trials.mixed(trials.traces[2]), trials.batch_size]
     elif not any(map(is_about_draws, analysis.warnings)):  # these depend on the order, too
         checks += [trials.places, trials.numbers]
     for check_one in checks:
-        if not found:  # the first explains the others
+        if not lines:  # the first explains the others
             with contextlib.suppress(Exception):  # the towers will raise the error
-                found += check_one()
+                lines += check_one()
     with contextlib.suppress(Exception):
-        found += trials.backward()
-    if found and few.read_again:
+        lines += trials.backward()
+    if lines and few.read_again:
         with contextlib.suppress(Exception):
             # The cause if all is well with variables that keep their values while it runs.
             tracer = copy.copy(analysis.tracer)
@@ -130,8 +130,8 @@ def _run_all(analysis: FunctionAnalysis, batch: Sequence[Any], thorough: bool = 
             before = dataclasses.replace(tracer.trace(few.size), read_again=[])
             before = dataclasses.replace(analysis, tracer=tracer, trace=before)
             if not _run_all(before, batch, thorough):
-                found = [_READ_AGAIN.format(few.read_again[0])]
-    return list(dict.fromkeys(found))
+                lines = [_READ_AGAIN.format(few.read_again[0])]
+    return list(dict.fromkeys(lines))
 
 
 class _Trials:
@@ -168,7 +168,7 @@ class _Trials:
         if not self.is_steady(trace):
             return
         inputs, others = self.examples(0, trace.size), self.examples(trace.size, 1)
-        special = [own.special for own in self.tracer.values]
+        special = [values.special for values in self.tracer.values]
         far, rounds = [], []
         if any(_BRANCH.match(kind) for _, kind in trace.ops):
             far = [[change(other) for other in others] for change in _FAR]
@@ -188,7 +188,7 @@ class _Trials:
             before = run(trace, inputs)
             for first in firsts:
                 pairs = zip(inputs, first, strict=True)
-                changed = [tf.concat([own, leaf[1:]], axis=0) for leaf, own in pairs]
+                changed = [tf.concat([example, leaf[1:]], axis=0) for leaf, example in pairs]
                 with contextlib.suppress(tf.errors.OpError):  # the function rejects the value
                     yield before, run(trace, changed)
 
@@ -207,14 +207,14 @@ class _Trials:
     @functools.cached_property
     def results(self) -> list[dict]:
         """Results of the traces."""
-        return [run(trace, own) for trace, own in zip(self.traces, self.inputs, strict=True)]
+        return [run(trace, inputs) for trace, inputs in zip(self.traces, self.inputs, strict=True)]
 
     def mixed(self, trace: Trace | None = None) -> list[str]:
         """Name the layer that makes an example's loss or gradient depend on other examples."""
         trace, backward = trace or self.few, []
         for before, after in self.with_another_first(trace):
-            if found := _unlike(trace, before, after, _OTHERS, _OTHERS, _MIXED):
-                return found
+            if lines := _unlike(trace, before, after, _OTHERS, _OTHERS, _MIXED):
+                return lines
             pairs = zip(before["gradients"], after["gradients"], strict=True)
             if places := [i for i, (a, b) in enumerate(pairs) if _differ(a[1:], b[1:])]:
                 backward.append(_MIXED_BACKWARD.format(_after(trace, places[-1])))
@@ -260,9 +260,9 @@ class _Trials:
         if not self.few.custom_gradients or not self.is_steady(self.traces[0]):
             return []
         both = self.traces[2]
-        if found := self.mixed(both):
-            return found
-        gradients = [found["weights"] for found in self.results]
+        if lines := self.mixed(both):
+            return lines
+        gradients = [result["weights"] for result in self.results]
         largest = max((np.max(np.abs(g), initial=0) for g in gradients[2]), default=0)
         effect = _EFFECT_IN_16_BITS if self.few.in_16_bits else _EFFECT
         for place, (a, b, ab) in enumerate(zip(*gradients, strict=True)):
@@ -272,7 +272,7 @@ class _Trials:
             orders = (np.random.default_rng(seed).permutation(both.size) for seed in range(_ORDERS))
             inputs = ([tf.gather(leaf, order) for leaf in self.inputs[2]] for order in orders)
             if _differ(ab, a + b, effect) and not (
-                small and any(_differ(ab, run(both, own)["weights"][place]) for own in inputs)
+                small and any(_differ(ab, run(both, leaves)["weights"][place]) for leaves in inputs)
             ):
                 return [_NO_SUM.format(both.weights[place])]
         return []
@@ -284,16 +284,16 @@ class _Trials:
             (first, slice(0, few.size), _BATCH_SIZE), (second, slice(few.size, None), _PLACE),
         ]  # fmt: skip
 
-        def unlike(own: dict, rows: slice, kind: str) -> list[int]:
-            pairs = zip(own[kind], both[kind], strict=True)
+        def unlike(of_slice: dict, rows: slice, kind: str) -> list[int]:
+            pairs = zip(of_slice[kind], both[kind], strict=True)
             return [i for i, (a, b) in enumerate(pairs) if _differ(a, b[rows])]
 
-        for own, rows, line in slices:
-            if _differ(own["rows"], both["rows"][rows]):
-                places = unlike(own, rows, "layers")
+        for part, rows, line in slices:
+            if _differ(part["rows"], both["rows"][rows]):
+                places = unlike(part, rows, "layers")
                 return [line.format(few.layers[places[0]] if places else NO_LAYER)]
-        for own, rows, line in slices:
-            if places := unlike(own, rows, "gradients"):
+        for part, rows, line in slices:
+            if places := unlike(part, rows, "gradients"):
                 return [line.format(_after(few, places[-1]))]
         return []
 

@@ -55,13 +55,13 @@ class FunctionAnalysis:
         """Lines on what several towers may compute otherwise than one device."""
         why = f" (it could not be tried: {self.reason})" if self.reason else ""
         ops = self.trace.ops if self.trace else []
-        found = diagnostics.random_ops(ops) + diagnostics.tables(ops)
-        found += [diagnostics.ambiguous(d.layer, why) for d in self.draws or () if d.layout is None]
-        found += [diagnostics.unknown_aggregation(state, why) for state in self.unknown_states]
-        found += [diagnostics.added_loss(a.layer, a.reason) for a in self.added if a.policy is None]
+        lines = diagnostics.random_ops(ops) + diagnostics.tables(ops)
+        lines += [diagnostics.ambiguous(d.layer, why) for d in self.draws or () if d.layout is None]
+        lines += [diagnostics.unknown_aggregation(state, why) for state in self.unknown_states]
+        lines += [diagnostics.added_loss(a.layer, a.reason) for a in self.added if a.policy is None]
         mixed = self.trace.mixed_rows if self.trace else ()
-        found += map(diagnostics.several_lookups, mixed)
-        return list(dict.fromkeys(found))
+        lines += map(diagnostics.several_lookups, mixed)
+        return list(dict.fromkeys(lines))
 
     @functools.cached_property
     def side_outputs(self) -> SideOutputs:
@@ -88,10 +88,10 @@ class FunctionAnalysis:
                     examples = [tf.nest.map_structure(tf.zeros_like, x) for x in examples]
                 trials.append(run(self.trace, examples)["shapes"])
             sizes = zip(*trials, strict=True)
-            for place, found in zip(places, sizes, strict=True):
-                if any(len(x) == 0 or x[0] != self.trace.size for x in found):
+            for place, shapes in zip(places, sizes, strict=True):
+                if any(len(x) == 0 or x[0] != self.trace.size for x in shapes):
                     return f"how many rows its output {place} has, the values of examples tell"
-                if len({tuple(x) for x in found}) > 1:
+                if len({tuple(x) for x in shapes}) > 1:
                     return (
                         f"how long its output {place} is, the values of a batch tell, as by "
                         "to_tensor() of ragged rows or a cut at the longest; give it a fixed size"
@@ -194,20 +194,20 @@ def _analyze(tracer: Tracer) -> FunctionAnalysis:
         if few is None:
             return FunctionAnalysis(tracer=tracer, reason=tracer.failure)
         tracer.learn_values(few)
-        found = FunctionAnalysis((), by_example=few.by_example, tracer=tracer, trace=few)
+        analysis = FunctionAnalysis((), by_example=few.by_example, tracer=tracer, trace=few)
         if not few.draws and not few.states and not few.num_rows:
-            return dataclasses.replace(found, added=_added(tracer, few, ()))
+            return dataclasses.replace(analysis, added=_added(tracer, few, ()))
         more = _trace(tracer, few.size // FEW * MORE, num_nudged=len(few.draws))
         if more is not None:
             same = (k for k, rows in few.num_rows.items() if rows and rows == more.num_rows.get(k))
             kinds = dict.fromkeys(few.unique_rows, UniqueIndexedSlices)
             kinds |= dict.fromkeys(same, StaticIndexedSlices)
-            found = dataclasses.replace(found, sparse_gradients=kinds)
+            analysis = dataclasses.replace(analysis, sparse_gradients=kinds)
         if more is None or [draw[0] for draw in few.draws] != [draw[0] for draw in more.draws]:
             draws = tuple(DrawInfo(op, None, None, layer) for op, _, layer in few.draws)
             states = tuple(v for v in few.states if not policy_of(v))
             added = _added(tracer, few, draws)
-            return dataclasses.replace(found, draws=draws, unknown_states=states, added=added)
+            return dataclasses.replace(analysis, draws=draws, unknown_states=states, added=added)
         draws, policies = rng_layout.from_shapes(few, more), {}
         with _failure_recorded(reasons):
             rng_layout.find_order(tracer, more, draws)
@@ -217,8 +217,8 @@ def _analyze(tracer: Tracer) -> FunctionAnalysis:
         # Without a trial a metric is a sum, as Keras says of all.
         unknown = (v for v in few.states if not (id(v) in policies or (reasons and policy_of(v))))
         return dataclasses.replace(
-            found, draws=tuple(draws), policies=policies, unknown_states=tuple(unknown), more=more,
-            reason="; ".join(dict.fromkeys(reasons)), added=_added(tracer, few, draws),
+            analysis, draws=tuple(draws), policies=policies, unknown_states=tuple(unknown),
+            more=more, reason="; ".join(dict.fromkeys(reasons)), added=_added(tracer, few, draws),
         )  # fmt: skip
 
 
@@ -237,16 +237,16 @@ def _trace_few(tracer: Tracer) -> Trace | None:
     Where lengths are unknown, it is for those with which all that is returned has rows.
     """
     fallback = None
-    own = [leaf.shape[:1] for leaf in tracer.real or tracer.batch]  # a function may take no other
-    sizes = [FEW * multiple for multiple in _MULTIPLES if [FEW * multiple] not in own]
+    batch_sizes = [leaf.shape[:1] for leaf in tracer.real or tracer.batch]  # it may take no other
+    sizes = [FEW * multiple for multiple in _MULTIPLES if [FEW * multiple] not in batch_sizes]
     for shapes in possible_shapes(tracer.real or tracer.batch, tracer.layers):
         tracer.shapes = shapes
-        if found := next(filter(None, (_trace(tracer, size) for size in sizes)), None):
-            if not any(found.not_by_example):
-                return found
-            fallback = fallback or (found, shapes)
-    found, tracer.shapes = fallback or (None, tracer.shapes)
-    return found
+        if trace := next(filter(None, (_trace(tracer, size) for size in sizes)), None):
+            if not any(trace.not_by_example):
+                return trace
+            fallback = fallback or (trace, shapes)
+    trace, tracer.shapes = fallback or (None, tracer.shapes)
+    return trace
 
 
 def _trace(tracer: Tracer, size: int, num_nudged: int = 0) -> Trace | None:

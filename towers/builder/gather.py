@@ -58,8 +58,8 @@ def add_other(values: Sequence[Any]) -> Any:
         rows = tf.add_n([value.values for value in values], name="AddN")
         return StaticIndexedSlices(rows, values[0].indices, values[0].dense_shape)
     indices = [value.indices for value in values]
-    if len({own.dtype for own in indices}) > 1:  # a GPU's and a CPU's
-        indices = [tf.cast(own, tf.int64) for own in indices]
+    if len({places.dtype for places in indices}) > 1:  # a GPU's and a CPU's
+        indices = [tf.cast(places, tf.int64) for places in indices]
     rows = tf.concat([value.values for value in values], axis=0), tf.concat(indices, axis=0)
     if all(isinstance(value, UniqueIndexedSlices) for value in values):
         return sum_rows(UniqueIndexedSlices(*rows, values[0].dense_shape))
@@ -116,12 +116,12 @@ def mean_gradients(
         count = add(counts)
         mean_loss = None if packs_loss else divide(add(losses), count)
     if packs_loss:
-        gradients = [[*own, loss] for own, loss in zip(gradients, losses, strict=True)]
+        gradients = [[*row, loss] for row, loss in zip(gradients, losses, strict=True)]
         copied.append(False)
     if any(copied):
         if packs_loss and tf.is_tensor(count) and len(counts) == len(plan.towers):
-            sums = collectives.all_sum([[own] for own in counts], plan.towers)
-            count = PerTower([own for (own,) in sums])
+            sums = collectives.all_sum([[tower_count] for tower_count in counts], plan.towers)
+            count = PerTower([total for (total,) in sums])
         columns = zip(*mean_on_every_tower(gradients, plan, count), strict=True)
         means = [
             PerTower(values) if is_copied else values[0]
@@ -139,14 +139,14 @@ def dense_on_gpus(
     gradients: Sequence[Sequence[Any]], variables: Sequence[Any], towers: Sequence[str]
 ) -> list[list[Any]]:
     """Return the towers' gradients, on GPUs the sparse ones of small variables made dense."""
-    found = []
-    for own, device in zip(gradients, towers, strict=False):  # the last may have none
+    by_tower = []
+    for of_tower, device in zip(gradients, towers, strict=False):  # the last may have none
         if is_gpu(device):
             masters = [v.values[0] if isinstance(v, PerTower) else v for v in variables]
             with tf.device(device):
-                own = [dense(g, v) for g, v in zip(own, masters, strict=True)]
-        found.append(list(own))
-    return found
+                of_tower = [dense(g, v) for g, v in zip(of_tower, masters, strict=True)]
+        by_tower.append(list(of_tower))
+    return by_tower
 
 
 def reduce_to(
@@ -174,9 +174,9 @@ def reduce_to(
                 sums[first] = finish(plan.add(of_machines))
             continue
         packed = []
-        for device, own in zip(plan.towers, gradients, strict=False):
+        for device, tower_gradients in zip(plan.towers, gradients, strict=False):
             with tf.device(device):
-                packed.append(pack([own[i] for i in group]))
+                packed.append(pack([tower_gradients[i] for i in group]))
         packed = cross_host.sum_by_machine(packed, plan.towers, plan.add)
         with tf.device(targets[first]):
             parts = unpack(finish(plan.add(packed)), [columns[i][0] for i in group])
@@ -191,7 +191,7 @@ def add_to(totals: Sequence[Any], results: Sequence[Any], plan: GatherPlan) -> l
         return list(results)
     added = list(totals)
     for i, result in enumerate(results):
-        device, both = plan.towers[i], [tf.nest.flatten(own) for own in (totals[i], result)]
+        device, both = plan.towers[i], [tf.nest.flatten(value) for value in (totals[i], result)]
         with tf.name_scope(f"tower_{i}"):
             sums = reduce_to(both, GatherPlan([device] * 2, device, plan.add))
         added[i] = tf.nest.pack_sequence_as(result, sums)
@@ -221,10 +221,10 @@ def mean_on_every_tower(
     ]
     means: list[list[Any]] = [[None] * len(columns) for _ in towers]
     if packed:
-        values = [[own[i] for i in packed] for own in gradients]
+        values = [[tower_gradients[i] for i in packed] for tower_gradients in gradients]
         sums = collectives.all_sum(values, towers, lambda total, i: divide(total, counts[i]))
-        for own, result in zip(sums, means, strict=True):
-            for i, value in zip(packed, own, strict=True):
+        for tower_sums, result in zip(sums, means, strict=True):
+            for i, value in zip(packed, tower_sums, strict=True):
                 result[i] = value
     for i, values in enumerate(columns):
         if i not in packed:

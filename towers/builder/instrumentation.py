@@ -131,10 +131,10 @@ class Tracer:
         trace = Trace(size, inputs=states, num_nudged=num_nudged)
 
         def program(inputs: list, values: list, nudges: list) -> dict[str, Any]:
-            own = {id(v): value for v, value in zip(states, values, strict=True)}
-            given = iter(map(_with_known_shape, inputs, self._specs(size)))
-            leaves = [x.values[0] if isinstance(x, PerTower) else next(given) for x in self.leaves]
-            with tf.device("/cpu:0"), PerturbedScope(own, self._noise, self.reads_before) as scope:
+            read = {id(v): value for v, value in zip(states, values, strict=True)}
+            others = iter(map(_with_known_shape, inputs, self._specs(size)))
+            leaves = [x.values[0] if isinstance(x, PerTower) else next(others) for x in self.leaves]
+            with tf.device("/cpu:0"), PerturbedScope(read, self._noise, self.reads_before) as scope:
                 watch = Observer(trace, scope, nudges)
                 for layer in self.layers:
                     watch.attributes.save(layer)
@@ -179,10 +179,10 @@ class Tracer:
             rows = [BatchSlice(start, size, total) for start, size in starts]
             options = {"known": draws, "states": few.states}
             try:
-                found = [self.trace(r.size, rows=r, backward=backward, **options) for r in rows]
+                traces = [self.trace(r.size, rows=r, backward=backward, **options) for r in rows]
             except LookupError:  # an op has no gradient
-                found = [self.trace(r.size, rows=r, **options) for r in rows]
-            self._slices[key] = found
+                traces = [self.trace(r.size, rows=r, **options) for r in rows]
+            self._slices[key] = traces
         return self._slices[key]
 
     def size_of_batch(self, otherwise: int) -> int:
@@ -201,39 +201,39 @@ class Tracer:
         random = np.random.default_rng(seed)
         if self.real and not (self.also_synthetic and seed // 2 % 2):
             rows = random.permutation(np.resize(np.arange(len(self.real[0])), size))
-            found = [tf.gather(x, rows) for x in self.real]
+            inputs = [tf.gather(x, rows) for x in self.real]
         else:
             pairs = zip(self._specs(size), self.values, strict=True)
-            found = [sample(spec, random, own.tokens) for spec, own in pairs]
-        return self.with_special(found, random) if seed % 2 else found
+            inputs = [sample(spec, random, values.tokens) for spec, values in pairs]
+        return self.with_special(inputs, random) if seed % 2 else inputs
 
     def with_special(self, inputs: Sequence[Any], random: np.random.Generator) -> list[Any]:
         """Return inputs with some numbers replaced by special values of the arguments."""
         pairs = zip(inputs, self.values, strict=True)
-        return [with_special(x, own.special, random) for x, own in pairs]
+        return [with_special(x, values.special, random) for x, values in pairs]
 
     def learn_values(self, few: Trace) -> None:
         """Set `values`: which values the function accepts, and which it may treat specially."""
 
         def runs(seed: int) -> bool:
             try:
-                found = run(few, self.examples(few.size, seed))
+                results = run(few, self.examples(few.size, seed))
             except Exception:
                 return False
-            return all(np.all(np.isfinite(x)) for x in (found["rows"], *found["added"]))
+            return all(np.all(np.isfinite(x)) for x in (results["rows"], *results["added"]))
 
         def takes(place: int, values: Values) -> bool:
             before, self.values[place] = self.values[place], values
             taken, self.values[place] = runs(seed=1), before
             return taken
 
-        for place, own in enumerate(values_in(few.function.graph, self._specs(few.size))):
-            if own == Values() or few.effects:
+        for place, to_try in enumerate(values_in(few.function.graph, self._specs(few.size))):
+            if to_try == Values() or few.effects:
                 continue
-            if own.tokens > 2 and not takes(place, Values(own.tokens)):
-                own.tokens = 2
-            special = [v for v in own.special if takes(place, Values(own.tokens, [v]))]
-            self.values[place] = Values(own.tokens, special)
+            if to_try.tokens > 2 and not takes(place, Values(to_try.tokens)):
+                to_try.tokens = 2
+            special = [v for v in to_try.special if takes(place, Values(to_try.tokens, [v]))]
+            self.values[place] = Values(to_try.tokens, special)
         if self.real and not few.effects and (few.states or few.attributes or few.loss_layers):
             self.also_synthetic = True
             self.also_synthetic = runs(seed=2)
@@ -271,8 +271,8 @@ def run(
         pairs = zip(states or trace.inputs, trace.inputs, strict=True)
         values = [tf.cast(value, v.dtype) for value, v in pairs]
         nudges = [tf.constant(nudge, tf.int8) for nudge in nudges or [0] * trace.num_nudged]
-        found = tf_internals.call_for_at_most(_SECONDS, function, list(inputs), values, nudges)
-    return tf.nest.map_structure(lambda x: x.numpy(), found)
+        results = tf_internals.call_for_at_most(_SECONDS, function, list(inputs), values, nudges)
+    return tf.nest.map_structure(lambda x: x.numpy(), results)
 
 
 def _with_known_shape(x: Any, spec: tf.TypeSpec) -> Any:

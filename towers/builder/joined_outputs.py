@@ -92,7 +92,7 @@ def _as_one_op(
     dense = [i for i, x in enumerate(leaves) if isinstance(x, tf.Tensor) and x.dtype.is_floating]
     watched = [i for i in dense if tf_internals.is_recording([leaves[i]])]
     slices = rounds(builder.split(batch, builder.accumulate_steps, True), len(builder.devices))
-    parts = [_Part(builder, forward, fn, own, analysis, watched) for own in slices]
+    parts = [_Part(builder, forward, fn, part_slices, analysis, watched) for part_slices in slices]
     captured: list[tf.Tensor] = []
     while True:
         try:
@@ -115,7 +115,7 @@ def _as_one_op(
     assign(builder, scopes, analysis.policies)
     if builder.jit_compile and any(scope.overwritten for scope in scopes):
         builder.warn([diagnostics.FLOAT8_BY_XLA])
-    reads = [item for part in parts for own in part.reads for item in own.items()]
+    reads = [item for part in parts for by_id in part.reads for item in by_id.items()]
     variables = [variable for variable, _ in dict(reads).values()]
     unsplit = [*captured, *variables]  # each tower reads all of them
 
@@ -124,7 +124,7 @@ def _as_one_op(
         attributes.refuse_uses()
         with tf.device(builder.gather_device), tf.name_scope("split"):
             columns = zip(upstream, zip(*outputs, strict=True), strict=True)
-            split = [tf.split(x, list(map(num_rows, own)), num=len(own)) for x, own in columns]
+            split = [tf.split(x, list(map(num_rows, outs)), num=len(outs)) for x, outs in columns]
             pieces = iter([list(rows) for rows in zip(*split, strict=True)])
         of_inputs, sums = [], []
         for part in parts:
@@ -135,7 +135,7 @@ def _as_one_op(
                         part.forward()
                 of_slices = part.backward(rows, unsplit)
             of_inputs += [inputs for inputs, _ in of_slices]
-            sums = gather.add_to(sums, [own for _, own in of_slices], gather_plan(builder))
+            sums = gather.add_to(sums, [shared for _, shared in of_slices], gather_plan(builder))
         with tf.name_scope("gather"):
             with tf.device(builder.gather_device):
                 inputs = [gather.join(rows) for rows in zip(*of_inputs, strict=True)]
@@ -144,12 +144,12 @@ def _as_one_op(
         with tf.device(builder.gather_device), tf.name_scope("gather"):
             gradients = inputs + with_new_values(of_unsplit, unsplit, last_scopes)
         if passes:
-            of_towers = [own[len(captured) :] for own in sums]
+            of_towers = [tower_sums[len(captured) :] for tower_sums in sums]
             gathered = gradients[len(gradients) - len(variables) :]
             counts = [tf.convert_to_tensor(part.count) for part in parts[0].slices]
             for part in parts[1:]:
-                for i, own in enumerate(part.slices):
-                    counts[i] += tf.cast(own.count, counts[i].dtype)
+                for i, tower_slice in enumerate(part.slices):
+                    counts[i] += tf.cast(tower_slice.count, counts[i].dtype)
             batches = [tf.nest.flatten(part.batch) for part in parts[0].slices]
             phases = [(batches, parts[0].outputs), (rows, of_towers)]
             phases = phases if len(parts) == 1 else []
@@ -190,8 +190,8 @@ class _Part:
         self.reads: list[dict[int, tuple]] = []  # {id of a variable: (it, the tensor on the tape)}
         self.inputs: list[list[tf.Tensor]] = []
         self.passes = self.builder.run(self._forward, self.replicas)
-        self.outputs = [_values(own.results) for own in self.passes]
-        return [own.results for own in self.passes]
+        self.outputs = [_values(forward.results) for forward in self.passes]
+        return [forward.results for forward in self.passes]
 
     def _forward(self, replica: ReplicaContext) -> Any:
         leaves, reads = tf.nest.flatten(replica.part.batch), {}
@@ -223,12 +223,12 @@ class _Part:
 
         def back(replica: ReplicaContext) -> tuple[list, list]:
             i, replica.own = replica.tower, self.states
-            inputs, own = self.inputs[i], [self.reads[i].get(id(v), (v, v))[1] for v in variables]
-            found = self.passes[i].backward(self.outputs[i], upstream[i], [*inputs, *own])
-            of_variables = replica.zero_if_empty(found[len(inputs) :])
+            inputs, reads = self.inputs[i], [self.reads[i].get(id(v), (v, v))[1] for v in variables]
+            gradients = self.passes[i].backward(self.outputs[i], upstream[i], [*inputs, *reads])
+            of_variables = replica.zero_if_empty(gradients[len(inputs) :])
             of_inputs = [
                 replica.unpadded(tf.zeros_like(x) if g is None else g)
-                for x, g in zip(inputs, found, strict=False)
+                for x, g in zip(inputs, gradients, strict=False)
             ]
             return of_inputs, replica.gradients(of_variables, variables)
 
@@ -251,15 +251,15 @@ def _no_captures(known: Sequence[Any]) -> Iterator[None]:
     graph = tf.compat.v1.get_default_graph()
     num_before = len(graph.get_operations())
     yield
-    made = graph.get_operations()[num_before:]
-    names, found = {op.name for op in made}, {}
-    for op in made:
+    ops = graph.get_operations()[num_before:]
+    names, captured = {op.name for op in ops}, {}
+    for op in ops:
         for x in op.inputs:
             old = x.op.name not in names and id(x) not in known_ids
             if old and x.dtype.is_floating and tf_internals.is_recording([x]):
-                found[id(x)] = x
-    if found:
-        raise _CapturedError(list(found.values()))
+                captured[id(x)] = x
+    if captured:
+        raise _CapturedError(list(captured.values()))
 
 
 def _checks_of_shapes(outputs: Sequence[Sequence[tf.Tensor]]) -> list[tf.Operation]:
@@ -281,8 +281,8 @@ def _checks_of_shapes(outputs: Sequence[Sequence[tf.Tensor]]) -> list[tf.Operati
 
 def _values(structure: Any) -> list[tf.Tensor]:
     # The floating-point tensors in a structure, of sparse and ragged leaves the values.
-    found = map(_value, tf.nest.flatten(structure))
-    return [value for value in found if value is not None and value.dtype.is_floating]
+    values = map(_value, tf.nest.flatten(structure))
+    return [value for value in values if value is not None and value.dtype.is_floating]
 
 
 def _value(leaf: Any) -> tf.Tensor | None:

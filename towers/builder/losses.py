@@ -128,7 +128,7 @@ def variables_and_copies(
     variables: Sequence[Any], tower: int
 ) -> tuple[list[tf.Variable], dict[int, tf.Variable]]:
     """Return the variables that a tower reads, and {id of a `loss_fn` variable: its own copy}."""
-    own = []
+    tower_variables = []
     for variable in variables:
         variable = variable.values[tower] if isinstance(variable, PerTower) else variable
         if not isinstance(variable, keras.Variable | tf.Variable):
@@ -136,9 +136,9 @@ def variables_and_copies(
                 "variables must be a list of tf.Variables or keras.Variables, but holds "
                 f"{variable!r}"
             )
-        own.append(variable.value if isinstance(variable, keras.Variable) else variable)
-    pairs = zip(variables, own, strict=True)
-    return own, {id(v.values[0]): copy for v, copy in pairs if isinstance(v, PerTower)}
+        tower_variables.append(variable.value if isinstance(variable, keras.Variable) else variable)
+    pairs = zip(variables, tower_variables, strict=True)
+    return tower_variables, {id(v.values[0]): copy for v, copy in pairs if isinstance(v, PerTower)}
 
 
 def masters_of(variables: Sequence[Any]) -> list[tf.Variable]:

@@ -114,12 +114,12 @@ class Observer:
         def add_loss(layer: keras.Layer, loss: Any) -> None:
             # The losses of examples are compared without it, since it depends on many examples.
             losses = tf.nest.flatten(loss)
-            zeros = [tf.zeros_like(own) for own in losses]
+            zeros = [tf.zeros_like(value) for value in losses]
             if not self.scope.is_inside():
-                for own, zero in zip(losses, zeros, strict=True):
-                    self.added.append((tf.cast(tf.reduce_sum(own), tf.float64), zero))
+                for value, zero in zip(losses, zeros, strict=True):
+                    self.added.append((tf.cast(tf.reduce_sum(value), tf.float64), zero))
                     self.trace.loss_layers.append(layer.path or layer.name)
-                    self.trace.added_by_example.append(_is_by_example(own, self.trace.size))
+                    self.trace.added_by_example.append(_is_by_example(value, self.trace.size))
             before(layer, zeros)
 
         return add_loss
@@ -134,9 +134,9 @@ class Observer:
                 self.calls.pop()
             self.metrics |= {id(v) for v in layer.metrics_variables}
             if not self.scope.is_inside():
-                found = [x for x in tf.nest.flatten(result) if _is_by_example(x, self.trace.size)]
-                self.outputs += found
-                self.trace.layers += [layer.path or layer.name] * len(found)
+                outputs = [x for x in tf.nest.flatten(result) if _is_by_example(x, self.trace.size)]
+                self.outputs += outputs
+                self.trace.layers += [layer.path or layer.name] * len(outputs)
             return result
 
         return call
@@ -158,7 +158,7 @@ class Observer:
                 if isinstance(gradient, tf.IndexedSlices):
                     self.trace.num_rows[key] = gradient.values.shape[0]
                     each = [tf.gradients([value], [weight])[0] for value in values]
-                    unique = [_is_unique(own.indices) for own in each]
+                    unique = [_is_unique(g.indices) for g in each]
                     if unique == [True]:
                         self.trace.unique_rows.append(key)
                     elif any(unique):
@@ -202,7 +202,7 @@ class Observer:
         ]
         gradients, weights = [], []
         if backward:
-            upstream = [_UPSTREAM * tf.stop_gradient(tf.cos(own)) for own in rows]  # all different
+            upstream = [_UPSTREAM * tf.stop_gradient(tf.cos(x)) for x in rows]  # all different
             # A gradient that is a new value is not summed over towers.
             weights = [
                 (path, weight)
@@ -211,8 +211,8 @@ class Observer:
             ]
             trace.weights = [path for path, _ in weights]
             sources = [*self.outputs, *(weight for _, weight in weights)]
-            found = tf.gradients(rows, sources, upstream, unconnected_gradients="zero")
-            gradients, weights = found[: len(self.outputs)], found[len(self.outputs) :]
+            of_sources = tf.gradients(rows, sources, upstream, unconnected_gradients="zero")
+            gradients, weights = of_sources[: len(self.outputs)], of_sources[len(self.outputs) :]
         return {
             "rows": tf.concat(rows, axis=1),
             "shapes": [tf.shape(x) for x in unknown],
@@ -241,13 +241,13 @@ def _without_training(call: Callable) -> Callable:
 
 def _saved_moments(_: Callable) -> Callable:
     return lambda layer, inputs, mask: tuple(
-        tf.cast(own, inputs.dtype) for own in (layer.moving_mean, layer.moving_variance)
+        tf.cast(moment, inputs.dtype) for moment in (layer.moving_mean, layer.moving_variance)
     )
 
 
 def _is_data_independent(value: tf.Tensor, batch: Collection[str]) -> bool:
     """Return whether a value depends on no random op and on no op in `batch`."""
-    found, waiting = {value.op.name}, [value.op]
+    visited, waiting = {value.op.name}, [value.op]
     while waiting:
         op = waiting.pop()
         if op.name in batch or SEEN in op.name or random_ops([(op.name, op.type)]):
@@ -257,9 +257,9 @@ def _is_data_independent(value: tf.Tensor, batch: Collection[str]) -> bool:
             if any(factor is not None and not np.any(factor) for factor in factors):
                 continue
         of_variables = [x for x in op.inputs if x.dtype == tf.resource]
-        before = [x.op for x in op.inputs] + [own for x in of_variables for own in x.consumers()]
-        new = {own.name: own for own in before if own.name not in found}
-        found |= new.keys()
+        before = [x.op for x in op.inputs] + [user for x in of_variables for user in x.consumers()]
+        new = {other.name: other for other in before if other.name not in visited}
+        visited |= new.keys()
         waiting += new.values()
     return True
 

@@ -143,9 +143,9 @@ class ReplicaContext:
         """Return the gradients without those that are new values, which `scope` records."""
         gradients = self.scope.without_new_values(gradients, variables)
         kinds = self._replicas.analysis.sparse_gradients
-        for i, (own, variable) in enumerate(zip(gradients, variables, strict=True)):
-            if id(variable) in kinds and isinstance(own, tf.IndexedSlices):
-                gradients[i] = kinds[id(variable)](own.values, own.indices, own.dense_shape)
+        for i, (g, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if id(variable) in kinds and isinstance(g, tf.IndexedSlices):
+                gradients[i] = kinds[id(variable)](g.values, g.indices, g.dense_shape)
         return gradients
 
 
@@ -356,9 +356,9 @@ def integers_on(device: str) -> contextlib.AbstractContextManager:
                 value = tf.bitcast(tf.cast(value, tf.float32), tf.int32)
             return tf.cast(value, tf.int64) if value.dtype == tf.int32 else value
 
-        def patch(own: Callable) -> Callable:
+        def patch(keras_op: Callable) -> Callable:
             def call(*args: Any, **kwargs: Any) -> Any:
-                result = own(*map(wide, args), **kwargs)
+                result = keras_op(*map(wide, args), **kwargs)
                 if name == "take" and tf.is_tensor(args[0]):  # rows of a table have its type
                     result = tf.cast(result, args[0].dtype)
                 return result

@@ -107,8 +107,8 @@ class ReplicaScope(keras.StatelessScope):
         if variable.trainable and tf_internals.value_of(variable) is None:  # not initialized
             raise _creation_error(variable.path)
         if getattr(variable, "overwrite_with_gradient", False):  # as scales of float8 are
-            for own in (tf_internals.value_of(variable), self.own.get(id(variable))):
-                self.overwritten[id(own)] = variable
+            for source in (tf_internals.value_of(variable), self.own.get(id(variable))):
+                self.overwritten[id(source)] = variable
         if id(variable) in self.deferred:
             self._apply_deferred(variable)
         if self.is_inside() and not variable.trainable and id(variable) not in self.stand_ins:
@@ -129,14 +129,14 @@ class ReplicaScope(keras.StatelessScope):
         # The value before the tower; None if there is none yet.
         if id(variable) in self.own:
             return self.own[id(variable)]
-        found, master = None, tf_internals.value_of(variable)
+        value, master = None, tf_internals.value_of(variable)
         if self.outer is not None:
-            found = self.outer.get_current_value(variable)
+            value = self.outer.get_current_value(variable)
         elif self.prefetch and master is not None:
             if id(variable) not in self.prefetched:
                 self.prefetched[id(variable)] = self.prefetch(master)
-            found = self.prefetched[id(variable)]
-        return master if found is None else found
+            value = self.prefetched[id(variable)]
+        return master if value is None else value
 
     def defer(self, average: MovingAverageUpdate) -> None:
         """Record an update of an average; apply it once for all towers, or when it is read."""

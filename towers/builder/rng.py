@@ -67,9 +67,9 @@ class DrawInfo:
             return False
         known = not tf.is_tensor(size)
         return all(
-            found is None or dim is None or (dim[1] and not known)
-            or found == dim[0] + dim[1] * (size if dim[1] else 0)
-            for found, dim in zip(shape, self.dims, strict=True)
+            actual is None or dim is None or (dim[1] and not known)
+            or actual == dim[0] + dim[1] * (size if dim[1] else 0)
+            for actual, dim in zip(shape, self.dims, strict=True)
         )  # fmt: skip
 
 
@@ -137,13 +137,13 @@ class ReplicaRng:
         static, size = tf_internals.static_shape(shape), self.rows.size
         place = next(self._places)
         if self.known is not None and place < len(self.known):
-            found = [self.known[place]]
+            candidates = [self.known[place]]
         else:  # recomputation in a backward pass draws again
-            found = [drawn for drawn in self.known or () if drawn.fits(name, static, size)]
-        layouts = {drawn.layout for drawn in found if drawn.fits(name, static, size)}
+            candidates = [drawn for drawn in self.known or () if drawn.fits(name, static, size)]
+        layouts = {drawn.layout for drawn in candidates if drawn.fits(name, static, size)}
         if len(layouts) == 1 and None not in layouts:
             return layouts.pop()
-        if not found or None not in {drawn.layout for drawn in found}:
+        if not candidates or None not in {drawn.layout for drawn in candidates}:
             self.num_guessed += 1
         return _guess(static, size)
 
@@ -156,8 +156,8 @@ class ReplicaRng:
         with tf.device(device_types.HOST) if self._on_gpu else contextlib.nullcontext():
             dims = tf_internals.static_shape(shape).as_list()
             if None in dims:
-                found = tf.unstack(tf.cast(shape, tf.int64), len(dims))
-                dims = [dim if own is None else own for dim, own in zip(found, dims, strict=True)]
+                sizes = tf.unstack(tf.cast(shape, tf.int64), len(dims))
+                dims = [n if dim is None else dim for n, dim in zip(sizes, dims, strict=True)]
             start, size, total = (
                 tf.cast(number, tf.int64) if tf.is_tensor(number) else number
                 for number in (self.rows.start, self.rows.size, self.rows.total)

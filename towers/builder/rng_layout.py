@@ -14,11 +14,11 @@ _EFFECT = 1e-4  # relative to the largest change: less is rounding
 
 def from_shapes(few: Trace, more: Trace) -> list[DrawInfo]:
     """Analyze draws by their shapes for two numbers of examples."""
-    found = []
+    infos = []
     for (op, shape, layer), (_, other, _) in zip(few.draws, more.draws, strict=True):
         known = shape is not None and other is not None and None not in (*shape, *other)
         if not known or len(shape) != len(other):
-            found.append(DrawInfo(op, None, None, layer))
+            infos.append(DrawInfo(op, None, None, layer))
             continue
         growth = [divmod(b - a, more.size - few.size) for a, b in zip(shape, other, strict=True)]
         dims = tuple(
@@ -30,8 +30,8 @@ def from_shapes(few: Trace, more: Trace) -> list[DrawInfo]:
             layout = None
         linear = not any(rest for _, rest in growth)
         known = (dims, layout) if linear else (None, None)
-        found.append(DrawInfo(op, *known, layer))
-    return found
+        infos.append(DrawInfo(op, *known, layer))
+    return infos
 
 
 def find_order(tracer: Tracer, trace: Trace, draws: list[DrawInfo]) -> None:
@@ -56,7 +56,7 @@ def find_order(tracer: Tracer, trace: Trace, draws: list[DrawInfo]) -> None:
 
     def reaches_only(place: int, drawn: DrawInfo, example: int) -> bool:
         """Return whether perturbing an example's own numbers changes that example only."""
-        low, high = (found["rows"] for found in nudged(trace, inputs, {place: drawn}, example))
+        low, high = (result["rows"] for result in nudged(trace, inputs, {place: drawn}, example))
         change = np.max(np.abs(high - low), axis=1, initial=0)
         others = np.delete(change, example)
         return bool(change[example] > 0 and others.max() <= _EFFECT * change[example])
@@ -66,10 +66,10 @@ def find_order(tracer: Tracer, trace: Trace, draws: list[DrawInfo]) -> None:
         of_each = drawn.dims[axis][1]
         for inner in range(of_each, 0, -1):
             layout = BatchAxis(axis, None if inner == of_each else inner)
-            found = dataclasses.replace(drawn, layout=layout)
+            candidate = dataclasses.replace(drawn, layout=layout)
             ends = 0, trace.size - 1
-            if of_each % inner == 0 and all(reaches_only(place, found, end) for end in ends):
-                draws[place] = found
+            if of_each % inner == 0 and all(reaches_only(place, candidate, end) for end in ends):
+                draws[place] = candidate
                 break
 
 

@@ -68,13 +68,13 @@ tf.register_tensor_conversion_function(DeviceResidentBatch, _whole)
 
 def as_devices(devices: Sequence[str]) -> list[str]:
     """Return the towers' devices as a list; raise ValueError if there is none."""
-    found = [] if isinstance(devices, str | int) else list(devices)
-    if not found:
+    names = [] if isinstance(devices, str | int) else list(devices)
+    if not names:
         raise ValueError(
             f"devices={devices!r} must be a list with one device for each tower, "
             'such as ["/gpu:0", "/gpu:1"], or towers.devices.tower_devices(2)'
         )
-    return found
+    return names
 
 
 def check_devices(names: Sequence[str]) -> None:
@@ -224,11 +224,11 @@ def _part(leaf: Any, tower: int, rows: BatchSlice) -> Any:
     # A tensor on a GPU is sliced there, not copied as a whole.
     device = getattr(leaf, "device", None) or ""
     with tf.device(device) if is_gpu(device) else contextlib.nullcontext():
-        found = leaf[rows.start : rows.start + rows.size]
+        sliced = leaf[rows.start : rows.start + rows.size]
     mask = tf_internals.mask_of(leaf)  # AutoGraph, which may convert this, does not support :=
     if mask is not None:
-        tf_internals.set_mask_of(found, mask[rows.start : rows.start + rows.size])
-    return found
+        tf_internals.set_mask_of(sliced, mask[rows.start : rows.start + rows.size])
+    return sliced
 
 
 def num_rows(value: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> int | tf.Tensor:

@@ -36,15 +36,15 @@ def policies_of(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) -> dict[i
         shift = trial % 3 - 1
         before = [np.asarray(v + _FAR * shift, v.dtype) for v in near]
         try:
-            results = [found["states"] for found in _run_slices(tracer, traces, trial, before)]
+            results = [result["states"] for result in _run_slices(tracer, traces, trial, before)]
         except tf.errors.InvalidArgumentError:
             if shift:  # a value that it cannot take, as a negative length
                 continue
             raise
-        for variable, start, *own in zip(few.states, before, *results, strict=True):
-            if not all(np.array_equal(value, start) for value in own):
+        for variable, start, *after in zip(few.states, before, *results, strict=True):
+            if not all(np.array_equal(value, start) for value in after):
                 changed.add(id(variable))
-            possible[id(variable)] = _agreeing(possible[id(variable)], start, own, traces)
+            possible[id(variable)] = _agreeing(possible[id(variable)], start, after, traces)
     # One that did not change may do so for other examples, if it depends on examples.
     independent = zip(few.states, few.data_independent, strict=True)
     known = changed | {id(v) for v, is_independent in independent if is_independent}
@@ -57,16 +57,16 @@ def policies_of_losses(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) ->
     possible = [("mean", "sum")] * len(few.loss_layers)
     alone = [True] * len(few.loss_layers)  # whether a row of the loss affects one row of the result
     for trial in range(_TRIALS_OF_LOSSES):
-        found = _run_slices(tracer, traces, trial)
-        for place, (*own, both) in enumerate(zip(*(f["added"] for f in found), strict=True)):
-            own.append(np.float32(both))  # parts may have been computed in float32
-            possible[place] = _agreeing(possible[place], 0.0, own, traces)
-        for place, rows in enumerate(zip(*(f["alone"] for f in found), strict=True)):
+        results = _run_slices(tracer, traces, trial)
+        for place, (*parts, both) in enumerate(zip(*(f["added"] for f in results), strict=True)):
+            parts.append(np.float32(both))  # parts may have been computed in float32
+            possible[place] = _agreeing(possible[place], 0.0, parts, traces)
+        for place, rows in enumerate(zip(*(f["alone"] for f in results), strict=True)):
             alone[place] &= all(rows)
     by_example = [all(rows) for rows in zip(*(t.added_by_example for t in traces), strict=True)]
     return [
-        AddedLoss(layer, "rows" if own and policies else next(iter(policies), None), rows)
-        for layer, policies, own, rows in zip(
+        AddedLoss(layer, "rows" if is_alone and policies else next(iter(policies), None), rows)
+        for layer, policies, is_alone, rows in zip(
             few.loss_layers, possible, alone, by_example, strict=True
         )
     ]
@@ -92,14 +92,14 @@ def policies_of_attributes(
         by_rows = have_rows(traces)
         possible = {place: _POLICIES for place, rows in enumerate(by_rows) if not rows}
         for trial in range(_TRIALS if possible else 0):
-            results = [found["attributes"] for found in _run_slices(tracer, traces, trial)]
+            results = [result["attributes"] for result in _run_slices(tracer, traces, trial)]
             for place, policies in possible.items():
-                *own, both = (found[place] for found in results)
-                kind, alike = both.dtype.kind, all(x.shape == both.shape for x in own)
+                *parts, both = (result[place] for result in results)
+                kind, alike = both.dtype.kind, all(x.shape == both.shape for x in parts)
                 policies = [p for p in policies if p != "mean" or kind == "f"]
                 policies = policies if alike and kind in "fiu" else []
                 start = np.zeros_like(both)
-                possible[place] = _agreeing(policies, start, [*own, both], traces)
+                possible[place] = _agreeing(policies, start, [*parts, both], traces)
         return [
             next(iter(possible[place]), None) if place in possible else ROWS
             for place in range(len(by_rows))
@@ -120,12 +120,12 @@ def _agreeing(
 ) -> list[str]:
     # The policies by which the first two of `values`, the slices', give the last, of both together.
     exact = np.asarray(values[-1]).dtype
-    *own, both = (np.asarray(value, np.float64) for value in values)
-    change = max(np.max(np.abs(v - before), initial=0) for v in (*own, both))
+    *parts, both = (np.asarray(value, np.float64) for value in values)
+    change = max(np.max(np.abs(v - before), initial=0) for v in (*parts, both))
     allowed = 0.0
     if exact.kind == "f":
         same = _SAME if exact.itemsize < 8 else _SAME_IN_FLOAT64
         allowed = same * change + 10 * np.finfo(exact).eps * np.max(np.abs(both), initial=0)
     sizes, wide = [trace.size for trace in traces[:2]], np.asarray(before, np.float64)
-    found = {p: merge(p, wide, list(map(tf.constant, own)), sizes).numpy() for p in policies}
-    return [p for p, v in found.items() if np.max(np.abs(v - both), initial=0) <= allowed]
+    merged = {p: merge(p, wide, list(map(tf.constant, parts)), sizes).numpy() for p in policies}
+    return [p for p, v in merged.items() if np.max(np.abs(v - both), initial=0) <= allowed]

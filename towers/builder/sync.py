@@ -87,18 +87,18 @@ class SyncGroup:
         Raises:
             InputError: the towers made different calls.
         """
-        for own in self._rounds[self._num_joined :]:
-            pairs = zip(own.values, own.known, strict=True)
+        for exchange in self._rounds[self._num_joined :]:
+            pairs = zip(exchange.values, exchange.known, strict=True)
             shapes = {(value.dtype, tuple(value.shape), known) for value, known in pairs}
-            if len(own.values) != self.num_towers or len(shapes) > 1:
+            if len(exchange.values) != self.num_towers or len(shapes) > 1:
                 raise InputError(
-                    f"{len(own.values)} of {self.num_towers} towers met with values of "
+                    f"{len(exchange.values)} of {self.num_towers} towers met with values of "
                     f"{len(shapes)} shapes: each copy of the function must run the same layers"
                 )
-            if own.stand_ins:
+            if exchange.stand_ins:
                 with tf.device(gather_device), tf.name_scope(SCOPE):
-                    everything = own.combine(own.values)
-                for stand_in in own.stand_ins:
+                    everything = exchange.combine(exchange.values)
+                for stand_in in exchange.stand_ins:
                     tf_internals.set_input(stand_in.op, everything)
         for prefetches in self._prefetches:
             prefetches.join()
@@ -157,14 +157,14 @@ class SyncHandle:
     def _exchanged(
         self, value: tf.Tensor, shape: Any, of_list: Callable, meet: Callable, known: Any = None
     ) -> tf.Tensor:
-        own = self._group.round(next(self._places), of_list)
-        own.values.append(value)
-        own.known.append(known)
-        if own.collective:
-            result = meet(own.collective)
+        exchange = self._group.round(next(self._places), of_list)
+        exchange.values.append(value)
+        exchange.known.append(known)
+        if exchange.collective:
+            result = meet(exchange.collective)
         else:
             result = tf.identity(tf.zeros(shape, value.dtype))
-            own.stand_ins.append(result)
+            exchange.stand_ins.append(result)
         return _once_differentiated(result, value)
 
 

@@ -44,16 +44,16 @@ def possible_shapes(leaves: Sequence[Any], layers: Sequence[keras.Layer]) -> Ite
         return
     tried = []
     for shapes_taken in map(tf_internals.input_shapes, layers):
-        unused, found = list(map(tf.TensorShape, shapes_taken)), []
+        unused, filled = list(map(tf.TensorShape, shapes_taken)), []
         for shape in shapes:
             suits = (t for t in unused if t.rank and shape[1:].is_compatible_with(t[1:]))
             if taken := next(suits, None):
                 unused.remove(taken)
                 shape = shape[:1].concatenate(shape[1:].merge_with(taken[1:]))
-            found.append(shape)
-        if found != shapes and found not in tried:
-            tried.append(found)
-            yield found
+            filled.append(shape)
+        if filled != shapes and filled not in tried:
+            tried.append(filled)
+            yield filled
     for length in (UNKNOWN_DIM, *_LONGER):
         yield [
             shape
@@ -116,11 +116,11 @@ _GIVEN: MutableMapping[tf.Graph, dict[str, tf.Tensor]] = weakref.WeakKeyDictiona
 @contextlib.contextmanager
 def given(arguments: Any, values: Any) -> Iterator[None]:
     """Set the values of a graph's arguments for `known_values` in the block."""
-    own, real = (
+    tensors, real = (
         list(filter(tf.is_tensor, tf.nest.flatten(each, expand_composites=True)))
         for each in (arguments, values)
     )
-    pairs = zip(own, real, strict=False)
+    pairs = zip(tensors, real, strict=False)
     known = {x.name: v for x, v in pairs if tf.is_symbolic_tensor(x) and x.dtype == v.dtype}
     graph = tf.compat.v1.get_default_graph()
     _GIVEN[graph] = known
@@ -136,13 +136,13 @@ def known_values(tensors: Sequence[Any]) -> list[Any] | None:
         return None
     if not any(map(tf.is_symbolic_tensor, tensors)):
         return list(tensors) if len(tensors[0]) else None
-    given = _GIVEN.get(tf.compat.v1.get_default_graph())
-    if not given or not all(map(tf.is_symbolic_tensor, tensors)):
+    known = _GIVEN.get(tf.compat.v1.get_default_graph())
+    if not known or not all(map(tf.is_symbolic_tensor, tensors)):
         return None
     needed, waiting = {}, [x.op for x in tensors]
     while waiting:
         op = waiting.pop()
-        if op.name in needed or f"{op.name}:0" in given:
+        if op.name in needed or f"{op.name}:0" in known:
             continue
         if op.op_def.is_stateful or op.type == "Placeholder":
             return None
@@ -153,16 +153,16 @@ def known_values(tensors: Sequence[Any]) -> list[Any] | None:
     for node in graph.node:
         node.input[:] = [name for name in node.input if not name.startswith("^")]
 
-    made = [x.name for x in tensors if x.name not in given]
+    computed = [x.name for x in tensors if x.name not in known]
     used = {x.name for op in needed.values() for x in op.inputs}
     def compute() -> list[tf.Tensor]:
-        own = {name: tf.identity(value) for name, value in given.items() if name in used}
-        return tf.graph_util.import_graph_def(graph, input_map=own, return_elements=made)
+        inputs = {name: tf.identity(value) for name, value in known.items() if name in used}
+        return tf.graph_util.import_graph_def(graph, input_map=inputs, return_elements=computed)
 
     try:
         with tf.init_scope(), tf.device("/cpu:0"):
-            values = iter(tf.function(compute, autograph=False)() if made else ())
-            return [given[x.name] if x.name in given else next(values) for x in tensors]
+            values = iter(tf.function(compute, autograph=False)() if computed else ())
+            return [known[x.name] if x.name in known else next(values) for x in tensors]
     except Exception:  # of many kinds: the values are only to be tried
         return None
 
@@ -177,9 +177,9 @@ def stand_in(captured: tf.Tensor) -> tf.Tensor:
 
 def values_in(graph: tf.Graph, specs: Sequence[tf.TypeSpec]) -> list[Values]:
     """Return the values that a traced function may treat specially, for its first arguments."""
-    found = [Values() for _ in specs]
+    values = [Values() for _ in specs]
     components = [tf.nest.flatten(spec, expand_composites=True) for spec in specs]
-    places = [i for i, own in enumerate(components) for _ in own]
+    places = [i for i, tensors in enumerate(components) for _ in tensors]
     # Which arguments each op depends on: ops come after what they use.
     of_ops = {x.op.name: {i} for i, x in zip(places, graph.inputs, strict=False)}
     for op in graph.get_operations():
@@ -190,18 +190,18 @@ def values_in(graph: tf.Graph, specs: Sequence[tf.TypeSpec]) -> list[Values]:
         if op.type in _TESTS_OF_NAN or (op.type in _COMPARISONS and op.inputs[0] is op.inputs[1]):
             special = [np.nan]
         elif op.type in _COMPARISONS:
-            special = [x for own in op.inputs for x in _around(tf.get_static_value(own))]
+            special = [x for operand in op.inputs for x in _around(tf.get_static_value(operand))]
         elif op.type == "GatherV2" and of_inputs[1] and not of_inputs[0]:
             axis, shape = tf.get_static_value(op.inputs[2]), op.inputs[0].shape
             rows = (shape[int(axis)] or 0) if axis is not None and shape.rank else 0
         for i in sources:
-            found[i].special += special
+            values[i].special += special
             if rows:  # of the smallest table
-                found[i].tokens = rows if found[i].tokens == 2 else min(found[i].tokens, rows)
+                values[i].tokens = rows if values[i].tokens == 2 else min(values[i].tokens, rows)
     inner = list(_special_in_functions(graph))
-    for own, spec in zip(found, specs, strict=True):
-        own.special = _representable([*own.special, *inner], spec.dtype)
-    return found
+    for to_try, spec in zip(values, specs, strict=True):
+        to_try.special = _representable([*to_try.special, *inner], spec.dtype)
+    return values
 
 
 def _around(value: np.ndarray | None) -> list[float]:
@@ -218,9 +218,9 @@ def _special_in_functions(graph: tf.Graph) -> Iterator[float]:
         nodes = {node.name: node for node in function.node_def}
         for node in function.node_def:
             for name in node.input if node.op in _COMPARISONS else ():
-                made = nodes.get(name.split(":")[0])
-                if made is not None and made.op == "Const":
-                    yield from _around(tf.make_ndarray(made.attr["value"].tensor))
+                producer = nodes.get(name.split(":")[0])
+                if producer is not None and producer.op == "Const":
+                    yield from _around(tf.make_ndarray(producer.attr["value"].tensor))
 
 
 def _representable(values: Sequence[float], dtype: tf.DType) -> list[float]:

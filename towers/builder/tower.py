@@ -136,27 +136,27 @@ class TowerBuilder:
     def tower_sums(self, loss_fn: Callable, variables: Sequence[Any], *batch: Any) -> TowerSums:
         """Return each tower's sums for `gradients`; call `gather_sums` next."""
         losses.check_by_example(analysis := self.analyze(loss_fn, *batch))
-        masters, totals, made = losses.masters_of(variables), [], []
+        masters, totals, rest = losses.masters_of(variables), [], []
 
         def on_tower(replica: ReplicaContext) -> tuple:
-            own, replica.own = losses.variables_and_copies(variables, replica.tower)
+            tower_variables, replica.own = losses.variables_and_copies(variables, replica.tower)
             sum_of_losses = losses.summed(loss_fn, replica.part)
 
             def compute() -> tuple:
-                forward = Forward(replica, lambda _: replica.call(sum_of_losses), own)
-                return forward.results, losses.gradients_of_sum(forward, own)
+                forward = Forward(replica, lambda _: replica.call(sum_of_losses), tower_variables)
+                return forward.results, losses.gradients_of_sum(forward, tower_variables)
 
             ((loss, count, outputs), side), gradients = replica.compiled(compute)
-            made.append((replica.close(count), replica.unpadded(outputs), replica.unpadded(side)))
+            rest.append((replica.close(count), replica.unpadded(outputs), replica.unpadded(side)))
             return loss, replica.scope.count, replica.gradients(gradients, masters)
 
         slices = self.split(batch, self.accumulate_steps, never_empty=True)
-        for own in sharding.rounds(slices, len(self.devices)):
+        for occupied in sharding.rounds(slices, len(self.devices)):
             with gather.after(totals):
-                results = self.run(on_tower, Replicas(self, own, analysis, {}, analysis.added))
+                results = self.run(on_tower, Replicas(self, occupied, analysis, {}, analysis.added))
             totals = gather.add_to(totals, results, losses.gather_plan(self))
         sums, counts, gradients = map(list, zip(*totals, strict=True))
-        scopes, outputs, sides = map(list, zip(*made, strict=True))
+        scopes, outputs, sides = map(list, zip(*rest, strict=True))
         analysis.side_outputs.assign(self.gather(gather.join, sides), batch)
         sums = cross_host.send_after_gradients(sums, gradients, self.devices)
         return TowerSums(sums, counts, gradients, scopes, analysis.policies, outputs)

@@ -31,26 +31,26 @@ def assign_once(
             scopes_of.setdefault(id(variable), (variable, []))[1].append(scope)
     unknown = []
     groups: dict[Any, tuple[str, list[ReplicaScope], list[keras.Variable]]] = {}
-    for key, (variable, own) in scopes_of.items():
+    for key, (variable, writers) in scopes_of.items():
         policy = policies.get(key) or policy_of(variable)
-        averaged = any(key in scope.averages for scope in own)
-        if len(own) > 1 and not (policy or averaged or variable.name == SEED_STATE):
+        averaged = any(key in scope.averages for scope in writers)
+        if len(writers) > 1 and not (policy or averaged or variable.name == SEED_STATE):
             unknown.append(variable)
         policy = policy or "mean"
         # A GPU sends its values as one tensor.
-        deferred = all(key in scope.deferred for scope in own)
-        packs = (deferred or len(own) > 1) and policy != "first"
-        packs = packs and is_gpu(own[0].device) and variable.value.dtype.is_floating
-        group: Any = (policy, variable.dtype, deferred, *map(id, own)) if packs else key
-        groups.setdefault(group, (policy, own, []))[2].append(variable)
-    for group, (policy, own, variables) in groups.items():
+        deferred = all(key in scope.deferred for scope in writers)
+        packs = (deferred or len(writers) > 1) and policy != "first"
+        packs = packs and is_gpu(writers[0].device) and variable.value.dtype.is_floating
+        group: Any = (policy, variable.dtype, deferred, *map(id, writers)) if packs else key
+        groups.setdefault(group, (policy, writers, []))[2].append(variable)
+    for group, (policy, writers, variables) in groups.items():
         if isinstance(group, tuple):
-            packed = _merge_packed(policy, own, variables, deferred=group[2])
+            packed = _merge_packed(policy, writers, variables, deferred=group[2])
             values = unpack(packed, [v.value for v in variables])
         else:
-            values = [scope.value_of(variables[0]) for scope in own]
+            values = [scope.value_of(variables[0]) for scope in writers]
             if len(values) > 1:
-                values, counts = map(tf.convert_to_tensor, values), [scope.count for scope in own]
+                values, counts = map(tf.convert_to_tensor, values), [s.count for s in writers]
                 values = [merge(policy, variables[0].value, list(values), counts)]
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
@@ -62,7 +62,7 @@ def assign_once(
 
 def copies_of(variable: keras.Variable, scopes: Sequence[ReplicaScope]) -> list[tf.Variable]:
     """Return the copies of a variable that towers read in its place, each once."""
-    read = {id(own := scope.own.get(id(variable))): own for scope in scopes}.values()
+    read = {id(value := scope.own.get(id(variable))): value for scope in scopes}.values()
     return [v for v in read if isinstance(v, tf.Variable) and v is not variable.value]
 
 
@@ -109,11 +109,11 @@ def with_new_values(
     """
     result = list(gradients)
     for i, master in enumerate(masters):
-        own = [scope for scope in scopes if id(master) in scope.new_values]
-        if own:
-            policy = policy_of(own[0].overwritten[id(master)]) or "max"
-            values = [scope.new_values[id(master)] for scope in own]
-            value = merge(policy, master, values, [scope.count for scope in own])
+        writers = [scope for scope in scopes if id(master) in scope.new_values]
+        if writers:
+            policy = policy_of(writers[0].overwritten[id(master)]) or "max"
+            values = [scope.new_values[id(master)] for scope in writers]
+            value = merge(policy, master, values, [scope.count for scope in writers])
             copies = isinstance(result[i], PerTower)
             result[i] = PerTower([value] * len(result[i].values)) if copies else value
     return result
@@ -140,9 +140,9 @@ def _merge_packed(
     for scope in scopes:
         with tf.device(scope.device):
             if deferred:
-                own = [scope.deferred[id(v)] for v in variables]
-                value = pack([average.value for average in own])
-                value *= of_elements([average.weight for average in own], value.dtype)
+                updates = [scope.deferred[id(v)] for v in variables]
+                value = pack([average.value for average in updates])
+                value *= of_elements([average.weight for average in updates], value.dtype)
             else:
                 value = pack([tf.cast(scope.value_of(v), v.dtype) for v in variables])
             values.append(value)
@@ -172,8 +172,8 @@ def _mean(values: Sequence[tf.Tensor], scopes: Sequence[ReplicaScope]) -> tf.Ten
             product = tf.math.multiply_no_nan(value, tf.cast(scope.count, value.dtype))
             weighted.setdefault(scope.device, []).append(product)
     sums = []
-    for device, own in weighted.items():
+    for device, products in weighted.items():
         with tf.device(device):
-            sums.append(tf.add_n(own))
+            sums.append(tf.add_n(products))
     total = tf.add_n(sums)
     return total / tf.cast(sum(counts), total.dtype) if known else total[:-1] / total[-1]

@@ -35,10 +35,10 @@ def compiled(
     def program() -> tuple[Any, list[tf.Tensor]]:
         graph = _current_graph()
 
-        def read(variable: tf.Variable, own: Callable) -> tf.Tensor:
+        def read(variable: tf.Variable, original: Callable) -> tf.Tensor:
             if id(variable) not in reads:
                 with outside():
-                    value = tf.identity(own(variable))  # moves it to the tower's device
+                    value = tf.identity(original(variable))  # moves it to the tower's device
                 with graph.as_default():
                     reads[id(variable)] = variable, value, tf.identity(value)
             return reads[id(variable)][2]
@@ -85,12 +85,12 @@ def read_outside() -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     graph, values = _current_graph(), {}
 
-    def read(variable: tf.Variable, own: Callable) -> tf.Tensor:
+    def read(variable: tf.Variable, original: Callable) -> tf.Tensor:
         if _current_graph() is graph:
-            return own(variable)
+            return original(variable)
         if id(variable) not in values:
             with graph.as_default():
-                values[id(variable)] = tf.identity(own(variable))
+                values[id(variable)] = tf.identity(original(variable))
         return values[id(variable)]
 
     return tf_internals.patch_reads(read)
