@@ -114,7 +114,7 @@ class Compiled(Task):
             ) from None
         if optimizer.weight_decay is not None:
             pairs = zip(weights, self.model.trainable_variables, strict=True)
-            spared = [own for own, weight in pairs if not tf_internals.decays(optimizer, weight)]
+            spared = [twin for twin, weight in pairs if not tf_internals.decays(optimizer, weight)]
             like.exclude_from_weight_decay(var_list=spared)
         return like
 
@@ -126,7 +126,7 @@ class Compiled(Task):
         model, options = self.model, self.options
         batches = self.data.train.train_batches(options.batch_size, seed=options.seed)
         is_own = overrides(model, "train_step", "test_step")
-        found: list[str] = []
+        names: list[str] = []
         figures: list[str] = []
         assigned: list[tf.Variable] = []
 
@@ -134,7 +134,7 @@ class Compiled(Task):
             with tf.device(self.builder.gather_device):
                 data = self._data(example, draws)
                 with self.recorder.record(data[1:2]):
-                    found[:] = scalars(type(model).train_step(model, data))
+                    names[:] = scalars(type(model).train_step(model, data))
                 if is_own:  # else they are the same
                     self._check_test_step()
                     data = self._data(example, None)
@@ -148,7 +148,7 @@ class Compiled(Task):
             stack.enter_context(tf_internals.record_assignments(assigned))
             tf.function(step, autograph=False).get_concrete_function(*batches.element_spec)
         self.unsaved = [v.name for v in self._unknown(assigned)]
-        if not found:
+        if not names:
             raise InputError(
                 f"--model={options.model}: its train_step returns no number, so there is no loss "
                 'to show: return a dict such as {"loss": loss}'
@@ -158,7 +158,7 @@ class Compiled(Task):
                 f"--model={options.model}: its test_step returns no number, so there is nothing to "
                 'evaluate: return a dict such as {"loss": loss}'
             )
-        return tuple(sorted(n, key=lambda name: name != "loss") for n in (found, figures or found))
+        return tuple(sorted(n, key=lambda name: name != "loss") for n in (names, figures or names))
 
     def _unknown(self, assigned: Sequence[tf.Variable]) -> list[tf.Variable]:
         """Return the assigned variables that no checkpoint holds."""
@@ -207,14 +207,14 @@ class Compiled(Task):
 
     def analyze(self, *batch: Any) -> FunctionAnalysis:
         """See `Task`; from here on outputs are joined if the loss mixes examples."""
-        found = super().analyze(*batch)
-        if self.by_example and self.builder.num_slices > 1 and found is not self._analysis:
-            self._analysis, alone = found, found.trace is not None and found.by_example
-            if not alone or found.reason or exactness_checks.check_on_samples(found):
+        analysis = super().analyze(*batch)
+        if self.by_example and self.builder.num_slices > 1 and analysis is not self._analysis:
+            self._analysis, alone = analysis, analysis.trace is not None and analysis.by_example
+            if not alone or analysis.reason or exactness_checks.check_on_samples(analysis):
                 self.by_example = False
                 self._check_by_example("a loss of an example that others of its batch are part of")
-                found = super().analyze(*batch)
-        return found
+                analysis = super().analyze(*batch)
+        return analysis
 
     def update_rules(self) -> UpdateRules:
         """See `Task`; clipping and regularisation are the model's own."""
@@ -268,7 +268,7 @@ class Compiled(Task):
                             passes.gradients, builder, measured, scale
                         )
                 known = {id(variable) for variable, _ in before}
-                before += [own for own in passes.before.values() if id(own[0]) not in known]
+                before += [pair for pair in passes.before.values() if id(pair[0]) not in known]
                 names = "loss", *(name for name in logs if "loss" in name), *logs
                 loss = logs[next(name for name in names if name in logs)]
                 wide = tf.as_dtype(keras.backend.result_type(loss.dtype, "float32"))
@@ -293,8 +293,8 @@ class Compiled(Task):
         model = self.model
         if overrides(model, "train_step", "compute_loss", "compute_metrics"):
             optimizers = optimizers_of(model)  # but not a loss scale, which is lowered anyway
-            inner = [getattr(own, "inner_optimizer", own) for own in optimizers]
-            slots = [v for own in inner for v in own.variables]
+            inner = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in optimizers]
+            slots = [v for optimizer in inner for v in optimizer.variables]
             changed = [v.value for v in (*model.trainable_variables, *slots)]
             return [(v, snapshot(v)) for v in changed] + self.masters.statistics()
         if self.rate_is_set:
@@ -314,10 +314,10 @@ class Compiled(Task):
         """Return the telemetry of a step, in which towers have no loss of their own."""
         num_towers = len(self.builder.devices)
         shapes = tower_metrics.measured_shapes(num_towers) | tower_metrics.timed_shapes(num_towers)
-        found = {name: tf.zeros(shape) for name, shape in shapes.items()} | seen
-        seconds = found.pop("tower_step_seconds", tf.zeros([num_towers]))
+        telemetry = {name: tf.zeros(shape) for name, shape in shapes.items()} | seen
+        seconds = telemetry.pop("tower_step_seconds", tf.zeros([num_towers]))
         unknown = tf.fill([num_towers], tf.constant(np.nan, tf.float32))
-        return found | {
+        return telemetry | {
             "tower_loss": unknown,
             "tower_seconds": tf.cast(seconds, tf.float64),
             "compute_seconds": tf.cast(tf.reduce_max(seconds), tf.float64),
@@ -401,12 +401,12 @@ class Compiled(Task):
     def metric_directions(self) -> Mapping[str, str | None]:
         """See `Task`."""
         direction = tf_internals.metric_direction
-        found = {
+        directions = {
             name: direction(self.model, name)
             or direction(self.model, name.rstrip("0123456789").rstrip("_"))  # of a vector
             for name in self._figures
         }
-        return found | ({"accuracy": "max"} if "accuracy" in found else {})
+        return directions | ({"accuracy": "max"} if "accuracy" in directions else {})
 
     # Evaluation.
 
@@ -445,8 +445,8 @@ class Compiled(Task):
         copies = [replica.weights for replica in self.masters.replicas]
         if len(copies) == 1 or builder_of(self.model) is None:
             return self.model.test_step
-        own = functools.partial(type(self.model).test_step, self.model)
-        return on_towers(self.model, self.builder, own, copies)
+        step = functools.partial(type(self.model).test_step, self.model)
+        return on_towers(self.model, self.builder, step, copies)
 
     def metrics_result(self) -> dict[str, tf.Tensor]:
         """See `Task`."""
@@ -477,7 +477,7 @@ class Compiled(Task):
 
 def _loss_text(loss: Any) -> str:
     if isinstance(loss, Mapping):
-        return ", ".join(f"{name}: {_loss_text(own)}" for name, own in loss.items())
+        return ", ".join(f"{name}: {_loss_text(part)}" for name, part in loss.items())
     if isinstance(loss, list | tuple):
         return ", ".join(map(_loss_text, loss))
     return str(getattr(loss, "name", None) or getattr(loss, "__name__", None) or loss)
@@ -486,11 +486,11 @@ def _loss_text(loss: Any) -> str:
 def scalars(logs: Any) -> dict[str, Any]:
     """Return the scalars in Keras' logs, and the elements of its vectors as NAME_0, NAME_1, ..."""
     flat = {"loss": logs} if not isinstance(logs, Mapping) else dict(_leaves(logs))
-    found = {name: value for name, value in flat.items() if not value.shape.rank}
+    numbers = {name: value for name, value in flat.items() if not value.shape.rank}
     for name, value in flat.items():
         if value.shape.rank == 1 and value.shape[0] is not None:
-            found |= {f"{name}_{i}": value[i] for i in range(value.shape[0])}
-    return found
+            numbers |= {f"{name}_{i}": value[i] for i in range(value.shape[0])}
+    return numbers
 
 
 def _leaves(logs: Mapping, before: str = "") -> Iterator[tuple[str, tf.Tensor]]:

@@ -40,11 +40,11 @@ class Evaluation:
 
     def figures(self) -> dict[str, Any]:
         """Return the JSON of `towers evaluate`."""
-        found = dict(self.metrics)
+        report = dict(self.metrics)
         if self.class_accuracy is not None:
-            found["class_accuracy"] = self.class_accuracy
-            found["class_accuracy_ema"] = self.class_accuracy_ema
-        return found | {"examples": self.examples}
+            report["class_accuracy"] = self.class_accuracy
+            report["class_accuracy_ema"] = self.class_accuracy_ema
+        return report | {"examples": self.examples}
 
     def table(self) -> list[str]:
         """Return the metrics as the lines of a table."""
@@ -108,7 +108,7 @@ class MetricState:
         for variable, twin in self._unknown:
             variable.assign(twin)
         pairs = [*averages, *self._twins]
-        with keras.StatelessScope([(v, tf.convert_to_tensor(own)) for v, own in pairs]) as scope:
+        with keras.StatelessScope([(v, tf.convert_to_tensor(new)) for v, new in pairs]) as scope:
             yield
         for variable, twin in self._twins:
             twin.assign(scope.get_current_value(variable))

@@ -91,11 +91,11 @@ class FlatVariable:
 
     def map_segments(self, fn: Callable, gradient: Any) -> Any:
         """Return the vector of `fn(part of the gradient, Segment)` over the sections."""
-        sizes = [sum(w.value.shape.num_elements() for w in own) for own in self.sections]
+        sizes = [sum(w.value.shape.num_elements() for w in section) for section in self.sections]
         parts, values = tf.split(gradient, sizes), tf.split(self._now, sizes)
         results = [
-            fn(part, Segment(value, _regularizer(own[0]), own[0].shape))
-            for part, value, own in zip(parts, values, self.sections, strict=True)
+            fn(part, Segment(value, _regularizer(section[0]), section[0].shape))
+            for part, value, section in zip(parts, values, self.sections, strict=True)
         ]
         return tf.concat(results, axis=0)
 
@@ -158,8 +158,8 @@ def packed(
         if len(group) > 1:
             sections = grouped(group, lambda pair: regularised(pair[1]))
             group = [pair for section in sections for pair in section]
-            own = [[weight for _, weight in section] for section in sections]
-            weight = FlatVariable([weight.value for _, weight in group], own)
+            weight_sections = [[weight for _, weight in section] for section in sections]
+            weight = FlatVariable([weight.value for _, weight in group], weight_sections)
             gradient = weight.join([g for g, _ in group])
         new_gradients.append(gradient)
         new_weights.append(weight)
@@ -180,9 +180,9 @@ def apply(
     slots, scope = [], keras.StatelessScope() if flats else contextlib.nullcontext()
     for flat in flats:
         for of_weight in tf_internals.elementwise_slots(optimizer):
-            own = [of_weight[tf_internals.unique_id(v)] for v in flat.variables]
-            slots.append(FlatVariable([slot.value for slot in own]))
-            scope.add_update((own[0], slots[-1]))
+            parts = [of_weight[tf_internals.unique_id(v)] for v in flat.variables]
+            slots.append(FlatVariable([slot.value for slot in parts]))
+            scope.add_update((parts[0], slots[-1]))
     joined = {id(variable) for flat in (*flats, *slots) for variable in flat.variables}
     alone = [v.value for v in (*optimizer.variables, *filter(_is_variable, weights or ()))]
     if _is_variable(optimizer.learning_rate):  # which no update changes
@@ -212,15 +212,15 @@ def _read_once(variables: Sequence[tf.Variable]) -> Iterator[None]:
     """
     values = {id(variable): tf.convert_to_tensor(variable) for variable in variables}
 
-    def read(variable: tf.Variable, own: Callable) -> tf.Tensor:
+    def read(variable: tf.Variable, original: Callable) -> tf.Tensor:
         value = values.get(id(variable))
-        return own(variable) if value is None else value
+        return original(variable) if value is None else value
 
     def forgetting(name: str) -> Callable:
-        def make(own: Callable) -> Callable:
+        def make(original: Callable) -> Callable:
             def assign(variable: tf.Variable, *args: Any, **options: Any) -> Any:
                 values.pop(id(variable), None)
-                return own(variable, *args, **options)
+                return original(variable, *args, **options)
 
             return assign
 
@@ -243,7 +243,7 @@ def updates_joined(
         guarded: called as `guarded(optimizer, gradients, weights, update)` for each update; calls
             `update(finite)`, see `apply`.
     """
-    optimizers = [own for own in optimizers if "apply" not in vars(own)]
+    optimizers = [optimizer for optimizer in optimizers if "apply" not in vars(optimizer)]
 
     def joining(optimizer: keras.optimizers.Optimizer) -> Callable:
         def apply_joined(grads: Any, trainable_variables: Any = None) -> None:
@@ -323,16 +323,16 @@ def _is_variable(value: Any) -> bool:
 
 def _regularizer(weight: keras.Variable) -> Callable | None:
     """Return an L1L2 with Python numbers; Keras' L1 has a tensor on the host."""
-    own = factors(weight.regularizer)
-    return keras.regularizers.L1L2(*own) if any(own) else None
+    l1_l2 = factors(weight.regularizer)
+    return keras.regularizers.L1L2(*l1_l2) if any(l1_l2) else None
 
 
 def factors(regularizer: Any) -> tuple[float, float] | None:
     """Return the factors of L1 and L2, rounded to float32 as in Keras; None for other classes."""
-    own = keras.regularizers
+    regularizers = keras.regularizers
     if regularizer is None:
         return 0.0, 0.0
-    if type(regularizer) not in (own.L1, own.L2, own.L1L2):
+    if type(regularizer) not in (regularizers.L1, regularizers.L2, regularizers.L1L2):
         return None
     config = regularizer.get_config()
     return float(np.float32(config.get("l1", 0.0))), float(np.float32(config.get("l2", 0.0)))

@@ -167,16 +167,16 @@ def translate_loss_errors(task: Task, recorder: LossRecorder, batches: Any) -> I
         if recorder.is_keras and not raised:
             _check_structure(task, example)
             _check_outputs(task, recorder, example)
-        what = f"the metric {raised}" if raised else "its loss"
-        given = ", ".join(
+        subject = f"the metric {raised}" if raised else "its loss"
+        shapes = ", ".join(
             f"targets {shape_of(inputs.y)} with outputs {shape_of(inputs.outputs)}"
             for inputs in recorder.inputs
         )
-        given = f" ({given or f'targets {_shapes_of(example[1:])}'})"
+        shapes = f" ({shapes or f'targets {_shapes_of(example[1:])}'})"
         text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
         text = " ".join(text.partition(" for '{{node")[0].split()).removesuffix(".")[:200]
         raise InputError(
-            f"{_flag_of(task)}: {what} cannot be computed of this data set{given}: "
+            f"{_flag_of(task)}: {subject} cannot be computed of this data set{shapes}: "
             f"{text or type(error).__name__}"
         ) from None
 
@@ -188,12 +188,12 @@ def _check_classifier(task: Task, example: Any) -> list[str]:
                 f"--dataset={task.options.dataset}: sample weights of shape {_shapes_of(weights)}; "
                 "a classifier takes one number for each example"
             )
-    found = final_activation(task.model)
-    if found not in ("softmax", "sigmoid"):
+    final = final_activation(task.model)
+    if final not in ("softmax", "sigmoid"):
         return []
     return [
-        f"warning     {task.options.model} ends in a {found}, and the loss takes logits, of which "
-        f"it takes the softmax itself: it will learn badly; take the {found} off the last layer"
+        f"warning     {task.options.model} ends in a {final}, and the loss takes logits, of which "
+        f"it takes the softmax itself: it will learn badly; take the {final} off the last layer"
     ]
 
 
@@ -217,10 +217,10 @@ def _check_structure(task: Task, example: Any) -> None:
                 f"{_quoted(names)}: name one of them"
             )
     needed = {name for name in names if losses.get(name) is not None}
-    for what, given in zip(("targets", "sample weights"), example[1:], strict=False):
-        if isinstance(given, dict) and not needed <= set(given) <= set(names):
+    for role, named in zip(("targets", "sample weights"), example[1:], strict=False):
+        if isinstance(named, dict) and not needed <= set(named) <= set(names):
             raise InputError(
-                f"--dataset={task.options.dataset}: the {what} are named {_quoted(given)}, and the "
+                f"--dataset={task.options.dataset}: the {role} are named {_quoted(named)}, and the "
                 f"outputs of {task.options.model} {_quoted(names)}: give both the same names"
             )
     if (number := len(tf.nest.flatten(example[1]))) not in (len(needed), len(names)):
@@ -264,7 +264,7 @@ def _check_outputs(task: Task, recorder: LossRecorder, example: Any) -> list[str
 def _output_endings(recorder: LossRecorder) -> list[tuple[str, OutputActivation]]:
     """Return (output name, "" for a single output; its activation) for each recorded loss."""
     paths, outputs = tf_internals.loss_paths(recorder.model), _outputs(recorder.model)
-    found, waiting, single = [], list(paths), len(paths) < 2
+    endings, waiting, single = [], list(paths), len(paths) < 2
     for inputs in recorder.inputs:
         at = next((i for i, (_, _, loss) in enumerate(waiting) if loss is inputs.loss), None)
         path, name, _ = waiting.pop(at) if at is not None else ((), "", None)
@@ -278,8 +278,8 @@ def _output_endings(recorder: LossRecorder) -> list[tuple[str, OutputActivation]
             ending = OutputActivation(
                 final_activation(recorder.model) if single and outputs is None else None
             )
-        found.append(("" if single else name, ending))
-    return found
+        endings.append(("" if single else name, ending))
+    return endings
 
 
 def _check_first_loss(task: Task, batch: Any, warnings: Sequence[str]) -> None:
@@ -314,22 +314,22 @@ def _check_first_loss(task: Task, batch: Any, warnings: Sequence[str]) -> None:
     if np.isfinite(total):
         return
     parts = {"inputs": example[0], "targets": example[1:2], "sample weights": example[2:]}
-    for what, part in parts.items():
+    for role, part in parts.items():
         leaves = [leaf for leaf in tf.nest.flatten(part) if leaf.dtype.is_floating]
         if not all(bool(tf.reduce_all(tf.math.is_finite(leaf))) for leaf in leaves):
             raise InputError(
-                f"--dataset={task.options.dataset}: there are {what} that are infinite or NaN in "
+                f"--dataset={task.options.dataset}: there are {role} that are infinite or NaN in "
                 f"the first batch, and the loss is {total:g} before the first step: leave these "
                 "examples out, or put numbers in their place"
             )
     names = {id(loss): name for _, name, loss in tf_internals.loss_paths(task.model)}
     bad = [names.get(id(loss)) for loss, ok in zip(losses, finite, strict=True) if not ok]
     bad = [name for name in bad if name is not None and len(names) > 1]
-    what = f"the loss{f' of output {bad[0]!r}' if bad else ''} is {total:g} before the first step"
+    fault = f"the loss{f' of output {bad[0]!r}' if bad else ''} is {total:g} before the first step"
     if warnings:
-        raise InputError(f"{what}: {warnings[0]}")
+        raise InputError(f"{fault}: {warnings[0]}")
     raise InputError(
-        f"{_flag_of(task)}: {what}: scale inputs and targets to about -1..1, and look whether the "
+        f"{_flag_of(task)}: {fault}: scale inputs and targets to about -1..1, and look whether the "
         "outputs are what the loss takes (no logarithm, root or division of 0 or less)"
     )
 

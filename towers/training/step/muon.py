@@ -59,9 +59,9 @@ class Muon(keras.optimizers.Muon):
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""
-        own = {"momentum": self.momentum, "weight_decay": self.adam_weight_decay}
+        constants = {"momentum": self.momentum, "weight_decay": self.adam_weight_decay}
         common = keras.optimizers.Optimizer.get_config(self)
-        return {**common, **own, "outputs": sorted(self.outputs)}
+        return {**common, **constants, "outputs": sorted(self.outputs)}
 
     def _should_use_adamw(self, variable: keras.Variable) -> bool:
         embedding = self.exclude_embeddings and "embedding" in variable.path.lower()
@@ -88,8 +88,8 @@ class Muon(keras.optimizers.Muon):
         gram = tf.matmul(x, x, transpose_a=tall, transpose_b=not tall)
         product = None
         for _ in range(steps):
-            own = self.muon_b * gram + self.muon_c * gram @ gram
-            own = tf.linalg.set_diag(own, tf.linalg.diag_part(own) + self.muon_a)
-            product = own if product is None else product @ own
-            gram @= own @ own  # these matrices commute
+            factor = self.muon_b * gram + self.muon_c * gram @ gram
+            factor = tf.linalg.set_diag(factor, tf.linalg.diag_part(factor) + self.muon_a)
+            product = factor if product is None else product @ factor
+            gram @= factor @ factor  # these matrices commute
         return x @ product if tall else product @ x

@@ -101,7 +101,7 @@ def clips_of(options: Options) -> dict[str, float]:
     """Return the clipping flags as arguments of a Keras optimizer."""
     names = {"clip_norm": "clipnorm", "clip_value": "clipvalue"}
     names["clip_global_norm"] = "global_clipnorm"
-    return {theirs: limit for ours, theirs in names.items() if (limit := getattr(options, ours))}
+    return {name: limit for flag, name in names.items() if (limit := getattr(options, flag))}
 
 
 def describe_flags(options: Options, loss_scale: Any) -> dict[str, str]:

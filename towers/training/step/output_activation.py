@@ -47,15 +47,15 @@ def ending_of(tensor: keras.KerasTensor) -> OutputActivation:
     while True:
         layer, place, inputs = tf_internals.maker_of(tensor)
         outputs = getattr(layer, "outputs", None) if isinstance(layer, keras.Model) else None
-        own = layer.layer if isinstance(layer, _layers.TimeDistributed) else layer
+        inner = layer.layer if isinstance(layer, _layers.TimeDistributed) else layer
         if outputs:
             tensor = outputs[place]
         elif isinstance(layer, keras.Model):
             return OutputActivation(final_activation(layer))
-        elif _is_moving(own) and len(inputs) == 1:
+        elif _is_moving(inner) and len(inputs) == 1:
             tensor = inputs[0]
         else:
-            return OutputActivation(_activation(own), own.name)
+            return OutputActivation(_activation(inner), inner.name)
 
 
 def _is_moving(layer: keras.Operation) -> bool:

@@ -56,8 +56,8 @@ class LossInput:
         """Name of the Keras function that the loss computes; "" for a loss of the user's."""
         function = getattr(self.loss, "fn", None)
         modules = type(self.loss).__module__, getattr(function, "__module__", None) or ""
-        own = all(module.partition(".")[0] == "keras" for module in modules)
-        return function.__name__ if own else ""
+        is_keras = all(module.partition(".")[0] == "keras" for module in modules)
+        return function.__name__ if is_keras else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,10 +171,10 @@ class OutputCheck:
         if self.inputs.kind not in _SPARSE:
             _, outputs = _squeezed(self.inputs.y, outputs)
         losses = outputs[:-1] if len(outputs) > 1 else outputs
-        ours, weights = _squeezed(losses, self.inputs.weights)
-        sizes = zip(ours[1:], weights[1:], strict=False)
-        fit = all(weight in (1, own) or None in (own, weight) for own, weight in sizes)
-        if len(ours) != len(weights) or not fit:
+        loss_shape, weights = _squeezed(losses, self.inputs.weights)
+        sizes = zip(loss_shape[1:], weights[1:], strict=False)
+        fit = all(weight in (1, size) or None in (size, weight) for size, weight in sizes)
+        if len(loss_shape) != len(weights) or not fit:
             self._refuse(
                 f"sample weights of shape {shape_of(self.inputs.weights)}, and the losses of "
                 f"{self.output} have shape {shape_of(losses)}: give one weight for each of them"
@@ -259,12 +259,12 @@ class OutputCheck:
         finite = np.isfinite([least, most]).all()
         if self.weighted or not finite or (least >= 0 and most <= 1):
             return
-        found = set(np.unique(values).tolist())
-        if found <= {-1.0, 1.0} and kind in _BINARY:
+        distinct = set(np.unique(values).tolist())
+        if distinct <= {-1.0, 1.0} and kind in _BINARY:
             advice = "write 0 for -1, or take keras.losses.Hinge"
-        elif found <= {0.0, 255.0} or (least >= 0 and most == 255):
+        elif distinct <= {0.0, 255.0} or (least >= 0 and most == 255):
             advice = "divide masks by 255"
-        elif least >= 0 and found == set(map(float, range(int(most) + 1))) and kind in _BINARY:
+        elif least >= 0 and distinct == set(map(float, range(int(most) + 1))) and kind in _BINARY:
             advice = (
                 "for numbers of classes take sparse_categorical_crossentropy, "
                 f"and {int(most) + 1} units"

@@ -105,9 +105,9 @@ class Task(abc.ABC):
                     dense = gather.dense_on_gpus(sums.gradients, variables, builder.devices)
                     sums = dataclasses.replace(sums, gradients=dense)
                 statistics = [
-                    (own, snapshot(own))
+                    (variable, snapshot(variable))
                     for v in assigned(sums.scopes)
-                    for own in (v.value, *copies_of(v, sums.scopes))
+                    for variable in (v.value, *copies_of(v, sums.scopes))
                 ]
                 loss, gradients = builder.gather_sums(sums, variables)
                 gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
@@ -118,8 +118,8 @@ class Task(abc.ABC):
                         )
                 if self.on_update:
                     factor = 1.0 if scale is None else 1.0 / scale
-                    own = [None if g is None else scaled(g, factor) for g in gradients[0]]
-                    self.on_update(own, self.model.trainable_variables)
+                    unscaled = [None if g is None else scaled(g, factor) for g in gradients[0]]
+                    self.on_update(unscaled, self.model.trainable_variables)
                 with tf.device(builder.gather_device), tf.name_scope("update"):
                     if scale is not None:
                         loss = loss / tf.cast(scale, loss.dtype)
@@ -150,7 +150,7 @@ class Task(abc.ABC):
         replicas = self.masters.replicas
         if len(replicas) == 1:
             return self.model.trainable_variables
-        return [PerTower(own) for own in zip(*(r.weights for r in replicas), strict=True)]
+        return [PerTower(copies) for copies in zip(*(r.weights for r in replicas), strict=True)]
 
     def analyze(self, *batch: Any) -> FunctionAnalysis:
         """Analyze the towers' function on (*example, draws)."""
@@ -172,11 +172,11 @@ class Task(abc.ABC):
         It is 0 for a model's own step with several updates.
         """
         optimizers = self.masters.optimizers
-        scaled = any(getattr(own, "dynamic_scale", None) is not None for own in optimizers)
+        scaled = any(getattr(each, "dynamic_scale", None) is not None for each in optimizers)
         if not scaled and self.masters.loss_scale is None and self.options.on_nan != "skip":
             return None
-        made = optimizers[0].iterations if optimizers else self.masters.step
-        return max(int(self.masters.step.numpy()) - int(made.numpy()), 0)
+        updates = optimizers[0].iterations if optimizers else self.masters.step
+        return max(int(self.masters.step.numpy()) - int(updates.numpy()), 0)
 
     def finish(self) -> bool:
         """Finalize the weights after the last step; return whether any changed."""
@@ -203,8 +203,8 @@ class Task(abc.ABC):
             plan = augmentation.parse(self.options.augment)
             if plan.mixes:
                 draws, ((_, *others), _) = draws
-                own = augment_ops.share(*inputs.shape[1:3], draws, plan, losses.dtype)
-                losses = own * losses + (1.0 - own) * self.losses_of(outputs, *others)
+                share = augment_ops.share(*inputs.shape[1:3], draws, plan, losses.dtype)
+                losses = share * losses + (1.0 - share) * self.losses_of(outputs, *others)
         # They are of the tower's batch: the mean over all examples weighs each by its size.
         for added in added_losses()[before:]:
             losses += tf.reduce_sum(tf.cast(added, losses.dtype))
@@ -230,9 +230,9 @@ class Task(abc.ABC):
         scale = self.masters.loss_scale
         # The scope discards assignments.
         with floatx_of(self.options.dtype), keras.StatelessScope():
-            _, found, *_ = self.builder.gradients(self.tower_function, self.weights(), *batch)
+            _, gradients, *_ = self.builder.gradients(self.tower_function, self.weights(), *batch)
         factor = 1.0 if scale is None else 1.0 / scale
-        return [None if g is None else scaled(g, factor) for g in _of_replica(found, 0)]
+        return [None if g is None else scaled(g, factor) for g in _of_replica(gradients, 0)]
 
     # Evaluation.
 
@@ -248,10 +248,10 @@ class Task(abc.ABC):
             self._reset_metrics()
             kinds, logs = (False, True)[: 1 + bool(self.masters.averages)], []
             collectors = [PredictionCollector(averaged=averaged) for averaged in kinds]
-            for _, found in pipelined(batches, self._evaluate, stop):
-                if found is None:
+            for _, results in pipelined(batches, self._evaluate, stop):
+                if results is None:
                     return None
-                example, logs, predictions = found
+                example, logs, predictions = results
                 for collector, predicted in zip(collectors, predictions, strict=False):
                     classes, chances = predicted.numpy().T
                     shows = self.data.image_shape and collector is collectors[-1]
@@ -267,7 +267,7 @@ class Task(abc.ABC):
         self._reset_metrics()
         _, logs, _ = self._evaluate((example, counted))
         named = zip(("", AVERAGED), logs, strict=False)
-        return {f"{n}{ending}": v.numpy() for ending, own in named for n, v in own.items()}
+        return {f"{n}{ending}": v.numpy() for ending, metrics in named for n, v in metrics.items()}
 
     @abc.abstractmethod
     def test_step(
@@ -322,11 +322,11 @@ class Task(abc.ABC):
 
         def test_step(example: Any, number: tf.Tensor) -> tuple[list[dict], list[tf.Tensor]]:
             with tf.device(home), integers_on(home), floatx_of(self.options.dtype):
-                found = [self.test_step(example, number, averaged=False)]
+                results = [self.test_step(example, number, averaged=False)]
                 if self.masters.averages:
                     with self._averages_state.used(self.masters.averages):
-                        found.append(self.test_step(example, number, averaged=True))
-            logs, predictions = zip(*found, strict=True)
+                        results.append(self.test_step(example, number, averaged=True))
+            logs, predictions = zip(*results, strict=True)
             return list(logs), [p for p in predictions if p is not None]
 
         return tf.function(test_step, autograph=False)
@@ -345,14 +345,14 @@ class Task(abc.ABC):
             if self.masters.averages or self.names_averages:
                 metrics[f"{name}{AVERAGED}"] = figures[1][name] if len(figures) == 2 else None
         predictions = [collector.predictions() for collector in collectors]
-        of_class = [self._class_accuracy(own) for own in predictions]
+        of_class = [self._class_accuracy(each) for each in predictions]
         return Evaluation(metrics, split.size, *[*of_class, None][:2], predictions[-1])
 
     def _final_metrics(self, logs: Mapping[str, tf.Tensor]) -> dict[str, float]:
         """Return the metrics over all batches, or `logs` if the model's own step has others."""
-        found = self.metrics_result()
-        found = found if found.keys() == logs.keys() else logs
-        return {name: float(value) for name, value in found.items()}
+        metrics = self.metrics_result()
+        metrics = metrics if metrics.keys() == logs.keys() else logs
+        return {name: float(value) for name, value in metrics.items()}
 
     def _class_accuracy(self, predictions: Predictions | None) -> dict[str, float | None] | None:
         if predictions is None:
@@ -360,7 +360,7 @@ class Task(abc.ABC):
         labels, size = predictions.labels, self.data.num_classes
         right = np.bincount(labels[labels == predictions.predicted], minlength=size)
         parts = zip(self.data.class_names, right, np.bincount(labels, minlength=size), strict=True)
-        return {name: float(own / of) if of else None for name, own, of in parts}
+        return {name: float(correct / of) if of else None for name, correct, of in parts}
 
     @abc.abstractmethod
     def describe(self) -> str:
@@ -406,9 +406,9 @@ class Task(abc.ABC):
         """
         known = self.metric_directions()
         if not self.options.monitor:
-            found = [name for name in known if name != "loss" and known[name]]
+            candidates = [name for name in known if name != "loss" and known[name]]
             rest = "loss" if "loss" in known else next(iter(known))
-            name = "accuracy" if "accuracy" in found else next(iter(found), rest)
+            name = "accuracy" if "accuracy" in candidates else next(iter(candidates), rest)
             return name, known[name] or "min"
         return parse_monitor(self.options.monitor, known)
 
@@ -484,8 +484,8 @@ class Classifier(Task):
 
         def logits(x: Any, copies: Sequence[keras.Variable] = ()) -> tf.Tensor:
             weights = model.trainable_variables[: len(copies)]
-            own = {id(v): c.value for v, c in zip(weights, copies, strict=True)}
-            with ReplicaScope(own):  # discards assignments, as of seeds
+            values = {id(v): c.value for v, c in zip(weights, copies, strict=True)}
+            with ReplicaScope(values):  # discards assignments, as of seeds
                 return logits_of(model, self.inputs(x, None), self.options.test_time_flip)
 
         return logits

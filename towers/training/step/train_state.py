@@ -136,12 +136,12 @@ class TrainState:
 
 def not_finite(named: Mapping[str, Any]) -> list[str]:
     """Return the names of variables or tensors that have an infinity or NaN."""
-    found = []
+    names = []
     for name, value in named.items():
         with tf.device(value.device):
             if value.dtype.is_floating and not bool(tf.reduce_all(tf.math.is_finite(value))):
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 def by_unique_name(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -175,11 +175,11 @@ def variables_of(model: keras.Model) -> list[keras.Variable]:
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return the optimizers in a model's attributes, and the built ones of its submodels."""
-    found = list(_optimizers_in(vars(model)))
+    optimizers = list(_optimizers_in(vars(model)))
     for layer in tf_internals.layers_of(model):
         if isinstance(layer, keras.Model) and layer is not model:
-            found += [own for own in _optimizers_in(vars(layer)) if own.built]
-    return list({id(optimizer): optimizer for optimizer in found}.values())
+            optimizers += [each for each in _optimizers_in(vars(layer)) if each.built]
+    return list({id(optimizer): optimizer for optimizer in optimizers}.values())
 
 
 def dynamic_scale(model: keras.Model) -> tf.Tensor | float:
@@ -227,9 +227,9 @@ def copies_on(
     """Return a copy of the weights on each device, with the optimizer `make_optimizer(weights)`."""
     copies = []
     for name in devices:
-        own = copy(weights, name)
+        twins = copy(weights, name)
         with tf.device(name):
-            copies.append(WeightCopy(own, make_optimizer(own), name, counter("examples", name)))
+            copies.append(WeightCopy(twins, make_optimizer(twins), name, counter("examples", name)))
     return copies
 
 
@@ -262,7 +262,7 @@ def move(places: Sequence[tuple[keras.Variable, str]]) -> list[keras.Variable]:
     moves = [(v, to) for v, to in moves if not is_device(tf_internals.value_of(v).device, to)]
     held = tf_internals.held_elsewhere([v for v, _ in moves]) if moves else []
     for variable, device in moves:
-        if not any(variable is own for own in held):
+        if not any(variable is other for other in held):
             before = tf_internals.value_of(variable)  # also within a stateless scope
             with tf.device(device):
                 value = tf.Variable(before, trainable=variable.trainable, name=variable.name)

@@ -73,17 +73,17 @@ def make_update(
         scale, replicas = masters.loss_scale, masters.replicas
         rates = learning_rates if rate_is_set else [None] * len(replicas)
         updates = [
-            _replica_update(replica, own, rate, scale, rules, squares_rows)
-            for replica, own, rate in zip(replicas, gradients, rates, strict=True)
+            _replica_update(replica, replica_gradients, rate, scale, rules, squares_rows)
+            for replica, replica_gradients, rate in zip(replicas, gradients, rates, strict=True)
         ]
         penalties, norms, applies = zip(*updates, strict=True)
         penalty, norm = of_replicas(penalties, norms)
         checked = norms if is_gpu(replicas[0].device) else [norm]
-        finite = [finite_now(masters, i, own, loss) for i, own in enumerate(checked)]
+        finite = [finite_now(masters, i, value, loss) for i, value in enumerate(checked)]
 
         def apply(finite: Sequence[tf.Tensor | None]) -> None:
-            for apply_replica, own in zip(applies, finite, strict=True):
-                apply_replica(own)
+            for apply_replica, is_finite in zip(applies, finite, strict=True):
+                apply_replica(is_finite)
             update_averages(masters, rules, finite[0])
 
         if is_gpu(replicas[0].device):
@@ -140,14 +140,14 @@ def end_step(
         tolerated = False if masters.loss_scale is None else masters.loss_scale > 1.0
     first, advances, rows = finite[0], [], tf.cast(num_examples, tf.int64)
     for i, replica in enumerate(masters.replicas):
-        own, in_a_row = finite[min(i, len(finite) - 1)], masters.in_a_row[i]
+        is_finite, in_a_row = finite[min(i, len(finite) - 1)], masters.in_a_row[i]
         with tf.device(replica.device):
             if tolerated is False and masters.limit == 1:  # the fewest kernels on GPUs
-                in_a_row.assign(tf.cast(~own, tf.int64))
-                advances.append(tf.cast(own, tf.int64))
+                in_a_row.assign(tf.cast(~is_finite, tf.int64))
+                advances.append(tf.cast(is_finite, tf.int64))
             else:
-                bad = tf.cast(~(own | tolerated), tf.int64)
-                in_a_row.assign((in_a_row + bad) * tf.cast(~own, tf.int64))
+                bad = tf.cast(~(is_finite | tolerated), tf.int64)
+                in_a_row.assign((in_a_row + bad) * tf.cast(~is_finite, tf.int64))
                 advances.append(tf.cast(in_a_row < masters.limit, tf.int64))
             replica.examples.assign_add(rows * advances[-1])
     with tf.device(masters.step.device):
@@ -203,9 +203,9 @@ def _same_of(replicas: Sequence[WeightCopy]) -> Callable:
 
     def of_replicas(*numbers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         first, *others = zip(*numbers, strict=True)
-        for note, own in zip(notes, others, strict=True):
+        for note, values in zip(notes, others, strict=True):
             with tf.device(note.device):
-                note.assign(tf.stack([tf.cast(value, note.dtype) for value in own]))
+                note.assign(tf.stack([tf.cast(value, note.dtype) for value in values]))
         return list(first)
 
     return of_replicas
@@ -328,23 +328,23 @@ def _sums(*lists: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
     Scalars of another machine are added there, and sent as one tensor for all lists.
     """
-    types = [_widest(own) for own in lists]
+    types = [_widest(scalars) for scalars in lists]
     widest = max(types, key=lambda dtype: dtype.size)
     of_machines: dict[str, list[list[tf.Tensor]]] = {"": [[] for _ in lists]}
-    for i, own in enumerate(lists):
-        for scalar in own:
+    for i, scalars in enumerate(lists):
+        for scalar in scalars:
             machine = machine_of(scalar.device)
             parts = of_machines.setdefault(machine, [[] for _ in lists])
             with tf.device(scalar.device):
                 parts[i].append(tf.cast(scalar, types[i]))
     sums = of_machines.pop("")
     for parts in of_machines.values():
-        with tf.device(next(part.device for own in parts for part in own)):
-            there = [tf.add_n(own) if own else tf.zeros([]) for own in parts]
+        with tf.device(next(part.device for of_list in parts for part in of_list)):
+            there = [tf.add_n(of_list) if of_list else tf.zeros([]) for of_list in parts]
             packed = tf.stack([tf.cast(value, widest) for value in there])
-        for own, dtype, value in zip(sums, types, tf.unstack(packed), strict=True):
-            own.append(tf.cast(value, dtype))
-    return [tf.add_n(own) if own else tf.zeros([]) for own in sums]
+        for terms, dtype, value in zip(sums, types, tf.unstack(packed), strict=True):
+            terms.append(tf.cast(value, dtype))
+    return [tf.add_n(terms) if terms else tf.zeros([]) for terms in sums]
 
 
 def _widest(values: Sequence[Any]) -> tf.DType:
@@ -392,7 +392,7 @@ def update_averages(
     rate = 1.0 - decay ** (rules.batch_size / EMA_EXAMPLES)
     pairs = [(variable.value, average) for variable, average in masters.averages]
     for pairs_of_kind in fused_update.grouped(pairs, lambda pair: fused_update.kind_of(pair[1])):
-        variable, average = (fused_update.joined(own) for own in zip(*pairs_of_kind, strict=True))
+        variable, average = (fused_update.joined(each) for each in zip(*pairs_of_kind, strict=True))
         with tf.device(average.device):
             value = tf.convert_to_tensor(variable)
             change = (value - average) * tf.cast(rate, value.dtype)
