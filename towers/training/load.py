@@ -84,11 +84,11 @@ def load(
         InputError: there is no such run or checkpoint, it is damaged, or the model now has other
             variables.
     """
-    given = {"train_dir": str(train_dir), "trust": trust}
-    given |= {} if model is None else {"model": model}
+    fields = {"train_dir": str(train_dir), "trust": trust}
+    fields |= {} if model is None else {"model": model}
     with preserve_rng():
         trained = load_run(
-            options_from_call(None, given, verb="load"), averages=averages, step=step
+            options_from_call(None, fields, verb="load"), averages=averages, step=step
         )
     if devices_here("GPU"):  # as in a run
         floats = [v for v in trained.model.variables if v.value.dtype.is_floating]
@@ -118,7 +118,7 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
     values = weights.model | (weights.averages if averages else {})
     variables = by_unique_name((v.path, v) for v in variables_of(network))
     here, there = (
-        {name: str(list(v.shape)) for name, v in found.items()} for found in (variables, values)
+        {name: str(list(v.shape)) for name, v in named.items()} for named in (variables, values)
     )
     if differs := checkpoint.first_difference(here, there):
         raise InputError(
@@ -138,11 +138,11 @@ def read_weights(train_dir: Path, step: int | None = None) -> Weights:
             would be taken for those of the run.
     """
     folder = train_dir / "checkpoints"
-    found = checkpoint.of_run(train_dir)
-    if step is not None and step not in found:
+    steps = checkpoint.of_run(train_dir)
+    if step is not None and step not in steps:
         raise InputError(
             f"--train_dir={train_dir} has no checkpoint of step {step}; there are those of "
-            f"{', '.join(map(str, found))}"
+            f"{', '.join(map(str, steps))}"
         )
 
     def read(_: str, reader: Any) -> list[dict[str, np.ndarray]]:
@@ -157,19 +157,19 @@ def read_weights(train_dir: Path, step: int | None = None) -> Weights:
 
 def task_of_run(options: Options) -> dict[str, Any]:
     """Return `manifest.model_spec` of a run, from its data set if the manifest lacks it."""
-    found = manifest.read(Path(options.train_dir)).get("task")
-    if found:
-        return found
+    task = manifest.read(Path(options.train_dir)).get("task")
+    if task:
+        return task
     data = load_data(options)
     kind = augment.resolve(options.augment, data, compiled=False)
     return manifest.model_spec(data, dataclasses.replace(options, augment=kind))
 
 
-def _spec(found: Any) -> Any:
-    if isinstance(found, str):
-        dtype, shape = re.fullmatch(r"(\w+)\[(.*)\]", found).groups()
+def _spec(recorded: Any) -> Any:
+    if isinstance(recorded, str):
+        dtype, shape = re.fullmatch(r"(\w+)\[(.*)\]", recorded).groups()
         sizes = [None if size == "None" else int(size) for size in shape.split(", ") if size]
         return tf.TensorSpec(sizes, dtype)
-    if isinstance(found, dict):
-        return {name: _spec(part) for name, part in found.items()}
-    return [_spec(part) for part in found]
+    if isinstance(recorded, dict):
+        return {name: _spec(part) for name, part in recorded.items()}
+    return [_spec(part) for part in recorded]

@@ -131,14 +131,14 @@ def _devices_for(
             f"workers={workers!r} has the towers elsewhere: leave one of them out"
         )
     before = remote.current_cluster()
-    found = remote.connect(workers, number)
-    if found is not before and (model.compiled or model.variables):
+    cluster = remote.connect(workers, number)
+    if cluster is not before and (model.compiled or model.variables):
         raise InputError(
             f"workers={workers!r}: connect to them before the model is made, by "
             f"towers.devices.connect({workers!r}, {number}): TensorFlow loses what is assigned to "
             "variables that are older"
         )
-    return found.devices
+    return cluster.devices
 
 
 def put_on(model: keras.Model, builder: TowerBuilder) -> keras.Model:
@@ -214,8 +214,8 @@ class _Steps:
             self.passes = Passes()
             joined = fused_update.updates_joined(optimizers_of(self.model), self._update)
             calls = tf_internals.patch_layer_calls(self._make_call)
-            given, making = synthetic_inputs.given(args, self._batch), self._making_variables()
-            with tf.device(self._device), integers_on(self._device), joined, calls, given, making:
+            known, making = synthetic_inputs.given(args, self._batch), self._making_variables()
+            with tf.device(self._device), integers_on(self._device), joined, calls, known, making:
                 result = fn(*args)
             attributes.refuse_uses()
             return result
@@ -298,7 +298,7 @@ class _Steps:
             return False
         if self.model.run_eagerly or tf.config.functions_run_eagerly():  # nothing is traced
             return False
-        new = [own for own in optimizers_of(self.model) if not own.built]
+        new = [optimizer for optimizer in optimizers_of(self.model) if not optimizer.built]
         trains = name == "make_train_function"
         return tf_internals.will_make_metrics(self.model) or (trains and any(map(_has_slots, new)))
 
@@ -321,9 +321,9 @@ class _Steps:
             leaves = tf.nest.flatten((args, kwargs))
             inside = isinstance(tf_internals.open_scope(), ReplicaScope)
             extensions = [x for x in leaves if isinstance(x, tf.experimental.ExtensionType)]
-            for own in () if inside else extensions:
+            for x in () if inside else extensions:
                 self.builder.warn([
-                    f"layer {layer.name} runs on one device: its argument {type(own).__name__} is "
+                    f"layer {layer.name} runs on one device: its argument {type(x).__name__} is "
                     "an ExtensionType, which is not split; call it with a dict of its tensors"
                 ])  # fmt: skip
                 with self._plain():
@@ -360,7 +360,7 @@ class _Steps:
         def on_copies(*batch: Any) -> Any:
             *batch, copies = batch
             pairs = zip(self.model.trainable_variables, copies, strict=True)
-            tf_internals.open_scope().own |= {id(weight): own.value for weight, own in pairs}
+            tf_internals.open_scope().own |= {id(weight): copy.value for weight, copy in pairs}
             return fn(*batch)
 
         return self._functions.setdefault((fn,), on_copies)
@@ -371,16 +371,16 @@ class _Steps:
         If arguments have different numbers of rows, some of them are the batch; each tower takes
         the others whole, as a table, if the function then treats each row of the batch alike.
         """
-        given = [x for x in leaves if _is_batch(x)]
-        sizes = list(dict.fromkeys(x.shape[0] for x in given))
+        args = [x for x in leaves if _is_batch(x)]
+        sizes = list(dict.fromkeys(x.shape[0] for x in args))
         # Whole numbers may be places in the batch, as of a graph's edges.
-        places = any(x.shape[0] is not None and not tf.as_dtype(x.dtype).is_floating for x in given)
+        places = any(x.shape[0] is not None and not tf.as_dtype(x.dtype).is_floating for x in args)
         if len(sizes) > 1 and not places:
             for size in sorted(sizes, key=lambda size: size is not None):
                 fn, batch = self._function(layer, arguments, leaves, size)
                 reason = self._reason_against(layer, fn, batch)
-                found = self.builder.analyze(fn, *batch, silent=True)
-                if not reason and not exactness_checks.check_on_samples(found):
+                analysis = self.builder.analyze(fn, *batch, silent=True)
+                if not reason and not exactness_checks.check_on_samples(analysis):
                     return fn, batch, ""
         fn, batch = self._function(layer, arguments, leaves)
         reason = "" if len(set(sizes) - {None}) > 1 else self._reason_against(layer, fn, batch)
@@ -397,21 +397,21 @@ class _Steps:
             return diagnostics.FLOAT8_BY_XLA
         if self.builder.num_slices == 1:
             return ""
-        found = self.builder.analyze(fn, *batch, silent=True)
-        unknown = [
+        analysis = self.builder.analyze(fn, *batch, silent=True)
+        hint = [
             f"; of its arguments {x.shape} is all that is known: give their shape in the data set, "
             "by tf.ensure_shape"
             for x in batch
             if not synthetic_inputs.is_known(x)
         ]
-        unknown = "".join(unknown[:1])
-        if found.trace is None:
-            return f"it cannot be called with another number of examples ({found.reason}){unknown}"
-        if found.unjoinable_reason:
-            return f"{found.unjoinable_reason}{unknown}"
+        hint = "".join(hint[:1])
+        if analysis.trace is None:
+            return f"it cannot be called with another number of examples ({analysis.reason}){hint}"
+        if analysis.unjoinable_reason:
+            return f"{analysis.unjoinable_reason}{hint}"
         number = next((x.shape[0] for x in batch if x.shape[0]), 1)
         slices = slices_of(number, len(self.builder.devices), self.builder.accumulate_steps)
-        return found.single_example_reason if any(size == 1 for _, size in slices) else ""
+        return analysis.single_example_reason if any(size == 1 for _, size in slices) else ""
 
     def _function(
         self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any], num_rows: Any = ...
@@ -422,7 +422,7 @@ class _Steps:
         """
         divided = [_is_batch(x) and num_rows in (..., x.shape[0]) for x in leaves]
         batch = [leaf for leaf, is_divided in zip(leaves, divided, strict=True) if is_divided]
-        fixed = [_BATCH if own else leaf for leaf, own in zip(leaves, divided, strict=True)]
+        fixed = [_BATCH if split else leaf for leaf, split in zip(leaves, divided, strict=True)]
         structure = tf.nest.map_structure(lambda _: 0, arguments)
         if not all(leaf is _BATCH or isinstance(leaf, _CONSTANTS) for leaf in fixed):
             return _function_of(layer, structure, fixed), batch
@@ -453,7 +453,7 @@ class _Steps:
         new = [v for v in variables if id(v) not in self._placed]
         self._placed |= {id(v) for v in new}
         optimizers = optimizers_of(self.model)
-        with_slots = {id(v) for own in optimizers for v in tf_internals.weights_of(own)}
+        with_slots = {id(v) for optimizer in optimizers for v in tf_internals.weights_of(optimizer)}
         weights, others = [], []
         for v in new:
             if id(v) not in with_slots:
@@ -489,12 +489,12 @@ def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> 
     """
 
     def fn(*batch: Any) -> tuple[Any, dict[int, dict[str, tf.Tensor]]]:
-        given = iter(batch)
-        leaves = [next(given) if leaf is _BATCH else leaf for leaf in fixed]
+        tensors = iter(batch)
+        leaves = [next(tensors) if leaf is _BATCH else leaf for leaf in fixed]
         args, kwargs = tf.nest.pack_sequence_as(structure, leaves)
         outputs = layer(*args, **kwargs)
-        found = {i: _logits_of(output) for i, output in enumerate(tf.nest.flatten(outputs))}
-        return outputs, {i: logits for i, logits in found.items() if logits}
+        by_output = {i: _logits_of(output) for i, output in enumerate(tf.nest.flatten(outputs))}
+        return outputs, {i: logits for i, logits in by_output.items() if logits}
 
     return fn
 
@@ -510,8 +510,8 @@ def _logits_of(output: Any) -> dict[str, tf.Tensor]:
 def _with_logits(outputs: Any, logits: dict[int, dict[str, tf.Tensor]]) -> Any:
     """Return joined outputs with the logits where Keras' losses look for them."""
     flat = tf.nest.flatten(outputs)
-    for i, found in logits.items():
-        ((made_by, value),) = found.items()
+    for i, of_output in logits.items():
+        ((made_by, value),) = of_output.items()
         if made_by:
             flat[i] = _PROBABILITIES[made_by](value)
         else:

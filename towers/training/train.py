@@ -206,10 +206,10 @@ def _train(
             evaluator.invalidate()
         if changed or not checkpoints.has(step):
             _save_finite(prepared, finite_check, preemption, step, now=True)
-        found = evaluator.evaluate_at_end(step) if ended else None
-        if found and options.histogram_every_epochs:
+        evaluations = evaluator.evaluate_at_end(step) if ended else None
+        if evaluations and options.histogram_every_epochs:
             gallery.show_histograms(step)
-    if found is None:
+    if evaluations is None:
         signals.print_error(
             f"stopped at step {step} of {last}: saved; the same command continues the run"
         )
@@ -224,10 +224,10 @@ def _train(
         "seconds_to_first_step": seconds_to_first_step,
         "train_loss": monitor.last_loss,
         "gradient_noise_scale": monitor.noise_scale(),
-        **{f"{s}_{n}": v for s, own in found.items() for n, v in own.metrics.items()},
-        "test_examples": found["test"].examples,
+        **{f"{s}_{n}": v for s, e in evaluations.items() for n, v in e.metrics.items()},
+        "test_examples": evaluations["test"].examples,
         **({} if skipped is None else {"skipped_steps": skipped}),
-        "objective": f"{'validation' if 'validation' in found else 'test'}_{name}",
+        "objective": f"{'validation' if 'validation' in evaluations else 'test'}_{name}",
         "direction": direction,
         "num_towers": len(run.builder.devices),
         "devices": run.builder.devices,
