@@ -151,12 +151,12 @@ def convolve(x: tf.Tensor, kernel: tf.Tensor) -> tuple[tf.Tensor, Callable]:
     """Return `tf.nn.conv2d(x, kernel, 1, "SAME")` with the kernel gradient of `Conv2D`."""
 
     def gradient(upstream: tf.Tensor) -> list[tf.Tensor]:
-        given = dict(out_backprop=upstream, strides=[1] * 4, padding="SAME")
-        of_x = tf.raw_ops.Conv2DBackpropInput(input_sizes=tf.shape(x), filter=kernel, **given)
+        common = dict(out_backprop=upstream, strides=[1] * 4, padding="SAME")
+        of_x = tf.raw_ops.Conv2DBackpropInput(input_sizes=tf.shape(x), filter=kernel, **common)
         of_kernel = tf.cond(
             tf.reduce_prod(tf.shape(x)[1:3]) <= _MOST_PIXELS,
             lambda: _by_products(x, upstream, kernel.shape),
-            lambda: tf.raw_ops.Conv2DBackpropFilter(input=x, filter_sizes=kernel.shape, **given),
+            lambda: tf.raw_ops.Conv2DBackpropFilter(input=x, filter_sizes=kernel.shape, **common),
         )
         return [of_x, of_kernel]
 

@@ -108,8 +108,8 @@ def main() -> None:
     if arguments.steps < 1:
         parser.error("--steps must be at least 1")
     data = f"--data_dir={arguments.data_dir}" if arguments.data_dir else "--dataset=shapes"
-    given = [f"--flagfile={arguments.flagfile}", data, *others, "--devices=cpu"]
-    runs = [flags.parse([*given, f"--num_towers={n}"]) for n in arguments.num_towers]
+    common = [f"--flagfile={arguments.flagfile}", data, *others, "--devices=cpu"]
+    runs = [flags.parse([*common, f"--num_towers={n}"]) for n in arguments.num_towers]
     tower_devices(max(arguments.num_towers), "cpu")  # before TensorFlow starts
     curves = []
     for options in runs:

@@ -95,8 +95,8 @@ def train(options: Options) -> None:
         "seed": options.seed,
     }
     if options.ema_decay:
-        found = model.evaluate(of_test, verbose=0, return_dict=True)
-        result["test_accuracy_ema"] = found["accuracy"]
+        metrics = model.evaluate(of_test, verbose=0, return_dict=True)
+        result["test_accuracy_ema"] = metrics["accuracy"]
     files.write_json(folder / "result.json", result)
 
 

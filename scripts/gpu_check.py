@@ -134,15 +134,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def machine_of(num_dry: int) -> dict[str, Any] | str:
     """Return what results depend on, without starting a GPU; or how TensorFlow failed."""
     gpus = [f"CPU device {number}" for number in range(num_dry)]
-    found = {"gpus": gpus, "tensorflow": tf.__version__}
+    machine = {"gpus": gpus, "tensorflow": tf.__version__}
     if num_dry:
-        return found
+        return machine
     start = self_test.run_probe([])
     if isinstance(start, str):
         return f"TensorFlow's process {start}"
     build = {name: start["build"].get(name) for name in ("cuda_version", "cudnn_version")}
     gpus = [" ".join(map(str, gpu)) for gpu in start["gpus"]]
-    return found | {"gpus": gpus, "driver": nvml.driver_version(), **build}
+    return machine | {"gpus": gpus, "driver": nvml.driver_version(), **build}
 
 
 def run_apart(check: Check, gpus: Gpus) -> None:
@@ -219,8 +219,8 @@ def run_here(name: str, gpus: Gpus) -> int:
     # Should the other process be killed, this one ends by itself.
     signal.alarm(int(gpus.limit(check) + 2 * LAST_WORDS_SECONDS))
     try:
-        for found in check.run(gpus):
-            keep(gpus.folder, check=name, found=found)
+        for result in check.run(gpus):
+            keep(gpus.folder, check=name, found=result)
     except Skipped as reason:
         keep(gpus.folder, check=name, found=str(reason))
         return EXIT_SKIPPED

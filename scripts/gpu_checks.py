@@ -84,10 +84,10 @@ class Check:
     run: Callable[[Gpus], Iterator[Any]]
 
 
-def expect(condition: bool, found: str) -> None:
-    """End a check that failed, with what it found."""
+def expect(condition: bool, problem: str) -> None:
+    """End a check that failed, with the problem."""
     if not condition:
-        raise RunError(found)
+        raise RunError(problem)
 
 
 # ---------------------------------------------------------------------------- Commands
@@ -108,9 +108,9 @@ def command(line: str) -> Callable[[Gpus], Iterator[Any]]:
         print("towers", *arguments, "--json", file=sys.stderr)
         with contextlib.redirect_stdout(printed):
             code = cli.main([*arguments, "--json"])
-        found = json.loads(printed.getvalue() or "null")
-        if found is not None:
-            yield found
+        report = json.loads(printed.getvalue() or "null")
+        if report is not None:
+            yield report
         if code:
             sys.exit(code)  # the command has said why
 
@@ -165,9 +165,9 @@ def run_apart(*arguments: object, **environ: str) -> tuple[int, Any]:
 
 def all_sum(gpus: Gpus) -> Iterator[Any]:
     """An all-sum over all GPUs is exact in each type."""
-    found = self_test.all_sum(gpus.devices())
-    yield {name: error or "exact" for name, error in found.items()}
-    wrong = [f"{name}: {error}" for name, error in found.items() if error]
+    errors = self_test.all_sum(gpus.devices())
+    yield {name: error or "exact" for name, error in errors.items()}
+    wrong = [f"{name}: {error}" for name, error in errors.items() if error]
     expect(not wrong, "; ".join(wrong))
 
 
@@ -175,8 +175,8 @@ def doctor(_: Gpus) -> Iterator[Any]:
     """`towers doctor` finds no problem."""
     code, findings = run_apart("doctor")
     yield findings
-    problems = [found for found in findings or () if found["status"] == "problem"]
-    expect(code == 0, "; ".join(f"{found['name']}: {found['detail']}" for found in problems))
+    problems = [finding for finding in findings or () if finding["status"] == "problem"]
+    expect(code == 0, "; ".join(f"{finding['name']}: {finding['detail']}" for finding in problems))
 
 
 def fit(gpus: Gpus) -> Iterator[Any]:
@@ -221,9 +221,9 @@ def fit(gpus: Gpus) -> Iterator[Any]:
 def long_run(gpus: Gpus) -> Iterator[Any]:
     """2,000 steps, 200 in a dry run, leave no thread, descriptor or memory behind."""
     names = gpus.devices()
-    given = dict(model="models.resnet:resnet20", augment="resnet", variables="replicated")
-    given |= dict(num_towers=len(names), batch_size=gpus.batch_size(len(names)))
-    run = prepare(Options(**given, devices=",".join(names)))
+    fields = dict(model="models.resnet:resnet20", augment="resnet", variables="replicated")
+    fields |= dict(num_towers=len(names), batch_size=gpus.batch_size(len(names)))
+    run = prepare(Options(**fields, devices=",".join(names)))
     loop, batches = run.train_loop(), iter(run.batches(0, 0))
     steps = 200 if gpus.dry else 2000
     loop(batches, tf.constant(20))["loss"].numpy()
@@ -253,13 +253,13 @@ def held(names: list[str]) -> dict[str, int]:
 
 def resume(gpus: Gpus) -> Iterator[Any]:
     """A run that is repeated, and one that was stopped and resumed, end with the same bits."""
-    given = [*["--deterministic"] * hasattr(Options(), "deterministic"), *on_cpu(gpus)]
+    common = [*["--deterministic"] * hasattr(Options(), "deterministic"), *on_cpu(gpus)]
 
     def make(name: str, *max_steps: int) -> dict[str, np.ndarray]:
         folder = gpus.folder / "runs" / name
         for number, steps in enumerate(max_steps):
             code, _ = run_apart(
-                "train", f"--train_dir={folder}", *["--overwrite"] * (number == 0), *given,
+                "train", f"--train_dir={folder}", *["--overwrite"] * (number == 0), *common,
                 "--model=models.resnet:resnet20", "--augment=resnet", "--variables=replicated",
                 f"--num_towers={gpus.number}", f"--batch_size={gpus.batch_size(gpus.number)}",
                 "--num_epochs=100", "--evaluate_every_epochs=0",
@@ -272,8 +272,8 @@ def resume(gpus: Gpus) -> Iterator[Any]:
         return {key: np.asarray(reader.get_tensor(key)) for key in keys}
 
     def different(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> list[str]:
-        found = [k for k in one if k not in other or one[k].tobytes() != other[k].tobytes()]
-        return [key for key in found if "OBJECT_GRAPH" not in key]
+        keys = [k for k in one if k not in other or one[k].tobytes() != other[k].tobytes()]
+        return [key for key in keys if "OBJECT_GRAPH" not in key]
 
     once, resumed = make("once", 20), make("resumed", 10, 20)
     yield {"arrays": len(once), "different_after_resuming": (bad := different(once, resumed))}
@@ -289,16 +289,16 @@ def evaluate(gpus: Gpus) -> Iterator[Any]:
     runs = sorted(gpus.folder.glob("runs/*/result.json"))
     if not runs:
         raise Skipped("no run has come to its end that could be evaluated")
-    found = {}
+    results = {}
     for number in dict.fromkeys((gpus.number, 1)):
         line = "evaluate", f"--train_dir={runs[0].parent}", f"--num_towers={number}"
-        code, found[number] = run_apart(*line, "--trust", *on_cpu(gpus))
+        code, results[number] = run_apart(*line, "--trust", *on_cpu(gpus))
         expect(code == 0, f"the evaluation by {number} ended with exit code {code}")
-        yield {"run": runs[0].parent.name, "num_towers": number, **found[number]}
-    few, many = found[1], found[gpus.number]
+        yield {"run": runs[0].parent.name, "num_towers": number, **results[number]}
+    few, many = results[1], results[gpus.number]
     for name, off in {"examples": 0, "loss": 0.01 * few["loss"], "accuracy": 0.01}.items():
-        told = f"{name} {many[name]} by {gpus.number} towers, {few[name]} by 1"
-        expect(abs(few[name] - many[name]) <= off, told)
+        difference = f"{name} {many[name]} by {gpus.number} towers, {few[name]} by 1"
+        expect(abs(few[name] - many[name]) <= off, difference)
 
 
 def batch_norm(gpus: Gpus) -> Iterator[Any]:
@@ -370,9 +370,9 @@ def profile(gpus: Gpus) -> Iterator[Any]:
         trace = xplane_pb2.XSpace.FromString(traces[0].read_bytes())
     if gpus.dry:  # logical CPU devices have no plane of their own
         titles = {m.name for plane in trace.planes for m in plane.event_metadata.values()}
-        found = [title for title in titles if "tower_" in title and "MatMul" in title]
-        yield {"ops": found}
-        expect(bool(found), "no MatMul")
+        matmuls = [title for title in titles if "tower_" in title and "MatMul" in title]
+        yield {"ops": matmuls}
+        expect(bool(matmuls), "no MatMul")
         return
     busy = {
         f"/gpu:{plane.name.split(':')[2].split()[0]}": 1e-9 * sum(
@@ -402,11 +402,11 @@ def telemetry(gpus: Gpus) -> Iterator[Any]:
     loop(batches, tf.constant(5))
     start = time.perf_counter()
     values = {name: value.numpy() for name, value in loop(batches, tf.constant(20)).items()}
-    wall, own = time.perf_counter() - start, values["tower_seconds"]
+    wall, seconds = time.perf_counter() - start, values["tower_seconds"]
     most = [memory.of_device(name)[1] for name in names]
-    yield {"tower_seconds": own.tolist(), "seconds": wall, "mib": most}
+    yield {"tower_seconds": seconds.tolist(), "seconds": wall, "mib": most}
     # A step that is measured begins on idle GPUs and is longer than others, which it stands for.
-    expect(bool((own > 0).all() and (own < 10 * wall).all()), f"{own} of {wall:.3f} s")
+    expect(bool((seconds > 0).all() and (seconds < 10 * wall).all()), f"{seconds} of {wall:.3f} s")
     expect(min(most) > 4, f"towers hold {most} MiB, and the weights alone are 4")
 
 
@@ -491,10 +491,10 @@ def health(_: Gpus) -> Iterator[Any]:
     """The driver tells what TensorBoard is to show of each GPU, as far as that GPU has it."""
     seen = gpu_memory.visible_gpus(nvml.gpus())
     with nvml.opened():
-        found = {gpu.key: nvml.sample(gpu) for gpu in seen}
-    if not any(found.values()):
+        samples = {gpu.key: nvml.sample(gpu) for gpu in seen}
+    if not any(samples.values()):
         raise Skipped("the driver tells nothing")
-    yield found
+    yield samples
 
 
 # ---------------------------------------------------------------------------- The table

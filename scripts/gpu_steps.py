@@ -69,18 +69,18 @@ class Setting:
 
     def options(self) -> Options:
         """Return the options of its run."""
-        given = dict(variables=self.variables, dtype=self.dtype, jit_compile=self.jit_compile)
-        given |= MODELS[self.model]
+        fields = dict(variables=self.variables, dtype=self.dtype, jit_compile=self.jit_compile)
+        fields |= MODELS[self.model]
         if self.jit_compile:  # a program of XLA's meets no other
-            given |= {"batch_norm": "local"}
-        return Options(**given, num_towers=self.towers, batch_size=self.batch_size)
+            fields |= {"batch_norm": "local"}
+        return Options(**fields, num_towers=self.towers, batch_size=self.batch_size)
 
 
 def settings(gpus: "Gpus") -> list[Setting]:
     """Return the settings that are timed, the most telling first: one thing varies at a time."""
     numbers = list(dict.fromkeys((gpus.number, 1)))
     sizes = [2 * gpus.number] if gpus.dry else BATCH_SIZES  # CPUs show only that all of it works
-    found = [
+    timed = [
         Setting(model, number, "replicated", batch_size=size)
         for size in sizes
         for number in numbers
@@ -91,8 +91,8 @@ def settings(gpus: "Gpus") -> list[Setting]:
         others = [{"dtype": "mixed_bfloat16"}, {"jit_compile": True}, {"variables": "cpu"}]
         if number > 1:  # on one GPU these lie where replicated ones do
             others.append({"variables": "sharded"})
-        found += [dataclasses.replace(one, **other) for other in others for one in plain]
-    return found
+        timed += [dataclasses.replace(one, **other) for other in others for one in plain]
+    return timed
 
 
 def measure(setting: Setting, gpus: "Gpus") -> Iterator[dict[str, Any]]:
@@ -172,7 +172,7 @@ def _copied(make_steps: Callable[[int], None], number: int) -> dict[str, tuple[i
 
 def copies(trace: xplane_pb2.XSpace) -> dict[str, tuple[int, int]] | None:
     """Return {"host to GPU": (number, bytes), ...} of what all GPUs copied; None without a GPU."""
-    found = {way: [0, 0] for way in WAYS.values()}
+    totals = {way: [0, 0] for way in WAYS.values()}
     streams = [
         (plane, line)
         for plane in trace.planes
@@ -188,9 +188,9 @@ def copies(trace: xplane_pb2.XSpace) -> dict[str, tuple[int, int]] | None:
                 stats = {names[s.metadata_id]: s.str_value or names.get(s.ref_value, "")
                          for s in event.stats}  # fmt: skip
                 size = re.search(r"\bsize:(\d+)", stats.get("memcpy_details", ""))
-                found[way][0] += 1
-                found[way][1] += int(size[1]) if size else 0
-    return {way: (number, size) for way, (number, size) in found.items()} if streams else None
+                totals[way][0] += 1
+                totals[way][1] += int(size[1]) if size else 0
+    return {way: (number, size) for way, (number, size) in totals.items()} if streams else None
 
 
 # ---------------------------------------------------------------------------- Ring against NCCL
@@ -205,7 +205,7 @@ def ring_against_nccl(names: Sequence[str]) -> Iterator[dict[str, dict[str, floa
     Raises:
         ArithmeticError: a sum is wrong.
     """
-    found: dict[str, dict[str, float]] = {}
+    seconds: dict[str, dict[str, float]] = {}
     for hint in ("nccl", "ring"):
         for title, size in SUM_BYTES.items():
             values, tokens = [], []
@@ -219,8 +219,8 @@ def ring_against_nccl(names: Sequence[str]) -> Iterator[dict[str, dict[str, floa
                 if not bool(tf.reduce_all(total == expected)):
                     raise ArithmeticError(f"{hint}: a wrong sum of {title} on {name}")
             call = lambda sums=sums: [total[:1].numpy() for total in sums()]  # noqa: E731
-            found.setdefault(hint, {})[title] = statistics.median(_windows(call, 1))
-            yield found
+            seconds.setdefault(hint, {})[title] = statistics.median(_windows(call, 1))
+            yield seconds
 
 
 def _make_sums(

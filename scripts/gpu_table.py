@@ -46,13 +46,13 @@ def row(model: str, num_towers: int, dtype: str, variables: str) -> list[str]:
     options = Options(
         model=model, dataset=MODELS[model], batch_size=64, dtype=dtype, variables=variables
     )
-    found = gpus.describe(gpus.view(options, num_towers, data.load(options.dataset)))
+    described = gpus.describe(gpus.view(options, num_towers, data.load(options.dataset)))
     copies = []
     for way in ("from_host", "to_host", "from_gpus"):
-        repeated = found[way]["repeated"]
-        copies.append(f"{found[way]['count'] - repeated}" + f" + {repeated}" * bool(repeated))
-    missing, launches = found["without_kernel"], found["launches"]
-    counts = [len(missing), *copies, found["collectives"]["count"], *launches.values()]
+        repeated = described[way]["repeated"]
+        copies.append(f"{described[way]['count'] - repeated}" + f" + {repeated}" * bool(repeated))
+    missing, launches = described["without_kernel"], described["launches"]
+    counts = [len(missing), *copies, described["collectives"]["count"], *launches.values()]
     name = model.partition(":")[2]
     return [name, str(num_towers), dtype, *map(str, counts)]
 

@@ -73,11 +73,11 @@ def measure(num_workers: int, towers_per_worker: int = 1) -> list[dict[str, Any]
                 )  # fmt: skip
             for process in processes:
                 next(line for line in process.stdout if line.startswith("free"))
-            own = [*enter(0), *python, __file__, f"--program={','.join(addresses)}"]
-            own.append(f"--towers_per_worker={towers_per_worker}")
+            chief_command = [*enter(0), *python, __file__, f"--program={','.join(addresses)}"]
+            chief_command.append(f"--towers_per_worker={towers_per_worker}")
             quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
             out = subprocess.run(
-                own, cwd=ROOT, env=quiet, check=True, stdout=subprocess.PIPE, text=True
+                chief_command, cwd=ROOT, env=quiet, check=True, stdout=subprocess.PIPE, text=True
             )
             return json.loads(out.stdout.splitlines()[-1])
         finally:

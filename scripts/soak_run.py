@@ -116,10 +116,10 @@ class Run:
 
     # Moments.
 
-    def wait(self, what: Callable[[], object], seconds: float = RUN_SECONDS) -> bool:
-        """Wait until something is so; return False if the process ended before."""
+    def wait(self, condition: Callable[[], object], seconds: float = RUN_SECONDS) -> bool:
+        """Wait until `condition()` is true; return False if the process ended before."""
         start = time.monotonic()
-        while not what():
+        while not condition():
             if self.process.poll() is not None:
                 return False
             if time.monotonic() - start > seconds:
@@ -204,8 +204,8 @@ class Run:
             raise Wrong(f"checkpoints/ still has {', '.join(left)}")
         if self.steps()[-1] != STEPS:
             raise Wrong(f"the last checkpoint is of step {self.steps()[-1]}, not {STEPS}")
-        found = json.loads((self.train_dir / "manifest.json").read_text())["final"]
-        return {name: found[name] for name in ("step", "weights", "state")}
+        sums = json.loads((self.train_dir / "manifest.json").read_text())["final"]
+        return {name: sums[name] for name in ("step", "weights", "state")}
 
     def curves(self) -> dict[tuple[str, int, str], float]:
         """Return the points of the run, but for what a clock or the system says."""

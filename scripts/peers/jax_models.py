@@ -36,8 +36,8 @@ def make_model(config: Config) -> Model:
     arguments = dict(config.model_args)
     if config.model == "models.cnn:cnn":
         return cnn(config.image_shape, config.num_classes, **arguments)
-    if found := re.fullmatch(r"models\.resnet:resnet(\d*)", config.model):
-        depth = int(found[1] or arguments.pop("depth", 20))
+    if match := re.fullmatch(r"models\.resnet:resnet(\d*)", config.model):
+        depth = int(match[1] or arguments.pop("depth", 20))
         return resnet(depth, config.image_shape, config.num_classes, **arguments)
     raise Skipped(f"{config.model} is not written in JAX here, only cnn and resnets are")
 

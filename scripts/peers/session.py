@@ -204,9 +204,9 @@ def program(config: lane.Config) -> None:
         dtype=("float32", "mixed_bfloat16"),
         optimizer=("sgd", "momentum", "nesterov"),
     )
-    found = len(tf.config.list_physical_devices("GPU")) if config.gpus else config.num_devices
-    if found < config.num_devices:
-        raise lane.Skipped(f"num_devices={config.num_devices} with gpus; TensorFlow sees {found}")
+    seen = len(tf.config.list_physical_devices("GPU")) if config.gpus else config.num_devices
+    if seen < config.num_devices:
+        raise lane.Skipped(f"num_devices={config.num_devices} with gpus; TensorFlow sees {seen}")
     note = "float32: the tutorial's program has no mixed precision"
     note = note if config.dtype != "float32" else ""
     count = {} if config.gpus else {"CPU": config.num_devices, "GPU": 0}

@@ -31,9 +31,9 @@ def configure_devices(config: Config, num_devices: int) -> list[str]:
         Skipped: there are not so many GPUs.
     """
     if config.gpus:
-        found = len(tf.config.list_physical_devices("GPU"))
-        if found < num_devices:
-            raise Skipped(f"num_devices={num_devices} with gpus, and TensorFlow sees {found}")
+        seen = len(tf.config.list_physical_devices("GPU"))
+        if seen < num_devices:
+            raise Skipped(f"num_devices={num_devices} with gpus, and TensorFlow sees {seen}")
         return [f"/gpu:{i}" for i in range(num_devices)]
     tf.config.set_visible_devices([], "GPU")
     tf.config.set_logical_device_configuration(
@@ -65,9 +65,9 @@ def make_model(config: Config) -> keras.Model:
     keras.config.set_dtype_policy(config.dtype)
     keras.utils.set_random_seed(config.seed)
     function = load_function("model", config.model)
-    given = {"num_classes": config.num_classes, "image_shape": config.image_shape}
+    of_data = {"num_classes": config.num_classes, "image_shape": config.image_shape}
     parameters = inspect.signature(function).parameters
-    model = function(**{k: v for k, v in given.items() if k in parameters}, **config.model_args)
+    model = function(**{k: v for k, v in of_data.items() if k in parameters}, **config.model_args)
     if not config.own_layers:
         model = with_tensorflow_lrn(model)
     if config.weight_decay and config.optimizer != "adamw":

@@ -197,10 +197,10 @@ def program(config: lane.Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store, pipes = os.path.join(folder, "store"), []
         for rank in range(1, config.num_devices):
-            ours, theirs = context.Pipe()
-            context.Process(target=follow, args=(config, rank, store, theirs), daemon=True).start()
-            theirs.close()
-            pipes.append(ours)
+            near_end, far_end = context.Pipe()
+            context.Process(target=follow, args=(config, rank, store, far_end), daemon=True).start()
+            far_end.close()
+            pipes.append(near_end)
         loop = start(config, 0, store)
         with lane.Lane(config, {"torch": torch.__version__}) as turns:
             loss = None

@@ -24,8 +24,8 @@ def make_model(config: Config) -> nn.Module:
     arguments, (height, width, channels) = dict(config.model_args), config.image_shape
     if config.model == "models.cnn:cnn":
         model = Cnn(height, width, channels, config.num_classes, **arguments)
-    elif found := re.fullmatch(r"models\.resnet:resnet(\d*)", config.model):
-        depth = int(found[1] or arguments.pop("depth", 20))
+    elif match := re.fullmatch(r"models\.resnet:resnet(\d*)", config.model):
+        depth = int(match[1] or arguments.pop("depth", 20))
         model = ResNet(depth, channels, config.num_classes, **arguments)
     else:
         raise Skipped(f"{config.model} is not written in PyTorch here, only cnn and resnets are")
