@@ -313,16 +313,18 @@ def test_gpus_that_do_not_suffice_are_refused(folder, monkeypatch, argv, words):
 
 def test_a_killed_sweep_of_real_runs_repeats_nothing_that_was_finished(folder):
     command = [sys.executable, "-m", "towers", "sweep", "--sweep_dir=S", *TINY]
-    command.append("--vary=learning_rate:0.05,0.1")
+    command += ["--vary=learning_rate:0.05,0.1", steps := "--max_steps=400"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line.startswith("run "):
             break
+    first, second = Path("S/learning_rate=0.05"), Path("S/learning_rate=0.1")
+    while not (second / "flags.cfg").exists():  # a process asks to end with the sweep as it starts
+        time.sleep(0.05)
     process.kill()
     process.communicate()
     while leftovers.marked(os.environ[leftovers.VARIABLE]):  # its next run saves and ends
         time.sleep(0.05)
-    first, second = Path("S/learning_rate=0.05"), Path("S/learning_rate=0.1")
     assert not (second / "result.json").exists()
     before = tiny.files(first)
     again = subprocess.run([*command, "--json"], capture_output=True, text=True)
@@ -331,5 +333,5 @@ def test_a_killed_sweep_of_real_runs_repeats_nothing_that_was_finished(folder):
     assert list(statuses(json.loads(again.stdout)).values()) == ["finished", "finished"]
     assert "learning_rate  accuracy" in again.stderr and "\r" not in again.stderr
     options = flags.parse([f"--flagfile={second}/flags.cfg"])
-    given = [*TINY, f"--train_dir={second}", "--learning_rate=0.1"]
+    given = [*TINY, steps, f"--train_dir={second}", "--learning_rate=0.1"]
     assert options == flags.parse(given)
