@@ -103,6 +103,8 @@ def disk_full(run: Run, chance: random.Random) -> None:
     own_disk(run)
     run.start()
     run.until_saved(chance.randrange(0, STEPS // 2, SAVED_STEPS))
+    # Before the first step, where the run's first files are written, it ends with a line.
+    run.wait(lambda: "watch it" in run.printed())
     with full_disk(run):
         run.wait(lambda: any(word in run.printed() for word in _NO_SPACE))
     run.end(0)
