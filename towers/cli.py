@@ -87,7 +87,7 @@ _VERBS = (
     Entry("tensorboard", "show a run, or a folder of runs, in TensorBoard",
           options="towers.commands.tensorboard.command:TensorboardOptions",
           takes=("train_dir", "port"),
-          function="towers.commands.tensorboard.command:run"),
+          function="towers.commands.tensorboard.command:run", tensorflow="import"),
     Entry("predict", "say what a run's trained model makes of files of your own, over towers",
           options="towers.commands.predict.options:PredictOptions",
           takes=(*_PREDICT_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,

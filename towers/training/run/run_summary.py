@@ -60,17 +60,22 @@ def _length(run: RunContext) -> str:
     timetable, size, batch = run.timetable(), run.data.train.size, run.options.batch_size
     last = timetable.last_step
     seen = timetable.examples(last)
-    line = f"{count(last, 'step')}, {count(seen, 'example')}, {seen / size:.4g} epochs"
+    line = f"{count(last, 'step')}, {count(seen, 'example')}, {_epochs(seen / size)}"
     if seen <= run.total_examples:
         whole = f"{run.total_epochs:g}"
         return line if seen == run.total_examples else f"{line} of {whole}: --max_steps comes first"
-    line += f": {run.total_epochs:g} epochs are {run.total_examples}, and all batches are full"
+    verb = "is" if run.total_epochs == 1 else "are"
+    line += f": {_epochs(run.total_epochs)} {verb} {run.total_examples}, and all batches are full"
     if not size % batch:
         return line
     return (
         f"{line}, also where one epoch ends and the next begins (`fit` makes "
         f"{count(-(-size // batch), 'step')} an epoch, the last of {size % batch})"
     )
+
+
+def _epochs(number: float) -> str:
+    return "1 epoch" if number == 1 else f"{number:.4g} epochs"
 
 
 def _cost_of_moments(run: RunContext) -> list[str]:
