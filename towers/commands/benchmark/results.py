@@ -94,7 +94,8 @@ def lines(options: BenchmarkOptions, result: Mapping[str, Any]) -> Iterator[str]
         yield ""
     yield (
         "note        control: each tower computes its gradients from weights of its own, without "
-        "gather, update or input: what perfect scaling would give on this machine"
+        "gather, update or input: what perfect scaling would give on this machine; of control: "
+        "the median of the ratios of all windows"
     )
     for kind in ("skipped", "failed"):
         for name, reason in result[kind].items():

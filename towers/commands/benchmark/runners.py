@@ -209,7 +209,7 @@ class InterleavedRuns:
         turns = [(runner, part) for runner in self.own for part in WINDOW_SHARES]
         turns += [(runner, "") for runner in self.peers]
         seconds = sum(length * WINDOW_SHARES[part] for _, part in turns)
-        self.say(f"measuring   {windows} windows of {seconds:.0f} s at least")
+        self.say(f"measuring   {windows} rounds of {seconds:.0f} s at least, a window of each in turn")
         for window in range(windows):
             # Reverse every other window, so that no runner always follows the same one.
             for runner, part in turns[:: -1 if window % 2 else 1]:
@@ -222,4 +222,4 @@ class InterleavedRuns:
                         raise
                     self.failed[runner.name] = str(error)
                     self.peers.remove(runner)
-            self.say(f"window      {window + 1}/{windows}")
+            self.say(f"round       {window + 1}/{windows}")
