@@ -145,6 +145,7 @@ def test_a_worker_that_hangs_while_it_is_looked_at_is_named():
     [
         ("--min_workers=3", "--min_workers=2"),
         ("--workers={0},localhost:{1}", "are the same worker"),
+        ("--workers=nobody.invalid --worker_timeout_seconds=3", "(nobody.invalid:2222) does not"),
     ],
 )
 def test_what_cannot_be_had_of_workers_is_one_line(addresses, tmp_path, flags, why):

@@ -48,7 +48,7 @@ def test_it_serves_until_ctrl_c(event_dir):
         finally:
             server.kill()
     assert server.returncode == 0
-    assert (out, err) == ("ended\n", "")  # nor does TensorFlow, which TensorBoard loads, say anything
+    assert (out, err) == ("ended\n", "")  # not even TensorFlow, which TensorBoard loads
 
 
 @pytest.mark.process

@@ -32,7 +32,7 @@ def net(*middle, metrics=(), optimizer="sgd", norm=False):
 def verified(model, x=X, y=Y, **options):
     """Return the result and the lines that were said."""
     said = []
-    options = {"num_towers": (2,), "steps": 2, "batch_size": 9} | options
+    options = {"num_towers": 2, "steps": 2, "batch_size": 9} | options
     return towers.verify(model, x, y, say=said.append, **options), said
 
 

@@ -191,6 +191,17 @@ def test_gpus_on_cpus_are_refused():
     for devices in "cpu", "/cpu:0,/cpu:1", "CPU":
         said = refusal("train", "--num_gpus=2", f"--devices={devices}")
         assert "exclude each other: type --num_towers=2" in said
+        with pytest.raises(towers.InputError, match="exclude each other: type --num_towers=2"):
+            flags.options_from_call(None, {"num_gpus": 2, "devices": devices}, verb="train")
+
+
+def test_in_python_too_num_gpus_are_gpus(folder):
+    fields = {"num_gpus": 2, "train_dir": str(folder / "run")}
+    for base in None, Options():
+        options = flags.options_from_call(base, fields, verb="train")
+        assert (options.num_towers, options.devices) == (2, "gpu")
+    with pytest.raises(towers.InputError, match="flags by name"):
+        flags.options_from_call(None, {"flagfile": "a.cfg"}, verb="train")
 
 
 def test_folders_may_lie_at_home(folder, monkeypatch):

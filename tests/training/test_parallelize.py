@@ -487,6 +487,53 @@ def test_a_model_that_runs_eagerly_says_that_it_runs_on_one_device(way):
         tf.config.run_functions_eagerly(False)
 
 
+def cubed(model, data):
+    x, y = data
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.abs(model(x, training=True) - y) ** 3)
+    update(tape, loss, model.optimizer, model.trainable_variables)
+    return {"cube": loss}
+
+
+@pytest.mark.parametrize("when", ["before", "in its class, after"])
+def test_a_step_that_is_set_on_a_model_is_its_step(when):
+    def ends_of(num_towers):
+        class Net(keras.Sequential):
+            pass
+
+        keras.utils.set_random_seed(0)
+        model = Net([keras.Input((4,)), dense(1)])
+        owner = model if when == "before" else Net
+        bound = functools.partial(cubed, model)
+
+        def set_steps():
+            owner.train_step = bound if owner is model else cubed
+            if owner is model:
+                model.test_step = lambda data: {"sum": tf.reduce_sum(model(data[0]))}
+                model.predict_step = lambda x: 2 * model(x)
+
+        if when == "before":
+            set_steps()
+        if num_towers:
+            towers.parallelize(model, num_towers=num_towers, devices="cpu")
+        set_steps()
+        model.compile("sgd", "mse")
+        x = np.arange(28.0).reshape(7, 4) / 28
+        ends = model.fit(x, x[:, :1], batch_size=7, verbose=0).history
+        ends |= model.evaluate(x, x[:, :1], batch_size=7, verbose=0, return_dict=True)
+        ends |= {"outputs": model.predict(x, verbose=0), "kernel": model.layers[0].kernel.numpy()}
+        if num_towers:
+            assert builder_of(model) is not None
+            towers.unparallelize(model)
+            assert vars(model).get("train_step") is (bound if owner is model else None)
+        return ends
+
+    expected, found = ends_of(0), ends_of(3)
+    assert "cube" in expected and expected.keys() == found.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-6)
+
+
 def test_a_layer_in_which_examples_see_each_other_is_named():
     centred = keras.layers.Lambda(lambda x: x - keras.ops.mean(x, axis=0), name="centred")
     with pytest.warns(UserWarning, match="mixed examples: layer .*centred"):

@@ -126,6 +126,25 @@ def test_one_that_stops_training_ends_the_run_and_its_weights_are_saved(tmp_path
     assert result["test_mae"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("monitored", ["val_accuracy", "val_loss"])
+def test_of_a_classifier_too_keras_knows_which_values_are_better(tmp_path, monitored):
+    def plain():
+        keras.utils.set_random_seed(0)
+        return keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
+
+    kept = keras.callbacks.ModelCheckpoint(
+        tmp_path / "best.keras", monitor=monitored, save_best_only=True
+    )
+    stops = keras.callbacks.EarlyStopping(monitored, patience=1, min_delta=9.0)
+    labels = [(x, (y > 0).ravel().astype("int32")) for x, y in DATA]
+    losses, given = Losses(), dict(dataset=labels, max_steps=8, batch_size=7, log_every_steps=100)
+    result = towers.train(
+        train_dir=tmp_path / "run", model=plain, callbacks=lambda: [losses, kept, stops], **given
+    )
+    assert result["steps"] == 4 and (tmp_path / "best.keras").exists()
+    assert result["train_loss"] == pytest.approx(losses.steps[-1])  # nothing was logged there
+
+
 def test_a_run_that_goes_on_counts_its_epochs_on(tmp_path):
     first, second = Losses(), Losses()
     train(tmp_path, first, max_steps=3)  # in the middle of an epoch

@@ -148,6 +148,8 @@ def options_from_call(
         InputError: an option does not exist, a value is not allowed, or there is no run.
     """
     values = {option_name(name): value for name, value in fields.items()}
+    if fields.get("num_gpus"):
+        _take_gpus_only(fields["num_gpus"], values)
     if options is not None and not isinstance(options, Options):
         raise InputError(
             f"{options!r} is no towers.Options: options are given by name, a run's folder as "
@@ -258,14 +260,19 @@ def _read_argv(
     values = {n: _parse_typed(fields[n], value) for n, value in texts.items() if value is not None}
     number = texts.get("num_towers")
     if isinstance(number, _Aliased) and number != "0" and verb.name != "plan":  # which needs no GPU
-        if "cpu" in values.setdefault("devices", "gpu").lower():
-            raise InputError(
-                f"--num_gpus={number} and --devices={values['devices']} exclude each other: type "
-                f"--num_towers={number} for towers on the CPU"
-            )
+        _take_gpus_only(number, values)
     if others:
         values[positional] = tuple(map(os.path.expanduser, others))
     return values
+
+
+def _take_gpus_only(number: str | int, values: dict[str, Any]) -> None:
+    """Set the option `devices` as --num_gpus asks for; raise InputError if it names CPUs."""
+    if "cpu" in str(values.setdefault("devices", "gpu")).lower():
+        raise InputError(
+            f"--num_gpus={number} and --devices={values['devices']} exclude each other: type "
+            f"--num_towers={number} for towers on the CPU"
+        )
 
 
 def _parse_typed(field: dataclasses.Field, typed: Any) -> Any:
@@ -283,6 +290,8 @@ def _parse_typed(field: dataclasses.Field, typed: Any) -> Any:
 def _unknown_flag(flag: str, verb: Command) -> str:
     if flag == "help":
         return f"--help has no value: type towers {verb.name} --help"
+    if flag == "flagfile":
+        return "--flagfile is for command lines; in Python give its flags by name, num_towers=2"
     known = [*verb.fields(), *_ALIASES, "flagfile"]
     usual = _FOREIGN_FLAGS.get(flag.lower().replace("-", "_"))
     close = [usual] if usual in known else difflib.get_close_matches(flag, known, n=1)

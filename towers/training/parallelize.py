@@ -145,6 +145,7 @@ def put_on(model: keras.Model, builder: TowerBuilder) -> keras.Model:
     """Run the steps of a model on the towers of a builder; return the model."""
     unparallelize(model)
     steps = _Steps(model, builder)
+    steps.of_instance = {n: vars(model)[n] for n in (*_STEPS, *_MAKERS) if n in vars(model)}
     vars(model)["_tower_steps"] = steps
     vars(model).update({name: steps.on_towers(name) for name in _STEPS})
     vars(model).update({name: steps.made_for_towers(name) for name in _MAKERS})
@@ -172,8 +173,10 @@ def unparallelize(model: keras.Model) -> keras.Model:
 
     Weights and optimizer stay; the steps are traced anew.
     """
-    for name in (*_STEPS, *_MAKERS, "_tower_steps"):
-        vars(model).pop(name, None)
+    if steps := vars(model).pop("_tower_steps", None):
+        for name in (*_STEPS, *_MAKERS):
+            vars(model).pop(name, None)
+        vars(model).update(steps.of_instance)
     tf_internals.drop_functions(model)  # traced before
     return model
 
@@ -196,6 +199,7 @@ class _Steps:
     def __init__(self, model: keras.Model, builder: TowerBuilder, copies: Sequence[Any] = ()):
         self.model, self.builder, self._device = model, builder, builder.gather_device
         self._copies = copies
+        self.of_instance: dict[str, Callable] = {}  # methods that were set on the model itself
         self.passes = Passes()  # of the step that is traced
         self._placed: set[int] = set()  # ids of variables
         self._batch: Any = None  # real, while a function is traced for the first time
@@ -204,8 +208,12 @@ class _Steps:
 
     def on_towers(self, name: str) -> Callable:
         """Return a step of the model with its outermost layers on towers."""
-        step = getattr(type(self.model), name)
-        return self.outermost_on_towers(functools.partial(step, self.model))
+        return self.outermost_on_towers(lambda *args: self._method(name)(*args))
+
+    def _method(self, name: str) -> Callable:
+        """Return the model's method without towers, as it is now."""
+        of_class = functools.partial(getattr(type(self.model), name), self.model)
+        return self.of_instance.get(name, of_class)
 
     def outermost_on_towers(self, fn: Callable) -> Callable:
         """Return a function with its outermost layers on towers."""
@@ -249,16 +257,15 @@ class _Steps:
 
         XLA does not compile the function as a whole, which would put it on one device.
         """
-        make = getattr(type(self.model), name)
         attribute = name.removeprefix("make_")  # of the model
 
-        @functools.wraps(make)
+        @functools.wraps(getattr(type(self.model), name))
         def make_for_towers(force: bool = False) -> Any:
             tf_internals.refuse_fork()
             model, by_xla, before = self.model, self.model.jit_compile, vars(self.model)[attribute]
             model.jit_compile = False
             try:
-                make(model, force)
+                self._method(name)(force)
             finally:
                 model.jit_compile = by_xla
             function = vars(model)[attribute]

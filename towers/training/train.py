@@ -150,7 +150,7 @@ def _train(
         callbacks = Callbacks(user_callbacks, run, timetable)
         evaluator = Evaluator(prepared, monitor, gallery, best, preemption, callbacks)
         finite_check = nonfinite.NonFiniteMonitor(run, folder, timetable, monitor.say)
-        saved, seconds_to_first_step, changed = step, None, False
+        saved, seconds_to_first_step, changed, values = step, None, False, {}
         stack.enter_context(_saved_if_it_fails(prepared, preemption))
 
         callbacks.begin_run()
@@ -200,6 +200,7 @@ def _train(
         if ended:
             if step < last:
                 monitor.say(f"stopping    early, at step {step}: {evaluator.stop_reason()}")
+                monitor.last_loss = float(values["loss"]) if values else monitor.last_loss
             changed |= task.finish()
             changed |= callbacks.end_run()
         if changed:

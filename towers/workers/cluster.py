@@ -123,7 +123,7 @@ class Cluster:
     def is_on_loopback(self, machine: str) -> bool:
         """Return whether a machine, "/job:worker/task:1", is reached by the loopback interface."""
         named = [worker.address for worker in self.workers if worker.name == machine]
-        return bool(named) and _address_towards(named[0]) in ("localhost", "127.0.0.1", "[::1]")
+        return bool(named) and _address_towards(named[0]) in ("127.0.0.1", "[::1]")
 
     def alive(self) -> list[Worker]:
         """Return the workers that this program has."""
@@ -579,8 +579,8 @@ def _address_towards(address: str) -> str:
         with socket.socket(family, kind, protocol) as route:
             route.connect(where)  # sends nothing
             ip = route.getsockname()[0]
-    except OSError:
-        return "localhost"
+    except OSError:  # connecting to the worker will fail
+        return "127.0.0.1"
     return f"[{ip}]" if ":" in ip else ip
 
 

@@ -209,7 +209,7 @@ class InterleavedRuns:
         turns = [(runner, part) for runner in self.own for part in WINDOW_SHARES]
         turns += [(runner, "") for runner in self.peers]
         seconds = sum(length * WINDOW_SHARES[part] for _, part in turns)
-        self.say(f"measuring   {windows} rounds of {seconds:.0f} s at least, a window of each in turn")
+        self.say(f"measuring   {windows} rounds of {seconds:.0f} s at least, a window each in turn")
         for window in range(windows):
             # Reverse every other window, so that no runner always follows the same one.
             for runner, part in turns[:: -1 if window % 2 else 1]:

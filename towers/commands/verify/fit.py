@@ -12,7 +12,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -46,7 +46,7 @@ def verify(
     *,
     sample_weight: Any = None,
     batch_size: int | None = None,
-    num_towers: Sequence[int] = (1, 2, 3, 4),
+    num_towers: int | Sequence[int] = (1, 2, 3, 4),
     steps: int = 3,
     devices: str | Sequence[str] = "",
     dtype: str | None = "float64",
@@ -67,7 +67,7 @@ def verify(
         y: the labels, as `fit` takes them.
         sample_weight: as `fit` takes it.
         batch_size: of all towers together; None for Keras' 32.
-        num_towers: the numbers of towers that are compared with one device.
+        num_towers: the numbers of towers that are compared with one device, or one such number.
         steps: number of steps.
         devices: of the largest number of towers, as `parallelize` takes them.
         dtype: "float64", in which rounding cannot hide a fault, or None for the model's own.
@@ -100,7 +100,8 @@ def verify(
         raise InputError(f"dtype={dtype!r} must be 'float64', or None for the model's own")
     if steps < 1:
         raise InputError(f"steps={steps}: 1 or more are needed")
-    numbers = parse_tower_numbers(",".join(map(str, num_towers)))
+    several = num_towers if isinstance(num_towers, Iterable) else [num_towers]
+    numbers = parse_tower_numbers(",".join(map(str, several)))
     names = tower_devices.tower_devices(max(numbers), devices)
     batches = list(tf_internals.batches_of(x, y, sample_weight, batch_size).take(steps))
     if not batches:

@@ -62,6 +62,11 @@ class Callbacks:
         for callback in callbacks if run.task.rate_is_set else ():
             if isinstance(callback, _K.LearningRateScheduler | _K.ReduceLROnPlateau):
                 raise self._sets_rate(type(callback).__name__)
+        directions = run.task.metric_directions()
+        for callback in callbacks:
+            if getattr(callback, "mode", None) == "auto":  # Keras knows compiled metrics alone
+                metric = callback.monitor.removeprefix("val_")
+                callback.mode = directions.get(metric) or "auto"
         self._list = _K.CallbackList(
             list(callbacks),
             model=self._model,

@@ -111,8 +111,9 @@ def check_classifier(
 
 
 def overrides(model: keras.Model, *names: str) -> bool:
-    """Return whether a model's class overrides one of these methods of `keras.Model`."""
-    return any(getattr(type(model), name) is not getattr(keras.Model, name) for name in names)
+    """Return whether a model or its class overrides one of these methods of `keras.Model`."""
+    of_class = (getattr(type(model), name) is not getattr(keras.Model, name) for name in names)
+    return any(of_class) or not vars(model).keys().isdisjoint(names)
 
 
 @contextlib.contextmanager
@@ -137,8 +138,13 @@ def _arguments(function: Callable, name: str, from_data: dict, keywords: dict) -
         if "'num_classes'" in str(error):
             raise InputError(
                 f"{name} takes num_classes, but the targets of these data are no classes, which "
-                "are whole numbers from 0: make them such, as by y.astype('int32'); else give "
-                "--model_args=num_classes=N"
+                "are whole numbers from 0: make them such, as by y.astype('int32'), one-hot ones "
+                "by y.argmax(-1); else give --model_args=num_classes=N"
+            ) from None
+        if "'image_shape'" in str(error) and "image_shape" not in from_data:
+            raise InputError(
+                f"{name} takes image_shape, but x of these data are no images [B, H, W, C]: give "
+                "grey ones their channel, by x[..., None]; else give the model by --model"
             ) from None
         raise InputError(
             f"--model_args: {name} takes {signature}: {error}; from these data it can have "
