@@ -41,8 +41,9 @@ def test_it_serves_until_ctrl_c(event_dir):
     with started(event_dir, 0) as server:
         try:
             address = re.search(r"http://localhost:(\d+)/", server.stdout.readline())
-            with urllib.request.urlopen(f"{address[0]}data/plugins_listing", timeout=30) as answer:
-                assert "scalars" in answer.read().decode()
+            for page, has in ("environment", str(event_dir)), ("plugins_listing", "scalars"):
+                with urllib.request.urlopen(f"{address[0]}data/{page}", timeout=30) as answer:
+                    assert has in answer.read().decode()
             server.send_signal(signal.SIGINT)
             out, err = server.communicate(timeout=30)
         finally:

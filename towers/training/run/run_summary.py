@@ -60,12 +60,13 @@ def _length(run: RunContext) -> str:
     timetable, size, batch = run.timetable(), run.data.train.size, run.options.batch_size
     last = timetable.last_step
     seen = timetable.examples(last)
-    line = f"{count(last, 'step')}, {count(seen, 'example')}, {_epochs(seen / size)}"
+    line = f"{count(last, 'step')}, {count(seen, 'example')}, {_epochs(f'{seen / size:.4g}')}"
     if seen <= run.total_examples:
         whole = f"{run.total_epochs:g}"
         return line if seen == run.total_examples else f"{line} of {whole}: --max_steps comes first"
-    verb = "is" if run.total_epochs == 1 else "are"
-    line += f": {_epochs(run.total_epochs)} {verb} {run.total_examples}, and all batches are full"
+    whole = _epochs(f"{run.total_epochs:g}")
+    verb = "are" if whole.endswith("s") else "is"
+    line += f": {whole} {verb} {run.total_examples}, and all batches are full"
     if not size % batch:
         return line
     return (
@@ -74,8 +75,8 @@ def _length(run: RunContext) -> str:
     )
 
 
-def _epochs(number: float) -> str:
-    return "1 epoch" if number == 1 else f"{number:.4g} epochs"
+def _epochs(number: str) -> str:
+    return f"{number} epoch" if number == "1" else f"{number} epochs"
 
 
 def _cost_of_moments(run: RunContext) -> list[str]:
