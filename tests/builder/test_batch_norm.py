@@ -12,6 +12,7 @@ from tests.builder.test_equality import GPUS, THREE, assert_equal, of_towers
 from tests.runs import rare
 from towers import TowerBuilder
 from towers.builder.device_types import cpus_for_gpus
+from towers.errors import InputError
 
 pytestmark = pytest.mark.run
 layers = keras.layers
@@ -149,7 +150,34 @@ def test_numbers_that_depend_on_the_towers_are_those_of_cpus(make, changes):
     assert_equal(of_towers(make, way._replace(on_gpus=True)), of_towers(make, way))
 
 
-@pytest.mark.parametrize("mode, rule", [("sync", "inside of a branch or a loop"), ("local", "")])
+@pytest.mark.parametrize("call", [
+    lambda layer, x: tf.vectorized_map(lambda row: layer(row[None], training=True)[0], x),
+    lambda layer, x: tf.while_loop(
+        lambda i, _: i < 2, lambda i, y: (i + 1, layer(y, training=True)), (0, x))[1],
+])  # fmt: skip
+@pytest.mark.graph
+def test_a_layer_where_towers_cannot_meet_is_refused(call):
+    layer = layers.BatchNormalization()
+    layer.build((None, 3))
+    step = tf.function(lambda x: TowerBuilder(DEVICES).concat(lambda x: call(layer, x), x))
+    with pytest.raises(InputError, match="batch_norm='local'"):
+        step(tf.ones([6, 3]))
+
+
+@pytest.mark.graph
+def test_gradients_that_no_tape_around_the_towers_makes_are_refused():
+    net = keras.Sequential([keras.Input((3,)), layers.BatchNormalization()])
+
+    @tf.function
+    def step(x):
+        joined = TowerBuilder(DEVICES).concat(lambda x: net(x, training=True), x)
+        return tf.gradients(tf.reduce_sum(joined**2), [net.layers[0].gamma.value])
+
+    with pytest.raises(InputError, match="by tf.gradients.*open the tape"):
+        step(tf.ones([6, 3]))
+
+
+@pytest.mark.parametrize("mode, rule", [("sync", "inside of a branch, a loop"), ("local", "")])
 def test_on_gpus_a_layer_in_a_loop(mode, rule):
     layer = layers.BatchNormalization(momentum=0.5)
     layer.build((None, 3))

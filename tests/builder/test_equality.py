@@ -411,6 +411,33 @@ def metrics_that_a_layer_updates():
     return case._replace(state=measured.metrics_variables)
 
 
+class Largest(keras.metrics.Metric):
+    """The largest number so far, and a moving average of batches' means."""
+
+    def __init__(self):
+        super().__init__()
+        self.most, self.mean = (self.add_variable((), "zeros", "float64") for _ in range(2))
+
+    def update_state(self, x):
+        self.most.assign(tf.maximum(self.most, tf.reduce_max(x)))
+        self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(x))
+
+    def result(self):
+        return self.most
+
+
+@row(TWO, THREE)
+def metrics_that_a_loss_function_updates():
+    of_batches, largest = keras.metrics.Mean(dtype="float64"), Largest()
+
+    def losses(x):
+        of_batches.update_state(tf.reduce_mean(x))
+        largest.update_state(x)
+        return x[:, 0]
+
+    return Case(losses, [], state=[*of_batches.variables, *largest.variables])
+
+
 @row(GPU, GPUS, GPUS_UNKNOWN, GPUS_EVEN, GPUS_TWO_EXAMPLES)
 def moments_of_several_layers():
     norm, dropout = layers.BatchNormalization(), layers.Dropout(0.3, seed=1)

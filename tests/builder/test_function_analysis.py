@@ -166,15 +166,19 @@ def test_the_same_function_made_anew_is_rehearsed_once():
 class Noise(layers.Layer):
     """Noise for each example or, in a later stage, the same for all."""
 
+    stage = 0
+
     def __init__(self, calls):
         super().__init__()
         self.kind, self.calls, self.settings = 0, 0, types.SimpleNamespace(kind=0)
+        self.settings.inner = types.SimpleNamespace(table={"kind": [0]})
         self.called = lambda: calls.append(0)
 
     def call(self, x):
         self.called()
         self.calls += 1
         later = int(self.kind) or STAGE or self.settings.kind or not self.trainable
+        later = later or self.settings.inner.table["kind"][0] or self.stage
         return x + (uniform((1, *x.shape[1:])) if later else uniform(x.shape))
 
 
@@ -184,6 +188,10 @@ STAGES = {
     "a string": lambda layer, stage: setattr(layer, "kind", str(stage)),
     "a global variable": lambda layer, stage: globals().update(STAGE=stage),
     "an object": lambda layer, stage: setattr(layer.settings, "kind", stage),
+    "a list in a dict of an object's object": lambda layer, stage: (
+        layer.settings.inner.table.update(kind=[stage])
+    ),
+    "its class": lambda _, stage: setattr(Noise, "stage", stage),
     "a frozen layer": lambda layer, stage: setattr(layer, "trainable", not stage),
 }
 
@@ -194,7 +202,6 @@ def test_a_function_is_analyzed_anew_when_its_model_changes_what_it_does(place):
     builder, layer = TowerBuilder(DEVICES), Noise(calls)
 
     def loss_fn(x):
-        _ = STAGE
         return tf.reduce_sum(tf.sin(layer(x)), axis=[1, 2])
 
     def loss_of_towers():

@@ -152,3 +152,33 @@ def test_second_derivatives_are_those_of_one_device_or_refused():
     np.testing.assert_allclose(penalty(builder(2), False), penalty(None, False), rtol=1e-9)
     with pytest.raises(InputError, match="batch_norm"):
         penalty(builder(2), True)
+
+
+@pytest.mark.graph
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda builder, x: builder.concat(lambda x: tf.reduce_mean(x, axis=0), x),
+        lambda builder, x: builder.gradients(lambda x: (x[:, 0], tf.reduce_mean(x)), [], x),
+    ],
+)
+def test_results_without_a_row_for_each_example_are_refused(call):
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"])
+    with pytest.raises(InputError, match="output . has no row for each example"):
+        tf.function(lambda x: call(builder, x))(tf.ones([4, 5]))
+
+
+@pytest.mark.graph
+def test_forward_mode_through_variables_of_joined_towers_is_refused():
+    w = tf.Variable(tf.ones([3, 1]))
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"])
+
+    def slope(joined, x):
+        with tf.autodiff.ForwardAccumulator(w, tf.ones([3, 1])) as accumulator:
+            y = joined(lambda x: x @ w, x)
+        return accumulator.jvp(y)
+
+    x = tf.ones([4, 3])
+    np.testing.assert_allclose(slope(lambda f, x: tf.concat(builder.map(f, x), 0), x), 3)
+    with pytest.raises(InputError, match="`map`"):
+        slope(builder.concat, x)

@@ -1,5 +1,7 @@
 """Compiled models in a run: what they say is done, and what flags say of others."""
 
+import types
+
 import keras
 import numpy as np
 import pytest
@@ -88,6 +90,31 @@ def test_weight_decay_by_flags_is_a_regulariser_of_kernels(trained):
     assert points["loss/regularisation"] > 0
     total = points["loss/data"] + points["loss/regularisation"]
     assert points["loss/total"] == pytest.approx(total)
+
+
+def test_a_step_that_is_set_on_the_model_is_the_one_that_trains():
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = 3 * tf.reduce_mean(tf.abs(self(x, training=True) - y))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return {"loss": loss}
+
+    def of_model():
+        model = plain()
+        model.train_step = types.MethodType(train_step, model)
+        model.compile("sgd", "mse")
+        return model
+
+    def of_class():
+        inner = plain()
+        model = type("Own", (keras.Model,), {"train_step": train_step})(inner.inputs, inner.outputs)
+        model.compile("sgd", "mse")
+        return model
+
+    first, second = loop_of(model=of_model), loop_of(model=of_class)
+    assert first(3) == second(3)
+    tiny.assert_identical(weights(first), weights(second))
 
 
 class Adversarial(keras.Model):

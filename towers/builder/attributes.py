@@ -1,8 +1,8 @@
-"""Side effects on attributes of Keras layers: `self.z = z`, a counter, a list of features.
+"""What copies of a function leave in Python: `self.z = z` of a layer, a list of features.
 
-Each copy of a function reads these attributes as they were before the first copy. After the last
-copy they have the values of one device: Python values of one call, and tensors joined as the
-analysis has found. Using a tensor that cannot be joined raises InputError.
+Each copy of a function reads these names as they were before the first copy. After the last copy
+they have the values of one device: Python values of one call, and tensors joined as the analysis
+has found. Using a tensor that cannot be joined raises InputError.
 """
 
 import dataclasses
@@ -16,51 +16,55 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_internals
+from towers.builder.namespaces import CONTAINERS, Namespace, namespace_of
 from towers.builder.op_names import layer_of, tower_of
 from towers.builder.sharding import num_rows
 from towers.errors import InputError
 
 ROWS = "rows"  # policy: concatenate a tensor that has a row for each example
-Place = tuple[keras.Layer, str]  # a layer and the name of an attribute
+Place = tuple[Namespace, str]  # where a name is, and the name
 _PYTHON = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic, tf.DType)
 _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+_MOST_PARTS = 10_000  # of a list that is compared: a larger one holds data
 
 
 class Attributes:
-    """A snapshot of the attributes of layers."""
+    """A snapshot of namespaces: attributes of layers and objects, variables around functions."""
 
     def __init__(self) -> None:
-        """Begin without layers."""
-        self._before: dict[int, tuple[keras.Layer, dict[str, Any]]] = {}
+        """Begin without namespaces."""
+        self._before: dict[int, tuple[Namespace, dict[str, Any]]] = {}
 
-    def save(self, layer: keras.Layer) -> None:
+    def save(self, namespace: Namespace) -> None:
+        """Save the values of a namespace, unless they are saved already."""
+        if id(namespace.owner) not in self._before and namespace.is_users:
+            values = {name: _noted(value) for name, value in namespace.users_values().items()}
+            self._before[id(namespace.owner)] = namespace, values
+
+    def save_layers(self, layer: keras.Layer) -> None:
         """Save the attributes of a layer and its sublayers, unless they are saved already."""
-        if id(layer) in self._before:
-            return
-        for sublayer in tf_internals.layers_of(layer):
-            if id(sublayer) not in self._before:
-                values = {k: _noted(v) for k, v in vars(sublayer).items() if k not in _of_keras()}
-                self._before[id(sublayer)] = sublayer, values
+        if id(layer) not in self._before:
+            for sublayer in tf_internals.layers_of(layer):
+                self.save(namespace_of(sublayer))
 
     def changed(self) -> list[Place]:
-        """Return the attributes that now hold other tensors or Python values."""
+        """Return the names that now have other tensors or, of layers, other Python values."""
         return [
-            (layer, name)
-            for layer, before in self._before.values()
-            for name, value in vars(layer).items()
-            if name not in _of_keras()
-            and not (name in before and _is_same(before[name], _noted(value)))
-            and all(isinstance(leaf, _PYTHON + _TENSORS) for leaf in _leaves(_noted(value)))
+            (namespace, name)
+            for namespace, before in self._before.values()
+            for name, value in namespace.users_values().items()
+            if not (name in before and _is_same(before[name], _noted(value)))
+            and _is_kept(_leaves(_noted(value)), isinstance(namespace.owner, keras.Layer))
         ]
 
     def restore(self, places: Iterable[Place]) -> None:
-        """Set attributes to their saved values."""
-        for layer, name in places:
-            before = self._before[id(layer)][1]
+        """Set names to their saved values."""
+        for namespace, name in places:
+            before = self._before[id(namespace.owner)][1]
             if name in before:
-                vars(layer)[name] = _restored(before[name])
+                namespace.set(name, _restored(before[name]))
             else:
-                vars(layer).pop(name, None)
+                namespace.remove(name)
 
 
 class SideOutputs:
@@ -78,10 +82,10 @@ class SideOutputs:
             if not self.places:
                 return fn(*batch), []
             attributes = Attributes()
-            for layer, _ in self.places:
-                attributes.save(layer)
+            for namespace, _ in self.places:
+                attributes.save(namespace)
             result = fn(*batch)
-            self._values = [_noted(vars(layer).get(name)) for layer, name in self.places]
+            self._values = _values_at(self.places)
             attributes.restore(self.places)
             rows = []
             for value, policy in self._tensors():
@@ -110,11 +114,12 @@ class SideOutputs:
         def replaced(leaf: Any) -> Any:
             return next(tensors) if isinstance(leaf, _TENSORS) else leaf
 
-        for (layer, name), noted in zip(self.places, self._values, strict=True):
-            vars(layer)[name] = _restored(noted, replaced)
+        for place, noted in zip(self.places, self._values, strict=True):
+            namespace, name = place
+            namespace.set(name, _restored(noted, replaced))
             for tensor in filter(tf.is_symbolic_tensor, _tensors_in(noted)):
-                holder = f"the attribute {name!r} of layer {layer.path or layer.name}"
-                _JOINS.setdefault(tensor.graph, _Joins()).not_joined[tensor.name] = holder
+                joins = _JOINS.setdefault(tensor.graph, _Joins())
+                joins.not_joined[tensor.name] = description(place)
 
     def _tensors(self) -> Iterator[tuple[Any, str | None]]:
         tensors = _tensors_in(self._values)
@@ -122,9 +127,27 @@ class SideOutputs:
         return zip(tensors, known, strict=True)
 
 
+def description(place: Place) -> str:
+    """Return what the place is, as "the attribute 'z' of layer encoder"."""
+    namespace, name = place
+    return namespace.description.format(name)
+
+
 def tensors_at(places: Iterable[Place]) -> list[Any]:
-    """Return the tensors in attributes."""
-    return _tensors_in([_noted(vars(layer).get(name)) for layer, name in places])
+    """Return the tensors at places."""
+    return _tensors_in(_values_at(places))
+
+
+def _values_at(places: Iterable[Place]) -> list[Any]:
+    return [_noted(namespace.values().get(name)) for namespace, name in places]
+
+
+def _is_kept(leaves: Sequence[Any], in_layer: bool) -> bool:
+    # Other objects than layers may count the calls on purpose: only tensors are a slice's.
+    tensors = [leaf for leaf in leaves if isinstance(leaf, _TENSORS)]
+    if not tf.executing_eagerly():  # a constant is of no slice
+        tensors = [x for x in tensors if tf.is_symbolic_tensor(x) or not isinstance(x, tf.Tensor)]
+    return bool(in_layer or tensors) and all(isinstance(x, _PYTHON + _TENSORS) for x in leaves)
 
 
 def _tensors_in(snapshots: Any) -> list[Any]:
@@ -145,9 +168,11 @@ class _Container:
 
 
 def _noted(value: Any) -> Any:
+    if isinstance(value, CONTAINERS) and len(value) > _MOST_PARTS:
+        return value
     if isinstance(value, dict):
         return _Container(value, list(value), [_noted(part) for part in value.values()])
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, CONTAINERS):
         return _Container(value, (), [_noted(part) for part in value])
     return value
 
@@ -191,11 +216,6 @@ def _is_same(before: Any, now: Any) -> bool:
         return np.array_equal(before, now)
     simple = isinstance(before, bool | int | float | str)
     return before is now or (simple and type(before) is type(now) and before == now)
-
-
-@functools.cache
-def _of_keras() -> frozenset[str]:
-    return frozenset(vars(keras.Layer(name="attributes"))) | {"_tower_steps"}
 
 
 # Uses of one tower's tensors outside of the towers.

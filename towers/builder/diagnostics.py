@@ -90,6 +90,15 @@ LOCAL_BATCH_NORM = (
 )
 
 
+def not_joined(holder: str) -> str:
+    """Return the line for a tensor that towers leave; `holder`: where it is."""
+    return (
+        f"side output: {holder} holds what the last tower makes of its slice, and how such values "
+        "make that of the batch cannot be told: do not use it outside of the towers, or return "
+        "what it is computed from, with a row for each example"
+    )
+
+
 def unknown_aggregation(variable: keras.Variable, why: str = "") -> str:
     """Return the line for a variable of unknown aggregation."""
     return (

@@ -8,7 +8,6 @@ is run on a few examples, and again with one thing changed.
 
 import contextlib
 import dataclasses
-import enum
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from towers.builder.added_losses import AddedLoss
 from towers.builder.attributes import SideOutputs
 from towers.builder.gather import StaticIndexedSlices, UniqueIndexedSlices
 from towers.builder.instrumentation import FEW, MORE, Trace, Tracer, run
+from towers.builder.namespaces import reached_by
 from towers.builder.rng import DrawInfo
 from towers.builder.synthetic_inputs import possible_shapes
 from towers.builder.variable_aggregation import policy_of
@@ -30,7 +30,6 @@ from towers.errors import InputError
 
 _MULTIPLES = (1, 2, 4, 5, 7, 8, 10, 16)  # some functions take even numbers only, and so on
 _TRIALS = 6  # of shapes that depend on values
-_SIMPLE = (bool, int, float, str, bytes, enum.Enum, type(None))
 _COLOUR = re.compile(r"\x1b\[\d+m")
 
 
@@ -72,13 +71,39 @@ class FunctionAnalysis:
                 policies = state_aggregation.policies_of_attributes(self.tracer, trace, self.draws)
         return SideOutputs(trace.attributes if trace else [], policies)
 
-    @functools.cached_property
-    def unjoinable_reason(self) -> str:
-        """The reason why slices' results cannot be joined to that of the batch; "" if they can."""
+    @property
+    def not_joined(self) -> list[str]:
+        """Lines on tensors that the function leaves and that cannot be joined."""
+        holders, policies = self.trace.holders if self.trace else (), self.side_outputs.policies
+        pairs = zip(holders, policies, strict=False)
+        return [diagnostics.not_joined(holder) for holder, policy in pairs if policy is None]
+
+    def check_joinable(self, any_number_of_rows: bool = False) -> None:
+        """Raise InputError if the function's results cannot be joined along the batch.
+
+        With `any_number_of_rows` an example may have several, or none.
+        """
+        if self.trace is None:
+            return
+        if reason := self._rowless_reason if any_number_of_rows else self.unjoinable_reason:
+            raise InputError(
+                f"what the towers' function returns cannot be joined along the batch: {reason}; "
+                "compute that from the joined outputs"
+            )
+
+    @property
+    def _rowless_reason(self) -> str:
         if any(self.trace.not_by_example):
             return f"its output {self.trace.not_by_example.index(True)} has no row for each example"
         if (place := self._square_output()) is not None:
             return f"its output {place} has an axis for the other examples of the batch, too"
+        return ""
+
+    @functools.cached_property
+    def unjoinable_reason(self) -> str:
+        """The reason why slices' results cannot be joined to that of the batch; "" if they can."""
+        if self._rowless_reason:
+            return self._rowless_reason
         places = [i for i, x in enumerate(self.trace.shapes) if x and not x.is_fully_defined()]
         with contextlib.suppress(Exception), tf.init_scope():
             trials = []
@@ -150,27 +175,6 @@ def parts_of(fn: Callable, batch: Sequence[Any]) -> list[Any]:
     return parts
 
 
-def python_state(fn: Callable, parts: Sequence[Any]) -> dict[tuple, str]:
-    """Return the numbers, strings and flags by which a function may choose what to compute.
-
-    They are global variables of its module and attributes of objects and layers in its `parts_of`,
-    as in `model.stage = 2`.
-    """
-    code = getattr(fn, "__code__", None)
-    variables = {0: {name: fn.__globals__.get(name) for name in code.co_names} if code else {}}
-    held = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
-    for owner in (*parts, *held):
-        is_layer = isinstance(owner, keras.Layer)
-        owners = tf_internals.layers_of(owner) if is_layer else [owner]
-        variables |= {id(each): getattr(each, "__dict__", {}) for each in owners}
-    return {
-        (key, name): repr(value)
-        for key, values in variables.items()
-        for name, value in values.items()
-        if isinstance(value, _SIMPLE)
-    }
-
-
 def analyze(fn: Callable, batch: Sequence[Any]) -> FunctionAnalysis:
     """Analyze a tower function's random ops, states and added losses.
 
@@ -181,9 +185,7 @@ def analyze(fn: Callable, batch: Sequence[Any]) -> FunctionAnalysis:
     Raises:
         InputError: the function does what a tower may not; its side effects have happened.
     """
-    parts = [part for part in parts_of(fn, ()) if isinstance(part, keras.Layer)]
-    layers = [layer for part in parts for layer in tf_internals.layers_of(part)]
-    return _analyze(Tracer(tf_internals.converted_as_here(fn), batch, layers))
+    return _analyze(Tracer(tf_internals.converted_as_here(fn), batch, reached_by(fn)))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -239,7 +241,9 @@ def _trace_few(tracer: Tracer) -> Trace | None:
     fallback = None
     batch_sizes = [leaf.shape[:1] for leaf in tracer.real or tracer.batch]  # it may take no other
     sizes = [FEW * multiple for multiple in _MULTIPLES if [FEW * multiple] not in batch_sizes]
-    for shapes in possible_shapes(tracer.real or tracer.batch, tracer.layers):
+    owners = (namespace.owner for namespace in tracer.reached)
+    layers = [owner for owner in owners if isinstance(owner, keras.Layer)]
+    for shapes in possible_shapes(tracer.real or tracer.batch, layers):
         tracer.shapes = shapes
         if trace := next(filter(None, (_trace(tracer, size) for size in sizes)), None):
             if not any(trace.not_by_example):

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder.attributes import Place
+from towers.builder.namespaces import Namespace
 from towers.builder.observation import Observer, PerturbedScope
 from towers.builder.op_names import layer_of
 from towers.builder.replica_scope import STAND_IN_WRITES
@@ -81,17 +82,19 @@ class Trace:
     layers: list[str] = dataclasses.field(default_factory=list)
     loss_layers: list[str] = dataclasses.field(default_factory=list)
     added_by_example: list[bool] = dataclasses.field(default_factory=list)
-    # Attributes of layers that it sets, and shapes of the tensors in them, None if not dense.
+    # Attributes that it sets, and for each tensor in them its shape, None if not dense, and where
+    # it is.
     attributes: list[Place] = dataclasses.field(default_factory=list)
     attribute_shapes: list[list[int | None] | None] = dataclasses.field(default_factory=list)
+    holders: list[str] = dataclasses.field(default_factory=list)
 
 
 class Tracer:
     """Traces a tower function for any number of examples."""
 
-    def __init__(self, fn: Callable, batch: Sequence[Any], layers: Sequence[keras.Layer] = ()):
-        """Set a function, its arguments, which may be symbolic, and layers that it may change."""
-        self.fn, self.structure, self.layers = fn, batch, layers
+    def __init__(self, fn: Callable, batch: Sequence[Any], reached: Sequence[Namespace] = ()):
+        """Set a function, its arguments, which may be symbolic, and what it can read and set."""
+        self.fn, self.structure, self.reached = fn, batch, reached
         self.leaves = as_leaves(batch)
         self.batch = [leaf for leaf in self.leaves if not isinstance(leaf, PerTower)]
         self.shapes: Sequence[tf.TensorShape] = [leaf.shape for leaf in self.batch]
@@ -136,8 +139,8 @@ class Tracer:
             leaves = [x.values[0] if isinstance(x, PerTower) else next(others) for x in self.leaves]
             with tf.device("/cpu:0"), PerturbedScope(read, self._noise, self.reads_before) as scope:
                 watch = Observer(trace, scope, nudges)
-                for layer in self.layers:
-                    watch.attributes.save(layer)
+                for namespace in self.reached:
+                    watch.attributes.save(namespace)
                 drawing = tf_internals.patch_draws(watch.draw)
                 if rows is not None:
                     drawing = ReplicaRng(rows, known).drawing()

@@ -64,7 +64,9 @@ def concat(
     if is_split(batch) and tf_internals.is_recording():
         return _as_one_op(builder, forward, fn, batch, passes)
     if is_split(batch):
-        builder.check_exactness(builder.analyze(fn, *batch, num_slices=len(builder.devices)))
+        analysis = builder.analyze(fn, *batch, num_slices=len(builder.devices))
+        analysis.check_joinable(any_number_of_rows=True)
+        builder.check_exactness(analysis, by_hand=passes is None)
     slices = occupied(builder.split(batch, never_empty=True))
     before = passes.before if passes else None
     results = call_copies(builder, fn, slices, batch, to_join=True, before=before)
@@ -81,12 +83,8 @@ def _as_one_op(
     and again, part by part, when the outputs' gradient is known.
     """
     analysis = builder.analyze(fn, *batch)
-    if analysis.trace and analysis.unjoinable_reason:
-        raise InputError(
-            f"what the towers' function returns cannot be joined along the batch: "
-            f"{analysis.unjoinable_reason}; compute that from the joined outputs"
-        )
-    builder.check_exactness(analysis)
+    analysis.check_joinable()
+    builder.check_exactness(analysis, by_hand=passes is None)
     fn, side_outputs = tf_internals.converted_as_here(fn), analysis.side_outputs
     leaves = tf.nest.flatten(batch)
     dense = [i for i, x in enumerate(leaves) if isinstance(x, tf.Tensor) and x.dtype.is_floating]
@@ -118,6 +116,11 @@ def _as_one_op(
     reads = [item for part in parts for by_id in part.reads for item in by_id.items()]
     variables = [variable for variable, _ in dict(reads).values()]
     unsplit = [*captured, *variables]  # each tower reads all of them
+    if tf_internals.are_followed(variables):
+        raise InputError(
+            "a tf.autodiff.ForwardAccumulator cannot follow variables through `concat`: join the "
+            "results of `map` by tf.concat, or call the function without towers"
+        )
 
     @attributes.joins_towers
     def backward(*upstream: tf.Tensor) -> list[Any]:

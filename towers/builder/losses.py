@@ -101,9 +101,11 @@ def finish(
 
 
 def check_by_example(analysis: FunctionAnalysis) -> None:
-    """Raise InputError if a loss function is known to return no row for each example."""
+    """Raise InputError if a loss function's losses or outputs have no row for each example."""
     if analysis.by_example is False:
         raise InputError(_NO_LOSSES.format("another shape"))
+    if analysis.trace and analysis.trace.not_by_example[1:]:
+        analysis.check_joinable(any_number_of_rows=True)
 
 
 def _checked(losses: Any, part: Slice) -> tf.Tensor:

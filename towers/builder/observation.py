@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.attributes import Attributes, tensors_at
+from towers.builder.attributes import Attributes, description, tensors_at
 from towers.builder.batch_norm import averages_of
 from towers.builder.diagnostics import random_ops
 from towers.builder.op_names import NO_LAYER
@@ -71,9 +71,6 @@ class Observer:
     def __init__(self, trace: Any, scope: PerturbedScope, nudges: Sequence[tf.Tensor]):
         """Set the trace to fill, the scope of the run, and the nudges of the first draws."""
         self.trace, self.scope, self.nudges = trace, scope, nudges
-        # Ids of the variables of layers' metrics. All have Keras' default aggregation, a sum,
-        # whatever a layer updates them with.
-        self.metrics: set[int] = set()
         self.calls: list[str] = []  # stack of layers
         self.outputs: list[tf.Tensor] = []
         # For each loss that a layer adds its sum, and the zeros that replace it.
@@ -126,13 +123,12 @@ class Observer:
 
     def _make_call(self, before: Callable) -> Callable:
         def call(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
-            self.attributes.save(layer)
+            self.attributes.save_layers(layer)
             self.calls.append(layer.path or layer.name)
             try:
                 result = before(layer, *args, **kwargs)
             finally:
                 self.calls.pop()
-            self.metrics |= {id(v) for v in layer.metrics_variables}
             if not self.scope.is_inside():
                 outputs = [x for x in tf.nest.flatten(result) if _is_by_example(x, self.trace.size)]
                 self.outputs += outputs
@@ -169,8 +165,8 @@ class Observer:
         trace, scope, values = self.trace, self.scope, []
         batch = {x.op.name for x in tf.nest.flatten(inputs, expand_composites=True)}
         for variable, value in scope.updates.values():
-            by_itself = policy_of(variable) is not None and id(variable) not in self.metrics
-            known = by_itself or id(variable) in scope.averages
+            # A sum is Keras' default for metrics, whatever they are updated with: it is tried.
+            known = policy_of(variable) in ("mean", "first") or id(variable) in scope.averages
             if variable.name != SEED_STATE and not known:
                 trace.states.append(variable)
                 values.append(tf.convert_to_tensor(value))
@@ -181,6 +177,7 @@ class Observer:
         size, returned = trace.size, tf.nest.flatten(result)
         trace.attributes = self.attributes.changed()
         held = tensors_at(trace.attributes)
+        trace.holders = [description(x) for x in trace.attributes for _ in tensors_at([x])]
         trace.attribute_shapes = [list(x.shape) if isinstance(x, tf.Tensor) else None for x in held]
         unknown = [
             x for x in returned if isinstance(x, tf.Tensor) and not x.shape.is_fully_defined()

@@ -33,7 +33,8 @@ from towers.builder import (
     gather,
     xla,
 )
-from towers.builder.function_analysis import FunctionAnalysis, analyze, parts_of, python_state
+from towers.builder.function_analysis import FunctionAnalysis, analyze, parts_of
+from towers.builder.namespaces import reached_by, simple_values
 from towers.builder.replica_scope import ReplicaScope, variables_refused
 from towers.builder.rng import ReplicaRng
 from towers.builder.sharding import Slice, check_devices, is_split
@@ -214,6 +215,8 @@ def call_copies(
         before: gets {id of an assigned Keras variable: (its `tf.Variable`, its value before)}.
     """
     analysis = builder.analyze(fn, *batch, num_slices=len(builder.devices))
+    if not to_join:
+        builder.warn(analysis.not_joined)
     replicas = Replicas(builder, slices, analysis, added=analysis.added if to_join else ())
     fn, sides, added = tf_internals.converted_as_here(fn), [], []
 
@@ -269,7 +272,7 @@ class FunctionAnalyses:
         if (num_slices or self._num_slices) == 1 or not is_split(batch):
             return FunctionAnalysis()
         parts = parts_of(fn, batch)
-        state = python_state(fn, parts)
+        state = simple_values(reached_by(fn))
         same = (
             analysis
             for before, known, analysis in self._cache
@@ -290,9 +293,14 @@ class FunctionAnalyses:
                 timer.cancel()
             # What the function sets itself, as a counter, says nothing of its next call.
             places = analysis.trace.attributes if analysis.trace else ()
-            own = {(id(layer), name) for layer, name in places}
-            steady = state.items() & python_state(fn, parts).items()
-            known = {key: value for key, value in steady if key not in own}
+            own = {(id(namespace.owner), name) for namespace, name in places}
+            own |= {key for key, _ in state.items() ^ simple_values(reached_by(fn)).items()}
+            own |= {key[:-1] for key in own if isinstance(key[-1], int)}  # of a list all
+
+            def is_own(key: tuple) -> bool:
+                return any(key[:depth] in own for depth in range(2, len(key) + 1))
+
+            known = {key: value for key, value in state.items() if not is_own(key)}
             self._cache = [(parts, known, analysis), *self._cache[: _CACHE_SIZE - 1]]
         if not silent:
             self.warn(analysis.warnings)
@@ -302,8 +310,12 @@ class FunctionAnalyses:
         """Forget all analyses, as of a model that was compiled anew."""
         self._cache.clear()
 
-    def check_exactness(self, analysis: FunctionAnalysis) -> None:
-        """Report if an example's results depend on other examples or on its place, once."""
+    def check_exactness(self, analysis: FunctionAnalysis, by_hand: bool = True) -> None:
+        """Report if an example's results depend on other examples or on its place, once.
+
+        By hand, report tensors that towers leave unjoined, too: nobody looks for their uses.
+        """
+        self.warn(analysis.not_joined if by_hand else ())
         if not any(analysis is other for other in self._checked):
             self._checked = [analysis, *self._checked[:_NUM_CHECKED]]
             self.warn(exactness_checks.check_on_samples(analysis))

@@ -21,9 +21,10 @@ from towers.builder.cross_host import VariablePrefetch
 from towers.errors import InputError
 
 _SECOND = (
-    "the gradient of a gradient goes through BatchNorm over all towers, which cannot wait for each "
-    "other a third time: leave BatchNorm local (batch_norm='local'), or take another normalisation "
-    "(GroupNormalization, LayerNormalization)"
+    "a gradient goes through BatchNorm over all towers where these do not meet again: the gradient "
+    "of a gradient, one by tf.gradients, or by a tape outside of a loop or branch with the towers: "
+    "open the tape inside of it, leave BatchNorm local (batch_norm='local'), or take another "
+    "normalisation (GroupNormalization, LayerNormalization)"
 )
 SCOPE = "exchange"  # name scope of ops that differ between towers
 
@@ -70,10 +71,12 @@ class SyncGroup:
             )
         if not self.is_open:
             raise InputError(_SECOND)
-        if tf.compat.v1.get_default_graph() is not self._graph:
+        # tf.vectorized_map traces what it calls in place, in a scope of this name.
+        in_map = "loop_body" in tf.get_current_name_scope().split("/")
+        if in_map or tf.compat.v1.get_default_graph() is not self._graph:
             raise InputError(
-                "a BatchNorm layer inside of a branch or a loop cannot take its moments over "
-                "all towers there: leave BatchNorm local (batch_norm='local'), or call the "
+                "a BatchNorm layer inside of a branch, a loop or tf.vectorized_map cannot take its "
+                "moments over all towers: leave BatchNorm local (batch_norm='local'), or call the "
                 "layer outside of it"
             )
         if place == len(self._rounds):

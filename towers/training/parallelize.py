@@ -145,7 +145,7 @@ def put_on(model: keras.Model, builder: TowerBuilder) -> keras.Model:
     """Run the steps of a model on the towers of a builder; return the model."""
     unparallelize(model)
     steps = _Steps(model, builder)
-    steps.of_instance = {n: vars(model)[n] for n in (*_STEPS, *_MAKERS) if n in vars(model)}
+    steps.of_instance = {n: vars(model)[n] for n in _Steps.REPLACED if n in vars(model)}
     vars(model)["_tower_steps"] = steps
     vars(model).update({name: steps.on_towers(name) for name in _STEPS})
     vars(model).update({name: steps.made_for_towers(name) for name in _MAKERS})
@@ -174,7 +174,7 @@ def unparallelize(model: keras.Model) -> keras.Model:
     Weights and optimizer stay; the steps are traced anew.
     """
     if steps := vars(model).pop("_tower_steps", None):
-        for name in (*_STEPS, *_MAKERS):
+        for name in _Steps.REPLACED:
             vars(model).pop(name, None)
         vars(model).update(steps.of_instance)
     tf_internals.drop_functions(model)  # traced before
@@ -187,6 +187,12 @@ def builder_of(model: keras.Model) -> TowerBuilder | None:
     return steps and steps.builder
 
 
+def method_of(model: keras.Model, name: str) -> Callable:
+    """Return a model's `train_step`, `test_step` or `predict_step` without towers."""
+    steps = vars(model).get("_tower_steps")
+    return steps.method(name) if steps else getattr(model, name)
+
+
 def passes_of(model: keras.Model) -> Passes:
     """Return the passes of a model's last traced step on towers."""
     steps = vars(model).get("_tower_steps")
@@ -195,6 +201,8 @@ def passes_of(model: keras.Model) -> Passes:
 
 class _Steps:
     """A model's steps on towers."""
+
+    REPLACED = (*_STEPS, *_MAKERS)
 
     def __init__(self, model: keras.Model, builder: TowerBuilder, copies: Sequence[Any] = ()):
         self.model, self.builder, self._device = model, builder, builder.gather_device
@@ -208,9 +216,9 @@ class _Steps:
 
     def on_towers(self, name: str) -> Callable:
         """Return a step of the model with its outermost layers on towers."""
-        return self.outermost_on_towers(lambda *args: self._method(name)(*args))
+        return self.outermost_on_towers(lambda *args: self.method(name)(*args))
 
-    def _method(self, name: str) -> Callable:
+    def method(self, name: str) -> Callable:
         """Return the model's method without towers, as it is now."""
         of_class = functools.partial(getattr(type(self.model), name), self.model)
         return self.of_instance.get(name, of_class)
@@ -265,7 +273,7 @@ class _Steps:
             model, by_xla, before = self.model, self.model.jit_compile, vars(self.model)[attribute]
             model.jit_compile = False
             try:
-                self._method(name)(force)
+                self.method(name)(force)
             finally:
                 model.jit_compile = by_xla
             function = vars(model)[attribute]

@@ -18,6 +18,7 @@ from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 from towers.formatting import first_line
 from towers.training.parallelize import builder_of, parallelize, unparallelize
+from towers.training.run.model import methods_set_on
 from towers.training.run.setup import RunContext
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step import train_state
@@ -235,6 +236,8 @@ def copy_of(model: keras.Model, x: Any) -> keras.Model:
     """
     if type(model).compile is not keras.Model.compile:
         raise TypeError("it has a compile of its own")
+    if own := methods_set_on(model):
+        raise TypeError(f"its {', '.join(own)} was set on it, and no config holds that")
     classes = {type(layer).__name__: type(layer) for layer in tf_internals.layers_of(model)}
     with keras.saving.custom_object_scope(classes):
         copy = type(model).from_config(model.get_config())

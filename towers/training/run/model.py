@@ -111,8 +111,18 @@ def check_classifier(
 
 
 def overrides(model: keras.Model, *names: str) -> bool:
-    """Return whether a model's class overrides one of these methods of `keras.Model`."""
-    return any(getattr(type(model), name) is not getattr(keras.Model, name) for name in names)
+    """Return whether a model or its class overrides one of these methods of `keras.Model`."""
+    of_class = (getattr(type(model), name) is not getattr(keras.Model, name) for name in names)
+    return any(of_class) or not methods_set_on(model).keys().isdisjoint(names)
+
+
+def methods_set_on(model: keras.Model) -> dict[str, Callable]:
+    """Return {name: method} of `keras.Model` that were set on the model itself, not by towers."""
+    methods = {name: x for name, x in vars(model).items() if hasattr(keras.Model, name)}
+    if steps := vars(model).get("_tower_steps"):
+        methods = {name: x for name, x in methods.items() if name not in steps.REPLACED}
+        methods |= steps.of_instance
+    return {name: method for name, method in methods.items() if callable(method)}
 
 
 @contextlib.contextmanager

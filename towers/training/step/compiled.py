@@ -26,7 +26,7 @@ from towers.formatting import first_line
 from towers.monitoring import tower_metrics
 from towers.options import augmentation
 from towers.options.run import Options
-from towers.training.parallelize import builder_of, on_towers, passes_of, put_on
+from towers.training.parallelize import builder_of, method_of, on_towers, passes_of, put_on
 from towers.training.run.model import floatx_of, overrides
 from towers.training.step import fused_update, loss_checks
 from towers.training.step.optimizers import describe_flags, describe_scale, is_own, limit_of
@@ -134,11 +134,11 @@ class Compiled(Task):
             with tf.device(self.builder.gather_device):
                 data = self._data(example, draws)
                 with self.recorder.record(data[1:2]):
-                    names[:] = scalars(type(model).train_step(model, data))
+                    names[:] = scalars(method_of(model, "train_step")(data))
                 if is_own:  # else they are the same
                     self._check_test_step()
                     data = self._data(example, None)
-                    figures[:] = scalars(type(model).test_step(model, data))
+                    figures[:] = scalars(method_of(model, "test_step")(data))
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(loss_checks.translate_loss_errors(self, self.recorder, batches))
@@ -445,8 +445,9 @@ class Compiled(Task):
         copies = [replica.weights for replica in self.masters.replicas]
         if len(copies) == 1 or builder_of(self.model) is None:
             return self.model.test_step
-        step = functools.partial(type(self.model).test_step, self.model)
-        return on_towers(self.model, self.builder, step, copies)
+        return on_towers(
+            self.model, self.builder, method_of(self.model, "test_step"), copies
+        )
 
     def metrics_result(self) -> dict[str, tf.Tensor]:
         """See `Task`."""
