@@ -90,14 +90,14 @@ def leaves(model, x):
     return math.prod(scale for scale in scales if scale is not None)
 
 
-def test_fit_has_the_numbers_of_one_device():
+@pytest.mark.parametrize("num_towers", [1, 3])
+def test_fit_has_the_numbers_of_one_device(num_towers):
     def build():
         model = Leaving(leaves, lambda m: sum(use(m) for _, use in LEAVING.values()))
         model.compile("sgd")
         return model
 
-    one, several = fits.fit(build, DATA), fits.fit(build, DATA, 3)
-    assert not fits.differences(one, several)
+    assert not fits.differences(fits.fit(build, DATA), fits.fit(build, DATA, num_towers))
 
 
 WAYS = {

@@ -70,21 +70,37 @@ class Attributes:
 class SideOutputs:
     """The tensors that copies of a function set as attributes, joined like their outputs."""
 
-    def __init__(self, places: Sequence[Place], policies: Sequence[str | None]):
-        """Set the attributes, and each tensor's policy, None if it cannot be joined."""
-        self.places, self.policies = places, policies
+    def __init__(
+        self,
+        places: Sequence[Place] = (),
+        policies: Sequence[str | None] = (),
+        reached: Sequence[Namespace] = (),
+    ):
+        """Set what is joined.
+
+        Args:
+            places: attributes that the function sets.
+            policies: of each tensor in them; None if it cannot be joined.
+            reached: of a function that is called once, on the whole batch: where to look for them.
+        """
+        self.places, self.policies, self.reached = places, policies, reached
         self._values: list[Any] = []  # of the attributes, after the last call
 
     def wrap(self, fn: Callable) -> Callable:
         """Return a function that returns (the result of `fn`, the tensors that it sets)."""
 
         def with_side_outputs(*batch: Any) -> tuple[Any, list[Any]]:
-            if not self.places:
+            namespaces = self.reached or [namespace for namespace, _ in self.places]
+            if not namespaces:
                 return fn(*batch), []
             attributes = Attributes()
-            for namespace, _ in self.places:
+            for namespace in namespaces:
                 attributes.save(namespace)
             result = fn(*batch)
+            if self.reached:
+                self.places = attributes.changed()
+                found = tensors_at(self.places)
+                self.policies = [ROWS if x.shape.rank else "first" for x in found]
             self._values = _values_at(self.places)
             attributes.restore(self.places)
             rows = []

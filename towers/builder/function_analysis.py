@@ -22,7 +22,7 @@ from towers.builder.added_losses import AddedLoss
 from towers.builder.attributes import SideOutputs
 from towers.builder.gather import StaticIndexedSlices, UniqueIndexedSlices
 from towers.builder.instrumentation import FEW, MORE, Trace, Tracer, run
-from towers.builder.namespaces import reached_by
+from towers.builder.namespaces import Namespace, reached_by
 from towers.builder.rng import DrawInfo
 from towers.builder.synthetic_inputs import possible_shapes
 from towers.builder.variable_aggregation import policy_of
@@ -48,6 +48,7 @@ class FunctionAnalysis:
     trace: Trace | None = None  # for few examples, if the function could be traced
     more: Trace | None = None  # for more examples, with draws that can be nudged
     added: tuple[AddedLoss, ...] = ()  # the losses that layers add, in order
+    reached: Sequence[Namespace] = ()  # by a function of one slice, which needs no analysis
 
     @functools.cached_property
     def warnings(self) -> list[str]:
@@ -69,7 +70,7 @@ class FunctionAnalysis:
         if trace and trace.attributes:
             with tf.init_scope():
                 policies = state_aggregation.policies_of_attributes(self.tracer, trace, self.draws)
-        return SideOutputs(trace.attributes if trace else [], policies)
+        return SideOutputs(trace.attributes if trace else [], policies, self.reached)
 
     @property
     def not_joined(self) -> list[str]:

@@ -269,8 +269,10 @@ class FunctionAnalyses:
             silent: report no warnings yet: the function may not run on towers at all.
         """
         tf_internals.refuse_fork()
-        if (num_slices or self._num_slices) == 1 or not is_split(batch):
+        if not is_split(batch):
             return FunctionAnalysis()
+        if (num_slices or self._num_slices) == 1:
+            return FunctionAnalysis(reached=reached_by(fn))
         parts = parts_of(fn, batch)
         state = simple_values(reached_by(fn))
         same = (
