@@ -107,6 +107,18 @@ def test_doubts_are_warnings():
         TowerBuilder(DEVICES).gradients(fn, [], tf.constant(X))
 
 
+def test_nothing_is_told_of_a_metric_that_the_examples_tried_do_not_change():
+    accuracy = keras.metrics.BinaryAccuracy()
+
+    def fn(x):
+        accuracy.update_state(0.5 + 0 * x[..., 0], x[..., 0])  # a target that is no class
+        return x[:, 0, 0]
+
+    assert told_of(fn) == []
+    np.testing.assert_array_equal(accuracy.total, 0)
+    np.testing.assert_array_equal(accuracy.count, len(X))
+
+
 def test_a_weight_that_is_looked_up_by_unique_numbers_and_otherwise_is_told():
     weight = keras.Variable(X[:, 0])
 

@@ -12,7 +12,7 @@ from towers.builder.attributes import ROWS
 from towers.builder.gather import join
 from towers.builder.instrumentation import Trace, Tracer, run
 from towers.builder.rng import DrawInfo
-from towers.builder.variable_aggregation import merge
+from towers.builder.variable_aggregation import merge, policy_of
 
 _SAME = 1e-4  # relative tolerance of a state that is computed in two ways
 _SAME_IN_FLOAT64 = 1e-8
@@ -45,10 +45,13 @@ def policies_of(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) -> dict[i
             if not all(np.array_equal(value, start) for value in after):
                 changed.add(id(variable))
             possible[id(variable)] = _agreeing(possible[id(variable)], start, after, traces)
-    # One that did not change may do so for other examples, if it depends on examples.
+    # One that did not change may do so for other examples, if it depends on examples: of such the
+    # variable's own aggregation is believed.
     independent = zip(few.states, few.data_independent, strict=True)
     known = changed | {id(v) for v, is_independent in independent if is_independent}
-    return {k: policies[0] for k, policies in possible.items() if policies and k in known}
+    own = {id(v): policy_of(v) for v in few.states}
+    chosen = {k: next(iter(p), None) if k in known else own[k] for k, p in possible.items()}
+    return {k: policy for k, policy in chosen.items() if policy in possible[k]}
 
 
 def policies_of_losses(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) -> list[AddedLoss]:
