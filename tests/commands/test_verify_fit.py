@@ -100,6 +100,16 @@ def test_a_copy_computes_in_float64_throughout_also_of_classes_without_a_name(mo
     assert model.layers[1].inputs[0].dtype == "float32"
 
 
+def test_a_step_that_is_set_on_the_model_is_compared_as_it_is():
+    model = net(layers.Dense(4, "tanh"))
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    of_class, calls = model.train_step, []
+    model.train_step = lambda data: calls.append(0) or of_class(data)
+    result, said = verified(model)
+    assert result["passed"] and result["dtype"] == "float32"
+    assert "train_step was set on it" in said[0] and len(calls) > 1
+
+
 @pytest.mark.parametrize("built", [True, False])
 def test_a_model_that_cannot_be_copied_is_compared_as_it_is_and_restored(built):
     keras.utils.set_random_seed(1)

@@ -16,6 +16,9 @@ from towers.options.functions import load_function
 from towers.options.run import Options
 from towers.tf_internals import floatx_set, force_float64
 
+_OF_A_STEP = ("call", "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics",
+              "make_train_function", "make_test_function", "make_predict_function")  # fmt: skip
+
 
 def build_for(
     options: Options,
@@ -117,12 +120,11 @@ def overrides(model: keras.Model, *names: str) -> bool:
 
 
 def methods_set_on(model: keras.Model) -> dict[str, Callable]:
-    """Return {name: method} of `keras.Model` that were set on the model itself, not by towers."""
-    methods = {name: x for name, x in vars(model).items() if hasattr(keras.Model, name)}
-    if steps := vars(model).get("_tower_steps"):
-        methods = {name: x for name, x in methods.items() if name not in steps.REPLACED}
-        methods |= steps.of_instance
-    return {name: method for name, method in methods.items() if callable(method)}
+    """Return {name: method} of a step that were set on the model itself, not by towers."""
+    methods, steps = vars(model), vars(model).get("_tower_steps")
+    if steps:
+        methods = {n: x for n, x in methods.items() if n not in steps.REPLACED} | steps.of_instance
+    return {name: methods[name] for name in _OF_A_STEP if name in methods}
 
 
 @contextlib.contextmanager
