@@ -143,6 +143,9 @@ def test_bad_input_is_one_line(tmp_path):
     refusal = functools.partial(runs.refusal, towers.train, train_dir=tmp_path / "run")
     meant = "there is no flag --learnin_rate; did you mean --learning_rate?"
     assert refusal(learnin_rate=0.1) == meant
+    for wrong, right in {"lr": "learning_rate", "num_gpus": "num_towers"}.items():
+        assert f"no {wrong}; did you mean {right}?" in runs.refusal(towers.Options, **{wrong: 2})
+    assert refusal(num_towers="2") == "--num_towers='2': a whole number is needed"
     assert refusal(model=5) == "model=5: a function, or its name as module:function, is needed"
     assert refusal(batch_size=0) == "--batch_size=0: a whole number of at least 1 is needed"
     builder = "give the function that builds it, such as model="

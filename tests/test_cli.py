@@ -75,7 +75,9 @@ MESSAGES = {
     "sweep --vary=seed:1 --overwrite": "towers sweep takes no --overwrite: runs lie in --sweep_dir",
     "compare": "towers compare needs the folders of runs: towers compare RUN RUN, or that of a "
     "sweep",
-    "evaluate": "--train_dir=runs/train: there is no run; train first, or name the folder of a run",
+    "train --overwrite=maybe": "--overwrite=maybe: true or false is needed",
+    "evaluate": "no --train_dir is given, and runs/train is no run: train first, or type "
+    "--train_dir=RUN",
 }
 WITH_SPACES = [
     (["train", ""], f"unexpected argument '': {WRITTEN}"),
@@ -90,7 +92,7 @@ WITH_SPACES = [
 def test_a_bad_command_line_gets_one_line(folder):
     for argv, message in [(line.split(), m) for line, m in MESSAGES.items()] + WITH_SPACES:
         assert call(argv) == (2, "", f"towers: {message}\n")
-    for line in "--overwrite=maybe", "--nooverwrite=1", "--train_dir", "--flagfile", "--flagfile=a":
+    for line in "--nooverwrite=1", "--train_dir", "--flagfile", "--flagfile=a":
         code, out, err = call(["train", line])
         assert (code, out, err.count("\n")) == (2, "", 1) and line.partition("=")[2] in err
     assert list(folder.iterdir()) == []

@@ -81,6 +81,12 @@ def test_a_folder_with_nothing_to_show_is_refused(tmp_path, folder):
         tensorboard.start(TensorboardOptions(train_dir=folder))
 
 
+def test_a_folder_that_nobody_typed_is_said_to_be_the_default(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="no --train_dir is given, and runs/train"):
+        tensorboard.start(TensorboardOptions())
+
+
 def test_all_points_of_a_long_curve_are_shown(tmp_path):
     writer = EventWriter(tmp_path, 200, pytest.fail)
     for step in range(1500):

@@ -11,7 +11,7 @@ from tests import runs
 from tests.programs import python
 from towers import cli
 from towers.commands.compare.options import CompareOptions
-from towers.options import code_trust, flags
+from towers.options import code_trust, fields, flags
 from towers.options.run import OPTIMIZERS, Options
 
 pytestmark = pytest.mark.unit
@@ -136,7 +136,7 @@ def test_evaluate_and_doctor_take_what_they_use():
 
 
 def test_flags_of_other_programs_are_told_as_they_are_here():
-    for theirs, ours in flags._FOREIGN_FLAGS.items():
+    for theirs, ours in fields.FOREIGN_NAMES.items():
         assert ours in [*FLAGS_OF_RUN, "num_gpus", "flagfile"] and theirs not in FLAGS_OF_RUN
         told = refusal("train", f"--{theirs}=1")
         assert told == f"there is no flag --{theirs}; did you mean --{ours}?"
@@ -329,6 +329,7 @@ def test_evaluate_needs_a_run(folder):
         assert refusal("evaluate", f"--train_dir={name}").startswith(
             f"--train_dir={name}: there is no run; train first"
         )
+    assert "no --train_dir is given" in refusal("evaluate")
     name = "x" * 300
     assert refusal("evaluate", f"--train_dir={name}") == f"--train_dir={name}: File name too long"
 

@@ -37,10 +37,11 @@ def test_a_function_of_a_module(write):
 
 def test_the_form_of_a_name(write):
     write("net.py", "def build():\n    pass\n")
-    for name in "net net: :build : net.build .net:build a..b:c net.:build".split() + [""]:
-        for flag in ("model", "dataset"):
-            message = f"--{flag}={name} must be module:function, such as models.cnn:cnn"
-            assert refusal(name, flag) == message
+    for name in "net net: :build : .net:build a..b:c net.:build".split() + [""]:
+        for flag, such in ("model", "models.cnn:cnn"), ("callbacks", "my_callbacks:make"):
+            assert refusal(name, flag) == f"--{flag}={name} must be module:function, such as {such}"
+    for name, meant in {"a.net.build": "a.net:build", "net.py": "net:build"}.items():
+        assert refusal(name).endswith(f"must be module:function; did you mean {meant}?")
 
 
 @pytest.mark.parametrize(
@@ -74,12 +75,13 @@ def test_what_a_module_raises_comes_through(write, text, error, path, name):
 
 
 def test_a_function_that_is_not_there(write):
-    write("net.py", "class A:\n    b = print\nresnet20 = A\n_resnet = A\nresnet = 20\n")
-    for name in "resnet21", "resnet":
-        said = f"--model=net:{name}: net has no function {name}; did you mean net:resnet20?"
-        assert refusal(f"net:{name}") == said
+    write("net.py", "class A:\n    b = print\nresnet20 = A\n_resnet = A\nLIST = []\n")
+    said = "--model=net:resnet: net has no function resnet; did you mean net:resnet20?"
+    assert refusal("net:resnet") == said
     for name in ("xyz", "A.bcd", "::::"):
         assert refusal(f"net:{name}") == f"--model=net:{name}: net has no function {name}"
+    said = refusal("net:LIST", "callbacks")
+    assert "LIST is of type list, and a function is needed" in said and "return LIST" in said
 
 
 def told(name):

@@ -47,7 +47,8 @@ def test_numbers_are_finite_and_have_their_range(name):
         message = refusal(**{name: value})
         assert message.startswith(f"--{name}={value}: {kind} {limits} is needed")
     for value in (float("nan"), float("inf"), -float("inf"), "1", None, True):
-        assert refusal(**{name: value}) == f"--{name}={value}: {kind} is needed"
+        shown = f"'{value}'" if value == "1" else value
+        assert refusal(**{name: value}) == f"--{name}={shown}: {kind} is needed"
 
 
 def test_numbers_of_numpy_will_do_and_a_whole_number_has_no_fraction():

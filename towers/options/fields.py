@@ -1,10 +1,11 @@
 """Options as fields of frozen dataclasses: default, group, help and range."""
 
 import dataclasses
+import difflib
 import importlib.util
 import numbers
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ _FOREIGN_VALUES = {  # common values of other programs
     "amp": "mixed_float16", "bf16": "mixed_bfloat16", "bfloat16": "mixed_bfloat16",
     "double": "float64", "float": "float32", "float16": "mixed_float16", "fp16": "mixed_float16",
     "fp32": "float32", "nag": "nesterov", "one_cycle": "onecycle", "multistep": "step",
+}  # fmt: skip
+FOREIGN_NAMES = {  # common options of other programs, whose names here are no near match
+    "amp": "dtype", "bs": "batch_size", "config": "flagfile", "depth": "model_args",
+    "ema": "ema_decay", "epochs": "num_epochs", "gpus": "num_gpus", "grad_clip": "clip_global_norm",
+    "gradient_accumulation_steps": "accumulate_steps", "logdir": "train_dir",
+    "lr": "learning_rate", "max_grad_norm": "clip_global_norm", "output_dir": "train_dir",
+    "precision": "dtype", "resume": "train_dir", "scheduler": "schedule", "steps": "max_steps",
+    "sync_bn": "batch_norm", "warmup": "warmup_epochs", "wd": "weight_decay", "xla": "jit_compile",
 }  # fmt: skip
 
 # Groups of options of which at most one may be set.
@@ -107,13 +116,21 @@ def _check_number(field: dataclasses.Field, value: Any) -> None:
     kind = "a whole number" if field.type is int else "a number"
     types = (numbers.Integral, field.type)
     if not isinstance(value, types) or isinstance(value, bool) or not abs(value) < float("inf"):
-        raise InputError(f"--{field.name}={value}: {kind} is needed")
+        shown = repr(value) if isinstance(value, str) else value
+        raise InputError(f"--{field.name}={shown}: {kind} is needed")
     low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
     if (low is not None and value < low) or (high is not None and value > high):
         limits = f"of at least {low}" if high is None else f"from {low} to {high}"
         example = field.metadata.get("example")
         such_as = f", as --{field.name}={example}" if example else ""
         raise InputError(f"--{field.name}={value}: {kind} {limits} is needed{such_as}")
+
+
+def likely_name(name: str, known: Collection[str]) -> str:
+    """Return the known option that a misspelling or another program's name means, or ""."""
+    usual = FOREIGN_NAMES.get(name.lower().replace("-", "_"))
+    close = [usual] if usual in known else difflib.get_close_matches(name, known, n=1)
+    return close[0] if close else ""
 
 
 def check_picture(plot: str) -> None:

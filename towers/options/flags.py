@@ -13,7 +13,6 @@ imported, so help and usage errors are printed at once.
 
 import contextlib
 import dataclasses
-import difflib
 import os
 import pkgutil
 import textwrap
@@ -26,7 +25,7 @@ from absl import flags
 from towers import files
 from towers.errors import InputError, RunError
 from towers.options import augmentation, code_trust
-from towers.options.fields import EXCLUSIVE, check_value
+from towers.options.fields import EXCLUSIVE, check_value, likely_name
 from towers.options.inline_objects import may_be_same_object, option_text
 from towers.options.run import MANY_MACHINES, Options, text_of
 
@@ -72,14 +71,12 @@ _PARSERS = {  # with the words of their error
 # Another value of these makes another run, whose checkpoints do not fit.
 IDENTITY = ("model", "model_args", "loss", "augment", "dataset", "tensorboard_x")
 _OF_MACHINES = {f.name for f in dataclasses.fields(Options) if f.metadata["group"] == MANY_MACHINES}
-_FOREIGN_FLAGS = {  # common flags of other programs, whose names here are no near match
-    "amp": "dtype", "bs": "batch_size", "config": "flagfile", "depth": "model_args",
-    "ema": "ema_decay", "epochs": "num_epochs", "gpus": "num_gpus", "grad_clip": "clip_global_norm",
-    "gradient_accumulation_steps": "accumulate_steps", "logdir": "train_dir",
-    "lr": "learning_rate", "max_grad_norm": "clip_global_norm", "output_dir": "train_dir",
-    "precision": "dtype", "resume": "train_dir", "scheduler": "schedule", "steps": "max_steps",
-    "sync_bn": "batch_norm", "warmup": "warmup_epochs", "wd": "weight_decay", "xla": "jit_compile",
-}  # fmt: skip
+
+
+NO_TRAIN_DIR = (
+    f"no --train_dir is given, and {Options.train_dir} is no run: train first, or type "
+    "--train_dir=RUN"
+)
 
 
 class _Aliased(str):
@@ -250,6 +247,9 @@ def _read_argv(
     except flags.CantOpenFlagFileError as error:
         file = error.__context__
         raise InputError(f"--flagfile={file.filename}: {file.strerror.lower()}") from None
+    except flags.IllegalFlagValueError as error:  # of a boolean: absl takes the others as text
+        typed = str(error).removeprefix("flag ").partition(": (")[0]
+        raise InputError(f"{typed}: true or false is needed") from None
     except (flags.Error, ValueError) as error:
         raise InputError(str(error)) from None
     except RecursionError:
@@ -293,9 +293,8 @@ def _unknown_flag(flag: str, verb: Command) -> str:
     if flag == "flagfile":
         return "--flagfile is for command lines; in Python give its flags by name, num_towers=2"
     known = [*verb.fields(), *_ALIASES, "flagfile"]
-    usual = _FOREIGN_FLAGS.get(flag.lower().replace("-", "_"))
-    close = [usual] if usual in known else difflib.get_close_matches(flag, known, n=1)
-    hint = f"did you mean --{close[0]}?" if close else f"see towers {verb.name} --help"
+    meant = likely_name(flag, known)
+    hint = f"did you mean --{meant}?" if meant else f"see towers {verb.name} --help"
     return f"there is no flag --{flag}; {hint}"
 
 
@@ -316,6 +315,8 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"--train_dir={train_dir}: {error.strerror}") from None
     if not is_run and not verb.begins:
+        if "train_dir" not in given:
+            raise InputError(NO_TRAIN_DIR)
         raise InputError(
             f"--train_dir={train_dir}: there is no run; train first, or name the folder of a run"
         )

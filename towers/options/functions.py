@@ -119,6 +119,12 @@ def _import(flag: str, name: str) -> Callable:
     function = getattr(module, function_name, None)
     if callable(function):
         return function
+    if function is not None and function_name.isidentifier():
+        raise InputError(
+            f"--{flag}={name}: {function_name} is of type {type(function).__name__}, and a "
+            f"function is needed: write `def make(): return {function_name}`, and type "
+            f"--{flag}={module_name}:make"
+        )
     raise _no_function(flag, name, [n for n, value in vars(module).items() if callable(value)])
 
 
@@ -166,7 +172,11 @@ def _current_folder_searched(module_name: str) -> Iterator[None]:
 def _split_name(flag: str, name: str) -> tuple[str, str]:
     module_name, colon, function_name = name.partition(":")
     if not (colon and function_name and all(module_name.split("."))):
-        raise InputError(f"--{flag}={name} must be module:function, such as models.cnn:cnn")
+        hint = f", such as {'models.cnn:cnn' if flag == 'model' else f'my_{flag}:make'}"
+        if all(part.isidentifier() for part in name.split(".")) and "." in name:
+            module_name, _, last = name.rpartition(".")
+            hint = f"; did you mean {module_name}:{'build' if last == 'py' else last}?"
+        raise InputError(f"--{flag}={name} must be module:function{hint}")
     return module_name, function_name
 
 

@@ -15,6 +15,7 @@ from towers.options.fields import (
     check_values,
     copy_field,
     group,
+    likely_name,
     parse_numbers,
     parse_tower_numbers,
 )
@@ -326,6 +327,16 @@ class Options:
         200.0, "Size of the event files, in MiB: pictures and histograms, then curves are thinned "
         "to stay below it.", minimum=1,
     )  # fmt: skip
+
+    def __new__(cls, *_: Any, **fields: Any) -> "Options":
+        """Raise InputError for a name that is no option, with one that may be meant."""
+        known = cls.__dataclass_fields__
+        aliases = {f.metadata["alias"]: n for n, f in known.items() if "alias" in f.metadata}
+        for given in fields.keys() - known.keys():
+            meant = given if given in aliases else likely_name(given, [*known, *aliases])
+            hint = f"; did you mean {aliases.get(meant, meant)}?" if meant else ""
+            raise InputError(f"towers.Options has no {given}{hint}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Raise InputError for values out of range and pairs that exclude each other."""

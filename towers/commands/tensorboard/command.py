@@ -11,6 +11,7 @@ from typing import Any
 
 from towers.errors import InputError
 from towers.options.fields import CheckedOptions, option
+from towers.options.flags import NO_TRAIN_DIR
 from towers.options.run import Options
 
 # Points kept of each tag. By default TensorBoard keeps a random 1000 of a curve and 10 pictures; 0,
@@ -24,7 +25,7 @@ class TensorboardOptions(CheckedOptions):
 
     run: Options = dataclasses.field(default_factory=Options)
     train_dir: str = option(
-        "runs/train", "The run", "Folder of a run, or of several: that of a sweep."
+        Options.train_dir, "The run", "Folder of a run, or of several: that of a sweep."
     )
     port: int = option(
         6006, "TensorBoard", "Port of its address on this machine; if 6006 is taken and none is "
@@ -49,6 +50,8 @@ def start(options: TensorboardOptions) -> str:
         has_events = any(glob.iglob("**/*tfevents*", root_dir=options.train_dir, recursive=True))
     except RecursionError:
         raise InputError(f"{there} too many folders within folders; name that of a run") from None
+    if not has_events and options.train_dir == TensorboardOptions.train_dir:
+        raise InputError(NO_TRAIN_DIR)
     if not has_events:
         raise InputError(
             f"{there} no event files; train first, or name the folder of a run or of a sweep"
