@@ -24,7 +24,7 @@ def in_float64():
         keras.config.set_dtype_policy(before[1])
 
 
-def fit(build, given, num_towers=0, *, epochs=2, plain_first=False, devices=(), **options):
+def fit(build, given, num_towers=0, *, epochs=2, plain_first=False, devices="", **options):
     """Train a new model and return what can be read of it: {part: [(name, array)]}.
 
     Args:

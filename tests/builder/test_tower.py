@@ -204,6 +204,11 @@ REFUSED = {
     "PerTower holds 2 values for 3 towers: it must hold one for each": [
         lambda: builder(3).map(lambda x: x, PerTower([1, 2])),
     ],
+    r"PerTower\(3\): a list with a value for each tower": [lambda: PerTower(3)],
+    r"shapes \(2, 3\), \(1, 3\): .* builder.concat": [
+        lambda: builder(2).sum(lambda x: x, tf.ones([3, 3])),
+        lambda: tf.function(builder(2).sum)(lambda x: x, tf.ones([3, 3])),
+    ],
     "cannot hold scalars: make a list of numbers an array; capture .*towers.PerTower": [
         lambda x=x: builder(2).map(lambda *_: None, tf.ones(2), {"x": x})
         for x in (tf.constant(1), 3.0, True, [1, 2, 3])

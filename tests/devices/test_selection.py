@@ -113,7 +113,7 @@ def test_gpus_alone_are_asked_for_where_there_is_none(install, monkeypatch, numb
 @pytest.mark.parametrize(
     "args, devices",
     [
-        ((), [0, 1, 2]), ((1,), [0]), ((2, ""), [0, 1]), ((3, []), [0, 1, 2]),
+        ((), [0, 1, 2]), ((1,), [0]), ((2, ""), [0, 1]),
         ((0, "/gpu:0,/gpu:2"), [0, 2]), ((2, "gpu:0,gpu:2"), [0, 2]),
         ((0, "/GPU:0,/device:GPU:2"), [0, 2]), ((2, "device:gpu:00, Gpu:2 "), [0, 2]),
         ((2, ["/gpu:0", "/gpu:2"]), [0, 2]), ((0, ("GPU:0", "/device:GPU:2")), [0, 2]),
@@ -229,9 +229,11 @@ NO_DEVICE = "--devices={}: {!r} is not a device; name them as /gpu:0"
          "--devices=/gpu:0,/gpu:1,/device:GPU:0: /gpu:0 is named twice"),
         (1, "/gpu:0,/gpu:2", "--num_towers=1 and --devices=/gpu:0,/gpu:2 disagree"),
         (2, "/gpu:2", "--num_towers=2 and --devices=/gpu:2 disagree, which names 1"),
-        (-1, "", "--num_towers=-1: 0 to 1000 are allowed"),
-        (1001, "", "--num_towers=1001: 0 to 1000 are allowed"),
-        ("2", "", "--num_towers='2': 0 to 1000 are allowed"),
+        (-1, "", "--num_towers=-1: a whole number from 0 to 1000 is needed"),
+        (1001, "", "--num_towers=1001: a whole number from 0 to 1000 is needed"),
+        ("2", "", "--num_towers='2': a whole number from 0 to 1000 is needed"),
+        (0, [], "devices=[] must be a list with one device for each tower"),
+        (0, [0, 1], "devices=[0, 1] must be a list with one device for each tower"),
     ],
 )  # fmt: skip
 def test_names_are_of_devices_and_agree_with_the_number(install, number, devices, says):

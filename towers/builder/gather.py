@@ -17,6 +17,7 @@ from towers.builder.device_types import is_gpu, machine_of
 from towers.builder.flatten import dense, is_small, pack, unpack
 from towers.builder.sharding import PerTower
 from towers.builder.variable_aggregation import widen
+from towers.errors import InputError
 
 
 def map_towers(policy: Callable, results: Sequence[Any]) -> Any:
@@ -68,7 +69,18 @@ def add_other(values: Sequence[Any]) -> Any:
 
 def add_by_machine(plan: "GatherPlan") -> Callable:
     """Return the policy that adds values on each machine, then the machines' sums."""
-    return lambda values: plan.add(cross_host.sum_by_machine(values, plan.towers, plan.add))
+
+    def policy(values: Sequence[Any]) -> Any:
+        shapes = [v.shape for v in values if isinstance(v, tf.Tensor)]
+        if not all(shape.is_compatible_with(shapes[0]) for shape in shapes):
+            raise InputError(
+                "sum adds up what the towers return, and these are of shapes "
+                f"{', '.join(map(str, shapes))}: join rows by builder.concat, or reduce them in "
+                "the function, as by tf.reduce_sum(..., axis=0)"
+            )
+        return plan.add(cross_host.sum_by_machine(values, plan.towers, plan.add))
+
+    return policy
 
 
 def join(values: Sequence[Any]) -> Any:

@@ -24,7 +24,13 @@ class PerTower:
 
     def __init__(self, values: Sequence[Any]):
         """Hold `values`, one for each tower, in tower order."""
-        self.values = list(values)
+        try:
+            self.values = list(values)
+        except TypeError:
+            raise InputError(
+                f"PerTower({values!r}): a list with a value for each tower is needed, as "
+                "towers.PerTower([1.0, 10.0])"
+            ) from None
 
 
 class DeviceResidentBatch:
@@ -67,10 +73,10 @@ tf.register_tensor_conversion_function(DeviceResidentBatch, _whole)
 
 
 def as_devices(devices: Sequence[str]) -> list[str]:
-    """Return the towers' devices as a list; raise ValueError if there is none."""
+    """Return the towers' devices as a list; raise InputError if there is none."""
     names = [] if isinstance(devices, str | int) else list(devices)
-    if not names:
-        raise ValueError(
+    if not names or any(isinstance(name, int) for name in names):
+        raise InputError(
             f"devices={devices!r} must be a list with one device for each tower, "
             'such as ["/gpu:0", "/gpu:1"], or towers.devices.tower_devices(2)'
         )

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from towers.builder import device_types
 from towers.builder.device_types import are_remote, machine_of
+from towers.builder.sharding import as_devices
 from towers.devices import cuda_visible_devices, nvml, remote
 from towers.devices.gpus import driver_gpus, hide_gpus, missing_gpus, read_back, visible_gpus
 from towers.devices.nvml import MIB, DriverGpu
@@ -71,8 +72,10 @@ def tower_devices(
         InputError: more towers than GPUs, a device that does not exist, or a malformed device.
     """
     if not isinstance(num_towers, int | np.integer) or not 0 <= num_towers <= _MOST_TOWERS:
-        raise InputError(f"--num_towers={num_towers!r}: 0 to {_MOST_TOWERS} are allowed")
-    names = devices if isinstance(devices, str) else ",".join(devices)
+        raise InputError(
+            f"--num_towers={num_towers!r}: a whole number from 0 to {_MOST_TOWERS} is needed"
+        )
+    names = devices if isinstance(devices, str) else ",".join(as_devices(devices))
     kind = names.strip().lower()
     if kind == "cpu":
         hide_gpus()
