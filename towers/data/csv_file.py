@@ -118,7 +118,8 @@ class CsvTable:
                 rows = csv.reader(itertools.chain([first], lines), strict=True)
                 self.names = [name.strip() for name in next(rows, [])]
                 if not self.names:
-                    raise InputError(f"{path}: a column has no name; {_FIRST_LINE}")
+                    empty = ": its first line is empty" if first else " is empty"
+                    raise InputError(f"{path}{empty}; {_FIRST_LINE}")
                 if all(map(is_number, self.names)):
                     problem = f"the first line is numbers, {_some(self.names)}"
                     raise InputError(f"{path}: {problem}; {_FIRST_LINE}")
