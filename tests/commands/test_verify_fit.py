@@ -228,7 +228,7 @@ def test_a_fault_is_found_and_named(make, options, name, cause):
 # ---------------------------------------------------------------------------- What is refused
 
 
-@pytest.mark.unit
+@pytest.mark.graph
 def test_bad_input_is_said_in_one_line():
     model, eager = net(), net()
     eager.run_eagerly = True
@@ -239,6 +239,8 @@ def test_bad_input_is_said_in_one_line():
         ("dtype='float16' must be", model, {"dtype": "float16"}),
         ("steps=0", model, {"steps": 0}),
         ("num_towers=2,1", model, {"num_towers": (2, 1)}),
+        ("no argument step; did you mean steps", model, {"step": 3}),
+        ("no y, and the loss of .* needs it: type towers.verify", model, {"y": None}),
         ("num_towers=3 and --devices=", model, {"num_towers": (3,), "devices": "/cpu:0,/cpu:1"}),
     ):
         with pytest.raises(towers.InputError, match=words) as error:

@@ -662,12 +662,14 @@ def test_bad_arguments_are_refused_in_one_line():
     for given, message in (
         ({"variables": "everywhere"}, "sharded"), ({"batch_norm": "global"}, "sync"),
         ({"accumulate_steps": 0}, "accumulate_steps"), ({"devices": "/gpu:0"}, "/gpu:0"),
+        ({"devices": []}, "a list with one device for each tower"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message) as error:
             towers.parallelize(model, **given)
         assert "\n" not in str(error.value)
-    with pytest.raises(towers.InputError, match="keras.Model"):
-        towers.parallelize(lambda x: x)
+    for function in towers.parallelize, towers.unparallelize:
+        with pytest.raises(towers.InputError, match="takes a keras.Model, not function"):
+            function(lambda x: x)
 
 
 def test_an_infinity_on_one_tower_skips_the_step_for_all():

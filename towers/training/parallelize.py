@@ -86,8 +86,7 @@ def parallelize(
     Raises:
         InputError: an argument is out of range, or there is no such device or worker.
     """
-    if not isinstance(model, keras.Model):
-        raise InputError(f"parallelize takes a keras.Model, not {type(model).__name__}")
+    _check_is_model(model, "parallelize")
     if tf.distribute.has_strategy() or model.distribute_strategy != tf.distribute.get_strategy():
         raise InputError(
             "parallelize is in the place of tf.distribute: make the model outside of a strategy's "
@@ -109,6 +108,11 @@ def parallelize(
         jit_compile=jit_compile,
     )
     return put_on(model, builder)
+
+
+def _check_is_model(model: Any, function: str) -> None:
+    if not isinstance(model, keras.Model):
+        raise InputError(f"{function} takes a keras.Model, not {type(model).__name__}")
 
 
 def _devices_for(
@@ -173,6 +177,7 @@ def unparallelize(model: keras.Model) -> keras.Model:
 
     Weights and optimizer stay; the steps are traced anew.
     """
+    _check_is_model(model, "unparallelize")
     if steps := vars(model).pop("_tower_steps", None):
         for name in _Steps.REPLACED:
             vars(model).pop(name, None)

@@ -9,7 +9,9 @@ is left as it was.
 """
 
 import contextlib
+import difflib
 import functools
+import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +36,8 @@ from towers.commands.verify.runner import (
 from towers.errors import InputError
 from towers.graphs.gpu_estimate import not_fused
 from towers.options.fields import parse_tower_numbers
+from towers.training.parallelize import parallelize
+from towers.training.run.model import overrides
 from towers.training.run.process_state import preserve_rng
 from towers.training.step.train_state import optimizers_of, restore_after
 
@@ -86,6 +90,10 @@ def verify(
     """
     if not isinstance(model, keras.Model):
         raise InputError(f"verify takes a keras.Model, not {type(model).__name__}")
+    for name in how.keys() - _ARGUMENTS.keys():
+        hint = difflib.get_close_matches(name, _ARGUMENTS, n=1)
+        known = f"did you mean {hint[0]}?" if hint else f"there are {', '.join(_ARGUMENTS)}"
+        raise InputError(f"verify has no argument {name}; {known}")
     if not model.compiled:
         raise InputError(
             f"{model.name} is not compiled, and verify trains it: type "
@@ -106,6 +114,11 @@ def verify(
     batches = list(tf_internals.batches_of(x, y, sample_weight, batch_size).take(steps))
     if not batches:
         raise InputError("x has no batch to verify with: one or more are needed")
+    needs_y = model.loss is not None and not overrides(model, "train_step", "compute_loss")
+    if needs_y and keras.utils.unpack_x_y_sample_weight(batches[0])[1] is None:
+        raise InputError(
+            f"there is no y, and the loss of {model.name} needs it: type towers.verify(model, x, y)"
+        )
     with warnings.catch_warnings(record=True) as warned, contextlib.ExitStack() as stack:
         warnings.simplefilter("always")
         reference = None
@@ -144,6 +157,15 @@ def verify(
     for line in dict.fromkeys(str(warning.message) for warning in warned):
         say(f"warning     {line}")
     return result
+
+
+# What verify takes, and passes on.
+_ARGUMENTS = {
+    name: parameter
+    for function in (verify, parallelize)
+    for name, parameter in inspect.signature(function).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD
+}
 
 
 def _build(model: keras.Model, batch: Any) -> None:
