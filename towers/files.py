@@ -256,14 +256,18 @@ def check_train_dir(folder: Path, overwrite: bool, flag: str = "--train_dir") ->
         )
     if moved:
         _check_path(aside := _aside(folder), f"--overwrite: {folder} cannot be moved to {aside}")
-    written = folder.absolute().parent if moved else existing
+    check_writable(folder.absolute().parent if moved else existing, named)
+
+
+def check_writable(folder: Path, named: str) -> None:
+    """Raise InputError if nothing can be written in a folder; `named` begins the message."""
     try:
-        if not os.access(written, os.W_OK | os.X_OK):
+        if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError
-        if not os.statvfs(written).f_blocks:  # of /proc the system says that one may
-            os.rmdir(tempfile.mkdtemp(dir=written))
+        if not os.statvfs(folder).f_blocks:  # of /proc the system says that one may
+            os.rmdir(tempfile.mkdtemp(dir=folder))
     except OSError:
-        raise InputError(f"{named}: no permission to write in {written}") from None
+        raise InputError(f"{named}: no permission to write in {folder}") from None
 
 
 def _check_parts(folder: Path, named: str) -> None:

@@ -184,6 +184,11 @@ def test_a_table_without_its_target(tmp_path, monkeypatch, capsys):
     lines = printed(monkeypatch, capsys, of_run, path, format="csv")
     assert lines[0] == "file,index,output.0"
     assert lines[1:] == [f"{path},{i},{2 * i + 0.5}" for i in range(6)]
+    of_run.task["columns"] = ["area", "rooms"]
+    (tmp_path / "a.png").touch()
+    with pytest.raises(InputError, match=r"name a \.csv file with its columns, area, rooms"):
+        inputs.find([str(tmp_path / "a.png")], of_run)
+    of_run.task["columns"] = []
     for text, message in {
         "1,2\n3,4\n": ": the first line is numbers, 1, 2; the first line names the columns, with",
         "a,b\n": " has no rows below its first line; give 1 or more",

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from towers import tf_internals
+from towers import files, tf_internals
 from towers.commands.export.options import ENDINGS, ExportOptions
 from towers.data import augment
 from towers.errors import InputError, RunError
@@ -204,7 +204,7 @@ def _how_to_load(options: ExportOptions, trained: TrainedModel) -> list[str]:
 
 
 def _output(options: ExportOptions) -> Path:
-    """Return the path to write; raise InputError if it exists or could not be loaded."""
+    """Return the path to write; raise InputError if it cannot be written or loaded."""
     name = f"model{ENDINGS[options.format]}" if ENDINGS[options.format] else options.format
     path = Path(options.output or Path(options.run.train_dir, name)).expanduser()
     pattern = re.search(r"[*?[\\]", str(path.absolute()))
@@ -225,4 +225,8 @@ def _output(options: ExportOptions) -> Path:
             raise InputError(
                 f"--output={path} is no {options.format} and is not replaced: name another"
             )
+    existing = next(folder for folder in path.absolute().parents if folder.exists())
+    if not existing.is_dir():
+        raise InputError(f"--output={path}: {existing} is a file; name another with --output")
+    files.check_writable(existing, f"--output={path}")
     return path

@@ -85,10 +85,10 @@ def _image_part(path: str, trained: TrainedModel) -> Part:
     size = options.image_height_width()
     channels = spec.shape[-1] if trained.task["image_shape"] else None
     if channels not in (1, 3, 4) or spec.dtype != tf.uint8:
-        raise InputError(
-            f"{path} is an image, and this model takes {_describe(spec)}: name a .npy file with "
-            "such values"
-        )
+        columns = ", ".join(trained.task.get("columns") or ())
+        other = f".csv file with its columns, {columns}" if columns else ".npy file of such values"
+        takes = f"this model takes {_describe(spec)}"
+        raise InputError(f"{path} is an image, and {takes}: name a {other}")
 
     def read(*_: int) -> np.ndarray:
         most = options.max_image_pixels
