@@ -94,6 +94,7 @@ def test_a_run_stops_early_and_where_it_would_have_if_it_is_killed(tmp_path, cap
     assert whole["steps"] < 60 and "stopping    early" in capsys.readouterr().out
     before = tiny.files(folder)
     assert train(tiny.options(folder, **given, **patience)) == whole  # it is finished
+    assert "ended early" in (said := capsys.readouterr().out) and "--early_stopping_epochs" in said
     assert tiny.files(folder) == before
 
     shutil.copytree(folder, cut)

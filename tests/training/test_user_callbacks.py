@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import towers
-from tests import fits
+from tests import fits, tiny
 from towers import cli
 from towers.options import code_trust
 
@@ -124,6 +124,11 @@ def test_one_that_stops_training_ends_the_run_and_its_weights_are_saved(tmp_path
     assert all((w == 0.25).all() for w in trained.get_weights())
     expected = np.mean(np.abs(trained.predict(X[14:], verbose=0) - Y[14:]))
     assert result["test_mae"] == pytest.approx(expected, rel=1e-5)
+    before = tiny.files(tmp_path)
+    assert train(tmp_path, Ends(), num_epochs=9) == result and tiny.files(tmp_path) == before
+    said = capsys.readouterr().out
+    assert "ended early, at step 4 of 18" in said and "--num_epochs" in said
+    assert train(tmp_path, num_epochs=9)["steps"] == 18  # without callbacks it goes on
 
 
 @pytest.mark.parametrize("monitored", ["val_accuracy", "val_loss"])
@@ -177,10 +182,12 @@ def test_what_cannot_be_had_is_one_line(tmp_path, given, says):
         keras.utils.set_random_seed(0)
         return keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
 
+    in_a_step = given is sets_rate  # nobody knows before the run has begun
     given = dict(callbacks=given, model=plain, loss="mse", metrics="mae")
-    with pytest.raises(towers.InputError, match=says) as error:
+    with pytest.raises(towers.RunError if in_a_step else towers.InputError, match=says) as error:
         towers.train(train_dir=tmp_path / "run", dataset=DATA, max_steps=2, **given)
     assert len(str(error.value).splitlines()) == 1
+    assert (tmp_path / "run").exists() == in_a_step
 
 
 def test_a_function_is_named_by_its_flag_and_that_of_a_foreign_run_is_asked_for(

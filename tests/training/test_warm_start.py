@@ -319,7 +319,7 @@ def test_a_run_goes_on_without_its_source(source, tmp_path, capsys):
     file.unlink()
     folder = tmp_path / "twice"
     code, out, _ = command(capsys, "train", f"--flagfile={folder}/flags.cfg", "--max_steps=6")
-    assert code == 0 and "init_from" not in out
+    assert code == 0 and f"has its own weights: {file} is not read" in out
     tiny.assert_identical(tiny.saved(tmp_path / "once"), tiny.saved(folder))
 
 

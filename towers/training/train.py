@@ -38,9 +38,6 @@ from towers.training.run.start import PreparedRun, begin, build, restore
 from towers.training.run.tensorflow_errors import user_facing_errors
 
 RESULT = "result.json"
-_FINISHED = (
-    "finished    {} has all its {} steps: more --num_epochs continue it, --overwrite moves it aside"
-)
 
 
 @preserve_rng()
@@ -83,6 +80,7 @@ def train(
             callbacks = user_callbacks.load(options.callbacks)
             remote.connect_run(options, bool(checkpoint.find(folder / "checkpoints")))
             run = build(options, say)
+            user_callbacks.check(callbacks, run.task)
         if Path.cwd() != current and not folder.is_absolute():
             raise InputError(
                 f"--train_dir={folder}: a function of --dataset, --model or --callbacks has "
@@ -91,8 +89,10 @@ def train(
             )
         with user_facing_errors(options):
             checkpoints, restored = restore(run, folder)
+        if restored is not None and options.init_from:
+            say(f"init_from   the run has its own weights: {options.init_from} is not read")
         if result := _finished(run, folder):
-            for line in [_FINISHED.format(folder, result["steps"]), *table(result)]:
+            for line in [_finished_line(run, result), *table(result)]:
                 say(line)
             return result
         recovery = remote.Recovery(options, say)
@@ -228,6 +228,7 @@ def _train(
         **{f"{s}_{n}": v for s, e in evaluations.items() for n, v in e.metrics.items()},
         "test_examples": evaluations["test"].examples,
         **({} if skipped is None else {"skipped_steps": skipped}),
+        **({"planned_steps": last} if step < last and callbacks.stopped() else {}),
         "objective": f"{'validation' if 'validation' in evaluations else 'test'}_{name}",
         "direction": direction,
         "num_towers": len(run.builder.devices),
@@ -305,9 +306,24 @@ def _finished(run: RunContext, folder: Path) -> dict[str, Any] | None:
     """Return the result of a run that is finished, None for any other."""
     result, timetable = read_result(folder), run.timetable()
     over = timetable.first_step == timetable.last_step or _best_of(run, folder).is_over()
+    # A callback stops it again, unless there is none or the run is to be longer.
+    over |= bool(run.options.callbacks) and result.get("planned_steps") == timetable.last_step
     if not over or result.get("steps") != timetable.first_step:
         return None
     return result | {"train_dir": str(folder)}  # the folder may have been moved
+
+
+def _finished_line(run: RunContext, result: Mapping[str, Any]) -> str:
+    timetable, folder = run.timetable(), result["train_dir"]
+    step, last = timetable.first_step, timetable.last_step
+    if step == last:
+        done, more = f"has all its {step} steps", "more --num_epochs continue"
+    else:
+        done = f"ended early, at step {step} of {last}"
+        more = "a larger --early_stopping_epochs continues"
+        if "planned_steps" in result:
+            more = "more --num_epochs, or an empty --callbacks=, continue"
+    return f"finished    {folder} {done}: {more} it, --overwrite moves it aside"
 
 
 def _best_of(run: RunContext, folder: Path) -> BestTracker:

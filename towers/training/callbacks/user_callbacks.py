@@ -15,12 +15,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.errors import InputError
+from towers.errors import InputError, RunError
 from towers.options.functions import call_without_arguments
 from towers.options.triggers import Timetable
 from towers.training.callbacks.exact_resume import ExactResume
 from towers.training.run.setup import RunContext
 from towers.training.step.evaluation import Evaluation
+from towers.training.step.task import Task
 
 _K = keras.callbacks
 
@@ -49,6 +50,13 @@ def load(names: str) -> list[_K.Callback]:
     return callbacks
 
 
+def check(callbacks: Sequence[_K.Callback], task: Task) -> None:
+    """Raise InputError for a callback that sets a learning rate which the schedule sets."""
+    for callback in callbacks if task.rate_is_set else ():
+        if isinstance(callback, _K.LearningRateScheduler | _K.ReduceLROnPlateau):
+            raise InputError(_sets_rate(type(callback).__name__))
+
+
 class Callbacks:
     """Calls the hooks of a run's Keras callbacks. False if there are none."""
 
@@ -59,9 +67,6 @@ class Callbacks:
         self._list = None
         if not callbacks:
             return
-        for callback in callbacks if run.task.rate_is_set else ():
-            if isinstance(callback, _K.LearningRateScheduler | _K.ReduceLROnPlateau):
-                raise self._sets_rate(type(callback).__name__)
         directions = run.task.metric_directions()
         for callback in callbacks:
             if getattr(callback, "mode", None) == "auto":  # Keras knows compiled metrics alone
@@ -156,7 +161,7 @@ class Callbacks:
                 del model["optimizer"]
         self._masters.set_copies()
         if self._task.rate_is_set and after != before:
-            raise self._sets_rate(hook)
+            raise RunError(_sets_rate(hook))
 
     def _changes_weights(self, hook: str, *args: Any) -> bool:
         before = self._model.get_weights()
@@ -168,12 +173,12 @@ class Callbacks:
         optimizer = getattr(self._model, "optimizer", None)
         return None if optimizer is None else float(optimizer.learning_rate)
 
-    @staticmethod
-    def _sets_rate(who: str) -> InputError:
-        return InputError(
-            f"--callbacks: {who} sets the learning rate, which --schedule does in each step: let "
-            "--model return a compiled model, whose optimizer has its own"
-        )
+
+def _sets_rate(who: str) -> str:
+    return (
+        f"--callbacks: {who} sets the learning rate, which --schedule does in each step: let "
+        "--model return a compiled model, whose optimizer has its own, or leave it to --schedule"
+    )
 
 
 def _figures(evaluation: Evaluation | None) -> dict[str, float]:
