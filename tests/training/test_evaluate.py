@@ -1,6 +1,7 @@
 """Evaluation: every example of the test set counts once, whatever the batch and the towers."""
 
 import json
+import types
 
 import keras
 import numpy as np
@@ -8,8 +9,10 @@ import pytest
 import tensorflow as tf
 
 from tests import tiny
-from tests.runs import command, result_of
+from tests.runs import command, refusal, result_of
 from towers.data import ArraySplit
+from towers.options.run import Options
+from towers.training.evaluate import _check_data
 from towers.training.run.setup import prepare
 from towers.training.step.evaluation import NUM_MISTAKES, Evaluation
 
@@ -96,6 +99,39 @@ def broken_tests():
     labels[13] = 9
     dataset = tf.data.Dataset.from_tensor_slices((images, labels))
     return tiny.arrays(60), (dataset.map(check), 20), tiny.NUM_CLASSES
+
+
+def two_classes():
+    images, labels = tiny.arrays(60)
+    return (images, labels % 2), (images, labels % 2)
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    "argv, remedy",
+    [
+        (["--model=tests.tiny:dense"], "has --model=tests.tiny:cnn: leave --model out"),
+        ([f"--dataset={__name__}:two_classes"], "data of the same shape and classes"),
+    ],
+)
+def test_another_model_or_other_classes_are_refused_without_a_word_of_overwriting(
+    trained, capsys, argv, remedy
+):
+    code, _, err = command(capsys, "evaluate", f"--train_dir={trained('classes')}", *argv)
+    assert code == 2 and remedy in err and "--overwrite" not in err and err.count("\n") == 1
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("part", ["columns", "class_names"])
+def test_names_that_would_stand_for_others_are_refused(part):
+    data = types.SimpleNamespace(**{"columns": (), "class_names": (), part: ("b", "c")})
+    run = types.SimpleNamespace(data=data, options=Options(dataset="other.csv"))
+    for then in {}, {part: ["b", "c"]}, {part: ["b", "c", "d"]}:
+        _check_data(run, then)
+    said = refusal(_check_data, run, {part: ["a", "b", "c"]})
+    assert "b, c, and the run was trained on a, b, c" in said
+    if part == "class_names":
+        assert "was trained on numbers" in refusal(_check_data, run, {part: []})
 
 
 @pytest.mark.run

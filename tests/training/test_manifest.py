@@ -19,7 +19,7 @@ pytestmark = pytest.mark.graph
 
 PARTS = {
     "format", "time", "step", "command", "folder", "flags", "versions", "git", "devices", "host",
-    "environment", "data", "first_batch", "initial_weights", "sessions", "final", "task",
+    "environment", "data", "code", "first_batch", "initial_weights", "sessions", "final", "task",
 }  # fmt: skip
 
 
@@ -127,6 +127,20 @@ def test_the_origin_stays_and_each_start_is_added(committed, tmp_path):
     data = dataclasses.replace(run.data, train=ArraySplit(images ^ 1, labels))
     line, _ = write(dataclasses.replace(run, data=data), tmp_path, 3)
     assert line.startswith("warning     data.train.sha256 differs: ")
+
+
+def test_a_model_function_that_was_changed_is_told(committed, folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    source = "from tests import tiny\ndef build(**given):\n    return tiny.dense(**given)\n"
+    (folder / "changed_net.py").write_text(source)
+    run = run_of(folder, model="changed_net:build")
+    start_of(run, folder)
+    assert write(run, folder, 0) == []
+    (folder / "changed_net.py").write_text(source + "# another\n")
+    (line,) = write(run, folder, 0)
+    assert line.startswith("warning     code.model differs: ")
+    given = run_of(folder, model=lambda **given: tiny.dense(**given))
+    assert manifest.code(given.options) == {"model": None}  # which has no file of its own
 
 
 USUAL = dict(num_epochs=2, max_steps=0, schedule="cosine")

@@ -70,6 +70,7 @@ _PARSERS = {  # with the words of their error
 }
 # Another value of these makes another run, whose checkpoints do not fit.
 IDENTITY = ("model", "model_args", "loss", "augment", "dataset", "tensorboard_x")
+OF_MODEL = ("model", "model_args", "augment")  # of these, what other data may not change
 _OF_MACHINES = {f.name for f in dataclasses.fields(Options) if f.metadata["group"] == MANY_MACHINES}
 
 
@@ -330,8 +331,8 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
             f"{path} is damaged: {error}; mend it, or remove it and give the run's flags yourself"
         ) from None
     of_run = {n: v for n, v in of_run.items() if _RUN_FIELDS[n].metadata["affects"] != "call"}
-    if verb.begins:
-        _check_identity(train_dir, of_run, given)
+    if verb.begins or verb.name == "evaluate":
+        _check_identity(train_dir, of_run, given, verb.begins)
     replaced = _replaced_options(of_run, given)
     if not verb.begins:  # the workers and GPUs of training may be gone
         replaced |= _OF_MACHINES | ({"devices"} if of_run.get("devices") == "gpu" else set())
@@ -363,8 +364,11 @@ def _replaced_options(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> se
     return names
 
 
-def _check_identity(train_dir: str, of_run: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    pairs = {n: (of_run[n], given[n]) for n in IDENTITY if n in of_run and n in given}
+def _check_identity(
+    train_dir: str, of_run: Mapping[str, Any], given: Mapping[str, Any], trains: bool
+) -> None:
+    names = IDENTITY if trains else OF_MODEL
+    pairs = {n: (of_run[n], given[n]) for n in names if n in of_run and n in given}
     if "augment" in pairs and augmentation.agree(*pairs["augment"]):
         del pairs["augment"]
     differ = [
@@ -372,6 +376,10 @@ def _check_identity(train_dir: str, of_run: Mapping[str, Any], given: Mapping[st
     ]
     if differ:
         now, then = (" ".join(f"--{n}={v[n]}" for n in differ) for v in (given, of_run))
+        if not trains:
+            raise InputError(
+                f"{now}: the run in {train_dir} has {then}: leave --{' and --'.join(differ)} out"
+            )
         raise InputError(
             f"{now}: the run in {train_dir} has {then}; towers train --train_dir={train_dir} goes "
             "on with it; for another run name another --train_dir, or add --overwrite, which moves "

@@ -1,20 +1,23 @@
 """`towers evaluate`: output towers over the whole test set, every example counted once."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from towers import devices
+from towers.errors import InputError
 from towers.formatting import count
-from towers.options.flags import options_from_call
+from towers.options.flags import OF_MODEL, options_from_call
 from towers.options.run import Options
 from towers.training.callbacks import best
-from towers.training.run import checkpoint
+from towers.training.run import checkpoint, manifest
 from towers.training.run.checkpoint_manager import CheckpointManager
 from towers.training.run.process_state import preserve_rng
-from towers.training.run.setup import prepare
+from towers.training.run.setup import RunContext, prepare
 from towers.training.run.tensorflow_errors import user_facing_errors
+
+_SHOWN = 10  # names in a line
 
 
 @preserve_rng()
@@ -40,13 +43,18 @@ def evaluate(
     """
     options = options_from_call(options, fields, verb="evaluate")
     checkpoint.of_run(options.train_dir)  # before the model is built
+    recorded = manifest.read(Path(options.train_dir))
     run = prepare(dataclasses.replace(options, variables="default"))
+    _check_data(run, recorded.get("task", {}))
+    for line in manifest.differences({"code": manifest.code(options)}, recorded):
+        say(f"warning     {line}")
     variables = run.masters.variables().items()
     step = CheckpointManager(
         Path(options.train_dir, "checkpoints"),
         {name: v for name, v in variables if name.startswith(("model/", "average/"))},
-        {name: getattr(run.options, name) for name in ("model", "model_args", "augment")},
+        {name: getattr(run.options, name) for name in OF_MODEL},
         exact=False,  # the checkpoint has optimizer and loss scale, too
+        remedy="towers train --overwrite starts anew, and keeps them beside",
     ).restore(None, best.step_of(options.train_dir))
     run.masters.set_copies()
     with user_facing_errors(options):
@@ -56,3 +64,17 @@ def evaluate(
     for line in [*devices.report(run.builder.devices), heading, *result.table()]:
         say(line)
     return result.figures() | {"step": step, "num_towers": num_towers}
+
+
+def _check_data(run: RunContext, task: Mapping[str, Any]) -> None:
+    """Raise InputError for columns or names of classes that are not those of training."""
+    for name, what in {"columns": "columns", "class_names": "classes"}.items():
+        now = list(getattr(run.data, name))
+        then = task.get(name, now)  # older manifests have none
+        known = then or (map(str, range(len(now))) if what == "classes" else now)
+        if any(one != other for one, other in zip(now, known, strict=False)):
+            raise InputError(
+                f"--dataset={run.options.dataset} has the {what} {', '.join(now[:_SHOWN])}, and "
+                f"the run was trained on {', '.join(then[:_SHOWN]) or 'numbers'}: give data of the "
+                f"same {what}"
+            )

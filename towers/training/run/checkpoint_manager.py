@@ -20,7 +20,11 @@ from towers.options.inline_objects import may_be_same_object
 from towers.training.run import checkpoint
 from towers.training.run.checkpoint import Found, Snapshot
 
-_REMEDY = "choose another --train_dir, or --overwrite, which moves the old run aside"
+_REMEDIES = {  # for a run that would go on, and for one whose weights are only read
+    True: "choose another --train_dir, or --overwrite, which moves the old run aside",
+    False: "leave --model out, which is as the run has it, and give data of the same shape and "
+    "classes; or name the run of that model by --train_dir",
+}
 _NO_SPACE = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
 
@@ -207,14 +211,16 @@ class CheckpointManager:
             if there != value and not may_be_same_object(there, value):
                 raise InputError(
                     f"{prefix} is of another run: --{name}={there} there and --{name}={value} "
-                    f"here; {_REMEDY}"
+                    f"here; {_REMEDIES[self.exact]}"
                 )
         saved = checkpoint.described(reader)
         ours = checkpoint.kinds_of(self.variables)
         if not self.exact:
             saved = {name: saved[name] for name in saved.keys() & ours.keys()}
         if differs := checkpoint.first_difference(ours, saved):
-            raise InputError(f"{prefix} is of another model or optimizer: {differs}; {_REMEDY}")
+            raise InputError(
+                f"{prefix} is of another model or optimizer: {differs}; {_REMEDIES[self.exact]}"
+            )
 
 
 def _value_of(variable: tf.Variable) -> tf.Tensor:

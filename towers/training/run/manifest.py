@@ -13,6 +13,8 @@ The file holds one object. Its record of the first start never changes:
     devices          for each tower: device, name, PCI bus id, number in nvidia-smi, memory
     host             name, processor, cores, memory
     environment      the variables that change numbers, see `towers.devices.host.environment`
+    code             {"model": sha256 of the file that has the model function, null for one that a
+                     program gave in place of a name}
     data             {"train": "test":} kind, sha256 and size, see `towers.data.Split.checksum`
     first_batch      {"sha256"} of images, labels and draws of step 0; null in a run that was older
     initial_weights  sha256 of the model's variables before step 0, or null
@@ -30,6 +32,7 @@ manifest is written anew.
 import dataclasses
 import datetime
 import hashlib
+import inspect
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -44,6 +47,8 @@ from towers.data.pipeline import Data, digest
 from towers.devices import host
 from towers.errors import InputError
 from towers.options.augmentation import parse
+from towers.options.functions import load_function
+from towers.options.inline_objects import PREFIX
 from towers.options.run import Options, text_of
 from towers.training.run.setup import RunContext, length_of, rate_of
 
@@ -62,7 +67,7 @@ _SPEC = re.compile(r"(\w+)\[((?:None|\d{1,18})(?:, (?:None|\d{1,18}))*)?\]")
 _GIT_SECONDS = 2.0  # timeout of a call: a run does not wait for a slow disk
 # Parts that may change numbers; the number of towers, place and time do not.
 _COMPARED = re.compile(
-    r"versions\..*|git\..*\.(commit|diff)|host\.processor|data\..*\.(kind|sha256|examples|shape)"
+    r"versions\..*|git\..*\.(commit|diff)|host\.processor|code\..*|data\..*\.(kind|sha256|examples|shape)"
 )
 
 
@@ -85,6 +90,7 @@ def write(run: RunContext, folder: Path, restored: int | None, batch: Any) -> li
         "devices": [{n: v for n, v in row.items() if n != "free_bytes"} for row in towers],
         "host": host.machine(),
         "environment": host.environment(),
+        "code": code(run.options),
         "data": {name: split.checksum() for name, split in run.splits().items()},
     }
     manifest = {} if restored is None else read(folder)
@@ -106,6 +112,21 @@ def write(run: RunContext, folder: Path, restored: int | None, batch: Any) -> li
     manifest["sessions"].append(now)
     files.write_json(folder / NAME, manifest | {"final": None})
     return [f"warning     {line}" for line in lines]
+
+
+def code(options: Options) -> dict[str, str | None]:
+    """Return the checksum of the file that has the model function, see above.
+
+    What the function calls in other files is in `git`, where they are in a repository.
+    """
+    function = load_function("model", options.model)
+    if options.model.startswith(PREFIX):
+        return {"model": None}
+    try:
+        path = inspect.getsourcefile(inspect.unwrap(function))
+        return {"model": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
+    except (OSError, TypeError):  # it is not written in Python
+        return {"model": None}
 
 
 def model_spec(data: Data, options: Options) -> dict[str, Any]:
