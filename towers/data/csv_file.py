@@ -83,14 +83,21 @@ def load(dataset: str, paths: Sequence[str], target: str = "", categories: str =
 def _targets(
     tables: Sequence["CsvTable"], names: Sequence[str]
 ) -> tuple[list[np.ndarray], list[str], str]:
-    # Each table's targets, the names of the classes, and why whole numbers are no classes, or "".
+    # Each table's targets, the names of the classes, and why numbers are no classes, or "".
     name = names[0]
     if len(names) == 1 and not is_number(tables[0].column(name)[0]):
         texts = tables[0].texts(name, "target")
         return [table.index(name, texts) for table in tables], texts, ""
     y = [np.stack([table.numbers(name) for name in names], axis=1) for table in tables]
-    cells = (cell for table in tables for cell in table.column(name))
-    if len(names) > 1 or not all(cell.isdecimal() for cell in cells):
+    cells = [(table, i, cell) for table in tables for i, cell in enumerate(table.column(name))]
+    if len(names) > 1:
+        return y, [], ""
+    if broken := next((cell for cell in cells if not float(cell[2]).is_integer()), None):
+        table, i, cell = broken
+        where = f"{table.path}, line {table.lines[i]}, column {name} is {cell}"
+        classes = f"where classes are texts or whole numbers from 0 to {_MAX_CLASSES - 1}"
+        return y, [], f"{where}, {classes}: name another column by --target"
+    if not all(cell.isdecimal() for *_, cell in cells):
         return y, [], ""
     largest, table, row = max((int(each.max()), i, int(each.argmax())) for i, each in enumerate(y))
     if largest < _MAX_CLASSES:

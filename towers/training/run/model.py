@@ -149,8 +149,9 @@ def _arguments(function: Callable, name: str, from_data: dict, keywords: dict) -
         if "'num_classes'" in str(error):
             raise InputError(
                 f"{name} takes num_classes, but the targets of these data are no classes, which "
-                "are whole numbers from 0: make them such, as by y.astype('int32'), one-hot ones "
-                "by y.argmax(-1); else give --model_args=num_classes=N"
+                "are whole numbers from 0: make them such, arrays by y.astype('int32'), one-hot "
+                "ones by y.argmax(-1), cells of a CSV file as 1 for 1.0; or take num_classes out "
+                "of the function and type --loss=mean_squared_error"
             ) from None
         if "'image_shape'" in str(error) and "image_shape" not in from_data:
             raise InputError(

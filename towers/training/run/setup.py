@@ -26,6 +26,7 @@ from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step import compiled
 from towers.training.step.optimizers import check_own, limit_of, make_optimizer
 from towers.training.step.output_activation import check_rows
+from towers.training.step.output_checks import shape_of
 from towers.training.step.schedules import schedule
 from towers.training.step.task import Classifier, Task
 from towers.training.step.train_loop import make_train_loop
@@ -292,6 +293,12 @@ def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) 
 
 def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:
     """Return the model, compiled if function or flags say so, and options with its `augment`."""
+    if options.model == Options.model and dataset.image_shape is None:
+        raise InputError(
+            f"--dataset={options.dataset} has no images, and --model={options.model}, the one "
+            "that is taken if none is given, is for images: name a model of your own, as "
+            f"--model=my_net:build, which takes inputs of shape {_shapes(dataset.spec[0])}"
+        )
     # "auto" depends on whether the model is compiled; the image shape does not.
     kind = augment.resolve(options.augment, dataset, compiled=False)
     try:
@@ -304,7 +311,11 @@ def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, O
         )
     except InputError as error:
         if dataset.no_classes and "num_classes" in str(error):  # a required argument
-            raise InputError(dataset.no_classes) from None
+            raise InputError(
+                f"{options.model} takes num_classes, and {dataset.no_classes}; or, where targets "
+                "are no classes, take num_classes out of the function and type "
+                "--loss=mean_squared_error"
+            ) from None
         raise
     if network.compiled:
         compile_from_flags.refuse_overridden(options)
@@ -324,6 +335,10 @@ def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, O
         for output in getattr(network, "outputs", None) or []:
             check_rows(output)
     return network, dataclasses.replace(options, augment=kind)
+
+
+def _shapes(spec: Any) -> Any:
+    return tf.nest.map_structure(lambda leaf: shape_of((None, *leaf.shape)), spec)
 
 
 def _check_batch(options: Options, dataset: Data) -> None:

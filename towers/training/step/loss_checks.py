@@ -233,7 +233,8 @@ def _check_structure(task: Task, example: Any) -> None:
 
 def _check_outputs(task: Task, recorder: LossRecorder, example: Any) -> list[str]:
     leaves = tf.nest.flatten(example[1]) if len(example) > 1 else []
-    classes = (task.data.num_classes, task.data.no_classes) if len(leaves) == 1 else ()
+    data = task.data
+    classes = (data.num_classes, data.no_classes, data.class_names) if len(leaves) == 1 else ()
     outputs, lines = _outputs(task.model), []
     unnamed = len(example) > 1 and isinstance(example[1], tuple | list)
     if isinstance(outputs, dict) and unnamed and list(outputs) != sorted(outputs):

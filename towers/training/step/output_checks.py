@@ -36,6 +36,7 @@ _NUMBERS = (
 # These broadcast silently.
 _ELEMENTWISE = (*_NUMBERS, *_MASKS, "cosine_similarity", "kl_divergence", "hinge", "squared_hinge",
                 "categorical_hinge")  # fmt: skip
+_SHOWN = 5  # names of classes in a line
 _SLACK = 0.01  # rounding and resizing overshoot a little
 _RANGES = {"softmax": (0, 1), "sigmoid": (0, 1), "tanh": (-1, 1), "relu": (0, float("inf"))}
 
@@ -72,6 +73,7 @@ class OutputCheck:
     weighted: bool  # whether sample weights or a mask may exclude targets
     num_classes: int = 0  # of all targets, 0 if unknown
     no_classes: str = ""  # why integer targets are no classes, see `Data`
+    class_names: Sequence[str] = ()
     warnings: list[str] = dataclasses.field(default_factory=list)
 
     def check(self) -> list[str]:
@@ -97,6 +99,7 @@ class OutputCheck:
                 self._check_several_labels(values)
             if kind in _NUMBERS:
                 self._check_range(values)
+                self._check_class_names()
         return self.warnings
 
     @property
@@ -300,6 +303,18 @@ class OutputCheck:
             self._warn(
                 f"targets of {self.output} go from {least:g} to {most:g}, and its {activation} "
                 f"gives {reach}: take the {activation} off the last layer, or scale the targets"
+            )
+
+
+    def _check_class_names(self) -> None:
+        """Warn of a loss for numbers whose targets stand for texts."""
+        names = self.class_names
+        if not all(name.isdecimal() for name in names):
+            some = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
+            self._warn(
+                f"the targets are the classes {some}, and {self.inputs.kind} learns their numbers, "
+                f"0 to {len(names) - 1}: take {_SPARSE[0]} with {len(names)} units, or, in a "
+                "table, a column of numbers by --target"
             )
 
 
