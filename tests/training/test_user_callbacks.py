@@ -172,6 +172,7 @@ def sets_rate():
         (lambda: ["csv"], "returned str; a list of keras.callbacks.Callback is needed"),
         (lambda: keras.callbacks.BackupAndRestore("b"), "leave BackupAndRestore out"),
         (lambda: [keras.callbacks.ReduceLROnPlateau()], "ReduceLROnPlateau sets the learning rate"),
+        (lambda: keras.callbacks.EarlyStopping("val_los"), "val_los; did you mean val_loss?"),
         (sets_rate, "on_train_batch_begin sets the learning rate"),
         (lambda a: [], "is called without arguments"),
         ([3], "callbacks"),

@@ -80,7 +80,7 @@ def train(
             callbacks = user_callbacks.load(options.callbacks)
             remote.connect_run(options, bool(checkpoint.find(folder / "checkpoints")))
             run = build(options, say)
-            user_callbacks.check(callbacks, run.task)
+            user_callbacks.prepare(callbacks, run.task)
         if Path.cwd() != current and not folder.is_absolute():
             raise InputError(
                 f"--train_dir={folder}: a function of --dataset, --model or --callbacks has "

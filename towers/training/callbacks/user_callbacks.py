@@ -7,6 +7,7 @@ Their hooks are called as `fit` calls them, except those of an evaluation's batc
 each call of TensorFlow makes only one step.
 """
 
+import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from towers.training.step.evaluation import Evaluation
 from towers.training.step.task import Task
 
 _K = keras.callbacks
+_SET_RATE = _K.LearningRateScheduler | _K.ReduceLROnPlateau
 
 
 def load(names: str) -> list[_K.Callback]:
@@ -50,28 +52,40 @@ def load(names: str) -> list[_K.Callback]:
     return callbacks
 
 
-def check(callbacks: Sequence[_K.Callback], task: Task) -> None:
-    """Raise InputError for a callback that sets a learning rate which the schedule sets."""
-    for callback in callbacks if task.rate_is_set else ():
-        if isinstance(callback, _K.LearningRateScheduler | _K.ReduceLROnPlateau):
-            raise InputError(_sets_rate(type(callback).__name__))
+def prepare(callbacks: Sequence[_K.Callback], task: Task) -> None:
+    """Tell callbacks which values of the metric that they monitor are better.
+
+    Raises:
+        InputError: there is no such metric, or one sets a learning rate that the schedule sets.
+    """
+    directions = task.metric_directions()
+    for callback in callbacks:
+        kind = type(callback).__name__
+        if task.rate_is_set and isinstance(callback, _SET_RATE):
+            raise InputError(_sets_rate(kind))
+        if getattr(callback, "mode", None) == "auto":  # Keras knows compiled metrics alone
+            metric = callback.monitor.removeprefix("val_")
+            if metric not in directions:
+                known = [*directions, *(f"val_{name}" for name in directions)]
+                close = difflib.get_close_matches(callback.monitor, known, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+                raise InputError(
+                    f"--callbacks: there is no metric for {kind} of the name {callback.monitor}; "
+                    f"{hint}"
+                )
+            callback.mode = directions[metric] or "auto"
 
 
 class Callbacks:
     """Calls the hooks of a run's Keras callbacks. False if there are none."""
 
     def __init__(self, callbacks: Sequence[_K.Callback], run: RunContext, timetable: Timetable):
-        """Set the callbacks' model and parameters."""
+        """Set the model and the parameters of callbacks that are prepared."""
         self._masters, self._task, self._timetable = run.masters, run.task, timetable
         self._model, self._losses, self._training = run.masters.model, [], False
         self._list = None
         if not callbacks:
             return
-        directions = run.task.metric_directions()
-        for callback in callbacks:
-            if getattr(callback, "mode", None) == "auto":  # Keras knows compiled metrics alone
-                metric = callback.monitor.removeprefix("val_")
-                callback.mode = directions.get(metric) or "auto"
         self._list = _K.CallbackList(
             list(callbacks),
             model=self._model,
