@@ -21,6 +21,13 @@ def test_an_unknown_name_lists_those_that_there_are(call):
         )
 
 
+def test_a_file_of_the_users_is_named_with_its_function(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_data.py").touch()
+    for name in "my_data", "my_data.py":
+        assert "did you mean my_data:load?" in refusal(name, call=data.locate)
+
+
 @both
 def test_the_folder_must_be_one_and_files_of_your_own_need_it(call, tmp_path):
     (tmp_path / "file").write_text("")

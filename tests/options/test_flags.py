@@ -123,6 +123,11 @@ def test_compare_takes_folders_and_flags_of_its_own():
     assert "unexpected argument 'a'" in refusal("train", "a")
 
 
+def test_a_flagfile_without_its_flag_is_told(folder):
+    (folder / "my_run.cfg").touch()
+    assert "type --flagfile=my_run.cfg" in refusal("train", "my_run.cfg")
+
+
 def test_evaluate_and_doctor_take_what_they_use():
     text = help_of("evaluate")
     assert sorted(map(name_of, shown_by(text))) == sorted(OF_EVALUATE)
@@ -148,7 +153,7 @@ def test_flags_of_other_programs_are_told_as_they_are_here():
 @pytest.mark.parametrize(
     "flag, meant",
     [("--dtype=bf16", "mixed_bfloat16"), ("--dtype=FP16", "mixed_float16")]
-    + [("--optimizer=nag", "nesterov"), ("--schedule=one_cycle", "onecycle")],
+    + [("--optimizer=nag", "nesterov"), ("--schedule=one_cycle", "onecycle")]
 )
 def test_values_of_other_programs_are_told_as_they_are_here(flag, meant):
     assert refusal("train", flag).endswith(f"; did you mean {meant}?")

@@ -37,10 +37,12 @@ def test_a_function_of_a_module(write):
 
 def test_the_form_of_a_name(write):
     write("net.py", "def build():\n    pass\n")
-    for name in "net net: :build : .net:build a..b:c net.:build".split() + [""]:
+    for name in "net: :build : .net:build a..b:c net.:build".split() + [""]:
         for flag, such in ("model", "models.cnn:cnn"), ("callbacks", "my_callbacks:make"):
             assert refusal(name, flag) == f"--{flag}={name} must be module:function, such as {such}"
-    for name, meant in {"a.net.build": "a.net:build", "net.py": "net:build"}.items():
+    close = {"a.net.build": "a.net:build", "net.py": "net:build", "net": "net:build"}
+    close |= dict.fromkeys(["cnn", "models.cnn"], "models.cnn:cnn")
+    for name, meant in close.items():
         assert refusal(name).endswith(f"must be module:function; did you mean {meant}?")
 
 

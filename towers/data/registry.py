@@ -145,6 +145,8 @@ def _look_up(dataset: str, data_dir: str | None) -> tuple[str, list[str]]:
         return "user_data", []
     if dataset not in DATA_SETS:
         close = difflib.get_close_matches(dataset.lower(), DATA_SETS, n=1)
+        module = dataset.removesuffix(".py")
+        close = [f"{module}:load"] if os.path.isfile(f"{module}.py") else close
         raise InputError(
             f"--dataset={dataset} is unknown"
             + (f", did you mean {close[0]}?" if close else "")

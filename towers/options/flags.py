@@ -256,7 +256,9 @@ def _read_argv(
     except RecursionError:
         raise InputError("--flagfile: files name each other too deeply") from None
     if others and not positional:
-        raise InputError(f"unexpected argument {others[0]!r}: flags are written --name=value")
+        is_file = others[0] and os.path.isfile(others[0])
+        hint = f"type --flagfile={others[0]}" if is_file else "flags are written --name=value"
+        raise InputError(f"unexpected argument {others[0]!r}: {hint}")
     texts = {name: defined[name].value for name in fields if name != positional}
     values = {n: _parse_typed(fields[n], value) for n, value in texts.items() if value is not None}
     number = texts.get("num_towers")

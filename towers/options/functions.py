@@ -172,10 +172,14 @@ def _current_folder_searched(module_name: str) -> Iterator[None]:
 def _split_name(flag: str, name: str) -> tuple[str, str]:
     module_name, colon, function_name = name.partition(":")
     if not (colon and function_name and all(module_name.split("."))):
-        hint = f", such as {'models.cnn:cnn' if flag == 'model' else f'my_{flag}:make'}"
-        if all(part.isidentifier() for part in name.split(".")) and "." in name:
-            module_name, _, last = name.rpartition(".")
-            hint = f"; did you mean {module_name}:{'build' if last == 'py' else last}?"
+        usual = "build" if flag == "model" else "make"
+        hint = f", such as {'models.cnn:cnn' if flag == 'model' else f'my_{flag}:{usual}'}"
+        *modules, last = name.split(".")
+        if all(map(str.isidentifier, [*modules, last])):
+            shipped = filter(is_shipped, (f"models.{name}:{name}", f"{name}:{last}"))
+            if not modules or last == "py":
+                modules, last = modules or [last], usual
+            hint = f"; did you mean {next(shipped, '.'.join(modules) + ':' + last)}?"
         raise InputError(f"--{flag}={name} must be module:function{hint}")
     return module_name, function_name
 
