@@ -21,11 +21,13 @@ def test_an_unknown_name_lists_those_that_there_are(call):
         )
 
 
-def test_a_file_of_the_users_is_named_with_its_function(tmp_path, monkeypatch):
+def test_a_file_or_a_folder_of_the_users_is_named_as_it_is_given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_data.py").touch()
     for name in "my_data", "my_data.py":
         assert "did you mean my_data:load?" in refusal(name, call=data.locate)
+    (tmp_path / "pics").mkdir()
+    assert "type --dataset=folder --data_dir=pics" in refusal("pics", call=data.locate)
 
 
 @both

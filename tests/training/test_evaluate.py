@@ -111,7 +111,7 @@ def two_classes():
     "argv, remedy",
     [
         (["--model=tests.tiny:dense"], "has --model=tests.tiny:cnn: leave --model out"),
-        ([f"--dataset={__name__}:two_classes"], "data of the same shape and classes"),
+        ([f"--dataset={__name__}:two_classes"], "with data of the shape and classes"),
     ],
 )
 def test_another_model_or_other_classes_are_refused_without_a_word_of_overwriting(

@@ -170,6 +170,7 @@ def sets_rate():
     "given, says",
     [
         (lambda: ["csv"], "returned str; a list of keras.callbacks.Callback is needed"),
+        (lambda: [keras.callbacks.CSVLogger], r"returned the class CSVLogger; .*CSVLogger\(...\)"),
         (lambda: keras.callbacks.BackupAndRestore("b"), "leave BackupAndRestore out"),
         (lambda: [keras.callbacks.ReduceLROnPlateau()], "ReduceLROnPlateau sets the learning rate"),
         (lambda: keras.callbacks.EarlyStopping("val_los"), "val_los; did you mean val_loss?"),

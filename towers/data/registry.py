@@ -147,6 +147,11 @@ def _look_up(dataset: str, data_dir: str | None) -> tuple[str, list[str]]:
         close = difflib.get_close_matches(dataset.lower(), DATA_SETS, n=1)
         module = dataset.removesuffix(".py")
         close = [f"{module}:load"] if os.path.isfile(f"{module}.py") else close
+        if os.path.isdir(dataset):
+            raise InputError(
+                f"--dataset={dataset} is a folder: for its images type --dataset=folder "
+                f"--data_dir={dataset}"
+            )
         raise InputError(
             f"--dataset={dataset} is unknown"
             + (f", did you mean {close[0]}?" if close else "")

@@ -40,10 +40,11 @@ def load(names: str) -> list[_K.Callback]:
         callbacks += returned if isinstance(returned, list | tuple) else [returned]
         for callback in callbacks:
             if not isinstance(callback, _K.Callback):
-                raise InputError(
-                    f"--callbacks={name} returned {type(callback).__name__}; a list of "
-                    "keras.callbacks.Callback is needed"
-                )
+                what, needed = type(callback).__name__, "keras.callbacks.Callback"
+                if isinstance(callback, type):
+                    what, needed = f"the class {callback.__name__}", f"{callback.__name__}(...)"
+                line = f"--callbacks={name} returned {what}; a list of {needed} is needed"
+                raise InputError(line)
             if isinstance(callback, _K.BackupAndRestore | ExactResume):
                 raise InputError(
                     f"--callbacks={name}: a run goes on by itself where it was stopped: leave "

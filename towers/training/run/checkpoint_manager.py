@@ -22,8 +22,8 @@ from towers.training.run.checkpoint import Found, Snapshot
 
 _REMEDIES = {  # for a run that would go on, and for one whose weights are only read
     True: "choose another --train_dir, or --overwrite, which moves the old run aside",
-    False: "leave --model out, which is as the run has it, and give data of the same shape and "
-    "classes; or name the run of that model by --train_dir",
+    False: "it is evaluated by the model function, and with data of the shape and classes, that it "
+    "was trained with: give these, or leave --model and --dataset out",
 }
 _NO_SPACE = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
