@@ -159,6 +159,7 @@ def test_every_kind_of_model_is_built(function):
     assert built(np.zeros([5, *SHAPE], np.float32), training=False).shape == (5, 10)
 
 
+BUILT = keras.Sequential([keras.Input([3]), layers.Dense(2)])
 REFUSED = [
     (options, {"depth": 20}, "--model_args: .*:options takes .num_classes, .*'depth'"),
     (
@@ -166,6 +167,7 @@ REFUSED = [
         "--model_args: .*missing .*'depth'; .* num_classes, image_shape, ",
     ),
     (particular, {"depth": 21}, "--model=.*:particular: depth=21 must be 6n . 2"),
+    (f"{__name__}:BUILT", {}, "--model=.*:BUILT is a model, and not the function that returns it"),
     (lambda: None, {}, "--model=.*:.* returned NoneType; a keras.Model is needed"),
     (lambda: layers.Dense(10), {}, "returned Dense; a keras.Model is needed"),
     (two_inputs, {}, r"cannot take images of shape \(8, 8, 3\) alone .*expects 2 .*input"),

@@ -33,8 +33,8 @@ _ALLOWED_RESULT = (
     'these, {"train": ..., "test": ...}'
 )
 _ALLOWED_SPLIT = (
-    "each half is (x, y), (x, y, sample_weight) or (x,), of arrays or of dicts and tuples of them, "
-    "a tf.data.Dataset or (tf.data.Dataset, size), or a keras.utils.PyDataset"
+    "(train, test) is needed, each (x, y), (x, y, sample_weight) or (x,), of arrays or of dicts "
+    "and tuples of them, a tf.data.Dataset or (tf.data.Dataset, size), or a keras.utils.PyDataset"
 )
 _COUNT_BATCH = 1024
 # Limits of the number of classes that a largest label implies: a wrong label would add outputs for

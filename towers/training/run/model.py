@@ -47,6 +47,11 @@ def build_for(
     """
     name, dtype = options.model, options.dtype
     function = load_function("model", name)
+    if isinstance(function, keras.Model):  # which can be called, too
+        raise InputError(
+            f"--model={name} is a model, and not the function that returns it: write "
+            f"`def build(): return ...` around it, and type --model={name.partition(':')[0]}:build"
+        )
     x = prepared(options, x, image_shape)
     from_data: dict[str, Any] = {"num_classes": num_classes} if num_classes else {}
     if image_shape is not None:
