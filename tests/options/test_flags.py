@@ -123,9 +123,11 @@ def test_compare_takes_folders_and_flags_of_its_own():
     assert "unexpected argument 'a'" in refusal("train", "a")
 
 
-def test_a_flagfile_without_its_flag_is_told(folder):
+def test_a_file_or_a_folder_without_its_flag_is_told(folder):
     (folder / "my_run.cfg").touch()
-    assert "type --flagfile=my_run.cfg" in refusal("train", "my_run.cfg")
+    (folder / "run").mkdir()
+    for name, flag in {"my_run.cfg": "flagfile", "run": "train_dir"}.items():
+        assert f"type --{flag}={name}" in refusal("evaluate", name)
 
 
 def test_evaluate_and_doctor_take_what_they_use():

@@ -256,9 +256,10 @@ def _read_argv(
     except RecursionError:
         raise InputError("--flagfile: files name each other too deeply") from None
     if others and not positional:
-        is_file = others[0] and os.path.isfile(others[0])
-        hint = f"type --flagfile={others[0]}" if is_file else "flags are written --name=value"
-        raise InputError(f"unexpected argument {others[0]!r}: {hint}")
+        given, hint = others[0], "flags are written --name=value"
+        for flag, is_kind in ("flagfile", os.path.isfile), ("train_dir", os.path.isdir):
+            hint = f"type --{flag}={given}" if is_kind(given) else hint
+        raise InputError(f"unexpected argument {given!r}: {hint}")
     texts = {name: defined[name].value for name in fields if name != positional}
     values = {n: _parse_typed(fields[n], value) for n, value in texts.items() if value is not None}
     number = texts.get("num_towers")
