@@ -128,6 +128,7 @@ MANY_NAMES = "a,b\n" + "".join(f"{i},name {i}\n" for i in range(1001))
         ("", "", "mine.csv is empty; the first line names the columns"),
         ("\n1,2\n", "", "mine.csv: its first line is empty; the first line names the columns"),
         ("a,,b\n1,2,3\n", "", "mine.csv: a column has no name; the first line names"),
+        (",a,b\n0,2,3\n", "", "mine.csv: the first column has no name, as an index of pandas: "),
         ("a,b\n", "", "mine.csv has no rows below its first line"),
         ("1,2.5\n3,4\n", "", "mine.csv: the first line is numbers, 1, 2.5; the first line names"),
         ("a;b\n1;2\n", "", "mine.csv: its cells are separated by ';'; write commas"),

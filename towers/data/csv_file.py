@@ -161,6 +161,11 @@ class CsvTable:
 
     def check_names(self) -> None:
         """Raise InputError for a column without a name, two of one name, or a single column."""
+        if self.names[0] == "" and "" not in self.names[1:]:
+            raise InputError(
+                f"{self.path}: the first column has no name, as an index of pandas: write the file "
+                "by to_csv(..., index=False), or name it"
+            )
         if "" in self.names:
             raise InputError(f"{self.path}: a column has no name; {_FIRST_LINE}")
         twice = [n for place, n in enumerate(self.names) if self.places[n] != place]

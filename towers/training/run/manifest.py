@@ -29,6 +29,7 @@ Two runs with the same `final.weights` have the same weights, bit for bit. A mis
 manifest is written anew.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -119,14 +120,12 @@ def code(options: Options) -> dict[str, str | None]:
 
     What the function calls in other files is in `git`, where they are in a repository.
     """
-    function = load_function("model", options.model)
-    if options.model.startswith(PREFIX):
-        return {"model": None}
-    try:
-        path = inspect.getsourcefile(inspect.unwrap(function))
-        return {"model": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
-    except (OSError, TypeError):  # it is not written in Python
-        return {"model": None}
+    checksum = None
+    if not options.model.startswith(PREFIX):
+        with contextlib.suppress(OSError, TypeError):  # it is not written in Python
+            path = inspect.getsourcefile(inspect.unwrap(load_function("model", options.model)))
+            checksum = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return {"model": checksum}
 
 
 def model_spec(data: Data, options: Options) -> dict[str, Any]:
