@@ -76,8 +76,8 @@ MESSAGES = {
     "compare": "towers compare needs the folders of runs: towers compare RUN RUN, or that of a "
     "sweep",
     "train --overwrite=maybe": "--overwrite=maybe: true or false is needed",
-    "evaluate": "no --train_dir is given, and runs/train is no run: train first, or type "
-    "--train_dir=RUN",
+    "evaluate": "there is no run in runs/train, which is meant where no --train_dir is given: "
+    "train first, or type --train_dir=RUN",
 }
 WITH_SPACES = [
     (["train", ""], f"unexpected argument '': {WRITTEN}"),

@@ -75,8 +75,8 @@ _OF_MACHINES = {f.name for f in dataclasses.fields(Options) if f.metadata["group
 
 
 NO_TRAIN_DIR = (
-    f"no --train_dir is given, and {Options.train_dir} is no run: train first, or type "
-    "--train_dir=RUN"
+    f"there is no run in {Options.train_dir}, which is meant where no --train_dir is given: train "
+    "first, or type --train_dir=RUN"
 )
 
 

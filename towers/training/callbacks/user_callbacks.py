@@ -25,6 +25,8 @@ from towers.training.step.evaluation import Evaluation
 from towers.training.step.task import Task
 
 _K = keras.callbacks
+# These raise after the first epoch if they do not know the metric.
+_MONITORS = _K.EarlyStopping | _K.ModelCheckpoint | _K.ReduceLROnPlateau
 _SET_RATE = _K.LearningRateScheduler | _K.ReduceLROnPlateau
 
 
@@ -66,7 +68,7 @@ def prepare(callbacks: Sequence[_K.Callback], task: Task) -> None:
             raise InputError(_sets_rate(kind))
         if getattr(callback, "mode", None) == "auto":  # Keras knows compiled metrics alone
             metric = callback.monitor.removeprefix("val_")
-            if metric not in directions:
+            if metric not in directions and isinstance(callback, _MONITORS):
                 known = [*directions, *(f"val_{name}" for name in directions)]
                 close = difflib.get_close_matches(callback.monitor, known, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
@@ -74,7 +76,7 @@ def prepare(callbacks: Sequence[_K.Callback], task: Task) -> None:
                     f"--callbacks: there is no metric for {kind} of the name {callback.monitor}; "
                     f"{hint}"
                 )
-            callback.mode = directions[metric] or "auto"
+            callback.mode = directions.get(metric) or "auto"
 
 
 class Callbacks:
