@@ -99,6 +99,7 @@ def test_from_the_first_command_to_fine_tuning_and_a_table(folder):
     (more,) = re.findall(r"`(--model_args=.*?)`", PATH)
     (prices,) = lines("towers train --model=my_price:build")
     Path("use.py").write_text(block("import keras\nimport towers") + "print(model.output_shape)\n")
+    go_on = [*go_on, "--num_epochs=5"]  # of the 1000, which are there to be interrupted
     shorter = [*verify, more, "--num_towers=2"]
     gone_on, verified, evaluated, predicted, _, tuned, of_prices, used = typed_one_by_one(
         go_on, shorter, evaluate, predict, export, tune, prices, ["use.py"]
