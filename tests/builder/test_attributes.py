@@ -1,5 +1,7 @@
 """What calls leave in attributes of layers: as one device leaves it, or a line that names it."""
 
+import collections
+import functools
 import math
 import types
 
@@ -142,28 +144,33 @@ def spread(model, x):
     model.spread = ops.std(x)
 
 
-def test_what_a_function_leaves_around_it_is_that_of_one_device(float64):
-    """In a list, a dict, an object, a variable of the function around it: by each method."""
+@pytest.mark.parametrize("num_towers", [1, 3])
+def test_what_a_function_leaves_around_it_is_that_of_one_device(num_towers, float64):
     x, net = tf.constant(DATA["x"][:7]), keras.layers.Dense(4, "tanh")
     net.build((None, 3))
     expected = net(x)
 
     @tf.function
     def step(call):
-        a_list, a_dict, an_object, a_variable = [], {}, types.SimpleNamespace(), None
+        a_list, a_dict, a_variable = [], collections.OrderedDict(), None
+        an_object, a_module, an_argument = types.SimpleNamespace(), tf.Module(), {}
+        a_module.a_list, a_module.a_dict = [], {}
 
-        def leave(x):
+        def leave(x, an_argument):
             nonlocal a_variable
             a_list.append(net(x))
             a_dict["of"] = {"features": [a_list[0]]}
-            an_object.features = a_variable = a_list[0]
+            a_module.a_list.append(a_list[0])
+            an_object.features = a_variable = a_module.a_dict["of"] = an_argument["of"] = a_list[0]
             return tf.reduce_sum(x, axis=1)
 
-        call(leave)
-        assert len(a_list) == 1
-        return [a_list[0], a_dict["of"]["features"][0], an_object.features, a_variable]
+        call(functools.partial(leave, an_argument=an_argument))
+        assert len(a_list) == len(a_module.a_list) == 1
+        of_module = a_module.a_list[0], a_module.a_dict["of"]
+        left = a_dict["of"]["features"][0], an_object.features, a_variable, an_argument["of"]
+        return [a_list[0], *left, *of_module]
 
-    builder = TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"])
+    builder = TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"][:num_towers])
     for call in (
         lambda leave: builder.gradients(leave, [], x),
         lambda leave: builder.map(leave, x),

@@ -198,15 +198,20 @@ def _restored(noted: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any
     if not isinstance(noted, _Container):
         return leaf(noted)
     itself, parts = noted.itself, [_restored(part, leaf) for part in noted.parts]
-    if isinstance(itself, dict):  # Keras' own containers track what their methods are given
-        dict.clear(itself)
+    library = type(itself).__module__.partition(".")[0]
+    if library == "tensorflow":  # a tf.Module's, which compares its content: one without tracking
+        return dict(zip(noted.keys, parts, strict=True)) if isinstance(itself, dict) else parts
+    # Keras' own containers track what their methods are given, not those of the class below.
+    container = super(type(itself), itself) if library == "keras" else itself
+    if isinstance(itself, dict):
+        container.clear()
         for key, part in zip(noted.keys, parts, strict=True):
-            dict.__setitem__(itself, key, part)
+            container.__setitem__(key, part)
     elif isinstance(itself, list):
-        list.__setitem__(itself, slice(None), parts)
+        container.__setitem__(slice(None), parts)
     elif isinstance(itself, set):
-        set.clear(itself)
-        set.update(itself, parts)
+        container.clear()
+        container.update(parts)
     elif any(new is not old for new, old in zip(parts, itself, strict=True)):
         return type(itself)(*parts) if hasattr(itself, "_fields") else type(itself)(parts)
     return itself

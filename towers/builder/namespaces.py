@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from towers import tf_internals
 
@@ -26,7 +27,7 @@ class Namespace:
 
     owner: Any  # a layer, an object, a class, a function's closure cell, a module's dict
     description: str  # of one of its names, with a place for it
-    names: Collection[str] = ()  # of a cell or a module
+    names: Collection[str] = ()  # of a cell, a module or arguments
     is_users: bool = True  # not of this library
 
     def values(self) -> dict[str, Any]:
@@ -116,6 +117,8 @@ def _namespaces_at(value: Any) -> Iterator[Namespace]:
         modules = [known[name] for name in names if isinstance(known.get(name), types.ModuleType)]
         for module in [known, *(vars(m) for m in modules if not _is_of_library(m.__name__))]:
             yield Namespace(module, "the global variable {!r}", names, is_users)
+    elif isinstance(value, functools.partial):
+        yield Namespace(value.keywords, "the argument {!r} of a partial function", value.keywords)
     elif isinstance(value, keras.Layer):
         for layer in tf_internals.layers_of(value):
             yield from (namespace_of(layer), *_classes_of(layer))
@@ -133,7 +136,7 @@ def _classes_of(value: Any) -> Iterator[Namespace]:
 
 
 def _has_attributes(value: Any) -> bool:
-    if isinstance(value, types.SimpleNamespace | argparse.Namespace):
+    if isinstance(value, types.SimpleNamespace | argparse.Namespace | tf.Module):
         return True
     try:
         vars(value)
