@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.namespaces import CONTAINERS, Namespace, namespace_of
+from towers.builder.namespaces import CONTAINERS, MOST_PARTS, Namespace, namespace_of
 from towers.builder.op_names import layer_of, tower_of
 from towers.builder.sharding import num_rows
 from towers.errors import InputError
@@ -25,7 +25,6 @@ ROWS = "rows"  # policy: concatenate a tensor that has a row for each example
 Place = tuple[Namespace, str]  # where a name is, and the name
 _PYTHON = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic, tf.DType)
 _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
-_MOST_PARTS = 10_000  # of a list that is compared: a larger one holds data
 
 
 class Attributes:
@@ -33,34 +32,37 @@ class Attributes:
 
     def __init__(self) -> None:
         """Begin without namespaces."""
-        self._before: dict[int, tuple[Namespace, dict[str, Any]]] = {}
+        self._before: dict[tuple, tuple[Namespace, dict[str, Any]]] = {}
+        self._layers: set[int] = set()  # ids of those that are saved
 
     def save(self, namespace: Namespace) -> None:
         """Save the values of a namespace, unless they are saved already."""
-        if id(namespace.owner) not in self._before and namespace.is_users:
+        if namespace.key not in self._before and namespace.is_users:
             values = {name: _noted(value) for name, value in namespace.users_values().items()}
-            self._before[id(namespace.owner)] = namespace, values
+            self._before[namespace.key] = namespace, values
 
     def save_layers(self, layer: keras.Layer) -> None:
         """Save the attributes of a layer and its sublayers, unless they are saved already."""
-        if id(layer) not in self._before:
+        if id(layer) not in self._layers:
+            self._layers |= {id(sublayer) for sublayer in tf_internals.layers_of(layer)}
             for sublayer in tf_internals.layers_of(layer):
                 self.save(namespace_of(sublayer))
 
     def changed(self) -> list[Place]:
         """Return the names that now have other tensors or, of layers, other Python values."""
-        return [
-            (namespace, name)
+        places = {
+            (id(namespace.owner), name): (namespace, name)
             for namespace, before in self._before.values()
             for name, value in namespace.users_values().items()
             if not (name in before and _is_same(before[name], _noted(value)))
             and _is_kept(_leaves(_noted(value)), isinstance(namespace.owner, keras.Layer))
-        ]
+        }
+        return list(places.values())
 
     def restore(self, places: Iterable[Place]) -> None:
         """Set names to their saved values."""
         for namespace, name in places:
-            before = self._before[id(namespace.owner)][1]
+            before = self._before[namespace.key][1]
             if name in before:
                 namespace.set(name, _restored(before[name]))
             else:
@@ -146,7 +148,7 @@ class SideOutputs:
 def description(place: Place) -> str:
     """Return what the place is, as "the attribute 'z' of layer encoder"."""
     namespace, name = place
-    return namespace.description.format(name)
+    return namespace.description.replace("{!r}", repr(name))
 
 
 def tensors_at(places: Iterable[Place]) -> list[Any]:
@@ -184,7 +186,7 @@ class _Container:
 
 
 def _noted(value: Any) -> Any:
-    if isinstance(value, CONTAINERS) and len(value) > _MOST_PARTS:
+    if isinstance(value, CONTAINERS) and len(value) > MOST_PARTS:
         return value
     if isinstance(value, dict):
         return _Container(value, list(value), [_noted(part) for part in value.values()])

@@ -17,7 +17,8 @@ from towers import tf_internals
 
 _LIBRARIES = {"tensorflow", "keras", "numpy", *sys.stdlib_module_names}
 _SIMPLE = (bool, int, float, complex, str, bytes, enum.Enum, type(None), np.generic)
-_MOST_VALUES = 20_000  # are followed: a list may hold a data set
+_MOST_VALUES = 100_000  # are followed
+MOST_PARTS = 1_000  # of a list that is looked through: a larger one holds data
 CONTAINERS = (dict, list, tuple, set)
 
 
@@ -29,6 +30,11 @@ class Namespace:
     description: str  # of one of its names, with a place for it
     names: Collection[str] = ()  # of a cell, a module or arguments
     is_users: bool = True  # not of this library
+
+    @property
+    def key(self) -> tuple:
+        """What it is known by: functions of a module read different names of it."""
+        return id(self.owner), frozenset(self.names)
 
     def values(self) -> dict[str, Any]:
         """Return {name: value}."""
@@ -78,9 +84,8 @@ def reached_by(fn: Callable) -> list[Namespace]:
             continue
         seen[id(value)] = value
         for namespace in _namespaces_at(value):
-            key = id(namespace.owner), frozenset(namespace.names)
-            if key not in found:
-                found[key] = namespace
+            if namespace.key not in found:
+                found[namespace.key] = namespace
                 waiting += namespace.values().values()
         waiting += _parts_of(value)
     return list(found.values())
@@ -92,7 +97,7 @@ def simple_values(namespaces: Iterable[Namespace]) -> dict[tuple, str]:
     def leaves(key: tuple, value: Any, depth: int) -> Iterator[tuple[tuple, str]]:
         if isinstance(value, _SIMPLE):
             yield key, repr(value)
-        elif isinstance(value, CONTAINERS) and depth and len(value) < _MOST_VALUES:
+        elif isinstance(value, CONTAINERS) and depth and len(value) <= MOST_PARTS:
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             for name, part in pairs:
                 place = repr(name) if isinstance(value, dict) else name
@@ -159,7 +164,7 @@ def _parts_of(value: Any) -> list[Any]:
         return [getattr(value, name, None) for name in ("fget", "func")]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, CONTAINERS) and len(value) < _MOST_VALUES:
+    if isinstance(value, CONTAINERS) and len(value) <= MOST_PARTS:
         return list(value.values() if isinstance(value, dict) else value)
     return []
 
