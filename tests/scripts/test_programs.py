@@ -46,6 +46,16 @@ def test_weights_that_are_zero_but_for_rounding_are_alike(programs):
     assert programs.largest_difference([[np.array([2e-9])]], [[np.array([1e-9])]]) == 0.5
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize(("loss", "kept"), [(0.5, 3e-11), (np.nan, 3e-11), (1e5, 0.0)])
+def test_what_is_but_rounding_is_measured_by_the_loss(programs, loss, kept):
+    weights, steps = np.array([3e-11, 1.0]), np.array(3)
+    figures, *variables = programs.end_of([np.array([loss])], [weights, steps])
+    np.testing.assert_array_equal(figures, [loss])
+    np.testing.assert_array_equal(variables[0], [kept, 1.0])
+    assert variables[1] == 3
+
+
 @pytest.mark.process
 @pytest.mark.extended
 @pytest.mark.timeout(300)
