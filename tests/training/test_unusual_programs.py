@@ -380,6 +380,13 @@ def test_an_argument_that_has_no_row_for_each_example_is_taken_whole(name):
     assert compare(*WHOLE[name], num_towers=2) == ({}, [])
 
 
+def test_examples_that_are_mixed_are_the_reason_and_not_a_table_beside_them():
+    build = with_table(lambda _, x, table: x @ table + tf.math.reduce_std(x, axis=0), 5)
+    differences, (line, *_) = compare(build, dataset_of_arrays, 2)
+    assert differences == {}
+    assert "runs on one device" in line and "mixed examples" in line and "rows" not in line
+
+
 @pytest.mark.parametrize("given", [dataset_of_arrays, rare(static(7))])
 def test_places_in_the_batch_are_not_divided(given):
     differences, lines = compare(with_edges, given, 2)

@@ -395,18 +395,22 @@ class _Steps:
         sizes = list(dict.fromkeys(x.shape[0] for x in args))
         # Whole numbers may be places in the batch, as of a graph's edges.
         places = any(x.shape[0] is not None and not tf.as_dtype(x.dtype).is_floating for x in args)
+        mixing: list[str] = []  # why one of them is not the batch, which nothing else holds back
         if len(sizes) > 1 and not places:
             for size in sorted(sizes, key=lambda size: size is not None):
                 fn, batch = self._function(layer, arguments, leaves, size)
                 reason = self._reason_against(layer, fn, batch)
                 analysis = self.builder.analyze(fn, *batch, silent=True)
-                if not reason and not exactness_checks.check_on_samples(analysis):
+                lines = [] if reason else exactness_checks.check_on_samples(analysis)
+                if not reason and not lines:
                     return fn, batch, ""
+                mixing += lines
         fn, batch = self._function(layer, arguments, leaves)
         reason = "" if len(set(sizes) - {None}) > 1 else self._reason_against(layer, fn, batch)
         if len(set(sizes) - {None}) > 1 or (len(sizes) > 1 and (reason or places)):
             known = " and ".join("any number of" if n is None else str(n) for n in sizes)
-            reason = f"its arguments have {known} rows, so not all have one for each example"
+            unlike = f"its arguments have {known} rows, so not all have one for each example"
+            reason = mixing[0] if mixing else unlike
         return fn, batch, reason
 
     def _reason_against(self, layer: keras.Layer, fn: Callable, batch: Sequence[Any]) -> str:
