@@ -209,7 +209,8 @@ def test_a_run_goes_on_whose_curves_were_called_otherwise(tmp_path, make):
     step_to(monitor, 20, 21)
     monitor.eval_point(30, {"accuracy": 0.5})
     assert [x for x, _ in points(tmp_path / "train", "tower_0/loss")] == [0, 10, 20]
-    assert read_curves(tmp_path).of("accuracy").x.tolist() == [0, 10, 20, 30]
+    accuracy = read_curves(tmp_path, 128).of("accuracy")
+    assert accuracy.examples.tolist() == [128 * step for step in (0, 10, 20, 30)]
 
 
 def test_an_evaluation_that_was_cut_short_is_drawn_anew(tmp_path, make):

@@ -11,6 +11,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,22 +20,21 @@ from towers.monitoring import events
 _TRAIN_TAGS = (
     "loss/data", "loss/total", "progress/examples", "progress/epoch", "speed/examples_per_second",
 )  # fmt: skip
-
 _PART = re.compile("^(test|validation)/")  # part of the data set
 
 Points = Mapping[float, Mapping[str, float]]  # {x: {tag: value}}
 
 
-@dataclasses.dataclass(frozen=True)
-class Curve:
-    """Values over the course of a run, each [N]."""
+class Curve(NamedTuple):
+    """Values over the course of a run, each [N]; `examples` were seen before each."""
 
-    x: np.ndarray  # updates, or examples, before the value was measured, as in TensorBoard
-    examples: np.ndarray  # examples before the value was measured
+    examples: np.ndarray
     values: np.ndarray
 
-
-_EMPTY = Curve(np.array([]), np.array([]), np.array([]))
+    @property
+    def last(self) -> float | None:
+        """The last value, None if the curve is empty."""
+        return float(self.values[-1]) if len(self.values) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Curves:
 
     def of(self, metric: str) -> Curve:
         """Return a metric's curve, that of the moving average if there is one; it may be empty."""
-        return self.evaluated.get(f"{metric}_ema", self.evaluated.get(metric, _EMPTY))
+        none = Curve(np.array([]), np.array([]))
+        return self.evaluated.get(f"{metric}_ema", self.evaluated.get(metric, none))
 
     def seconds_at(self, examples: float) -> float | None:
         """Return the seconds of training up to `examples` examples, None if unknown."""
@@ -75,24 +76,20 @@ def read_curves(folder: Path, batch_size: int = 1, by_examples: bool = False) ->
         for x, values in events.read(folder / "eval").items()
     }
     steps, seen = _series(train, "progress/examples")  # x is before the step, examples after it
-    known_x, known_examples = _from_zero(steps + 1), _from_zero(seen)
+    known_x, known_examples = np.append(0.0, steps + 1), np.append(0.0, seen)
 
-    def examples_of(x: np.ndarray) -> np.ndarray:
-        if by_examples:
-            return x
+    def curve(points: Points, tag: str) -> Curve:
+        x, values = _series(points, tag)
         beyond = known_examples[-1] + (x - known_x[-1]) * batch_size
-        return np.where(x > known_x[-1], beyond, np.interp(x, known_x, known_examples))
-
-    def curve(points: Points, *tags: str) -> Curve:
-        x, values = _series(points, *tags)
-        return Curve(x, examples_of(x), values)
+        before = np.interp(x, known_x, known_examples)
+        return Curve(x if by_examples else np.where(x > known_x[-1], beyond, before), values)
 
     rates = np.array([train[x].get("speed/examples_per_second", np.nan) for x in steps])
     _, epochs = _series(train, "progress/epoch")
-    tags = {tag for values in evaluated.values() for tag in values}
+    loss = curve(train, "loss/data")
     return Curves(
-        loss=curve(train, "loss/data", "loss/total"),
-        evaluated={tag: curve(evaluated, tag) for tag in tags},
+        loss=loss if len(loss.values) else curve(train, "loss/total"),
+        evaluated={tag: curve(evaluated, tag) for tag in set().union(*evaluated.values())},
         examples=known_examples,
         seconds=training_seconds(seen, rates),
         epoch_size=seen[-1] / epochs[-1] if len(seen) and len(epochs) else None,
@@ -111,19 +108,12 @@ def training_seconds(examples: np.ndarray, rates: np.ndarray) -> np.ndarray:
         return np.array([])
     known = np.flatnonzero(rates > 0)
     if not len(known):
-        return _from_zero(np.full(len(examples), np.nan))
+        return np.append(0.0, np.full(len(examples), np.nan))
     following = np.minimum(np.searchsorted(known, np.arange(len(rates))), len(known) - 1)
-    return _from_zero(np.cumsum(np.diff(examples, prepend=0.0) / rates[known[following]]))
+    return np.append(0.0, np.cumsum(np.diff(examples, prepend=0.0) / rates[known[following]]))
 
 
-def _series(points: Points, *tags: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return x and values of the first tag that has any."""
-    for tag in tags:
-        series = {x: values[tag] for x, values in points.items() if tag in values}
-        if series:
-            return np.array(list(series), float), np.array(list(series.values()))
-    return np.array([]), np.array([])
-
-
-def _from_zero(values: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0.0], values])
+def _series(points: Points, tag: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return x and values of a tag."""
+    series = {x: values[tag] for x, values in points.items() if tag in values}
+    return np.array(list(series), float), np.array(list(series.values()))

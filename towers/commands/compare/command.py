@@ -17,17 +17,8 @@ from towers import files
 from towers.commands.compare.options import CompareOptions
 from towers.errors import InputError
 from towers.formatting import table
-from towers.monitoring.results import (
-    Objective,
-    averaged_number,
-    common_objective,
-    metric_name,
-    noted_runs,
-    number,
-    objective_of,
-    parse_monitor,
-    read_result,
-)
+from towers.monitoring import results
+from towers.monitoring.results import Objective, averaged_number, metric_name, number
 from towers.monitoring.scalar_reader import Curves, read_curves
 from towers.options.flags import RENAMED
 from towers.options.run import names_that_affect
@@ -95,7 +86,7 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
     for line in _tables(entries, differing, objective[0], target):
         say(line)
     say(f"curves      towers tensorboard --train_dir={common}")
-    for noted in [noted for name in options.runs for noted in noted_runs(Path(name))]:
+    for noted in [noted for name in options.runs for noted in results.noted_runs(Path(name))]:
         if noted["status"] == "failed":
             say(f"failed: {noted['name']}: {noted.get('error')}")
     return {
@@ -133,35 +124,35 @@ def read_run(folder: Path, name: str) -> ComparedRun:
     with contextlib.suppress(ValueError):
         batch_size = min(max(int(flags.get("batch_size", 1)), 1), 10**9)
     curves = read_curves(folder, batch_size, flags.get("tensorboard_x") == "examples")
-    result = read_result(folder)
+    result = results.read_result(folder)
     examples = number(result, "examples") or 0
     if len(curves.examples) and curves.examples[-1] > examples * (1 + _ROUNDING):
         result = {}  # from before the run was continued
     status = "finished"
     if "steps" not in result:
-        status = "unfinished" if len(curves.loss.x) or curves.evaluated else "empty"
+        status = "unfinished" if len(curves.loss.values) or curves.evaluated else "empty"
     return ComparedRun(name, folder, status, flags, batch_size, result, curves)
 
 
 def find_objective(runs: Sequence[ComparedRun], wanted: str) -> tuple[Objective, str]:
     """Return the objective to compare by, `wanted` or the runs' own, and a note on it."""
-    results = [run.result for run in runs if run.result]
+    finished = [run.result for run in runs if run.result]
     tags = {tag for run in runs for tag in run.curves.evaluated}
-    if not wanted and results:
-        return common_objective(results)
+    if not wanted and finished:
+        return results.common_objective(finished)
     if not wanted:
         by_loss = tags and "accuracy" not in tags
         return (("test_loss", "min") if by_loss else ("test_accuracy", "max")), ""
     splits = ("test_", "validation_")
-    of_results = {name for result in results for name in result if name.startswith(splits)}
-    directions = {metric_name(n): way for n, way in map(objective_of, results)}
+    of_results = {name for result in finished for name in result if name.startswith(splits)}
+    directions = {metric_name(n): way for n, way in map(results.objective_of, finished)}
     directions |= {"accuracy": "max", "loss": "min"}
     names = {n.removesuffix("_ema") for n in {*map(metric_name, of_results), *tags}} - {"examples"}
-    metric, direction = parse_monitor(wanted, {n: directions.get(n) for n in sorted(names)})
+    metric, way = results.parse_monitor(wanted, {n: directions.get(n) for n in sorted(names)})
     if wanted.rpartition(":")[2].startswith("val"):
         splits = splits[::-1]
     known = (split + metric for split in splits if split + metric in of_results)
-    return (next(known, splits[0] + metric), direction), ""
+    return (next(known, splits[0] + metric), way), ""
 
 
 def common_target(runs: Sequence[ComparedRun], objective: Objective) -> float | None:
@@ -178,21 +169,16 @@ def metrics_of(run: ComparedRun, objective: str) -> dict[str, float | None]:
     at = number(result, "examples") or (curves.examples[-1] if len(curves.examples) > 1 else None)
     seconds = curves.seconds_at(at) if at else None
     final = averaged_number(result, objective)
-    rate = number(result, "examples_per_second") or (at / seconds if seconds else None)
     return {
         "steps": number(result, "steps"),
         "examples": at,
         "epochs": curves.epochs_at(at) if at else None,
-        "objective": _last(curves.of(metric_name(objective)).values) if final is None else final,
+        "objective": curves.of(metric_name(objective)).last if final is None else final,
         "test_loss": number(result, "test_loss"),
-        "train_loss": number(result, "train_loss") or _last(curves.loss.values),
-        "examples_per_second": rate,
+        "train_loss": number(result, "train_loss") or curves.loss.last,
+        "examples_per_second": number(result, "examples_per_second") or (seconds and at / seconds),
         "seconds": seconds,
     }
-
-
-def _last(values: np.ndarray) -> float | None:
-    return float(values[-1]) if len(values) else None
 
 
 def to_target(
