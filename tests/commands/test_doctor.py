@@ -206,59 +206,69 @@ def test_a_probe_that_fails_is_one_problem(machine):
     assert problems(checks) == ["TensorFlow starts", "memory of GPU 0"]
 
 
+def driver(*given):
+    return list(doctor.check_driver(*given))
+
+
+def kernels(*capabilities, known=("sm_60", "sm_70", "sm_80", "sm_89", "compute_90")):
+    build = {"cuda_compute_capabilities": known} if known else {}
+    return list(doctor.check_kernels([("", capability) for capability in capabilities], build))
+
+
+def version(needed, there):
+    return [doctor.check_version(needed, there, "type pip")]
+
+
+def shared_memory(free_mib, p2p):
+    return [doctor.check_shared_memory(free_mib and free_mib * MIB, p2p)]
+
+
+def peers(*reasons):
+    pairs = ("0", "1"), ("0", "2"), ("1", "2")
+    return [doctor.check_peer_access(dict(zip(pairs, reasons, strict=True)))]
+
+
+KERAS, CHIPSET = "keras>=3.15,<4", "the chipset does not support it"
+
+
 @pytest.mark.parametrize(
-    ("version", "newest", "cuda", "status", "says"),
+    ("checks", "status", "detail", "remedy"),
     [
-        ("525.60.13", None, "12.5.1", "ok", "525.60.13; CUDA 12.5.1 needs 525.60.13 or newer"),
-        ("525.60.11", (12, 0), "12.5.1", "problem", "needs 525.60.13"),
-        ("470.256.02", (11, 4), "12.5", "problem", "needs 525.60.13"),
-        ("550.54.14", (12, 4), "12.5.1", "note", "is of CUDA 12.4, which runs by minor version"),
-        ("555.42.02", (12, 5), "12.5.1", "ok", "555.42.02"),
-        ("580.65.06", (13, 0), "12.5.1", "ok", "580.65.06"),
-        ("570.10", (12, 8), "13.0.1", "problem", "needs 580.65.06"),
-        ("new", (12, 8), "12.5.1", "note", "new; CUDA 12.5.1 needs"),
+        (driver("525.60.13", None, "12.5.1"), "ok", "525.60.13; CUDA 12.5.1 needs 525.60.13", ""),
+        (driver("525.60.11", (12, 0), "12.5.1"), "problem", "needs 525.60.13", "the NVIDIA driver"),
+        (driver("470.256.02", (11, 4), "12.5"), "problem", "needs 525.60.13", "update the NVIDIA"),
+        (driver("550.54.14", (12, 4), "12.5.1"), "note", "is of CUDA 12.4, which runs by minor ver",
+         "update the NVIDIA driver"),
+        (driver("555.42.02", (12, 5), "12.5.1"), "ok", "555.42.02", ""),
+        (driver("580.65.06", (13, 0), "12.5.1"), "ok", "580.65.06", ""),
+        (driver("570.10", (12, 8), "13.0.1"), "problem", "needs 580.65.06", "the NVIDIA driver"),
+        (driver("new", (12, 8), "12.5.1"), "note", "new; CUDA 12.5.1 needs", "the NVIDIA driver"),
+        *((driver("550.54", (12, 4), unknown), *[None] * 3) for unknown in (None, "", "?", "99.1")),
+        (driver(None, None, "12.5.1"), *[None] * 3),
+        (kernels((6, 1), (7, 5), (8, 0), (8, 6), (8, 9), None), *[None] * 3),
+        (kernels((9, 0), known=None), *[None] * 3),  # a build that does not tell
+        (kernels((9, 0), (12, 0), (8, 0)), "note", "capability 9.0, 12.0: ", "CUDA_CACHE_MAXSIZE"),
+        (peers("", "", ""), "ok", "P2P: 0-1 0-2 1-2", ""),
+        (peers("", CHIPSET, None), "note",
+         f"P2P: 0-1; {CHIPSET}: 0-2; the driver does not tell: 1-2", "IOMMU"),
+        (shared_memory(64, False), "problem", "64 MiB free; NCCL may need 1024", "--shm-size=1g"),
+        (shared_memory(64, True), "note", "64 MiB free; NCCL may need 1024", "--shm-size=1g"),
+        (shared_memory(1024, False), "ok", "1024 MiB free", ""),
+        (shared_memory(None, True), "problem", "cannot be read", "--shm-size=1g"),
+        (version(KERAS, "3.15.1"), "ok", "3.15.1 (>=3.15,<4)", ""),
+        (version(KERAS, "3.9"), "problem", "3.9, >=3.15,<4 is needed", "type pip"),
+        (version(KERAS, "4.0rc1"), "problem", "4.0rc1, >=3.15,<4 is needed", "type pip"),
+        (version(KERAS, None), "problem", "not installed, >=3.15,<4 is needed", "type pip"),
+        (version(KERAS, "?"), "problem", "?, >=3.15,<4 is needed", "type pip"),
+        (version("keras", "1"), "ok", "1 (any)", ""),
     ],
-)
-def test_a_driver_beside_the_cuda_of_the_build(version, newest, cuda, status, says):
-    (check,) = doctor.check_driver(version, newest, cuda)
-    assert check.status == status and says in check.detail
-    assert ("update the NVIDIA driver" in check.remedy) == (status != "ok")
-
-
-def test_no_cuda_that_is_known_needs_no_driver():
-    for cuda in None, "", "?", "99.1":
-        assert list(doctor.check_driver("550.54", (12, 4), cuda)) == []
-    assert list(doctor.check_driver(None, None, "12.5.1")) == []
-
-
-def test_gpus_for_which_kernels_are_compiled_first():
-    names = ["sm_60", "sm_70", "sm_80", "sm_89", "compute_90"]
-    build = {"cuda_compute_capabilities": names}
-    capabilities = [(6, 1), (7, 5), (8, 0), (8, 6), (8, 9), None]
-    assert not list(doctor.check_kernels([("", known) for known in capabilities], build))
-    assert not list(doctor.check_kernels([("", (9, 0))], {}))  # a build that does not tell
-    (check,) = doctor.check_kernels([("", (9, 0)), ("", (12, 0)), ("", (8, 0))], build)
-    assert check.status == "note" and "CUDA_CACHE_MAXSIZE" in check.remedy
-    assert "compute capability 9.0, 12.0: " in check.detail
-
-
-def test_pairs_of_gpus_with_and_without_p2p():
-    check = doctor.check_peer_access({("0", "1"): "", ("0", "2"): "", ("1", "2"): ""})
-    assert check == Check("P2P", "ok", "P2P: 0-1 0-2 1-2")
-    reason = "the chipset does not support it"
-    check = doctor.check_peer_access({("0", "1"): "", ("0", "2"): reason, ("1", "2"): None})
-    assert check.status == "note" and "IOMMU" in check.remedy
-    assert check.detail == f"P2P: 0-1; {reason}: 0-2; the driver does not tell: 1-2"
-
-
-@pytest.mark.parametrize(
-    ("free_mib", "p2p", "status"),
-    [(64, False, "problem"), (64, True, "note"), (1024, False, "ok"), (None, True, "problem")],
-)
-def test_room_for_nccl_in_containers(free_mib, p2p, status):
-    check = doctor.check_shared_memory(free_mib and free_mib * MIB, p2p)
-    assert (check.name, check.status) == ("/dev/shm", status)
-    assert ("--shm-size=1g" in check.remedy) == (status != "ok")
+)  # fmt: skip
+def test_what_one_check_finds(checks, status, detail, remedy):
+    """Of drivers, kernels to compile, P2P, room for NCCL, versions; None: it finds nothing."""
+    assert [check.status for check in checks] == [status] * (status is not None)
+    for check in checks:
+        assert detail in check.detail and remedy in check.remedy
+        assert bool(check.remedy) == (status != "ok")
 
 
 def test_an_all_sum_that_is_wrong_or_hangs(machine):
@@ -271,22 +281,6 @@ def test_an_all_sum_that_is_wrong_or_hangs(machine):
         assert checks["all-sum"].detail.startswith(says)
         command = "NCCL_DEBUG=INFO python -m towers.devices.self_test --all_sum /gpu:0 /gpu:1"
         assert command in checks["all-sum"].remedy and "--variables=cpu" in checks["all-sum"].remedy
-
-
-@pytest.mark.parametrize(
-    ("requirement", "version", "status", "detail"),
-    [
-        ("keras>=3.15,<4", "3.15.1", "ok", "3.15.1 (>=3.15,<4)"),
-        ("keras>=3.15,<4", "3.9", "problem", "3.9, >=3.15,<4 is needed"),
-        ("keras>=3.15,<4", "4.0rc1", "problem", "4.0rc1, >=3.15,<4 is needed"),
-        ("keras>=3.15,<4", None, "problem", "not installed, >=3.15,<4 is needed"),
-        ("keras>=3.15,<4", "?", "problem", "?, >=3.15,<4 is needed"),
-        ("keras", "1", "ok", "1 (any)"),
-    ],
-)
-def test_a_version(requirement, version, status, detail):
-    check = doctor.check_version(requirement, version, "type pip")
-    assert check == Check("keras", status, detail, "type pip" if status == "problem" else "")
 
 
 def test_an_installation_tells_itself_what_it_needs(monkeypatch):

@@ -13,3 +13,8 @@ class Check:
     status: str  # OK, PROBLEM or NOTE
     detail: str
     remedy: str = ""  # what to type or to do
+
+
+def found(name: str, good: object, detail: str, remedy: str, otherwise: str = PROBLEM) -> Check:
+    """Return an OK check if all is `good`, else one of status `otherwise` with its remedy."""
+    return Check(name, OK, detail) if good else Check(name, otherwise, detail, remedy)

@@ -20,7 +20,7 @@ from packaging.version import InvalidVersion, Version
 from towers import files
 from towers.data import registry
 from towers.devices import cuda_visible_devices, nvml, self_test
-from towers.devices.checks import NOTE, OK, PROBLEM, Check
+from towers.devices.checks import NOTE, OK, PROBLEM, Check, found
 from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError
 from towers.formatting import count
@@ -111,10 +111,8 @@ def check_version(requirement: str, version: str | None, remedy: str) -> Check:
         fits = version and needed.specifier.contains(version, prereleases=True)
     except InvalidVersion:
         fits = False
-    if fits:
-        return Check(needed.name, OK, f"{version} ({allowed})")
-    detail = f"{version or 'not installed'}, {allowed} is needed"
-    return Check(needed.name, PROBLEM, detail, remedy)
+    needs = f"{version or 'not installed'}, {allowed} is needed"
+    return found(needed.name, fits, f"{version} ({allowed})" if fits else needs, remedy)
 
 
 def check_train_dir(train_dir: str) -> Check:
@@ -126,10 +124,8 @@ def check_train_dir(train_dir: str) -> Check:
         return _refused("train_dir", error, another)
     parent = next(p for p in [folder, *folder.absolute().parents] if p.exists())
     free = shutil.disk_usage(parent).free
-    detail = f"{folder}: {free / 2**30:.1f} GiB free"
-    if free < FREE_BYTES:
-        return Check("train_dir", PROBLEM, detail, f"free {FREE_BYTES / 2**30:g} GiB, or {another}")
-    return Check("train_dir", OK, detail)
+    detail, remedy = f"{folder}: {free / 2**30:.1f} GiB free", f"free {FREE_BYTES / 2**30:g} GiB"
+    return found("train_dir", free >= FREE_BYTES, detail, f"{remedy}, or {another}")
 
 
 def check_data(dataset: str, data_dir: str) -> Check:
@@ -217,12 +213,10 @@ def check_memory(driver: Sequence[DriverGpu], visible: Sequence[DriverGpu]) -> I
         detail = f"{gpu.free_bytes // MIB} of {gpu.total_bytes // MIB} MiB free"
         if gpu.processes:
             detail += f"; held by {', '.join(map(str, gpu.processes))}"
-        if gpu.full:
-            others = ",".join(other.key for other in driver if not other.full)
-            instead = f"--visible_gpus={others}" if others else "--devices=cpu"
-            yield Check(name, PROBLEM, f"full: {detail}", f"type {instead}, or end what holds it")
-        else:
-            yield Check(name, OK, detail)
+        others = ",".join(other.key for other in driver if not other.full)
+        instead = f"--visible_gpus={others}" if others else "--devices=cpu"
+        detail = f"full: {detail}" if gpu.full else detail
+        yield found(name, not gpu.full, detail, f"type {instead}, or end what holds it")
 
 
 def check_driver(
@@ -240,14 +234,12 @@ def check_driver(
     except InvalidVersion:
         yield Check("driver", NOTE, detail, update)
         return
-    if too_old:
-        yield Check("driver", PROBLEM, detail, update)
-    elif newest and newest < built:
+    if not too_old and newest and newest < built:
         of_driver = ".".join(map(str, newest))
         detail += f"; it is of CUDA {of_driver}, which runs by minor version compatibility"
         yield Check("driver", NOTE, detail, f"if a kernel or XLA fails to compile, {update}")
     else:
-        yield Check("driver", OK, detail)
+        yield found("driver", not too_old, detail, update)
 
 
 def check_kernels(
@@ -271,13 +263,11 @@ def check_peer_access(access: Mapping[tuple[str, str], str | None]) -> Check:
         reason = "the driver does not tell" if reason is None else reason or "P2P"
         pairs_by_reason.setdefault(reason, []).append("-".join(pair))
     detail = "; ".join(f"{why}: {' '.join(pairs)}" for why, pairs in pairs_by_reason.items())
-    if all(reason == "" for reason in access.values()):
-        return Check("P2P", OK, detail)
     slower = (
         "these pairs exchange through host memory, which is slower; P2P needs NVLink, or one PCIe "
         "root with IOMMU and ACS off"
     )
-    return Check("P2P", NOTE, detail, slower)
+    return found("P2P", set(access.values()) <= {""}, detail, slower, NOTE)
 
 
 def check_shared_memory(free_bytes: int | None, some_peer_access: bool) -> Check:
@@ -288,11 +278,9 @@ def check_shared_memory(free_bytes: int | None, some_peer_access: bool) -> Check
     )
     if free_bytes is None:
         return Check(SHARED_MEMORY, PROBLEM, "cannot be read; NCCL needs it", remedy)
-    detail = f"{free_bytes // MIB} MiB free"
-    if free_bytes >= SHARED_BYTES:
-        return Check(SHARED_MEMORY, OK, detail)
-    detail += f"; NCCL may need {SHARED_BYTES // MIB}"
-    return Check(SHARED_MEMORY, NOTE if some_peer_access else PROBLEM, detail, remedy)
+    detail, enough = f"{free_bytes // MIB} MiB free", free_bytes >= SHARED_BYTES
+    detail += "" if enough else f"; NCCL may need {SHARED_BYTES // MIB}"
+    return found(SHARED_MEMORY, enough, detail, remedy, NOTE if some_peer_access else PROBLEM)
 
 
 def check_all_sum(result: dict[str, str | None] | str, devices: Sequence[str]) -> Check:
@@ -303,10 +291,9 @@ def check_all_sum(result: dict[str, str | None] | str, devices: Sequence[str]) -
     )
     if isinstance(result, str):
         return Check("all-sum", PROBLEM, f"its process {result}", remedy)
-    wrong = [f"{name}: {error}" for name, error in result.items() if error]
-    if wrong:
-        return Check("all-sum", PROBLEM, "; ".join(wrong), remedy)
-    return Check("all-sum", OK, f"exact over {count(len(devices), 'GPU')}: {', '.join(result)}")
+    wrong = "; ".join(f"{name}: {error}" for name, error in result.items() if error)
+    exact = f"exact over {count(len(devices), 'GPU')}: {', '.join(result)}"
+    return found("all-sum", not wrong, wrong or exact, remedy)
 
 
 def check_probe(probe: dict[str, Any] | str, devices: Sequence[str]) -> Iterator[Check]:
@@ -319,17 +306,11 @@ def check_probe(probe: dict[str, Any] | str, devices: Sequence[str]) -> Iterator
         return
     for device, result in probe["devices"].items():
         speeds = [f"{name} {gflops:.0f} GFLOP/s" for name, gflops in result["gflops"].items()]
-        detail = "; ".join(result["errors"] + speeds)
-        name = f"computing on {device}"
-        if result["errors"]:
-            leave_out = "leave it out with --visible_gpus, or type --devices=cpu"
-            yield Check(name, PROBLEM, detail, leave_out if "gpu" in device else INSTALL)
-        else:
-            yield Check(name, OK, detail)
-    broken = {pair: error for pair, error in probe["copies"].items() if error}
-    if broken:
-        detail = "; ".join(f"{pair}: {error}" for pair, error in broken.items())
+        detail, leave_out = "; ".join(result["errors"] + speeds), "leave it out with --visible_gpus"
+        remedy = f"{leave_out}, or type --devices=cpu" if "gpu" in device else INSTALL
+        yield found(f"computing on {device}", not result["errors"], detail, remedy)
+    if copies := probe["copies"]:
+        broken = "; ".join(f"{pair}: {error}" for pair, error in copies.items() if error)
         remedy = "leave one out with --visible_gpus; in the BIOS, turn off IOMMU and PCIe ACS"
-        yield Check("copies", PROBLEM, detail, remedy)
-    elif probe["copies"]:
-        yield Check("copies", OK, f"{len(probe['copies'])} pairs of devices, bit for bit")
+        exact = f"{len(copies)} pairs of devices, bit for bit"
+        yield found("copies", not broken, broken or exact, remedy)
