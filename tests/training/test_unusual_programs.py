@@ -387,6 +387,16 @@ def test_examples_that_are_mixed_are_the_reason_and_not_a_table_beside_them():
     assert "runs on one device" in line and "mixed examples" in line and "rows" not in line
 
 
+def test_examples_that_are_mixed_by_a_weight_of_the_step_are_told_of():
+    """A trial with a weight of 1 would leave out what is mixed."""
+    step = lambda self, x, y: mean_square(  # noqa: E731
+        self.layer(x, tf.cast(tf.shape(x)[1], x.dtype) / 9) - y
+    )
+    mixed = lambda _, x, weight: weight * x + (1 - weight) * tf.reverse(x, [0])  # noqa: E731
+    _, lines = compare(lambda: of_step(step, layer=lambda: layer_of(mixed)), arrays)
+    assert ["mixed examples" in line for line in lines][:1] == [True]
+
+
 @pytest.mark.parametrize("given", [dataset_of_arrays, rare(static(7))])
 def test_places_in_the_batch_are_not_divided(given):
     differences, lines = compare(with_edges, given, 2)

@@ -168,11 +168,15 @@ def known_values(tensors: Sequence[Any]) -> list[Any] | None:
 
 
 def stand_in(captured: tf.Tensor) -> tf.Tensor:
-    """Return a captured tensor if it is eager, else ones of its shape."""
+    """Return a captured tensor if it is eager, else one of its shape: of ones, or of fractions."""
     if not tf.is_symbolic_tensor(captured):
         return captured
     shape = [UNKNOWN_DIM if dim is None else dim for dim in captured.shape]
-    return tf.ones(shape, captured.dtype)
+    if not captured.dtype.is_floating:
+        return tf.ones(shape, captured.dtype)
+    # A weight of 1, or of 0, would hide what it is the weight of.
+    waves = np.sin(1 + 12.9898 * np.arange(np.prod(shape, dtype=int)))
+    return tf.cast(0.4 + 0.2 * waves.reshape(shape), captured.dtype)
 
 
 def values_in(graph: tf.Graph, specs: Sequence[tf.TypeSpec]) -> list[Values]:
