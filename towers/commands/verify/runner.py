@@ -17,7 +17,7 @@ from towers.builder.sharding import num_rows
 from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 from towers.formatting import first_line
-from towers.training.parallelize import builder_of, parallelize, unparallelize
+from towers.training.parallelize import builder_of, parallelize, traced, unparallelize
 from towers.training.run.model import methods_set_on
 from towers.training.run.setup import RunContext
 from towers.training.run.tensorflow_errors import user_facing_errors
@@ -84,7 +84,7 @@ class TrainRunner(Runner):
         train_step = self.run.train_step()
         step = tf.function(lambda *batch: train_step(*batch), autograph=False)
         with user_facing_errors(self.run.options):
-            return step.get_concrete_function(*batch)
+            return traced(self.model, lambda: step.get_concrete_function(*batch))
 
     def assign(self, values: Mapping[str, np.ndarray]) -> None:
         """Set the master variables, and their copies."""
