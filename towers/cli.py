@@ -92,7 +92,7 @@ _VERBS = (
           options="towers.commands.predict.options:PredictOptions",
           takes=(*_PREDICT_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
           function="towers.commands.predict.command:run", tensorflow="options"),
-    Entry("export", "write a run's trained model to a file that needs no towers",
+    Entry("export", "write a run's trained model to a file of Keras or TensorFlow",
           options="towers.commands.export.options:ExportOptions",
           takes=("train_dir", "overwrite", "json", "trust"), completes=True,
           function="towers.commands.export.command:run", tensorflow="cpu"),

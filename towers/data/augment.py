@@ -17,8 +17,10 @@ cancels. A test compares the two.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -46,7 +48,7 @@ _DESCRIPTIONS = {
     "none": "standardised",
     "off": "as they are",
 }
-_SHOWN_CLASSES = 10  # in a line
+_SHOWN = 10  # names in a line
 
 
 def resolve(kind: str, data: Data, compiled: bool = False) -> str:
@@ -118,6 +120,10 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
     shape = data.image_shape
     if shape is None:
         lines = [f"inputs      {named(x)}"]
+        if data.columns:
+            sources = collections.Counter(column.partition("=")[0] for column in data.columns)
+            named_sources = [f"{n} ({num} texts)" if num > 1 else n for n, num in sources.items()]
+            lines[0] += f", not scaled: {_some(named_sources)}"
         if isinstance(x, tf.TensorSpec) and x.shape.rank == 2 and x.dtype == tf.uint8:
             lines[0] += "; as images they would need an axis of channels, x[..., None]"
     else:
@@ -129,12 +135,15 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
         lines = [f"images      {before} -> {after}: {operations}"]
     if data.num_classes:
         plural = "es" * (data.num_classes > 1)
-        some = ", ".join(data.class_names[:_SHOWN_CLASSES])
-        more = ", ..." * (data.num_classes > _SHOWN_CLASSES)
-        lines.append(f"targets     {data.num_classes} class{plural}: {some}{more}")
+        names = [repr(name) if "," in name else name for name in data.class_names]
+        lines.append(f"targets     {data.num_classes} class{plural}: {_some(names)}")
     elif rest:
         lines.append(f"targets     {named(rest[0])}")
     return lines + [f"weights     {named(weights)}" for weights in rest[1:]]
+
+
+def _some(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:_SHOWN]) + ", ..." * (len(texts) > _SHOWN)
 
 
 def train_images(

@@ -182,9 +182,11 @@ class CsvTable:
             raise InputError(f"{self.path} has no column {name}; it has {_some(self.names)}")
         cells = [row[self.places[name]].strip() for row in self._rows]
         if "" in cells:
+            rows = sum("" in map(str.strip, row) for row in self._rows)
             raise InputError(
-                f"{self.path}, line {self.lines[cells.index('')]}, column {name} is empty; fill it "
-                "in, or leave the row out"
+                f"{self.path}, line {self.lines[cells.index('')]}, column {name} is empty, as are "
+                f"cells in {rows:,} of {len(self._rows):,} rows: fill them in (a text as \"none\" "
+                "for a category, a mean for a number), or leave these rows out"
             )
         return cells
 
@@ -205,7 +207,8 @@ class CsvTable:
             if cell not in places:
                 raise InputError(
                     f"{self.path}, line {line}, column {name}: {cell!r} is in none of the training "
-                    f"examples; they have {_some(list(map(repr, known)))}"
+                    f"examples; they have {_some(list(map(repr, known)))}: write one of them, or "
+                    "leave the row out"
                 )
         return np.array([places[cell] for cell in cells], np.int32)
 
@@ -230,8 +233,6 @@ class CsvTable:
         wrong = np.flatnonzero(~np.isfinite(values))
         if not wrong.size:
             return values
-        if wrong.size == len(cells):
-            raise self.no_numbers(name, [name])
         raise InputError(
             f"{self.path}, line {self.lines[wrong[0]]}, column {name}: {cells[wrong[0]]!r} is no "
             "finite number; mend it"

@@ -283,6 +283,6 @@ def _shape_of(source: Source, row: int, max_pixels: int) -> tuple[int, int, int]
 def _sizes_differ(name: str, shape: Sequence[int], expected: Sequence[int]) -> str:
     wanted = f"{expected[0]}x{expected[1]}"
     return (
-        f"{name} is {shape[0]}x{shape[1]} (height x width), but others are {wanted}: give one size "
+        f"{name} is {shape[0]}x{shape[1]} (height x width), but another is {wanted}: give one size "
         f"to which all are resized, as --image_size={wanted}"
     )

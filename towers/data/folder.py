@@ -37,7 +37,13 @@ def load(
     tests = [name for name in ("test", "validation", "val")
              if os.path.isdir(os.path.join(folder, name))]  # fmt: skip
     if not tests:
-        raise InputError(f"--data_dir={folder} has no folder test, validation or val; {_EXPECTED}")
+        missing = "test, validation or val"
+        if not os.path.isdir(train):
+            missing = f"train, and none named {missing}"
+        raise InputError(
+            f"--data_dir={folder} has no folder {missing}; {_EXPECTED}: put a part of each class's "
+            "images into test"
+        )
     paths = {"train": train, "test": os.path.join(folder, tests[0])}
     if tests[0] == "test" and len(tests) > 1:
         paths["validation"] = os.path.join(folder, tests[1])

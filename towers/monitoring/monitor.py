@@ -173,7 +173,7 @@ class Monitor:
         known = [(name, value) for name, value in figures.items() if value is not None]
         shown = ", ".join(f"{name} {value:.4f}" for name, value in known)
         self.say(
-            f"{_now()}: step {step} of {self._timetable.last_step}, epoch "
+            f"{_now()}: after {step} of {self._timetable.last_step} steps, epoch "
             f"{self._timetable.epochs(step):.2f}, {part}: {shown} (ETA {self._eta(step)})"
         )
 

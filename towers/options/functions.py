@@ -19,7 +19,7 @@ from towers.options import search_path
 from towers.options.inline_objects import PREFIX
 
 _CHECKOUT = Path(search_path.CHECKOUT)  # unless the package was installed without it
-_SHIPPED = "towers_models"  # the name under which its models are imported
+SHIPPED = "towers_models"  # the name under which its models are imported
 _STDLIB = [folder := sysconfig.get_path("stdlib"), os.path.join(folder, "lib-dynload")]
 
 
@@ -60,7 +60,8 @@ def call_without_arguments(flag: str, name: str) -> object:
         inspect.signature(function).bind()
     except TypeError as error:
         raise InputError(
-            f"--{flag}={name} is called without arguments, but there is a {error}"
+            f"--{flag}={name} is called without arguments, and is {error}: give its arguments "
+            "default values"
         ) from None
     return function()
 
@@ -136,12 +137,12 @@ def _import_shipped(module_name: str, path: Path) -> object:
     known = getattr(sys.modules.get(module_name), "__file__", None)
     if known and os.path.realpath(known) == str(path.resolve()):
         return sys.modules[module_name]
-    if _SHIPPED not in sys.modules:
+    if SHIPPED not in sys.modules:
         init = path.with_name("__init__.py")
-        spec = importlib.util.spec_from_file_location(_SHIPPED, init)
-        sys.modules[_SHIPPED] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[_SHIPPED])
-    return importlib.import_module(f"{_SHIPPED}.{path.stem}")
+        spec = importlib.util.spec_from_file_location(SHIPPED, init)
+        sys.modules[SHIPPED] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[SHIPPED])
+    return importlib.import_module(f"{SHIPPED}.{path.stem}")
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from towers.commands.export.options import ENDINGS, ExportOptions
 from towers.data import augment
 from towers.errors import InputError, RunError
 from towers.formatting import first_line
+from towers.options.functions import SHIPPED
 from towers.training.load import TrainedModel, load_run
 from towers.training.run.model import floatx_of
 
@@ -198,7 +199,13 @@ def _how_to_load(options: ExportOptions, trained: TrainedModel) -> list[str]:
         lines.append(f"takes       images {size} {spec.dtype.name}, as stored{inside}")
     modules = {type(layer).__module__ for layer in tf_internals.layers_of(trained.model)}
     imports = sorted(name for name in modules if name.split(".")[0] != "keras")
-    if options.format == "keras" and imports:
+    if options.format == "keras" and any(name.startswith(f"{SHIPPED}.") for name in imports):
+        lines.append(
+            "needs       layers of this model that come with towers: call "
+            f"towers.load({options.run.train_dir!r}) before keras.models.load_model; or type "
+            "--format=saved_model, which needs no layers"
+        )
+    elif options.format == "keras" and imports:
         lines.append(f"import      {', '.join(imports)} before loading it: its layers are there")
     return lines
 
