@@ -59,6 +59,7 @@ _PREDICT_FLAGS = (
     "train_dir json trust max_image_pixels test_time_flip batch_size num_towers devices "
     f"{_WORKER_FLAGS}"
 )
+_OF_RUN = "for the flags of a run type --flagfile=RUN/flags.cfg"
 _VERBS = (
     Entry("train", "train a model over towers, or continue a run", completes=True, begins=True,
           function="towers.training.train:train", tensorflow="options"),
@@ -66,12 +67,15 @@ _VERBS = (
           takes=(*_EVALUATE_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
           function="towers.training.evaluate:evaluate", tensorflow="options"),
     Entry("verify", "prove on your model that N towers compute what one device computes",
+          refuses={"train_dir": _OF_RUN},
           options="towers.commands.verify.options:VerifyOptions",
           function="towers.commands.verify.command:run", tensorflow="options"),
     Entry("benchmark", "measure speed and scaling, also beside other programs",
+          refuses={"train_dir": _OF_RUN},
           options="towers.commands.benchmark.options:BenchmarkOptions",
           function="towers.commands.benchmark.command:run", tensorflow="options"),
     Entry("plan", "say before a run what it would move, hold and launch on GPUs",
+          refuses={"train_dir": _OF_RUN},
           options="towers.commands.plan.options:PlanOptions",
           function="towers.commands.plan.command:run", tensorflow="cpu"),
     Entry("doctor", "check this machine: versions, GPUs, memory, computing, data, folders",

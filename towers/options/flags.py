@@ -185,13 +185,13 @@ def _check_taken(argv: Sequence[str], verb: Command) -> None:
     for argument in argv:
         flag = argument.partition("=")[0].lstrip("-") if argument.startswith("-") else ""
         name = flag if flag in _RUN_FIELDS else flag.removeprefix("no")
-        name = _ALIASES.get(name, name)
+        typed, name = name, _ALIASES.get(name, name)
         reason = verb.refuses.get(name, "")
         if verb.takes is not None and name in _RUN_FIELDS and name not in verb.takes:
             reason = f"it takes {', '.join(f'--{taken}' for taken in verb.takes)}"
             reason += ", and the rest from the run's flags.cfg" if verb.completes else ""
         if reason:
-            raise InputError(f"towers {verb.name} takes no --{name}: {reason}")
+            raise InputError(f"towers {verb.name} takes no --{typed}: {reason}")
 
 
 class _Flags(flags.FlagValues):
