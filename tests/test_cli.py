@@ -59,7 +59,12 @@ VERBS = (
     "worker"
 )
 MESSAGES = {
-    "tran": f"there is no verb 'tran': towers {VERBS} --flag=value ...",
+    "tran": "there is no verb 'tran': towers train",
+    "xyz": f"there is no verb 'xyz': towers {VERBS} --flag=value ...",
+    "train --num_gpus=2 --num_towers=4": "--num_gpus and --num_towers exclude each other: type one "
+    "of them",
+    "tensorboard --train_dir=none": "--train_dir=none: there are no event files; train first, or "
+    "name the folder of a run or of a sweep",
     "resume": "there is no verb 'resume': towers train --train_dir=RUN goes on with a run",
     "fine-tune": "there is no verb 'fine-tune': towers train --init_from=RUN begins with the "
     "weights of a run",

@@ -7,6 +7,7 @@ the reader of the output has ended.
 
 import contextlib
 import dataclasses
+import difflib
 import errno
 import faulthandler
 import json
@@ -187,7 +188,8 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
         listener.keep(VERBS)  # deleting TensorFlow's objects takes seconds on a busy machine
     try:
         if name not in VERBS:
-            hint = _FOREIGN_VERBS.get(name.lower().replace("-", ""))
+            close = difflib.get_close_matches(name, VERBS, n=1)
+            hint = _FOREIGN_VERBS.get(name.lower().replace("-", "")) or "".join(close)
             usage = hint or f"{'|'.join(VERBS)} --flag=value ..."
             raise InputError(f"there is no verb {name!r}: towers {usage}")
         if {"--help", "-h", "-help"} & set(rest):

@@ -158,6 +158,12 @@ def test_a_layer_that_keras_cannot_save_is_named(tmp_path, monkeypatch, make, ki
         assert export_layer(monkeypatch, tmp_path, make(name="own"), form, [])
 
 
+def test_formats_that_are_made_of_another_are_said_to_be():
+    for name in "onnx", "tflite":
+        with pytest.raises(InputError, match=f"--format={name}: .* --format=saved_model"):
+            ExportOptions(format=name)
+
+
 def test_what_a_file_needs_is_said(tmp_path, monkeypatch):
     lines = []
     assert export_layer(monkeypatch, tmp_path, Registered(), "keras", lines)

@@ -46,10 +46,11 @@ OF_EVALUATE = (
 # {verb: the flags that it shows first, its own; those of a run that it does not take}
 OF_VERBS = {
     "train": ("", ""),
-    "verify": ("--num_towers=1,2,3,4 --steps=10 --float32=false", ""),
+    "verify": ("--num_towers=1,2,3,4 --steps=10 --float32=false", "train_dir"),
     "benchmark":
-        ("--dataset=synthetic --num_towers= --against= --windows=5 --seconds=2 --plot=", ""),
-    "plan": ("--num_towers=0 --gpu_memory_gib=16", ""),
+        ("--dataset=synthetic --num_towers= --against= --windows=5 --seconds=2 --plot=",
+         "train_dir"),
+    "plan": ("--num_towers=0 --gpu_memory_gib=16", "train_dir"),
     "sweep": ("--vary= --samples=0 --sweep_seed=0 --sweep_dir=runs/sweep --parallel=1",
               "train_dir overwrite"),
 }
@@ -185,8 +186,6 @@ def test_help_is_narrow_and_names_every_choice():
         ("--num_gpus=3", dict(num_towers=3, devices="gpu")),
         ("--num_gpus=0", dict(num_towers=0)),
         ("--num_gpus=3 --devices=/gpu:0", dict(num_towers=3, devices="/gpu:0")),
-        ("--num_gpus=3 --num_towers=4", dict(num_towers=4)),
-        ("--num_towers=4 --num_gpus 3", dict(num_towers=3, devices="gpu")),
     ],
 )  # fmt: skip
 def test_the_ways_to_write_a_flag(line, values):
@@ -200,6 +199,14 @@ def test_gpus_on_cpus_are_refused():
         assert "exclude each other: type --num_towers=2" in said
         with pytest.raises(towers.InputError, match="exclude each other: type --num_towers=2"):
             flags.options_from_call(None, {"num_gpus": 2, "devices": devices}, verb="train")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_two_names_of_one_number_are_refused(order):
+    typed = ["--num_gpus=2", "--num_towers=4"][::order]
+    assert "exclude each other: type one of them" in refusal("train", *typed)
+    with pytest.raises(towers.InputError, match="num_gpus and num_towers exclude each other"):
+        flags.options_from_call(None, {"num_gpus": 2, "num_towers": 4}, verb="train")
 
 
 def test_in_python_too_num_gpus_are_gpus(folder):
@@ -231,7 +238,7 @@ def test_flagfiles_nest_count_where_they_stand_and_take_comments_and_blank_lines
     values = dict(batch_size=1, max_steps=1, seed=2, overwrite=True, train_dir="a b", num_towers=4)
     values["devices"] = "gpu"
     for flag in (["--flagfile=outer.cfg"], ["--flagfile", "outer.cfg"], ["-flagfile=outer.cfg"]):
-        options = flags.parse(["--batch_size=3", "--num_towers=2", *flag, "--num_gpus=4"])
+        options = flags.parse(["--batch_size=3", "--num_gpus=2", *flag, "--num_gpus=4"])
         assert options == Options(**values)
 
 

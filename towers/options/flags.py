@@ -146,6 +146,8 @@ def options_from_call(
         InputError: an option does not exist, a value is not allowed, or there is no run.
     """
     values = {option_name(name): value for name, value in fields.items()}
+    if {"num_gpus", "num_towers"} <= fields.keys():
+        raise InputError("num_gpus and num_towers exclude each other: give one of them")
     if fields.get("num_gpus"):
         _take_gpus_only(fields["num_gpus"], values)
     if options is not None and not isinstance(options, Options):
@@ -182,10 +184,15 @@ def parse_value(name: str, text: str) -> Any:
 
 def _check_taken(argv: Sequence[str], verb: Command) -> None:
     """Raise InputError for an argument that the verb would ignore; flagfiles may contain it."""
+    typed_as: dict[str, str] = {}
     for argument in argv:
         flag = argument.partition("=")[0].lstrip("-") if argument.startswith("-") else ""
         name = flag if flag in _RUN_FIELDS else flag.removeprefix("no")
         typed, name = name, _ALIASES.get(name, name)
+        if typed_as.setdefault(name, typed) != typed and name in _RUN_FIELDS:
+            raise InputError(
+                f"--{typed_as[name]} and --{typed} exclude each other: type one of them"
+            )
         reason = verb.refuses.get(name, "")
         if verb.takes is not None and name in _RUN_FIELDS and name not in verb.takes:
             reason = f"it takes {', '.join(f'--{taken}' for taken in verb.takes)}"
