@@ -134,37 +134,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             for stream in filter(None, (sys.stdout, sys.stderr)):
                 stream.flush()
             return code
-        except BrokenPipeError:
-            if _output_closed():
-                return EXIT_PIPE
-            raise
         except OSError as error:
-            if _output_failed(error):
-                return _fail(f"standard output cannot be written: {error.strerror}", EXIT_FAILED)
-            raise
+            if (code := _end_of_output(error)) is None:
+                raise
+            return code
 
 
-def _output_failed(error: OSError) -> bool:
-    """Return whether an error is that of standard output, as on a full disk; if so, discard it."""
+def _end_of_output(error: OSError) -> int | None:
+    """Return the exit code if standard output failed, else None; discard further output.
+
+    Its reader may have ended, as `head` does, or the disk is full.
+    """
+    if isinstance(error, BrokenPipeError):
+        poll = select.poll()
+        for descriptor in (1, 2):
+            poll.register(descriptor, 0)
+        left = [descriptor for descriptor, event in poll.poll(0) if event & select.POLLERR]
+        for descriptor in left:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)  # else Python complains at exit
+        return EXIT_PIPE if left else None
     if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
-        return False
+        return None
     try:
         os.write(1, b"\n")
-        return False
+        return None
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains at exit
-        return True
-
-
-def _output_closed() -> bool:
-    """Return whether the reader of the output has ended, as `head` does; if so, discard output."""
-    poll = select.poll()
-    for descriptor in (1, 2):
-        poll.register(descriptor, 0)
-    left = [descriptor for descriptor, event in poll.poll(0) if event & select.POLLERR]
-    for descriptor in left:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)  # else Python complains at exit
-    return bool(left)
+        return _fail(f"standard output cannot be written: {error.strerror}", EXIT_FAILED)
 
 
 def _main(argv: Sequence[str], listener: signals.Listener) -> int:
@@ -201,10 +197,8 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
     except KeyboardInterrupt:
         return _end(listener)
     except (Exception, SystemExit, GeneratorExit) as error:  # sys.exit() of own code, too
-        if isinstance(error, BrokenPipeError) and _output_closed():
-            return EXIT_PIPE
-        if isinstance(error, OSError) and _output_failed(error):
-            return _fail(f"standard output cannot be written: {error.strerror}", EXIT_FAILED)
+        if isinstance(error, OSError) and (code := _end_of_output(error)):
+            return code
         if listener.asked:  # libraries may turn it into other errors at import
             return _end(listener)
         traceback.print_exception(type(error), error, error.__traceback__)
@@ -212,7 +206,15 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
 
 
 def parse(name: str, argv: Sequence[str]) -> Any:
-    """Return the options of a verb's command line; see `flags.parse`."""
+    """Return the options of a verb's command line.
+
+    Args:
+        name: the verb.
+        argv: arguments after it.
+
+    Raises:
+        InputError: see `flags.parse`.
+    """
     return flags.parse(argv, VERBS[name])
 
 

@@ -119,7 +119,12 @@ class Listener:
         self.kept += things
 
     def leave(self, code: int, line: str = "") -> None:
-        """Print a line and end the process at once, without waiting for its threads."""
+        """End the process at once, without waiting for its threads.
+
+        Args:
+            code: exit code.
+            line: printed before to standard error; "": nothing is.
+        """
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()

@@ -127,7 +127,7 @@ def test_what_is_there_is_kept_unless_told(trained, tmp_path, capsys):
 
 
 def test_what_computes_something_else_is_not_kept(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(export, "prepared", lambda images, kind, dtype: images[:, 2:, 2:] / 2)
+    monkeypatch.setattr(export, "eval_images", lambda images, kind, dtype: images[:, 2:, 2:] / 2)
     code, out, _ = export_of(capsys, trained("classes"), f"--output={tmp_path}/a.keras")
     assert code == 1 and out.startswith("failed      nothing is kept")
     assert list(tmp_path.iterdir()) == []

@@ -73,7 +73,12 @@ class GpuIdleBarrier:
                 self._marks.append(tf.Variable(0.0, trainable=False))
 
     def before(self, batch: Any, measured: tf.Tensor) -> Any:
-        """Return a batch on the host; in a measured step it waits until the GPUs are idle."""
+        """Return a batch on the host; in a measured step it waits until the GPUs are idle.
+
+        Args:
+            batch: structure of tensors.
+            measured: bool scalar: whether the step is measured.
+        """
 
         def wait() -> tf.Tensor:
             values = []
@@ -91,7 +96,12 @@ class GpuIdleBarrier:
     def for_all_steps(
         self, values: dict[str, tf.Tensor], num_steps: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        """Return the measured step's seconds times the number of steps since the last one."""
+        """Return the measured step's seconds times the number of steps since the last one.
+
+        Args:
+            values: results of a call of the train loop, with the seconds of `measure`.
+            num_steps: number of its steps, an integer scalar.
+        """
         self._steps.assign_add(num_steps)
         steps = tf.cast(self._steps.read_value(), tf.float32)
         self._steps.assign(tf.where(self.wanted, 0, self._steps))

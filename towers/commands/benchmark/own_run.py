@@ -78,7 +78,18 @@ class OwnRun:
         }
 
     def train(self, seconds: float, part: str = "") -> dict[str, float]:
-        """Run loops for at least `seconds`; return {"steps", "seconds"}."""
+        """Make steps for a while.
+
+        Args:
+            seconds: the least time; a call of a loop is finished.
+            part: "" for training, "control" for the control.
+
+        Returns:
+            {"steps": number of steps, "seconds": the time that they took}.
+
+        Raises:
+            RunError: the loss or a gradient is not finite.
+        """
         num_steps = self.run.options.steps_per_loop
         start, steps, passed = time.perf_counter(), 0, 0.0
         while passed < seconds:
@@ -94,11 +105,11 @@ class OwnRun:
 
 
 def make_control(run: RunContext) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Return a function of a number of steps, in each of which towers compute gradients alone.
+    """Return a function that makes a number of steps of gradients alone.
 
-    Each tower has its own weights, its layers' assignments are dropped, and BatchNorm takes moments
-    over its slice, so that nothing crosses between towers. Batch and weights are read in each step,
-    so that nothing can be hoisted out of the loop.
+    Towers have their own weights, layers' assignments are dropped, and BatchNorm takes moments over
+    a tower's slice, so that nothing crosses between towers. Batch and weights are read in each
+    step, so that nothing can be hoisted out of the loop.
     """
     builder, variables = run.builder, run.masters.model.variables
     trainable = {id(v) for v in run.masters.model.trainable_variables}
@@ -169,7 +180,12 @@ def load(options: Options) -> tuple[data.Data, Options]:
 
 
 def export(train: data.Split, path: str) -> None:
-    """Write a training set of uint8 images and classes to an .npz file; skip any other."""
+    """Write a training set of uint8 images and classes to an .npz file; skip any other.
+
+    Args:
+        train: the training set.
+        path: file for "images" `[N, H, W, C]` and "labels" `[N]`.
+    """
     batches = train.eval_batches(1000)
     specs = batches.element_spec[0]
     one_each = all(isinstance(spec, tf.TensorSpec) for spec in specs) and len(specs) == 2

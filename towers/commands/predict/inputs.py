@@ -32,7 +32,15 @@ class Part(NamedTuple):
 
 
 def find(names: Sequence[str], trained: TrainedModel) -> list[Part]:
-    """Return the parts of these files and folders; each is read once, so damage is found early."""
+    """Return a part for each file; each is read once, so that damage is found early.
+
+    Args:
+        names: files, and folders, which stand for all images below them.
+        trained: the model that is to take the examples.
+
+    Raises:
+        InputError: a file does not exist, is damaged, or does not fit the model.
+    """
     paths: list[str] = []
     for name in names:
         if not os.path.exists(name):
@@ -46,7 +54,12 @@ def find(names: Sequence[str], trained: TrainedModel) -> list[Part]:
 
 
 def batches(parts: Sequence[Part], batch_size: int) -> Iterator[tuple[list[tuple], Examples]]:
-    """Yield [(file, index in the file)] and these examples, at most `batch_size` at a time."""
+    """Yield [(file, index in the file)] and these examples, in order.
+
+    Args:
+        parts: the files.
+        batch_size: examples at a time; the last batch may have fewer.
+    """
     rows = ((part, index) for part in parts for index in range(part.size))
 
     def read(span: tuple[Part, list[int]]) -> Examples:

@@ -34,7 +34,12 @@ class TensorboardOptions(CheckedOptions):
 
 
 def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Serve until Ctrl-C; return {}."""
+    """Serve until Ctrl-C; return {}.
+
+    Args:
+        options: the folder and the port.
+        say: called with each line to print.
+    """
     say(f"TensorBoard of {options.train_dir}: {start(options)} (Ctrl-C ends it)")
     try:
         threading.Event().wait()
@@ -44,7 +49,7 @@ def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict
 
 
 def start(options: TensorboardOptions) -> str:
-    """Start a server in threads of this process; return its address."""
+    """Start a server in threads of this process; return its URL."""
     there = f"--train_dir={options.train_dir}: there are"
     try:
         has_events = any(glob.iglob("**/*tfevents*", root_dir=options.train_dir, recursive=True))

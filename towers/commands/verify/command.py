@@ -30,7 +30,11 @@ _NUDGE = 1e-12  # of a weight in float64; in less, as many units of the last pla
 
 @preserve_rng()
 def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Compare runs with the towers of `options.num_towers` with one device.
+    """Compare runs on towers with one on one device.
+
+    Args:
+        options: the run, its numbers of towers and steps.
+        say: called with each line to print.
 
     Returns:
         "passed"; "first_difference": None, or the first array that differs, by step and by order,
