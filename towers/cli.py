@@ -40,7 +40,8 @@ class Entry(flags.Command):
     """A verb and the function that runs it, which is imported on demand.
 
     Attributes:
-        function: "module:function", called with the options and a function that prints lines.
+        function: "module:function", by default `run` in the verb's command.py; called with the
+            options and a function that prints lines.
         tensorflow: how TensorFlow is started before: "" not at all, "import" only imported, "cpu"
             without GPUs, "options" with the GPU options.
     """
@@ -66,46 +67,35 @@ _VERBS = (
           takes=(*_EVALUATE_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
           function="towers.training.evaluate:evaluate", tensorflow="options"),
     Entry("verify", "prove on your model that N towers compute what one device computes",
-          options="towers.commands.verify.options:VerifyOptions",
-          function="towers.commands.verify.command:run", tensorflow="options"),
+          options="towers.commands.verify.options:VerifyOptions", tensorflow="options"),
     Entry("benchmark", "measure speed and scaling, also beside other programs",
-          options="towers.commands.benchmark.options:BenchmarkOptions",
-          function="towers.commands.benchmark.command:run", tensorflow="options"),
+          options="towers.commands.benchmark.options:BenchmarkOptions", tensorflow="options"),
     Entry("plan", "say before a run what it would move, hold and launch on GPUs",
-          options="towers.commands.plan.options:PlanOptions",
-          function="towers.commands.plan.command:run", tensorflow="cpu"),
+          options="towers.commands.plan.options:PlanOptions", tensorflow="cpu"),
     Entry("doctor", "check this machine: versions, GPUs, memory, computing, data, folders",
-          takes=(*"train_dir json dataset data_dir visible_gpus".split(), *_WORKER_FLAGS.split()),
-          function="towers.commands.doctor.command:run"),
+          takes=(*"train_dir json dataset data_dir visible_gpus".split(), *_WORKER_FLAGS.split())),
     Entry("sweep", "train a run for each combination of flags, and say which is best",
           options="towers.commands.sweep.options:SweepOptions",
-          refuses=dict.fromkeys(("train_dir", "overwrite"), "runs lie in --sweep_dir"),
-          function="towers.commands.sweep.command:run"),
+          refuses=dict.fromkeys(("train_dir", "overwrite"), "runs lie in --sweep_dir")),
     Entry("compare", "show what runs differ in: flags, results, time to an accuracy, curves",
-          options="towers.commands.compare.options:CompareOptions",
-          function="towers.commands.compare.command:run"),
+          options="towers.commands.compare.options:CompareOptions"),
     Entry("tensorboard", "show a run, or a folder of runs, in TensorBoard",
           options="towers.commands.tensorboard.command:TensorboardOptions",
-          takes=("train_dir", "port"),
-          function="towers.commands.tensorboard.command:run", tensorflow="import"),
+          takes=("train_dir", "port"), tensorflow="import"),
     Entry("predict", "say what a run's trained model makes of files of your own, over towers",
-          options="towers.commands.predict.options:PredictOptions",
-          takes=(*_PREDICT_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
-          function="towers.commands.predict.command:run", tensorflow="options"),
+          options="towers.commands.predict.options:PredictOptions", tensorflow="options",
+          takes=(*_PREDICT_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True),
     Entry("export", "write a run's trained model to a file that needs no towers",
           options="towers.commands.export.options:ExportOptions",
-          takes=("train_dir", "overwrite", "json", "trust"), completes=True,
-          function="towers.commands.export.command:run", tensorflow="cpu"),
+          takes=("train_dir", "overwrite", "json", "trust"), completes=True, tensorflow="cpu"),
     Entry("replay", "make the step of a run that was infinite or NaN again, seen layer by layer",
           takes=(*_REPLAY_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
-          function="towers.commands.replay.command:run", tensorflow="options"),
+          tensorflow="options"),
     Entry("init", "write a model, data and flags to begin with",
-          options="towers.commands.init.command:InitOptions",
-          function="towers.commands.init.command:run"),
+          options="towers.commands.init.command:InitOptions"),
     Entry("worker", "lend this machine's devices to a program on another one",
           options="towers.commands.worker.command:WorkerOptions",
-          takes=("address", "any_address", *GpuOptions.__dataclass_fields__),
-          function="towers.commands.worker.command:run", tensorflow="import"),
+          takes=("address", "any_address", *GpuOptions.__dataclass_fields__), tensorflow="import"),
 )  # fmt: skip
 VERBS = {verb.name: verb for verb in _VERBS}
 _RESUMABLE = ("train", "sweep")  # verbs that continue where they were stopped
@@ -276,7 +266,8 @@ def _run(verb: Entry, options: Any, start: float) -> int:
             _start(run_options if by_options else dataclasses.replace(run_options, devices="cpu"))
         if verb.tensorflow == "options":
             _warn_of_cpu_towers(options, say)
-    function = pkgutil.resolve_name(verb.function)
+    default = f"towers.commands.{verb.name}.command:run"
+    function = pkgutil.resolve_name(verb.function or default)
     result = function(options, start if verb.name == "train" else say)
     if as_json and result:
         print(json.dumps(result, default=dataclasses.asdict))

@@ -186,10 +186,7 @@ class Lock:
 
 
 class RunDirectory:
-    """The folder of a training run, which restores deleted files.
-
-    It restores those that a run needs to be resumed and writes only at its start.
-    """
+    """The folder of a run; restores deleted files that are written only at the start."""
 
     def __init__(self, folder: Path, lock: Lock, say: Callable[[str], None] = print):
         """Read the files; `say` is called with a line when they are restored."""

@@ -18,8 +18,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], widest: int = 60
     """
     cells = [[cut(_text(cell), widest) for cell in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    right = [all(_is_right(c) for c in column) for column in zip(*rows, strict=True)]
-    right = right if rows else [False] * len(widths)
+    columns = zip(*rows, strict=True)
+    right = [all(c in (None, "-") or is_number(c) for c in column) for column in columns]
+    right = right or [False] * len(widths)
     lines = []
     for row in cells:
         padded = [
@@ -118,10 +119,6 @@ def cut(text: str, widest: int) -> str:
 
 def _text(cell: Any) -> str:
     return "-" if cell is None else printable(str(cell))
-
-
-def _is_right(cell: Any) -> bool:
-    return cell in (None, "-") or is_number(cell)
 
 
 def is_number(cell: Any) -> bool:

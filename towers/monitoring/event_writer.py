@@ -27,7 +27,7 @@ from towers.formatting import reason
 from towers.monitoring import events
 
 HEAVY, POINT = "pictures and histograms", "curves"
-_SHARE = {HEAVY: 0.5, POINT: 1.0}  # of the size, above which a kind is dropped
+_SHARE = {HEAVY: 0.5, POINT: 1.0}  # share of the size that a kind may fill
 _OVERHEAD_BYTES = 64  # of an event
 PARTS = "train", "eval"
 _OWN = re.compile(r"((tower|worker|gpu)_\d+)/(.+)")  # tags with a run of their own

@@ -117,7 +117,7 @@ class Gallery:
         model: keras.Model,
         data: Data,
     ):
-        """Show the first pictures, which reads a data set that allows one reader at a time."""
+        """Show the first pictures, before training: some data sets allow one reader at a time."""
         self._monitor, self._timetable = monitor, timetable
         self._sampler, self._draw_histograms = sampler, draw_histograms
         self._builder, self._model, self._data = builder, model, data

@@ -30,7 +30,7 @@ from towers.monitoring.speed import RATE, Speed, by_tower
 from towers.options.triggers import Timetable
 
 _PHASES = (*tower_metrics.PHASES, "update_seconds")
-_CALLS = 100  # whose times are kept before they are summed
+_CALLS = 100  # calls of the train loop whose times are kept before they are summed
 _NOISE_TAGS = "noise_scale/trace", "noise_scale/squared_norm"
 
 
@@ -48,7 +48,7 @@ class Monitor:
         out: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """Drop points from the step on at which the run continues: they are written again.
+        """Drop points from the step at which the run continues; they are written again.
 
         Args:
             train_dir: folder of the run; event files are in train, train/tower_N and eval.
@@ -174,8 +174,7 @@ class Monitor:
             part: part of the data set, "test" or "validation", with which tags begin.
         """
         if not self.evaluated(step):
-            known = {name: value for name, value in scalars.items() if value is not None}
-            of_part = {f"{part}/{name}": value for name, value in known.items()}
+            of_part = {f"{part}/{n}": value for n, value in scalars.items() if value is not None}
             self._writer.write_scalars("eval", self._timetable.x(step), of_part)
         self._evaluated.add(self._timetable.x(step))
         self.say_figures(part, step, scalars)
@@ -199,12 +198,12 @@ class Monitor:
         """Return whether the curves have an evaluation after `step` updates."""
         return self._timetable.x(step) in self._evaluated
 
-    def show(self, step: int, summaries: Iterable[Summary], part: str = "train") -> None:
+    def show(self, step: int, summaries: Iterable[Summary], part: str) -> None:
         """Write pictures or histograms.
 
         Args:
             step: number of updates before them.
-            summaries: one for each picture, or of several histograms.
+            summaries: pictures or histograms.
             part: "train" or "eval".
         """
         last = step == self._timetable.last_step

@@ -120,9 +120,9 @@ def to_bytes(image: np.ndarray, stretch: bool = False) -> np.ndarray:
     in gray. Infinities and NaN count as 0.
 
     Args:
-        image: `[h, w, C]`; uint8 is unchanged, floats from 0 to 1 are scaled to 0..255, others from
+        image: `[h, w, C]`; uint8 is unchanged, values from 0 to 1 are scaled to 0..255, others from
             their minimum to their maximum.
-        stretch: whether to scale all floats as others.
+        stretch: whether values from 0 to 1 are scaled as others are.
     """
     image = np.asarray(image)
     image = image[..., :3] if image.shape[-1] in (3, 4) else image[..., :1]

@@ -14,7 +14,6 @@ from towers.errors import InputError
 
 Objective = tuple[str, str]  # metric of result.json, "max" or "min"
 
-
 _TYPES = {  # of values that programs read
     "steps": int, "examples": int, "num_towers": int, "batch_size": int, "devices": list,
     "objective": str, "direction": str, "train_dir": str, "planned_steps": int,

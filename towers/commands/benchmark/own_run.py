@@ -3,10 +3,9 @@ r"""The process of one of our own configurations, which `towers benchmark` measu
     python -m towers.commands.benchmark.own_run \
         '{"options": {"num_towers": 2, ...}, "export": ""}'
 
-After warming up it prints {"ready": true, ...}. For each line of its input it runs one window and
-prints {"steps", "seconds"}: "2.0" trains for at least two seconds, "0.5 control" runs the control,
-each tower's forward and backward pass with weights of its own, without gather, update or input.
-That is the speed of perfect scaling on this machine.
+`runners` describes the lines that it reads and prints. The control is each tower's forward and
+backward pass with weights of its own, without gather, update or input: the speed of perfect scaling
+on this machine.
 """
 
 import dataclasses

@@ -31,7 +31,7 @@ _RESULTS = {
 }  # fmt: skip
 _TIMES = {"seconds": 2, "steps": 0, "examples": 0, "epochs": 2}
 
-_FLAGS_OF_A_RUN = (*names_that_affect("call"), "visible_gpus")  # which a sweep deals out
+_FLAGS_OF_A_RUN = (*names_that_affect("call"), "visible_gpus")  # a sweep deals GPUs out
 _ROUNDING = 1e-6  # event files hold 32 bits: 0.9 is a little less there
 
 
@@ -183,10 +183,7 @@ def _metrics_of(run: ComparedRun, objective: str) -> dict[str, float | None]:
 def _time_to_target(
     run: ComparedRun, objective: Objective, target: float
 ) -> dict[str, float | None] | None:
-    """Return the seconds of training, examples, steps and epochs up to the target, None if never.
-
-    Each is None if it is unknown.
-    """
+    """Return the seconds, examples, steps and epochs up to the target, None if never reached."""
     curve, sign = run.curves.of(metric_name(objective[0])), 1 if objective[1] == "max" else -1
     rounding = _ROUNDING * max(abs(target), 1.0)
     reached = np.flatnonzero(sign * (curve.values - target) >= -rounding)

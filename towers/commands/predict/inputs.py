@@ -111,7 +111,7 @@ def _image_part(path: str, trained: TrainedModel) -> Part:
                 image = encoded_images.resized(image, size)  # as in training
         if image.shape != spec.shape:
             actual, wanted = ("x".join(map(str, shape[:2])) for shape in (image.shape, spec.shape))
-            resizable = options.dataset in ("folder", "tfrecord")  # others never were
+            resizable = options.dataset in ("folder", "tfrecord")  # others are never resized
             raise InputError(
                 f"{path} is {actual} (height x width), and this model takes {wanted}: resize it"
                 + (f", or train with --image_size={wanted}" if resizable else "")
@@ -169,7 +169,7 @@ def _arrays_part(path: str, arrays: Sequence[np.ndarray], trained: TrainedModel)
     for name, array, leaf in zip(_leaf_names(spec), arrays, leaves, strict=True):
         if leaf.dtype == tf.string:
             casts = array.dtype.kind in "SUO"
-        elif leaf.dtype == tf.float32 and array.dtype == np.uint8:  # perhaps 0..255 for 0..1
+        elif leaf.dtype == tf.float32 and array.dtype == np.uint8:  # may be 0..255 instead of 0..1
             casts = False
         else:
             casts = np.can_cast(array.dtype, leaf.dtype.as_numpy_dtype, "same_kind")

@@ -169,7 +169,7 @@ def _train(
     program: Sequence[str],
     stopping: Callable[[], bool],
 ) -> dict[str, Any] | None:
-    """Train a run in a process and complete its entry; return it, None if the sweep stops."""
+    """Train a run in a process and complete its entry; return it, None if not begun."""
     if stopping():
         return None
     gpus, log, started = places.pop(0), Path(entry["log"]), time.monotonic()

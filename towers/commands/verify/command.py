@@ -25,7 +25,7 @@ from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import assemble, load_data
 from towers.training.step import loss_checks
 
-_NUDGE = 1e-12  # of a weight in float64; in less, as many units of the last place
+_NUDGE = 1e-12  # relative change of a weight in float64; else as many units of the last place
 
 
 @preserve_rng()

@@ -18,10 +18,10 @@ from towers.commands.verify.runner import Arrays, Runner
 
 TOLERANCE = 1e-9
 _TRIALS = 3
-# Of the largest array of its kind: the scale of an array that stays exactly zero on one device.
+# Scale of an array that stays exactly zero on one device, as a share of the largest of its kind.
 _ZERO_SCALE = 1e-6
-# By compute dtype. Correct models stay far below; in half precision only faults of several per cent
-# can be detected.
+# For each compute dtype. Correct models stay far below; in half precision only faults of several
+# per cent can be detected.
 TOLERANCES = defaultdict(lambda: 0.05, float64=TOLERANCE, float32=1e-4)
 NUDGE_PART = 1e-3  # of a tolerance: an array may differ by 1000 times its own rounding
 
@@ -31,13 +31,13 @@ class Difference:
     """The difference between an array of some towers and that of one device.
 
     Attributes:
-        num_towers: of the runner.
+        num_towers: number of the runner's towers.
         step: 0 for the first; -1 for the initial variables.
         name: as "loss", "gradient/conv1/kernel", "model/conv1/kernel" or "evaluation/loss".
-        relative_difference: largest absolute difference, relative to the array's largest value; or,
-            if an array of that step differs by more than the tolerance, to its rounding noise where
-            this is more; or, if both are zero, to a millionth of the largest array of its kind.
-        ulps: the same in units of the last place of that value, in the array's own precision.
+        relative_difference: largest absolute difference, divided by the array's largest value, or
+            by its rounding noise if that is known and larger; if both are zero, by a millionth of
+            the largest array of its kind.
+        ulps: the same in units of the last place of that divisor, in the array's own precision.
     """
 
     num_towers: int

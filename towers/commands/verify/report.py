@@ -31,7 +31,7 @@ KINDS = (
 )  # fmt: skip
 SHOWN = 12  # arrays in the table
 _NARROW = (tf.float32, tf.float16, tf.bfloat16)
-_WEIGHT_OPS = ("Placeholder", "ReadVariableOp")  # as a tower has them
+_WEIGHT_OPS = ("Placeholder", "ReadVariableOp")  # how towers get a weight's value
 
 
 def verify_runners(

@@ -32,7 +32,7 @@ class Runner:
     Subclasses have `make_step(batch)`, which returns "loss", "metric/...", "gradient/..." if
     known, and all variables; `evaluate(batch)`: "evaluation/..." and "prediction/...";
     `trace(batch)`: the graph, then loss and metrics of a step that is traced anew; and
-    `tower_function(batch)`: a function to a number for each example, and its arguments.
+    `tower_function(batch)`: a function that returns a number for each example, and its arguments.
     """
 
     num_towers: int  # 1 for plain Keras, too
