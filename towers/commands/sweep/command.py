@@ -130,7 +130,7 @@ def assign_gpus(
         finds: if there are none, no run is to use one, or `parallel` is 1.
 
     Raises:
-        InputError: there are too few GPUs, or flags name some that are not there.
+        InputError: the GPUs do not suffice, do not exist, or are varied by --vary.
     """
     users = [run for run in runs if not _on_cpu(run.options)]
     if not users:
