@@ -77,11 +77,6 @@ MESSAGES = {
     "train --train_dir --overwrite": "--train_dir needs a value: --train_dir=...",
     "train -": f"unexpected argument '-': {WRITTEN}",
     "sweep": "towers sweep needs a flag to vary, as --vary=learning_rate:0.05,0.1,0.2",
-    **{
-        f"{verb} --train_dir=run": f"towers {verb} takes no --train_dir: for the flags of a run "
-        "type --flagfile=RUN/flags.cfg"
-        for verb in ("plan", "verify", "benchmark")
-    },
     "doctor --num_gpus=2": "towers doctor takes no --num_gpus: it takes --train_dir, --json, "
     "--dataset, --data_dir, --visible_gpus, --workers, --towers_per_worker, "
     "--worker_timeout_seconds, --min_workers",

@@ -46,11 +46,10 @@ OF_EVALUATE = (
 # {verb: the flags that it shows first, its own; those of a run that it does not take}
 OF_VERBS = {
     "train": ("", ""),
-    "verify": ("--num_towers=1,2,3,4 --steps=10 --float32=false", "train_dir"),
+    "verify": ("--num_towers=1,2,3,4 --steps=10 --float32=false", ""),
     "benchmark":
-        ("--dataset=synthetic --num_towers= --against= --windows=5 --seconds=2 --plot=",
-         "train_dir"),
-    "plan": ("--num_towers=0 --gpu_memory_gib=16", "train_dir"),
+        ("--dataset=synthetic --num_towers= --against= --windows=5 --seconds=2 --plot=", ""),
+    "plan": ("--num_towers=0 --gpu_memory_gib=16", ""),
     "sweep": ("--vary= --samples=0 --sweep_seed=0 --sweep_dir=runs/sweep --parallel=1",
               "train_dir overwrite"),
 }
@@ -240,6 +239,16 @@ def test_flagfiles_nest_count_where_they_stand_and_take_comments_and_blank_lines
     for flag in (["--flagfile=outer.cfg"], ["--flagfile", "outer.cfg"], ["-flagfile=outer.cfg"]):
         options = flags.parse(["--batch_size=3", "--num_gpus=2", *flag, "--num_gpus=4"])
         assert options == Options(**values)
+
+
+@pytest.mark.parametrize("verb", ["verify", "benchmark", "plan"])
+def test_the_folder_of_a_run_stands_for_its_flags(folder, verb):
+    (folder / "run").mkdir()
+    (folder / "run/flags.cfg").write_text("--batch_size=24\n--seed=3\n--num_towers=0\n")
+    for typed in ["--train_dir=run"], ["--train_dir", "run"]:
+        found = cli.parse(verb, ["--batch_size=12", *typed]).run
+        assert (found.batch_size, found.seed) == (12, 3)
+    assert cli.parse(verb, ["--train_dir=other", "--seed=4"]).run.seed == 4  # as typed for train
 
 
 def test_what_is_wrong_in_a_flagfile_is_one_line(folder):

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import os
 import pkgutil
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ class Command:
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {option: the reason}
     completes: bool = False  # whether defaults come from the flags.cfg of --train_dir
     begins: bool = False  # whether --train_dir may be a new run
+    reads_run: bool = False  # whether --train_dir=RUN, if typed, is --flagfile=RUN/flags.cfg first
 
     def fields(self) -> dict[str, dataclasses.Field]:
         """Return {name: field} in the order of the help."""
@@ -108,6 +110,10 @@ def parse(argv: Sequence[str], verb: Command = _TRAIN) -> Any:
             of an existing one.
     """
     _check_taken(argv, verb)
+    if verb.reads_run:
+        folders = re.findall(r"^--?train_dir[=\n](.+)$", "\n".join(argv), re.MULTILINE)
+        of_runs = [Path(folder).expanduser() / "flags.cfg" for folder in folders]
+        argv = [*(f"--flagfile={path}" for path in of_runs if path.exists()), *argv]
     foreign: dict[str, str] = {}
     values = _read_argv(argv, verb, foreign)
     if foreign:

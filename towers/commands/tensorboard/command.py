@@ -51,7 +51,12 @@ class TensorboardOptions(CheckedOptions):
 
 
 def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Serve until Ctrl-C; return {}."""
+    """Serve until Ctrl-C; return {}.
+
+    Args:
+        options: the folder and the port.
+        say: called with each line to print.
+    """
     say(f"TensorBoard of {options.train_dir}: {start(options)} (Ctrl-C ends it)")
     try:
         threading.Event().wait()
@@ -61,7 +66,7 @@ def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict
 
 
 def start(options: TensorboardOptions) -> str:
-    """Start a server in threads of this process; return its address."""
+    """Start a server in threads of this process; return its URL."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it may load TensorFlow; leave the GPUs to runs
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from tensorboard import default, program
