@@ -62,7 +62,12 @@ def examples(name: str, parts: Sequence[object]) -> Structure:
 
 
 def leaves(example: Structure, parts: Sequence[str] = PARTS) -> Iterator[tuple[str, object]]:
-    """Yield (name, leaf) of each leaf of (x, y, sample_weight): ("x['tokens']", array)."""
+    """Yield the name and the value of each leaf, as ("x['tokens']", array).
+
+    Args:
+        example: x, y and sample_weight, or the first of these: arrays, specs or structures of them.
+        parts: names of these, with which those of their leaves begin.
+    """
     for path, value in zip(parts, example, strict=False):
         if isinstance(value, dict | tuple):
             pairs = sorted(value.items()) if isinstance(value, dict) else enumerate(value)
@@ -70,16 +75,6 @@ def leaves(example: Structure, parts: Sequence[str] = PARTS) -> Iterator[tuple[s
             yield from leaves(inner, [f"{path}[{name!r}]" for name in names])
         else:
             yield path, value
-
-
-def check_labels(name: str, example: Structure, num_classes: int) -> None:
-    """Raise InputError, which names the row, for a label of `num_classes` or more; 0: no check."""
-    wrong = np.flatnonzero(example[1] >= num_classes) if num_classes else ()
-    if len(wrong):
-        raise InputError(
-            f"{name} y: row {wrong[0]} (counted from 0) is {example[1][wrong[0]]}; allowed are "
-            f"0..{num_classes - 1}"
-        )
 
 
 def format_spec(spec: Structure) -> str:

@@ -177,7 +177,13 @@ def train_images(
 
 
 def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32) -> tf.Tensor:
-    """Prepare a batch for evaluation: `train_images` without randomness."""
+    """Prepare a batch for evaluation: `train_images` without randomness.
+
+    Args:
+        images: `[b, H, W, C]`, uint8 or float.
+        kind: one of `names`; parts after it have no effect.
+        dtype: of the result and of all arithmetic.
+    """
     height, width, _ = output_shape(images.shape[1:], kind)
     top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
     images = images[:, top : top + height, left : left + width]
@@ -186,6 +192,10 @@ def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32
 
 def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int, int]:
     """Return the shape (h, w, C) of the results of `train_images` and `eval_images`.
+
+    Args:
+        image_shape: (H, W, C) of the images that these are given.
+        kind: one of `names`, and parts.
 
     Raises:
         ValueError: `kind` is unknown.

@@ -60,8 +60,13 @@ class DeviceCache:
 def cache_on_devices(split: Split, names: Sequence[str]) -> DeviceCache | None:
     """Copy a split to the devices of the towers.
 
-    Returns None if it is no array, if a tower is on a CPU of this machine, which has it already, or
-    if it uses more than a quarter of a device's free memory.
+    Args:
+        split: the training set.
+        names: device of each tower.
+
+    Returns:
+        None if it is not in arrays of numbers, if a tower is on a CPU of this machine, which has it
+        already, or if it uses more than a quarter of a device's free memory.
     """
     if not isinstance(split, ArraySplit):
         return None

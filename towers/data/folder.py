@@ -22,12 +22,13 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
 _EXPECTED = f"expected {DATA_SETS['folder'].layout}"
 
 
-def load(
-    folder: str,
-    size: encoded_images.Size | None = None,
-    max_pixels: int = encoded_images.MAX_PIXELS,
-) -> Data:
+def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data:
     """Find the images in DIR, to be read as uint8 `[H, W, 3]`; decode a few of them.
+
+    Args:
+        folder: DIR.
+        size: (height, width) to which images are resized; None: all must have the same size.
+        max_pixels: largest number of pixels of an image.
 
     Raises:
         InputError: a folder is missing, empty or cannot be read, test has a class that train has

@@ -33,6 +33,10 @@ _HALVES = {None: "train", "val": "validation"}
 def load(dataset: str, path: str) -> Data:
     """Read a file; `towers.data.user_data` checks its arrays.
 
+    Args:
+        dataset: the value of --dataset.
+        path: of the file.
+
     Raises:
         InputError: the file cannot be read, or has other keys or invalid arrays.
     """
@@ -98,6 +102,11 @@ def opened(path: str, named: str) -> Iterator[np.lib.npyio.NpzFile]:
 
 
 def fault(error: Exception, ending: str) -> str:
-    """Return what is wrong with a file of numpy's, from the error that numpy raised."""
+    """Return what is wrong with a file of numpy's, to stand after its name.
+
+    Args:
+        error: that numpy raised.
+        ending: of such files, ".npz" or ".npy".
+    """
     objects = re.search("Object arrays|Python objects", str(error))
     return "has arrays of objects" if objects else f"is damaged, or no {ending} file"

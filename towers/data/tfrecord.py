@@ -48,15 +48,16 @@ _SCAN_BATCH = 64
 _SLOW_BYTES = 2**30  # a scan of more is announced
 
 
-def load(
-    folder: str,
-    size: encoded_images.Size | None = None,
-    max_pixels: int = encoded_images.MAX_PIXELS,
-) -> Data:
+def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data:
     """Find the records in DIR, to be read as uint8 `[H, W, 3]`; decode a few images.
 
     The largest training label gives the number of classes, "0", "1", ..., at most the number of
     records or 1000: a wrong label would else add outputs for all numbers below it.
+
+    Args:
+        folder: DIR.
+        size: (height, width) to which images are resized; None: all must have the same size.
+        max_pixels: largest number of pixels of an image.
 
     Raises:
         InputError: files are missing, empty, compressed or damaged, a feature or a label is

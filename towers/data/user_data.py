@@ -178,7 +178,7 @@ class _Arrays:
         return int(self._example[1][row]), f"{self.name} y: row {row} (counted from 0)"
 
     def split(self, num_classes: int) -> ArraySplit:
-        arrays.check_labels(self.name, self._example, num_classes)
+        _check_labels(self.name, self._example, num_classes)
         return ArraySplit(*self._example)
 
 
@@ -278,7 +278,7 @@ class _Batches:
     def _read(self, number: int, num_classes: int = 0) -> Structure:
         example = self._example(number)
         self._check(number, example)
-        arrays.check_labels(f"{self.name} batch {number}", example, num_classes)
+        _check_labels(f"{self.name} batch {number}", example, num_classes)
         return example
 
     def _example(self, number: int) -> Structure:
@@ -310,3 +310,12 @@ _Given = _Arrays | _Dataset | _Batches
 
 def _num_rows(example: Structure) -> int:
     return len(tf.nest.flatten(example)[0])
+
+
+def _check_labels(name: str, example: Structure, num_classes: int) -> None:
+    wrong = np.flatnonzero(example[1] >= num_classes) if num_classes else ()
+    if len(wrong):
+        raise InputError(
+            f"{name} y: row {wrong[0]} (counted from 0) is {example[1][wrong[0]]}; allowed are "
+            f"0..{num_classes - 1}"
+        )

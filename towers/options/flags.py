@@ -115,11 +115,11 @@ def parse(argv: Sequence[str], verb: Command = _TRAIN) -> Any:
         untrusted = {name: value for name, value in values.items() if trusted.get(name) != value}
         for path, text in () if trusted.get("trust") else foreign.items():
             code_trust.check(f"--flagfile={path}", text, untrusted)
-    return complete(values, verb)
+    return _complete(values, verb)
 
 
-def complete(values: dict[str, Any], verb: Command = _TRAIN) -> Any:
-    """Return a verb's options from {option: value}, with defaults as in `parse`."""
+def _complete(values: dict[str, Any], verb: Command) -> Any:
+    # The verb's options; what `values` lack is the run's, if the verb takes that, or the default.
     if verb.completes and not (verb.begins and values.get("overwrite")):
         values = _options_of_run(values, verb) | values
     if values.get("num_towers") == "0":  # from a run's flags.cfg; the verb takes a list
@@ -159,7 +159,7 @@ def options_from_call(
         if _RUN_FIELDS[name].type is str:
             values[name] = option_text(name, value)
         check_value(_RUN_FIELDS[name], values[name])
-    return complete(values, Command(verb, completes=True, begins=verb == "train"))
+    return _complete(values, Command(verb, completes=True, begins=verb == "train"))
 
 
 def option_name(flag: str) -> str:
@@ -176,7 +176,15 @@ def option_type(name: str) -> type:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Parse a value of a run's option; its range is not checked."""
+    """Parse a value of a run's option; its range is not checked.
+
+    Args:
+        name: of the option.
+        text: its value, as on a command line.
+
+    Raises:
+        InputError: it is not of the option's type.
+    """
     return _parse_typed(_RUN_FIELDS[name], text)
 
 
@@ -391,7 +399,12 @@ def _check_identity(
 
 
 def main_help(version: str, verbs: Sequence[Command]) -> str:
-    """Return the text of `towers --help`."""
+    """Return the text of `towers --help`.
+
+    Args:
+        version: of towers.
+        verbs: in the order of the text.
+    """
     lines = "\n".join(f"  {verb.name:10} {verb.help}" for verb in verbs)
     return (
         f"towers {version}: data-parallel training, the same numbers at any number of towers\n\n"

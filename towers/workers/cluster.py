@@ -98,12 +98,7 @@ class Cluster:
 
     home = PROGRAM + HOST
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        towers_per_worker: int = 0,
-        timeout_seconds: float = TIMEOUT_SECONDS,
-    ):
+    def __init__(self, addresses: Sequence[str], towers_per_worker: int, timeout_seconds: float):
         """Set the addresses; raise InputError for two addresses of one worker."""
         check_distinct(addresses)
         self.workers = [Worker(address, task) for task, address in enumerate(addresses)]
@@ -429,9 +424,13 @@ class Cluster:
 
     @contextlib.contextmanager
     def cut_off(self, workers: Sequence[Worker], after: float = 0.0) -> Iterator[None]:
-        """Make all calls to workers fail with an OpError after the block has run for `after` s.
+        """Make calls to workers fail with an OpError if the block takes too long.
 
         The workers' connections are shut, again and again, for all threads of this process.
+
+        Args:
+            workers: those that calls wait for.
+            after: seconds that the block may take.
         """
         done = threading.Event()
 

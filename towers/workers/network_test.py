@@ -44,7 +44,15 @@ class WorkerCheck(Check):
 
 
 def check_network(options: Options, say: Callable[[str], None]) -> Iterator[Check]:
-    """Test the workers that the options name; yield each result, then print a table."""
+    """Test the workers that the options name; yield each result, then print a table.
+
+    Args:
+        options: `workers`, `towers_per_worker` and `worker_timeout_seconds` are read.
+        say: prints a line.
+
+    Raises:
+        InputError: the addresses are malformed.
+    """
     named = find_workers(options.workers, os.environ)
     with ThreadPoolExecutor(len(named)) as pool:
         problems = dict(zip(named, pool.map(_why_unreachable, named), strict=True))
