@@ -66,7 +66,7 @@ def leaves(example: Structure, parts: Sequence[str] = PARTS) -> Iterator[tuple[s
 
     Args:
         example: x, y and sample_weight, or the first of these: arrays, specs or structures of them.
-        parts: names of these, with which those of their leaves begin.
+        parts: names of these; the name of a leaf begins with that of its part.
     """
     for path, value in zip(parts, example, strict=False):
         if isinstance(value, dict | tuple):
@@ -93,7 +93,7 @@ def describe(value: object) -> str:
 
 
 def _to_arrays(name: str, value: object, stack: bool = False) -> Structure:
-    # With `stack`, a sequence of arrays is one array.
+    # With `stack`, a sequence of arrays becomes one array.
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             raise InputError(f"{name} has the keys {list(value)}; return a dict with texts as keys")
@@ -108,7 +108,7 @@ def _to_arrays(name: str, value: object, stack: bool = False) -> Structure:
 
 
 def _is_several(value: object) -> bool:
-    # Several arrays, not the rows of one.
+    # Whether a value is several arrays, not the rows of one.
     if not isinstance(value, tuple | list):
         return False
     kinds = dict | tuple | (list if isinstance(value, tuple) else tuple)

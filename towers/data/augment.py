@@ -224,7 +224,7 @@ def _random_crop_and_flip(images: tf.Tensor, draws: tf.Tensor, base: str) -> tf.
 
 
 def _pad_by_reflection(images: tf.Tensor, margin: int) -> tf.Tensor:
-    # By less than `margin` if there are too few pixels. tf.pad fails for an empty batch, and has no
+    # Images of too few pixels get less than `margin`. tf.pad fails for an empty batch, and has no
     # kernel for bytes on a GPU.
     for axis in (1, 2):
         size = images.shape[axis]
@@ -277,7 +277,7 @@ def _crop_by_transform(
 def _scaled(
     images: tf.Tensor, base: str, stored: tf.DType, contrast: tf.Tensor | float = 1.0
 ) -> tf.Tensor:
-    """Return images, which were `stored` in that type, in the range of the model's inputs.
+    """Return images in the range of the model's inputs; `stored` is their dtype in the data set.
 
     Standardisation is `tf.image.adjust_contrast`, then `tf.image.per_image_standardization`, in one
     pass less: the adjusted image's mean and variance follow from those of its channels.

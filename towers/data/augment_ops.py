@@ -208,7 +208,7 @@ def _autocontrast(images: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
 def _equalize(images: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
     height, width, channels = images.shape[1:]
     num = tf.shape(images)[0] * channels
-    # Of each channel of each image 256 numbers, one after the other.
+    # Each channel of each image has 256 bins, one channel after the other.
     flat = tf.reshape(tf.transpose(images, [0, 3, 1, 2]), [num, height * width])
     bins = tf.cast(tf.round(flat), tf.int32) + 256 * tf.range(num)[:, None]
     ones = tf.ones_like(flat)
@@ -283,7 +283,7 @@ OPS = {
 
 
 def _span(place: tf.Tensor, length: tf.Tensor | float, size: int) -> tf.Tensor:
-    # The pixels within a span around any pixel, bool [b, size].
+    # Which of `size` pixels are in a span around the one at `place`, 0..1; bool [b, size].
     middle = tf.cast(tf.floor(place * size), tf.float64) + 0.5
     pixels = np.arange(size) + 0.5
     low, high = middle - length / 2, middle + length / 2

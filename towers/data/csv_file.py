@@ -75,8 +75,8 @@ def load(dataset: str, paths: Sequence[str], target: str, categories: str) -> Da
     columns = [column for name in features for column in of_categories.get(name, [name])]
     y, class_names, no_classes = _targets(tables, targets)
     x = [table.features(columns, of_categories) for table in tables]
-    halves = dict(zip(("train", "test"), zip(x, y, strict=True), strict=False))
-    data = user_data.data_set(dataset, halves, len(class_names) or None, class_names)
+    splits = dict(zip(("train", "test"), zip(x, y, strict=True), strict=False))
+    data = user_data.data_set(dataset, splits, len(class_names) or None, class_names)
     return dataclasses.replace(data, columns=tuple(columns), no_classes=no_classes)
 
 
@@ -216,7 +216,8 @@ class CsvTable:
             categories: the columns that are categories.
 
         Raises:
-            InputError: a cell is no finite number, or a text that `columns` do not name.
+            InputError: a column is missing, or a cell is empty, no finite number, or a text that
+                `columns` do not name.
         """
         indicators = {}
         for name in categories:

@@ -96,8 +96,8 @@ def data_set(
                 raise InputError(_sizes_differ(source.name(row), shape, first))
     shape = (*size, 3) if size else first
     splits = {
-        half: EncodedSplit(source, shape, size is not None, max_pixels)
-        for half, source in sources.items()
+        split: EncodedSplit(source, shape, size is not None, max_pixels)
+        for split, source in sources.items()
     }
     return Data(name, num_classes=len(class_names), class_names=tuple(class_names), **splits)
 
@@ -270,7 +270,7 @@ def decoded(name: str, read: Callable[[], bytes], max_pixels: int, channels: int
 
     Args:
         name: of the image, for messages.
-        read: returns its content, or raises an OSError.
+        read: returns its content.
         max_pixels: largest number of pixels.
         channels: 1, 3 or 4.
 

@@ -43,7 +43,7 @@ def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data
     if tests[0] == "test" and len(tests) > 1:
         paths["validation"] = os.path.join(folder, tests[1])
     class_names, sources = _class_names(train), {}
-    for half, path in paths.items():
+    for split, path in paths.items():
         names, labels = [], []
         for name in _class_names(path):
             of_class = os.path.join(path, name)
@@ -57,7 +57,7 @@ def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data
                 )
             names += images
             labels += [class_names.index(name)] * len(images)
-        sources[half] = _ImageFiles(path, names, labels)
+        sources[split] = _ImageFiles(path, names, labels)
     return encoded_images.data_set("folder", sources, class_names, size, max_pixels)
 
 

@@ -27,7 +27,7 @@ _EXPECTED = (
     "weights) and x_train.NAME (several inputs) where there are such"
 )
 _KEY = re.compile(r"(x|y|w|sample_weight)(?:_(train|val|validation|test))?(?:[./](.+))?")
-_HALVES = {None: "train", "val": "validation"}
+_SPLITS = {None: "train", "val": "validation"}
 
 
 def load(dataset: str, path: str) -> Data:
@@ -45,23 +45,23 @@ def load(dataset: str, path: str) -> Data:
     refused = InputError(
         f"--dataset={dataset} has the keys {', '.join(arrays) or 'of no array'}; {_EXPECTED}"
     )
-    halves: dict[str, dict[str, dict[str | None, np.ndarray]]] = {}
+    splits: dict[str, dict[str, dict[str | None, np.ndarray]]] = {}
     for key, array in arrays.items():
         match = _KEY.fullmatch(key)
         if not match:
             raise refused
-        part, half, name = match.groups()
-        of_half = halves.setdefault(_HALVES.get(half, half), {})
-        of_part = of_half.setdefault("sample_weight" if part == "w" else part, {})
+        part, split, name = match.groups()
+        of_split = splits.setdefault(_SPLITS.get(split, split), {})
+        of_part = of_split.setdefault("sample_weight" if part == "w" else part, {})
         if name in of_part or (of_part and None in {name, *of_part}):  # x_val and x_validation
             raise refused
         of_part[name] = array
     examples = {}
-    for half, parts in halves.items():
+    for split, parts in splits.items():
         names = PARTS[: len(parts)]
         if set(names) != set(parts):  # y without x
             raise refused
-        examples[half] = tuple(parts[name].get(None, parts[name]) for name in names)
+        examples[split] = tuple(parts[name].get(None, parts[name]) for name in names)
     if "train" not in examples:
         raise refused
     return user_data.data_set(dataset, examples)

@@ -376,7 +376,7 @@ def _row(number: tf.Tensor, size: int, seed: int) -> tf.Tensor:
 def _alternating(number: tf.Tensor, size: int, seed: int) -> tf.Tensor:
     """Return a number in [0, 1) for each example of a batch, which changes by 1/2 in each epoch.
 
-    By it half of the images are mirrored in the first epoch, the others in the second, and so on
+    "shift" mirrors half of the images in the first epoch, the others in the second, and so on
     ("alternating flip", Jordan 2024, arXiv:2404.00498).
     """
     row = _row(number, size, seed)

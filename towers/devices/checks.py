@@ -16,13 +16,13 @@ class Check:
 
 
 def found(name: str, good: object, detail: str, remedy: str, otherwise: str = PROBLEM) -> Check:
-    """Return an OK check, or one with a remedy unless all is good.
+    """Return a check that is OK, or has a remedy if not all is good.
 
     Args:
         name: of the check.
         good: true if all is good.
         detail: what was found, in one line.
         remedy: what to type or to do, left out if all is good.
-        otherwise: status unless all is good: PROBLEM or NOTE.
+        otherwise: status if not all is good: PROBLEM or NOTE.
     """
     return Check(name, OK, detail) if good else Check(name, otherwise, detail, remedy)

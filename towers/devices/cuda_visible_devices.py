@@ -228,10 +228,12 @@ def why_skipped(
 
 
 def compiles(capability: tuple[int, int] | None, build: Mapping[str, object]) -> bool:
-    """Return whether TensorFlow must compile its kernels for a GPU; "sm_80" runs on 8.0 to 8.9.
+    """Return whether TensorFlow must compile its kernels for a compute capability.
+
+    Binary kernels for "sm_80" run on 8.0 to 8.9.
 
     Args:
-        capability: compute capability of the GPU, as (8, 6); None: unknown, which returns False.
+        capability: as (8, 6); None: unknown, for which False is returned.
         build: tf.sysconfig.get_build_info().
     """
     names = [n for n in build.get("cuda_compute_capabilities", ()) if n.startswith("sm_")]

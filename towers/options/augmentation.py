@@ -97,11 +97,11 @@ def parse(text: str) -> Augmentation:
 
 
 def agree(of_run: str, given: str) -> bool:
-    """Return whether a value of --augment is that of a run.
+    """Return whether a value of --augment may stand for that of a run.
 
     Args:
         of_run: the run's value, in which "auto" is resolved.
-        given: the other value, in which "auto" may be the run's base.
+        given: the other value; its base may be "auto".
     """
     try:
         plan, plan_of_run = parse(given), parse(of_run)

@@ -55,7 +55,7 @@ def group(name: str, **metadata: Any) -> Callable[..., Any]:
 
     Args:
         name: of the group.
-        **metadata: arguments of `option`, unless an option has its own.
+        **metadata: further arguments of `option`; those of a single option replace them.
     """
     return lambda default, help, **extra: option(default, name, help, **metadata | extra)
 
@@ -97,7 +97,7 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
 
     Args:
         field: the option.
-        value: of any type.
+        value: what is given for it.
     """
     choices, takes_function = field.metadata.get("choices"), field.metadata.get("own")
     if choices and value not in choices and not (takes_function and ":" in value):
@@ -182,7 +182,7 @@ def parse_numbers(name: str, text: str) -> list[float]:
         text: its value; "": no numbers.
 
     Raises:
-        InputError: these are no such numbers.
+        InputError: the value is no such list.
     """
     try:
         values = [float(part) for part in text.split(",")] if text else []

@@ -1,7 +1,7 @@
 """The command line's flags: one for each option of a verb, also in flagfiles.
 
     options = flags.parse(["--flagfile=configs/quickstart.cfg", "--num_gpus=2"])     # of a run
-    options = flags.parse(["--steps=3"], Verb("verify", options="mine:VerifyOptions"))
+    options = flags.parse(["--steps=3"], Command("verify", options="mine:VerifyOptions"))
 
 A verb's options are a dataclass of `option` fields. A verb that works on a run has a field
 `run: Options`; its flags are its own fields and all other fields of `Options`. With `run: dict`
@@ -70,7 +70,7 @@ _PARSERS = {  # with the words of their error
 }
 # Another value of these makes another run, whose checkpoints do not fit.
 IDENTITY = ("model", "model_args", "loss", "augment", "dataset", "tensorboard_x")
-OF_MODEL = ("model", "model_args", "augment")  # of these, what other data may not change
+OF_MODEL = ("model", "model_args", "augment")  # those that an evaluation cannot change either
 _OF_MACHINES = {f.name for f in dataclasses.fields(Options) if f.metadata["group"] == MANY_MACHINES}
 
 
@@ -119,7 +119,7 @@ def parse(argv: Sequence[str], verb: Command = _TRAIN) -> Any:
 
 
 def _complete(values: dict[str, Any], verb: Command) -> Any:
-    # The verb's options; what `values` lack is the run's, if the verb takes that, or the default.
+    # `values` as the verb's options; the rest is as in the run's flags.cfg, if the verb reads it.
     if verb.completes and not (verb.begins and values.get("overwrite")):
         values = _options_of_run(values, verb) | values
     if values.get("num_towers") == "0":  # from a run's flags.cfg; the verb takes a list

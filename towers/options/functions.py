@@ -54,7 +54,7 @@ def load_function(flag: str, name: str) -> Callable:
 
 
 def call_without_arguments(flag: str, name: str) -> object:
-    """Return what a function returns that takes no arguments.
+    """Load a function, call it without arguments, and return its result.
 
     Args:
         flag: as for `load_function`.

@@ -114,7 +114,7 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
 
     Args:
         text: the address; without a port it is 2222.
-        flag: with whose name the message of an error begins.
+        flag: name with which the message of an error begins.
 
     Raises:
         InputError: the address is malformed.
@@ -132,7 +132,7 @@ def join_address(host: str, port: int) -> str:
     """Return "host:port", with the brackets of IPv6.
 
     Args:
-        host: name or number.
+        host: name or IP address.
         port: 0..65535.
     """
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -254,13 +254,13 @@ class Cluster:
         """
         until, left = time.monotonic() + patience, list(wanted)
         while left:
-            self._reserve_once(left, max(until - time.monotonic(), 0.0))
+            self._reserve_answering(left, max(until - time.monotonic(), 0.0))
             left = [w for w in left if w.info == WorkerInfo() and time.monotonic() < until]
         for worker in wanted:
             if worker.is_alive:
                 self._start_heartbeat(worker)
 
-    def _reserve_once(self, wanted: Sequence[Worker], patience: float) -> None:
+    def _reserve_answering(self, wanted: Sequence[Worker], patience: float) -> None:
         # A worker that does not answer at any point has an empty `info`.
         until, answered = time.monotonic() + patience, []
 
@@ -430,7 +430,7 @@ class Cluster:
 
         Args:
             workers: those that calls wait for.
-            after: seconds that the block may take.
+            after: seconds that the block may take; 0: they fail at once.
         """
         done = threading.Event()
 
@@ -565,13 +565,13 @@ def alternating_devices(options: Options, numbers: Sequence[int]) -> list[str]:
 def _ask_each(
     workers: Sequence[Worker], ask: Callable[[Worker], Any]
 ) -> list[tuple[Worker, Any]]:
-    # In parallel; returned is (worker, its answer) for each.
+    # Asks in parallel; returns (worker, its answer) for each.
     with ThreadPoolExecutor(len(workers) or 1) as pool:
         return list(zip(workers, pool.map(ask, workers), strict=True))
 
 
 def _address_towards(address: str) -> str:
-    # Of this machine, at which a worker can reach it.
+    # The address of this machine at which a worker can reach it.
     try:
         resolved = socket.getaddrinfo(*parse_address(address, "workers"), type=socket.SOCK_DGRAM)
         family, kind, protocol, _, where = resolved[0]

@@ -51,7 +51,7 @@ def check_network(options: Options, say: Callable[[str], None]) -> Iterator[Chec
         say: prints a line.
 
     Raises:
-        InputError: the addresses are malformed.
+        InputError: an address is malformed, or two are of the same worker.
     """
     named = find_workers(options.workers, os.environ)
     with ThreadPoolExecutor(len(named)) as pool:
@@ -178,7 +178,7 @@ def _copy(value: tf.Tensor, device: str) -> tf.Tensor:
 
 
 def _median_seconds(call: Callable[[], object], number: int) -> float:
-    # Of `number` calls, after one that warms up.
+    # The median of `number` calls, after one that warms up.
     taken = []
     for _ in range(number + 1):
         start = time.perf_counter()

@@ -109,7 +109,7 @@ def from_text(kind: type[Message], text: str | bytes) -> Message | None:
     """Parse a message; return None if the text is incomplete, as while it is written, or invalid.
 
     Args:
-        kind: of the message.
+        kind: class of the message.
         text: its JSON; unknown fields, of newer versions, are ignored, missing ones have defaults.
     """
     try:
