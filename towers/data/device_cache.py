@@ -66,7 +66,7 @@ def cache_on_devices(split: Split, names: Sequence[str]) -> DeviceCache | None:
 
     Returns:
         None if it is no array or has texts, if a tower is on a CPU of this machine, which has it
-        already, or if it uses more than a quarter of a device's free memory.
+        already, or if a GPU here, or a worker, has less than four times its size of free memory.
     """
     if not isinstance(split, ArraySplit):
         return None

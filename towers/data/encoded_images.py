@@ -193,9 +193,12 @@ class EncodedSplit(IndexedSplit):
             return pad(rows, constant_values=-1), pad(read_all(rows))
 
         def decode(row, content):
-            return row, tf.cond(
-                row >= 0, lambda: self._decode(content), lambda: tf.zeros(self._shape, tf.uint8)
-            )
+            def image():
+                pixels = _decode(content)
+                pixels = resized(pixels, self._shape[:2]) if self._resize else pixels
+                return tf.ensure_shape(pixels, self._shape)
+
+            return row, tf.cond(row >= 0, image, lambda: tf.zeros(self._shape, tf.uint8))
 
         def check(rows, decoded):
             decoded_rows, images = decoded
@@ -220,12 +223,6 @@ class EncodedSplit(IndexedSplit):
                 check_pixels("", content, self._max_pixels)
                 contents[place] = content
         return contents
-
-    def _decode(self, content: tf.Tensor) -> tf.Tensor:
-        image = _decode(content)
-        if self._resize:
-            image = resized(image, self._shape[:2])
-        return tf.ensure_shape(image, self._shape)
 
     def _explain(self, row: int) -> bool:
         name = self.source.name(int(row))

@@ -124,7 +124,7 @@ def max_classes(num_examples: int) -> int:
 
 
 def _num_classes(name: str, splits: Sequence["_UserSplit"], num_classes: object) -> tuple[int, str]:
-    # The number of classes, 0 if targets are no classes, and why integers are none, or "".
+    # Returns the number of classes, 0 if targets are none, and why integers are no classes, or "".
     spec = splits[0].spec
     labels = len(spec) > 1 and is_label(spec[1])
     if num_classes is not None:
@@ -162,7 +162,7 @@ def _user_split(name: str, value: object) -> "_UserSplit":
     return _Arrays(name, value)
 
 
-# Each kind of split has `name`, `spec` and `size`; `largest_label` returns it with its place;
+# Each kind of split has `name`, `spec` and `size`; `largest_label` returns a label and its place;
 # `split` raises for a label of `num_classes` or more, unless that is 0.
 
 

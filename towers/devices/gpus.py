@@ -115,7 +115,7 @@ def _check_free_memory(gpu: DriverGpu, limit_mib: int | None, choice: Sequence[D
         return
     holders = ", ".join(gpu.processes) or "another process"
     free = [other.key for other in choice if not other.full and other != gpu]
-    others = ",".join(free if gpu.mig is None else free[:1])  # of parts a process takes one
+    others = ",".join(free if gpu.mig is None else free[:1])  # a process can use one part only
     raise InputError(
         f"GPU {gpu} has {gpu.free_bytes // MIB} of {gpu.total_bytes // MIB} MiB free"
         + (f", {limit_mib} are needed" if limit_mib else "")

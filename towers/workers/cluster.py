@@ -46,7 +46,7 @@ TIMEOUT_SECONDS = 15.0
 MAX_CLOCK_SKEW_SECONDS = 2.0  # without a warning
 _HEARTBEATS = 5  # in the timeout
 _SHUT_SECONDS = 0.1  # pause between shutting connections: gRPC opens them again
-_STARVED_SECONDS = 1.0  # delay of a thread from which on Python's lock was held
+_STARVED_SECONDS = 1.0  # a thread that wakes so late was kept from it by Python's lock
 _PATIENCE_SECONDS = 8.0  # for a worker that is free again to start a new server
 _BUSY_SECONDS = 60.0  # pause before another program's worker is asked again: it costs a rebuild
 _PARTING_SECONDS = 2.0  # for disconnecting from workers that are not available
@@ -275,7 +275,7 @@ class Cluster:
             if answer:
                 answered.append(worker)
         with self.cut_off(answered, after=self.timeout_seconds):
-            while True:  # until no address of something else is left
+            while True:  # until only TensorFlow's servers are left
                 try:
                     self._connect(*answered)
                     break
