@@ -183,6 +183,9 @@ def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32
         images: `[b, H, W, C]`, uint8 or float.
         kind: one of `names`; parts after it have no effect.
         dtype: of the result and of all arithmetic.
+
+    Raises:
+        InputError: `kind` is unknown.
     """
     height, width, _ = output_shape(images.shape[1:], kind)
     top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
