@@ -186,7 +186,16 @@ def train_images(
 
 
 def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32) -> tf.Tensor:
-    """Prepare a batch for evaluation: `train_images` without randomness."""
+    """Prepare a batch for evaluation: `train_images` without randomness.
+
+    Args:
+        images: `[b, H, W, C]`, uint8 or float.
+        kind: one of `names`; parts after it have no effect.
+        dtype: of the result and of all arithmetic.
+
+    Raises:
+        InputError: `kind` is unknown.
+    """
     height, width, _ = output_shape(images.shape[1:], kind)
     top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
     images = images[:, top : top + height, left : left + width]
@@ -195,6 +204,10 @@ def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32
 
 def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int, int]:
     """Return the shape (h, w, C) of the results of `train_images` and `eval_images`.
+
+    Args:
+        image_shape: (H, W, C) of the images that these are given.
+        kind: one of `names`, and parts.
 
     Raises:
         ValueError: `kind` is unknown.
@@ -223,7 +236,7 @@ def _random_crop_and_flip(images: tf.Tensor, draws: tf.Tensor, base: str) -> tf.
 
 
 def _pad_by_reflection(images: tf.Tensor, margin: int) -> tf.Tensor:
-    # By less than `margin` if there are too few pixels. tf.pad fails for an empty batch, and has no
+    # Images of too few pixels get less than `margin`. tf.pad fails for an empty batch, and has no
     # kernel for bytes on a GPU.
     for axis in (1, 2):
         size = images.shape[axis]
@@ -276,7 +289,7 @@ def _crop_by_transform(
 def _scaled(
     images: tf.Tensor, base: str, stored: tf.DType, contrast: tf.Tensor | float = 1.0
 ) -> tf.Tensor:
-    """Return images, which were `stored` in that type, in the range of the model's inputs.
+    """Return images in the range of the model's inputs; `stored` is their dtype in the data set.
 
     Standardisation is `tf.image.adjust_contrast`, then `tf.image.per_image_standardization`, in one
     pass less: the adjusted image's mean and variance follow from those of its channels.

@@ -1,7 +1,7 @@
 """The command line's flags: one for each option of a verb, also in flagfiles.
 
     options = flags.parse(["--flagfile=configs/quickstart.cfg", "--num_gpus=2"])     # of a run
-    options = flags.parse(["--steps=3"], Verb("verify", options="mine:VerifyOptions"))
+    options = flags.parse(["--steps=3"], Command("verify", options="mine:VerifyOptions"))
 
 A verb's options are a dataclass of `option` fields. A verb that works on a run has a field
 `run: Options`; its flags are its own fields and all other fields of `Options`. With `run: dict`
@@ -72,7 +72,7 @@ _PARSERS = {  # with the words of their error
 }
 # Another value of these makes another run, whose checkpoints do not fit.
 IDENTITY = ("model", "model_args", "loss", "augment", "dataset", "tensorboard_x")
-OF_MODEL = ("model", "model_args", "augment")  # of these, what other data may not change
+OF_MODEL = ("model", "model_args", "augment")  # those that an evaluation cannot change either
 _OF_MACHINES = {f.name for f in dataclasses.fields(Options) if f.metadata["group"] == MANY_MACHINES}
 
 
@@ -121,11 +121,11 @@ def parse(argv: Sequence[str], verb: Command = _TRAIN) -> Any:
         untrusted = {name: value for name, value in values.items() if trusted.get(name) != value}
         for path, text in () if trusted.get("trust") else foreign.items():
             code_trust.check(f"--flagfile={path}", text, untrusted)
-    return complete(values, verb)
+    return _complete(values, verb)
 
 
-def complete(values: dict[str, Any], verb: Command = _TRAIN) -> Any:
-    """Return a verb's options from {option: value}, with defaults as in `parse`."""
+def _complete(values: dict[str, Any], verb: Command) -> Any:
+    # `values` as the verb's options; the rest is as in the run's flags.cfg, if the verb reads it.
     if verb.completes and not (verb.begins and values.get("overwrite")):
         values = _options_of_run(values, verb) | values
     if values.get("num_towers") == "0":  # from a run's flags.cfg; the verb takes a list
@@ -167,7 +167,7 @@ def options_from_call(
         if _RUN_FIELDS[name].type is str:
             values[name] = option_text(name, value)
         check_value(_RUN_FIELDS[name], values[name])
-    return complete(values, Command(verb, completes=True, begins=verb == "train"))
+    return _complete(values, Command(verb, completes=True, begins=verb == "train"))
 
 
 def option_name(flag: str) -> str:
@@ -184,7 +184,15 @@ def option_type(name: str) -> type:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Parse a value of a run's option; its range is not checked."""
+    """Parse a value of a run's option; its range is not checked.
+
+    Args:
+        name: of the option.
+        text: its value, as on a command line.
+
+    Raises:
+        InputError: it is not of the option's type.
+    """
     return _parse_typed(_RUN_FIELDS[name], text)
 
 
@@ -404,7 +412,12 @@ def _check_identity(
 
 
 def main_help(version: str, verbs: Sequence[Command]) -> str:
-    """Return the text of `towers --help`."""
+    """Return the text of `towers --help`.
+
+    Args:
+        version: of towers.
+        verbs: in the order of the text.
+    """
     lines = "\n".join(f"  {verb.name:10} {verb.help}" for verb in verbs)
     return (
         f"towers {version}: data-parallel training, the same numbers at any number of towers\n\n"
