@@ -182,6 +182,8 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
             return 0
         options = parse(name, rest)
         named = dict(_named_functions(options))
+        if "model" in named and (arguments := _values(options).get("model_args")):
+            named["model"] += f" --model_args={arguments}"
         return _run(VERBS[name], options, start)
     except InputError as error:
         return _fail(error, EXIT_USAGE)

@@ -148,14 +148,14 @@ def test_the_table_in_full():
     metrics = {"accuracy": 0.5, "accuracy_ema": 0.75, "loss": 1.25, "loss_ema": 1.0}
     raw, ema = ({"cat": accuracy, "dog": None} for accuracy in (0.5, 0.75))
     assert Evaluation(metrics, 4, raw, ema).table() == [
-        "               weights       EMA",
-        "accuracy        0.5000    0.7500",
-        "loss            1.2500    1.0000",
-        "  cat           0.5000    0.7500",
-        "  dog                -         -",
+        "                    weights       EMA",
+        "accuracy             0.5000    0.7500",
+        "loss                 1.2500    1.0000",
+        "  accuracy of cat    0.5000    0.7500",
+        "  accuracy of dog         -         -",
     ]
     alone = Evaluation({n: None if "ema" in n else v for n, v in metrics.items()}, 4, raw)
-    assert alone.table()[:2] == ["               weights", "accuracy        0.5000"]
+    assert alone.table()[:2] == ["                    weights", "accuracy             0.5000"]
     assert len({len(line) for line in Evaluation({"kind_accuracy": 0.5}, 4).table()}) == 1
 
 

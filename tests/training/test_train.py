@@ -195,10 +195,12 @@ def test_a_run_in_parts_is_the_run_in_one(whole, tmp_path, monkeypatch, capsys):
         patch.setattr("towers.monitoring.dashboard.close_root", crash)
         with pytest.raises(RuntimeError, match="lightning"):
             train(tiny.options(**GIVEN | own))
-    for words in ["continuing", "step 18 of"], ["finished"]:  # once more: it is finished
+    for words in ["continuing", "after 18 of"], ["finished"]:  # once more: it is finished
         code, out, err = command(capsys, "train", *flags)
         assert code == 0 and json.loads(out) == result_of(tmp_path) and out.count("\n") == 1
-        assert all(word in err for word in words), err
+        assert all(word in err for word in words) and "other values" not in err, err
+    _, _, err = command(capsys, "train", *flags, "--clip_norm=3")
+    assert "finished" in err and "has other values than --clip_norm=3" in err
     tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(whole))
     result, expected = result_of(tmp_path), result_of(whole)
     for name in (

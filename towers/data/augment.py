@@ -75,7 +75,8 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
     if data.image_shape is None:
         raise InputError(
             f"--augment={kind} is for images, and {data.name} has none: an example is "
-            f"{arrays.format_spec(data.spec[:1])}; leave the flag out"
+            f"{arrays.format_spec(data.spec[:1])}; leave the flag out, or give images "
+            "[height, width, channels], as by x[..., None] for grey ones"
         )
     if plan.base == "off":
         raise InputError(

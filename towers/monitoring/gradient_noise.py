@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from towers.builder.device_types import are_gpus
+
 _DECAY = 0.95  # of the averages, per point: a single estimate is mostly noise
 _MAX_POINTS = 200  # older ones have no weight
 # The scale is known after this many points, if the standard errors of both parts are below this
@@ -111,6 +113,7 @@ class Stragglers:
     def __init__(self, devices: Sequence[str]):
         """Take the device of each tower."""
         self._devices, self._slowest, self._points_in_a_row = list(devices), None, 0
+        self._noise_seconds = 0.0 if are_gpus(devices) else 0.005  # CPU devices share cores
 
     def line(self, seconds: Sequence[float]) -> str | None:
         """Return a line when a tower has become a straggler; 0 seconds: it had no examples."""
@@ -118,7 +121,8 @@ class Stragglers:
         # The median of all, not of the others: on devices that share cores one tower may be faster
         # than the rest. Of two, the smaller.
         usual = min(known) if len(known) == 2 else statistics.median(known)
-        slowest = seconds.index(max(known)) if max(known) > _SLOW_FACTOR * usual else None
+        is_slow = max(known) > max(_SLOW_FACTOR * usual, usual + self._noise_seconds)
+        slowest = seconds.index(max(known)) if is_slow else None
         self._points_in_a_row = self._points_in_a_row + 1 if slowest == self._slowest else 1
         self._slowest = slowest
         if slowest is None or self._points_in_a_row != _SLOW_POINTS:

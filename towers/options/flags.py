@@ -348,6 +348,8 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
     if not has_flags:
         return {}
     try:
+        if not _read_text(path).strip():
+            raise InputError("it is empty")
         of_run = _read_argv([f"--flagfile={path}"], _TRAIN)
         Options(**of_run)
     except InputError as error:

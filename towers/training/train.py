@@ -25,7 +25,8 @@ from towers.monitoring.monitor import Monitor, in_notebook, tensorboard_command
 from towers.monitoring.profiler import Profiler
 from towers.monitoring.results import read_result
 from towers.options.flags import options_from_call
-from towers.options.run import Options
+from towers.options.inline_objects import PREFIX
+from towers.options.run import Options, text_of
 from towers.training.callbacks import nonfinite, user_callbacks
 from towers.training.callbacks.best import BestTracker
 from towers.training.callbacks.evaluator import Evaluator
@@ -328,7 +329,17 @@ def _finished_line(run: RunContext, result: Mapping[str, Any]) -> str:
         more = "a larger --early_stopping_epochs continues"
         if "planned_steps" in result:
             more = "more --num_epochs, or an empty --callbacks=, continue"
-    return f"finished    {folder} {done}: {more} it, --overwrite moves it aside"
+    line = f"finished    {folder} {done}: {more} it, --overwrite moves it aside"
+    sessions = manifest.read(Path(folder)).get("sessions") or [{}]
+    trained = sessions[-1].get("flags", {})
+    unused = [
+        f"--{field.name}={text_of(now)}"
+        for field in dataclasses.fields(run.options)
+        if field.metadata["affects"] == "result"
+        and trained.get(field.name, now := getattr(run.options, field.name)) != now
+        and not str(now).startswith(PREFIX)  # an object, which has no lasting name
+    ]
+    return f"{line}; it has other values than {' '.join(unused)}" if unused else line
 
 
 def _best_of(run: RunContext, folder: Path) -> BestTracker:

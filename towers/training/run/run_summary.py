@@ -21,6 +21,7 @@ def run_summary(run: RunContext) -> list[str]:
     per_tower = " and ".join(f"{n} x {examples}" for examples, n in slices.items())
     weights = sum(v.value.shape.num_elements() for v in run.masters.model.trainable_variables)
     update = run.task.describe_update()
+    every = options.checkpoint_every_steps
     moments = "the global batch" if options.batch_norm == "sync" else "a tower's slice"
     validation = run.data.validation
     held = f"{validation.size} validation, " if validation else ""
@@ -39,6 +40,7 @@ def run_summary(run: RunContext) -> list[str]:
         f"model       {options.model}({options.model_args}): {weights} trainable weights",
         f"task        {run.task.describe()}",
         f"length      {_length(run)}",
+        f"saved       {f'every {every} steps, ' if every else ''}at the end, and when stopped",
         "rules, the same at any number of towers:",
         "  1 loss and gradients: mean over the global batch; towers give sums, add_n gathers them",
         f"  2 regularisation: once, on the master weights; {update['decay']}, and the layers' own",

@@ -51,7 +51,8 @@ class Evaluation:
         names = [name for name in self.metrics if not name.endswith("_ema")]
         rows = [(name, self.metrics[name], self.metrics.get(f"{name}_ema")) for name in names]
         ema = self.class_accuracy_ema or {}
-        rows += [(f"  {n}", v, ema.get(n)) for n, v in (self.class_accuracy or {}).items()]
+        by_class = self.class_accuracy or {}
+        rows += [(f"  accuracy of {name}", v, ema.get(name)) for name, v in by_class.items()]
         averaged = any(average is not None for *_, average in rows)
         lines, width = [], max(12, *(len(name) for name, *_ in rows))
         for name, *cells in [("", "weights", "EMA"), *rows]:
