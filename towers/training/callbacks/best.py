@@ -48,7 +48,13 @@ class BestTracker:
         return any(point[0] == step for point in self._points)
 
     def add(self, step: int, examples: int, value: float | None) -> bool:
-        """Add an evaluation; return whether it is the best so far. Of equal ones the first is."""
+        """Add an evaluation; return whether it is the best so far: of equal ones the first is.
+
+        Args:
+            step: updates before it. If this step is known already, nothing is added.
+            examples: seen by then.
+            value: of the objective, None if there is none.
+        """
         if self.knows(step):
             return self.step == step
         self._points.append([step, examples, value])

@@ -106,7 +106,7 @@ class Evaluator:
 
     @contextlib.contextmanager
     def _best_weights(self, step: int) -> Iterator[bool]:
-        """Restore the best checkpoint in the block; yield whether it is not that of `step`."""
+        """Use the best weights in the block; yield whether they are others than those of `step`."""
         checkpoints, masters = self._prepared.checkpoints, self._run.masters
         best = checkpoints.best
         if best not in (None, step) and not checkpoints.has(best):

@@ -172,7 +172,7 @@ class ExactResume(keras.callbacks.Callback):
         if position is not None:
             tf_internals.set_iterator_state(iterator, position.tobytes())
             if saved.about["batch"] and "start" in saved.arrays:
-                # Where a pass is about to end, its place does not tell how often it was shuffled.
+                # At the end of a pass, `position` does not say how often it was shuffled.
                 self._positions["start"] = saved.arrays["start"].tobytes()
                 tf_internals.begin_pass_again(iterator, self._positions["start"])
             _set_random_state(saved.about["random"])
@@ -288,7 +288,12 @@ def _read_older(directory: Path) -> _FitState | None:
 
 
 def is_skipped(model: keras.Model, batch: int) -> bool:
-    """Return whether the step of this batch is skipped: it was made before the fit was killed."""
+    """Return whether a batch's step is skipped: it was made before the fit was killed.
+
+    Args:
+        model: in a `fit`, with `ExactResume` or without.
+        batch: its index in the epoch.
+    """
     return batch < vars(model).get("_towers_resume_at", 0)
 
 

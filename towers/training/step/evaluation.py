@@ -16,7 +16,6 @@ from towers.training.step.train_state import copy_beside, snapshot
 NUM_MISTAKES = 16
 AVERAGED = "_ema"  # ends the names of metrics of the averages
 _BATCHES_BEHIND = 2
-Figures = Mapping[str, float | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Evaluation:
         predictions: of the model, if there are classes.
     """
 
-    metrics: Figures
+    metrics: Mapping[str, float | None]
     examples: int
     class_accuracy: dict[str, float | None] | None = None
     class_accuracy_ema: dict[str, float | None] | None = None
@@ -67,7 +66,10 @@ def pipelined(
 ) -> Iterator[tuple[Any, Any]]:
     """Yield (batch, `evaluate(batch)`) with a delay of some batches, so that GPUs need not wait.
 
-    `stop` is called before each batch; if it returns True, (batch, None) is yielded last.
+    Args:
+        batches: to evaluate.
+        evaluate: returns the results of a batch, which GPUs may still be computing.
+        stop: called before each batch; if it returns True, (batch, None) is yielded last.
     """
     waiting: collections.deque[tuple[Any, Any]] = collections.deque()
     for batch in batches:

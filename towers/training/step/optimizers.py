@@ -105,7 +105,12 @@ def clips_of(options: Options) -> dict[str, float]:
 
 
 def describe_flags(options: Options, loss_scale: Any) -> dict[str, str]:
-    """Return `Task.describe_update` of an update by flags."""
+    """Return `Task.describe_update` of an update by flags.
+
+    Args:
+        options: of the run.
+        loss_scale: its variable, None without one.
+    """
     apart = options.optimizer in DECAY_APART
     decay = f"{options.optimizer}, apart from the gradient" if apart else "L2"
     rate = f"learning rate {options.learning_rate:g} {options.schedule}"

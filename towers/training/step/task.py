@@ -212,10 +212,20 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def losses_of(self, outputs: Any, *targets: Any) -> tf.Tensor:
-        """Return the losses `[b]` of outputs, targets and, if there are any, sample weights."""
+        """Return the losses of a tower's examples, `[b]`.
+
+        Args:
+            outputs: of the model.
+            *targets: y and, if there are any, sample weights.
+        """
 
     def metric_inputs(self, outputs: Any, targets: Sequence[Any]) -> Any:
-        """Return a tower's inputs of metrics, each `[b, ...]`; () for none."""
+        """Return a tower's inputs of metrics, each `[b, ...]`; () for none.
+
+        Args:
+            outputs: of the model.
+            targets: y and, if there are any, sample weights.
+        """
         return ()
 
     @abc.abstractmethod
@@ -263,7 +273,12 @@ class Task(abc.ABC):
         return evaluator
 
     def eval_arrays(self, example: Any, counted: tf.Tensor) -> dict[str, np.ndarray]:
-        """Return the metrics of one batch; those of the averages end in "_ema"."""
+        """Return the metrics of one batch; those of the averages end in "_ema".
+
+        Args:
+            example: of the batch, which may be padded.
+            counted: `[B]`, 1 for each example and 0 for padding, which comes last.
+        """
         self._reset_metrics()
         _, logs, _ = self._evaluate((example, counted))
         named = zip(("", AVERAGED), logs, strict=False)
@@ -375,9 +390,11 @@ class Task(abc.ABC):
         """Return {metric: "max" or "min", whichever is better, or None if unknown}."""
 
     def inputs(self, x: Any, draws: tf.Tensor | None) -> Any:
-        """Return the model's inputs for x, `[b, ...]`: of images, augmented if there are draws.
+        """Return the model's inputs: images as floats; other data change in precision only.
 
-        Images become floats; of other data only the precision of floats changes.
+        Args:
+            x: of a batch, `[b, ...]`, as the data set stores it.
+            draws: random numbers by which images are augmented; None: they are not.
         """
         kind, dtype = self.options.augment, self.options.input_dtype
         if self.data.image_shape is None:
@@ -440,7 +457,13 @@ class Classifier(Task):
         return self._losses_and_outputs(*batch)[0]
 
     def losses_of(self, outputs: Any, labels: tf.Tensor, *weights: tf.Tensor) -> tf.Tensor:
-        """See `Task`."""
+        """See `Task`.
+
+        Args:
+            outputs: logits `[b, classes]`.
+            labels: integers `[b]`.
+            *weights: sample weights `[b]`, if there are any.
+        """
         losses = cross_entropy(labels, outputs, self.options.label_smoothing)
         for weight in weights:
             losses *= tf.cast(weight, losses.dtype)
@@ -461,7 +484,13 @@ class Classifier(Task):
     def test_step(
         self, example: Any, number: tf.Tensor, averaged: bool
     ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-        """See `Task`."""
+        """See `Task`.
+
+        Args:
+            example: of the batch, which may be padded.
+            number: of examples that count; the others are padding.
+            averaged: whether variables have the values of their averages.
+        """
         x, *targets = example
         replicas = self.masters.replicas
         copies = [] if averaged else [PerTower([r.weights for r in replicas])][: len(replicas) - 1]

@@ -97,7 +97,12 @@ def make_update(
 
 
 def if_finite(finite: tf.Tensor, apply: Callable) -> None:
-    """Call `apply` in a branch on the host that runs if `finite`, a bool scalar."""
+    """Call a function in a branch of the graph, on the host.
+
+    Args:
+        finite: a bool scalar: whether the branch runs.
+        apply: makes the update.
+    """
     tf.cond(finite, lambda: (apply(), tf.no_op())[1], tf.no_op)
 
 
@@ -106,7 +111,11 @@ def finite_now(
 ) -> tf.Tensor:
     """Return whether a replica is updated, a bool scalar on its device.
 
-    It is if gradient norm and loss are finite and the limit of non-finite steps is not reached.
+    Args:
+        masters: whose limit of non-finite steps in a row must not be reached.
+        replica: index in `masters.replicas`.
+        norm: of the gradients, which must be finite.
+        loss: which must be finite, too, if it is given.
     """
     in_a_row = masters.in_a_row[replica]
     with tf.device(in_a_row.device):
@@ -154,14 +163,14 @@ def end_step(
         masters.step.assign_add(advances[0])
     floats = [pair for pair in statistics if pair[0].dtype.is_floating]
     others = [pair for pair in statistics if not pair[0].dtype.is_floating]
-    restore_unless(first if moves is None else moves, floats)
-    restore_unless(first if tolerated is False else first | tolerated, others)
+    _restore_unless(first if moves is None else moves, floats)
+    _restore_unless(first if tolerated is False else first | tolerated, others)
     if masters.loss_scale is not None:
         with tf.device(masters.loss_scale.device):
             _set_loss_scale(masters, first)
 
 
-def restore_unless(finite: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
+def _restore_unless(finite: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
     """Restore each (variable, value before) unless `finite`, a bool scalar."""
     if not pairs:
         return
@@ -233,7 +242,7 @@ def _replica_update(
     if not squares_rows:
         gradients = _each(_without_repeats, gradients, weights)
     with tf.device(replica.device):
-        penalties, gradients = regularise(weights, gradients, rules)
+        penalties, gradients = _regularise(weights, gradients, rules)
         used = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
         gradients, weights = [g for g, _ in used], [w for _, w in used]
         penalty, half = _sums(penalties, _halves_of_squares(gradients))
@@ -244,7 +253,7 @@ def _replica_update(
             for value, weight in new_values:
                 if value is not None:
                     weight.assign(value if finite is None else tf.where(finite, value, weight))
-            clipped = clip(gradients, weights, norm, rules)
+            clipped = _clip(gradients, weights, norm, rules)
             if learning_rate is not None:
                 rate = optimizer.learning_rate
                 value = tf.cast(learning_rate, rate.dtype)
@@ -267,13 +276,10 @@ def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variab
     return results
 
 
-def regularise(
+def _regularise(
     weights: Sequence[keras.Variable], gradients: list[Any], rules: UpdateRules
 ) -> tuple[list[tf.Tensor], list[Any]]:
-    """Return the terms of the regularisation loss, and the gradients with its gradients added.
-
-    Its terms are the layers' regularisers and `weight_decay`.
-    """
+    """Return the terms of the regularisation loss, and the gradients with its gradients added."""
     total = []
 
     def add(gradient: Any, weight: Any) -> Any:
@@ -352,7 +358,7 @@ def _widest(values: Sequence[Any]) -> tf.DType:
     return max([tf.float32, *(v.dtype for v in values)], key=lambda dtype: dtype.size)
 
 
-def clip(
+def _clip(
     gradients: list[Any], weights: Sequence[keras.Variable], norm: tf.Tensor, rules: UpdateRules
 ) -> list[Any]:
     """Return the clipped gradients; `norm` is their global norm."""
@@ -383,7 +389,12 @@ def update_averages(
     """Move each average towards its variable, which has just been updated.
 
     The decay goes by examples, and rises from 0.1 as in `tf.train.ExponentialMovingAverage` with
-    `num_updates`. Averages stay if `finite`, a bool scalar, is given and False.
+    `num_updates`.
+
+    Args:
+        masters: with the averages.
+        rules: `ema_decay` and `batch_size`.
+        finite: a bool scalar: if it is False, averages stay; None: it is not tested.
     """
     if not masters.averages:
         return
@@ -404,5 +415,10 @@ def update_averages(
 
 
 def scaled(gradient: Any, factor: tf.Tensor) -> Any:
-    """Return a gradient, dense, sparse or None, times a scalar."""
+    """Return a gradient times a scalar.
+
+    Args:
+        gradient: dense, sparse or None.
+        factor: a scalar of any type.
+    """
     return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
