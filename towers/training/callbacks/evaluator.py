@@ -28,7 +28,7 @@ class Evaluator:
         preemption: PreemptionHandler,
         callbacks: Callbacks,
     ):
-        """Compile nothing yet; see `PreparedRun` for the parts."""
+        """Set the parts of the run; the first evaluation compiles its function."""
         self._prepared, self._run, self._best = prepared, prepared.run, best
         self._monitor, self._gallery = monitor, gallery
         self._preemption, self._callbacks = preemption, callbacks
@@ -106,7 +106,7 @@ class Evaluator:
 
     @contextlib.contextmanager
     def _best_weights(self, step: int) -> Iterator[bool]:
-        """Use the best weights in the block; yield whether they are others than those of `step`."""
+        """Use the best weights in the block; yield whether they are not those of `step`."""
         checkpoints, masters = self._prepared.checkpoints, self._run.masters
         best = checkpoints.best
         if best not in (None, step) and not checkpoints.has(best):

@@ -291,8 +291,8 @@ def is_skipped(model: keras.Model, batch: int) -> bool:
     """Return whether a batch's step is skipped: it was made before the fit was killed.
 
     Args:
-        model: in a `fit`, with `ExactResume` or without.
-        batch: its index in the epoch.
+        model: the model of the fit.
+        batch: index of the batch in its epoch.
     """
     return batch < vars(model).get("_towers_resume_at", 0)
 

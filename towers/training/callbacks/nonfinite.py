@@ -180,11 +180,11 @@ def rollbacks(folder: Path) -> list[dict[str, int]]:
     return list(files.read_json(folder / FOLDER / ROLLBACKS).get("rollbacks", []))
 
 
-def resumed(run: RunContext, folder: Path, restored: int | None) -> RunContext:
+def lower_learning_rate(run: RunContext, folder: Path, restored: int | None) -> RunContext:
     """Return the run with its learning rate lowered once for each rollback.
 
     Args:
-        run: built, its variables restored. Rates of the model's own optimizers are assigned.
+        run: built and restored. Learning rates of the model's own optimizers are assigned.
         folder: of the run.
         restored: step of the restored checkpoint; None: it is a new run.
 

@@ -103,9 +103,9 @@ class PreemptionHandler(signals.StopRequest):
         """Watch a call of the train loop.
 
         Args:
-            train_loop: that is called in the block.
-            step: steps done before.
-            number: steps that the call makes.
+            train_loop: the loop that the block calls.
+            step: number of steps done before the call.
+            number: number of steps that the call makes.
 
         Raises:
             DevicesChanged: a lost machine has returned; the run is to be built anew.

@@ -60,9 +60,10 @@ class ReplayResult:
     @property
     def what(self) -> str:
         """What is not finite, for a message."""
-        if self.reason or np.isfinite(self.loss):
-            return "a gradient is not finite" if not self.reason else "the step is not finite"
-        return f"the loss is {self.loss:g}"
+        if self.reason:
+            return "the step is not finite"
+        finite = np.isfinite(self.loss)
+        return "a gradient is not finite" if finite else f"the loss is {self.loss:g}"
 
     @property
     def loss_text(self) -> str:
@@ -108,7 +109,6 @@ class _Step:
         for name, variable in run.masters.variables().items():
             variable.assign(state[name])
         self.state = state
-        self._seen: list[tuple[str, str, Any]] = []
         self._trace = tf.function(self._ranges, autograph=False)
 
     def make(self, batch: Any) -> ReplayResult:

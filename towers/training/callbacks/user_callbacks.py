@@ -56,11 +56,11 @@ def load(names: str) -> list[_K.Callback]:
 
 
 def prepare(callbacks: Sequence[_K.Callback], task: Task) -> None:
-    """Set the `mode` of callbacks where Keras would not know whether "max" or "min" is better.
+    """Set the `mode` of callbacks that is "auto": Keras knows only the metrics of a compiled model.
 
     Args:
         callbacks: of the run.
-        task: its metrics are those that callbacks may monitor.
+        task: the task of the run, whose metrics callbacks may monitor.
 
     Raises:
         InputError: there is no such metric, or one sets a learning rate that the schedule sets.
@@ -70,7 +70,7 @@ def prepare(callbacks: Sequence[_K.Callback], task: Task) -> None:
         kind = type(callback).__name__
         if task.rate_is_set and isinstance(callback, _SET_RATE):
             raise InputError(_sets_rate(kind))
-        if getattr(callback, "mode", None) == "auto":  # Keras knows compiled metrics alone
+        if getattr(callback, "mode", None) == "auto":
             metric = callback.monitor.removeprefix("val_")
             if metric not in directions and isinstance(callback, _MONITORS):
                 known = [*directions, *(f"val_{name}" for name in directions)]
@@ -125,7 +125,7 @@ class Callbacks:
         """Call on_train_batch_end.
 
         Args:
-            step: updates so far.
+            step: number of updates so far.
             values: the scalars of the last step, see `Task.step_names`.
         """
         if self:
@@ -139,8 +139,8 @@ class Callbacks:
         """Call on_epoch_end if an epoch or the run ends; return whether weights changed.
 
         Args:
-            step: updates so far.
-            evaluation: after this step; None: there was none.
+            step: number of updates so far.
+            evaluation: the evaluation after this step; None: there was none.
         """
         ends = self._epoch(step) > self._epoch(step - 1) or step == self._timetable.last_step
         if not self or not ends:

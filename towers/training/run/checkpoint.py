@@ -166,7 +166,7 @@ def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, A
     """Write a checkpoint atomically.
 
     Args:
-        directory: of the checkpoints, which exists.
+        directory: of the checkpoints; must exist.
         step: of the checkpoint.
         values: of variables, by name.
         identity: saved with them as JSON, see `identity_of`.

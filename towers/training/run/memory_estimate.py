@@ -19,7 +19,7 @@ def memory_by_purpose(run: RunContext, step: TracedStep, name: str) -> dict[str,
     """Return {purpose: bytes} of the memory of a tower's device during a step.
 
     Args:
-        run: whose variables are counted.
+        run: the run, whose variables are counted.
         step: of the run, traced.
         name: of the tower's device, as in `TowerBuilder.devices`.
     """
@@ -57,7 +57,7 @@ def largest_batch(run: RunContext, train_loop: Callable, batches: Iterator) -> i
     """Return the largest batch size whose steps are expected to fit into the towers' devices.
 
     Args:
-        run: whose batch size and devices are known.
+        run: the run, built.
         train_loop: of the run.
         batches: the loop's input, of which nothing is taken.
     """

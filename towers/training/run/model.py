@@ -99,7 +99,7 @@ def check_classifier(
         name: of the model function, for messages.
         num_classes: of the data set; 0: targets are no classes.
         x: specs of the model's inputs for one example, see `input_specs`.
-        no_classes: why integer targets are no classes, see `Data`; "": they are.
+        no_classes: why integer targets are no classes, if so; see `Data`.
     """
     if overrides(model, "train_step"):
         raise InputError(
@@ -133,8 +133,8 @@ def overrides(model: keras.Model, *names: str) -> bool:
     """Return whether a model or its class overrides a method of `keras.Model`.
 
     Args:
-        model: any Keras model; its towers' steps do not count.
-        *names: of the methods, one of which is enough.
+        model: any Keras model; methods that towers replace do not count.
+        *names: names of methods; one that is overridden is enough.
     """
     of_class = (getattr(type(model), name) is not getattr(keras.Model, name) for name in names)
     return any(of_class) or not methods_set_on(model).keys().isdisjoint(names)

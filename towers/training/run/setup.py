@@ -72,9 +72,9 @@ class RunContext:
     lowered_at: Sequence[int] = ()
 
     def train_loop(self, *, telemetry: bool = True) -> Callable:
-        """Return the run's `step.TrainLoop`."""
-        parts = self.builder, self.train_step(), self.task.step_names
-        return make_train_loop(*parts, telemetry=telemetry, masters=self.masters)
+        """Return the run's `TrainLoop`."""
+        parts = self.builder, self.train_step(), self.task.step_names, self.masters
+        return make_train_loop(*parts, telemetry=telemetry)
 
     @property
     def on_towers(self) -> DeviceCache | RemoteReader | None:
@@ -85,8 +85,8 @@ class RunContext:
         """Return the batches from a step on, or their row numbers if towers hold the data.
 
         Args:
-            step: updates before the first batch.
-            examples: seen before it.
+            step: number of updates before the first batch.
+            examples: number of examples seen before it.
         """
         source = self.on_towers or self.data.train
         size, seed = self.options.batch_size, self.options.seed
@@ -140,7 +140,7 @@ def length_of(options: Options, size: int) -> tuple[float, int]:
 
     Args:
         options: of the run.
-        size: examples of the training set.
+        size: number of training examples.
     """
     if options.num_epochs or not options.max_steps:
         total_epochs = options.num_epochs or DEFAULT_EPOCHS
@@ -154,7 +154,7 @@ def rate_of(options: Options, size: int) -> Callable[[Any], tf.Tensor]:
 
     Args:
         options: of the run.
-        size: examples of the training set.
+        size: number of training examples.
     """
     rate_at = schedule(
         options.schedule,

@@ -173,7 +173,7 @@ def restore(run: RunContext, folder: Path) -> tuple[CheckpointManager, int | Non
         The run's checkpoints, and the step of the restored one, None for a new run.
 
     Raises:
-        InputError: the folder has checkpoints of another run or damaged ones, or only event files.
+        InputError: the checkpoints are of another run or all damaged, or there are only curves.
     """
     checkpoints = CheckpointManager(
         folder / "checkpoints",

@@ -1,9 +1,8 @@
 """The results of an evaluation: metrics, and the model's predictions."""
 
-import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -15,7 +14,6 @@ from towers.training.step.train_state import copy_beside, snapshot
 
 NUM_MISTAKES = 16
 AVERAGED = "_ema"  # ends the names of metrics of the averages
-_BATCHES_BEHIND = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,27 +57,6 @@ class Evaluation:
             ]
             lines.append(f"{name:{width}}" + "".join(f"{text:>10}" for text in shown))
         return lines
-
-
-def pipelined(
-    batches: Iterable[Any], evaluate: Callable, stop: Callable[[], bool]
-) -> Iterator[tuple[Any, Any]]:
-    """Yield (batch, `evaluate(batch)`) with a delay of some batches, so that GPUs need not wait.
-
-    Args:
-        batches: to evaluate.
-        evaluate: returns the results of a batch, which GPUs may still be computing.
-        stop: called before each batch; if it returns True, (batch, None) is yielded last.
-    """
-    waiting: collections.deque[tuple[Any, Any]] = collections.deque()
-    for batch in batches:
-        if stop():
-            yield batch, None
-            return
-        waiting.append((batch, evaluate(batch)))
-        if len(waiting) > _BATCHES_BEHIND:
-            yield waiting.popleft()
-    yield from waiting
 
 
 class MetricState:

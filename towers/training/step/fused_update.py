@@ -8,9 +8,9 @@ assigned, which launches no kernel. Variables, slots and checkpoints stay as the
     gradients, weights = packed(gradients, weights, optimizer, is_decayed)
     apply(optimizer, gradients, weights)
 
-TensorFlow's fused kernels (ResourceApplyKerasMomentum, ResourceApplyAdam) exist for four of twelve
-optimizers only, and need one launch for each variable. On CPUs nothing is concatenated: copies cost
-more than starting ops there, and SGD uses the fused kernels.
+TensorFlow's fused kernels (ResourceApplyKerasMomentum, ResourceApplyAdam) exist for some optimizers
+only, and need one launch for each variable. On CPUs nothing is concatenated: copies cost more than
+starting ops there, and SGD uses the fused kernels.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ class FlatVariable:
             return unpack(vector, self.variables)
 
     def map_segments(self, fn: Callable, gradient: Any) -> Any:
-        """Return `fn` of each section, concatenated.
+        """Return the results of `fn` on each section, concatenated.
 
         Args:
             fn: called as `fn(part of the gradient, Segment)`; returns a vector of the part's size.
@@ -180,7 +180,7 @@ def apply(
     """Call a Keras optimizer's `apply`, also on `FlatVariable`s.
 
     Args:
-        optimizer: built, its slots one for each Keras variable.
+        optimizer: with slots for each Keras variable.
         gradients: one for each weight.
         weights: Keras variables or `FlatVariable`s; None: those that the optimizer was built for.
         finite: a bool scalar: if it is False, no variable changes; None: it is not tested.

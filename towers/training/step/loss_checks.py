@@ -153,7 +153,7 @@ def check(task: Task, batch: Any) -> list[str]:
 
 @contextlib.contextmanager
 def translate_loss_errors(task: Task, recorder: LossRecorder, batches: Any) -> Iterator[None]:
-    """Raise errors of losses and metrics in the block as InputError of one line.
+    """Raise errors of Keras' own losses and metrics in the block as InputError of one line.
 
     Args:
         task: of the compiled model.

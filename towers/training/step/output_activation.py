@@ -119,7 +119,7 @@ def mirrored(call: Callable, images: tf.Tensor) -> Any:
     """Return the mean outputs for images and their mirror images, float32 at least.
 
     Args:
-        call: the model, a function from images to outputs `[b, n]`.
+        call: a model: from images to an output `[b, n]`, or a structure of such.
         images: `[b, H, W, C]`.
 
     Raises:

@@ -337,7 +337,7 @@ def doubtful_metrics(one: OutputCheck, metrics: Iterable[keras.Metric]) -> list[
     """Return a warning for each metric that does not suit the output.
 
     Args:
-        one: of the model's only loss.
+        one: the only output of a model, with its targets and loss.
         metrics: of the model.
     """
     kind, values, lines = one.inputs.kind, one.values, []

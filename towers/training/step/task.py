@@ -11,10 +11,11 @@ update is made. The kinds of tasks:
 """
 
 import abc
+import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -36,19 +37,14 @@ from towers.options import augmentation
 from towers.options.run import Options
 from towers.tf_internals import added_losses
 from towers.training.run.model import floatx_of
-from towers.training.step.evaluation import (
-    AVERAGED,
-    Evaluation,
-    MetricState,
-    PredictionCollector,
-    pipelined,
-)
+from towers.training.step.evaluation import AVERAGED, Evaluation, MetricState, PredictionCollector
 from towers.training.step.optimizers import describe_flags, is_own, rules_of
 from towers.training.step.output_activation import cross_entropy, logits_of
 from towers.training.step.train_state import VARIABLES, TrainState, WeightCopy, snapshot
 from towers.training.step.update import UpdateRules, make_update, scaled
 
 Stop = Callable[[], bool]
+_BATCHES_BEHIND = 2
 
 
 class Task(abc.ABC):
@@ -258,7 +254,7 @@ class Task(abc.ABC):
             self._reset_metrics()
             kinds, logs = (False, True)[: 1 + bool(self.masters.averages)], []
             collectors = [PredictionCollector(averaged=averaged) for averaged in kinds]
-            for _, results in pipelined(batches, self._evaluate, stop):
+            for results in _pipelined(batches, self._evaluate, stop):
                 if results is None:
                     return None
                 example, logs, predictions = results
@@ -529,6 +525,22 @@ class Classifier(Task):
     def _reset(self) -> None:
         for mean in self._means.values():
             mean.reset_state()
+
+
+def _pipelined(batches: Iterable[Any], evaluate: Callable, stop: Stop) -> Iterator[Any]:
+    """Yield `evaluate(batch)` with a delay of some batches, so that GPUs need not wait.
+
+    `stop` is called before each batch; if it returns True, None is yielded last.
+    """
+    waiting: collections.deque[Any] = collections.deque()
+    for batch in batches:
+        if stop():
+            yield None
+            return
+        waiting.append(evaluate(batch))
+        if len(waiting) > _BATCHES_BEHIND:
+            yield waiting.popleft()
+    yield from waiting
 
 
 @contextlib.contextmanager

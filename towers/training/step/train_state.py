@@ -257,8 +257,8 @@ def counter(name: str, device: str) -> tf.Variable:
     """Return a new int64 variable, 0 at first.
 
     Args:
-        name: of the variable.
-        device: that it is on.
+        name: name of the variable.
+        device: device of the variable.
     """
     with tf.device(device):
         return tf.Variable(0, trainable=False, dtype=tf.int64, name=name)

@@ -51,7 +51,7 @@ def make_update(
 
         gradients: for each of `masters.replicas`, the mean gradients times the loss scale.
         learning_rates: one for each replica.
-        statistics: `masters.statistics()` from before the towers ran.
+        statistics: (variable, value before the step) of what the towers assigned.
         loss: the gathered loss.
         num_examples: of the batch.
 
@@ -61,7 +61,7 @@ def make_update(
         rate_is_set: whether `learning_rates` are assigned to the optimizers.
         squares_rows: see `Task`.
     """
-    of_replicas = _same_of(masters.replicas)
+    reduce_replicas = _make_replica_reducer(masters.replicas)
 
     def update(
         gradients: Sequence[list[Any]],
@@ -77,7 +77,7 @@ def make_update(
             for replica, replica_gradients, rate in zip(replicas, gradients, rates, strict=True)
         ]
         penalties, norms, applies = zip(*updates, strict=True)
-        penalty, norm = of_replicas(penalties, norms)
+        penalty, norm = reduce_replicas(penalties, norms)
         checked = norms if is_gpu(replicas[0].device) else [norm]
         finite = [finite_now(masters, i, value, loss) for i, value in enumerate(checked)]
 
@@ -112,10 +112,10 @@ def finite_now(
     """Return whether a replica is updated, a bool scalar on its device.
 
     Args:
-        masters: whose limit of non-finite steps in a row must not be reached.
+        masters: at their limit of non-finite steps in a row no replica is updated.
         replica: index in `masters.replicas`.
-        norm: of the gradients, which must be finite.
-        loss: which must be finite, too, if it is given.
+        norm: norm of the gradients; must be finite.
+        loss: the loss; must be finite, too; None: it is not tested.
     """
     in_a_row = masters.in_a_row[replica]
     with tf.device(in_a_row.device):
@@ -140,7 +140,7 @@ def end_step(
     Args:
         masters: the variables that a step changes.
         finite: a bool scalar for each replica on its device, or the first one's alone.
-        statistics: `masters.statistics()` from before the step.
+        statistics: (variable, value before the step) of what the step assigned.
         num_examples: of the step.
         tolerated: None: whether the masters' own loss scale is above 1.
         moves: whether floats, such as moving means, keep their new values; None: if `finite`.
@@ -196,12 +196,12 @@ def _set_loss_scale(masters: TrainState, finite: tf.Tensor) -> None:
     good_steps.assign(good_steps * tf.cast(~double, tf.int64))
 
 
-def _same_of(replicas: Sequence[WeightCopy]) -> Callable:
-    """Return `of_replicas(penalties, norms)`, which returns one of each; all replicas' are equal.
+def _make_replica_reducer(replicas: Sequence[WeightCopy]) -> Callable:
+    """Return a function from the replicas' numbers, (penalties, norms), to (penalty, norm).
 
-    If only the first replica's were used, TensorFlow's graph optimizer would simplify the others'
-    arithmetic, and the copies would drift apart by roundings. On GPUs the others store theirs on
-    their own device.
+    All replicas' are equal. If only the first one's were used, TensorFlow's graph optimizer would
+    simplify the others' arithmetic, and the copies would drift apart by roundings. On GPUs the
+    others store theirs on their own device.
     """
     if not is_gpu(replicas[0].device):
         return lambda *numbers: [tf.reduce_max(tf.stack(values)) for values in numbers]
@@ -210,14 +210,14 @@ def _same_of(replicas: Sequence[WeightCopy]) -> Callable:
         with tf.device(replica.device):
             notes.append(tf.Variable(tf.zeros([2]), trainable=False))
 
-    def of_replicas(*numbers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def reduce_replicas(*numbers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         first, *others = zip(*numbers, strict=True)
         for note, values in zip(notes, others, strict=True):
             with tf.device(note.device):
                 note.assign(tf.stack([tf.cast(value, note.dtype) for value in values]))
         return list(first)
 
-    return of_replicas
+    return reduce_replicas
 
 
 def _replica_update(
