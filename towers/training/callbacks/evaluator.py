@@ -44,7 +44,7 @@ class Evaluator:
             self._last, self._last_step = self._evaluate(self._preemption), step
             if self._last is None:
                 return False
-            if not monitor.evaluated(step):  # else a crash came after the curves were written
+            if not monitor.evaluated(step):  # else a process that crashed has written the curves
                 self._gallery.show_training(step)
                 if self._last.predictions:
                     self._gallery.show_evaluation(step, self._last.predictions)

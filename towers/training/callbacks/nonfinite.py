@@ -30,7 +30,7 @@ from towers.training.step.train_state import not_finite
 
 FOLDER = "nan"
 REPORT, BATCH, STATE, ROLLBACKS = "report.json", "batch.npz", "state", "rollbacks.json"
-MOST_ROLLBACKS, FACTOR = 3, 0.5  # of the learning rate
+MOST_ROLLBACKS, FACTOR = 3, 0.5  # the factor is that of the learning rate
 _SHOWN = 5  # rows in a line
 
 
@@ -204,7 +204,7 @@ def lower_learning_rate(run: RunContext, folder: Path, restored: int | None) -> 
         return run
     if not has_own_rate:
         return dataclasses.replace(run, lowered_at=tuple(e["examples"] for e in entries))
-    for rate in rates:  # a later checkpoint has it
+    for rate in rates:  # later checkpoints hold the lowered rate
         rate.assign(rate * FACTOR ** sum(entry["to"] == restored for entry in entries))
     run.masters.set_copies()
     return run

@@ -206,7 +206,7 @@ def _rename(folder: Path, temporary: str, step: int) -> None:
     if data.exists():
         data.rename(folder / f"ckpt-{step}.{_FILE_KINDS[0]}")
     index.rename(folder / f"ckpt-{step}.{_FILE_KINDS[1]}")
-    with contextlib.suppress(OSError):  # not every file system can
+    with contextlib.suppress(OSError):  # not every file system can flush a folder
         files.flush(folder)
 
 

@@ -56,7 +56,7 @@ class CheckpointManager:
             remedy: what a message recommends if none can be read.
         """
         self.directory, self.remedy = Path(directory), remedy
-        self.is_remote = are_remote(v.device for v in variables.values())  # any of them
+        self.is_remote = are_remote(v.device for v in variables.values())  # if any is
         self.variables, self.identity = dict(variables), dict(identity)
         self.keep, self.exact = keep, exact
         self.best: int | None = None  # a step whose checkpoint is kept beside the newest

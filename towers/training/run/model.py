@@ -70,7 +70,7 @@ def build_for(
             raise InputError(
                 f"--model={name} returned {type(model).__name__}; a keras.Model is needed"
             )
-        if overrides(model, "call"):  # one of several parts may have none
+        if overrides(model, "call"):  # a model of several parts, as a GAN, may have none
             _call_on(model, name, x)  # builds it, too
     return model
 
@@ -209,7 +209,7 @@ def _call_on(model: keras.Model, name: str, x: Any) -> Any:
     """Call a model on a symbolic batch of `x`; raise Keras' errors about it as InputError."""
     try:
         inputs = getattr(model, "inputs", None) or []  # absent before a model is built
-        if len(inputs) == 1 and isinstance(x, tf.TensorSpec):  # Keras lets some pass
+        if len(inputs) == 1 and isinstance(x, tf.TensorSpec):  # Keras accepts some others
             shape = tuple(inputs[0].shape[1:])
             if not tf.TensorShape(shape).is_compatible_with(x.shape):
                 raise ValueError(f"it takes inputs of shape {shape}")

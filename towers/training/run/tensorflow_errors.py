@@ -21,7 +21,7 @@ _NOISE = re.compile(
     r"\[\[.*?\]\]|\[Op:.*|assertion failed:"
     r"|InputError: |Error in user-defined function passed to .*? with iterator: \S+ "
 )
-# Without soft placement: of an op in a graph, or of one that runs at once.
+# Without soft placement: for an op in a graph, or for one that runs eagerly.
 _DEVICE_REFUSED = re.compile(
     r"Cannot assign a device for operation (?P<op>\S+?):.*explicitly assigned to (?P<device>\S+)"
     r"|Could not satisfy device specification '(?P<specification>\S+)'",
@@ -101,7 +101,7 @@ def user_facing_errors(
         if meaning is None:
             raise
         reason = first_line(type(error)(None, None, _NOISE.sub("", text)), 1000)
-        if "assertion failed:" in text:  # of texts and numbers, each in brackets
+        if "assertion failed:" in text:  # its texts and numbers are in brackets
             reason = re.sub(r"\] \[", " ", reason).strip("[]")
         if batch := _BATCH.search(text):
             reason += f" {batch[0]}"

@@ -33,7 +33,7 @@ class Segment(NamedTuple):
 
     value: tf.Tensor
     regularizer: Callable | None
-    shape: tf.TensorShape  # of the first
+    shape: tf.TensorShape  # of the first weight
 
 
 class FlatVariable:

@@ -15,7 +15,7 @@ from towers.training.step.update import UpdateRules, is_decayed
 MOST_SKIPPED = 10  # steps in a row that are not finite, with --on_nan=skip
 
 _K = keras.optimizers
-# {name: how it is made}, but for its learning rate
+# {name: function from options to a constructor, which takes the learning rate}
 OPTIMIZERS = {
     "sgd": lambda o: _K.SGD,
     "momentum": lambda o: functools.partial(_K.SGD, momentum=o.momentum),

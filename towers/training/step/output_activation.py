@@ -84,7 +84,7 @@ def final_activation(layer: keras.Operation | None) -> str | None:
     Activations inside of a user's own layer are not found.
     """
     while isinstance(layer, keras.Model):
-        parts = getattr(layer, "operations", layer.layers)  # of a functional model, ops too
+        parts = getattr(layer, "operations", layer.layers)  # in a functional model ops, too
         layer = parts[-1] if parts else None
     name = _name(getattr(layer, "activation", layer))
     return name if name in ("softmax", "sigmoid") else None

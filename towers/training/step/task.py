@@ -262,7 +262,7 @@ class Task(abc.ABC):
                     classes, chances = predicted.numpy().T
                     shows = self.data.image_shape and collector is collectors[-1]
                     labels = example[1].numpy().reshape(-1)
-                    images = example[0] if shows else None  # mistakes are shown of the last alone
+                    images = example[0] if shows else None  # only its mistakes are shown
                     collector.add(images, labels, classes.astype(np.int32), chances)
             return self._evaluation(split, logs, collectors)
 
