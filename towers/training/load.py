@@ -87,9 +87,8 @@ def load(
     fields = {"train_dir": str(train_dir), "trust": trust}
     fields |= {} if model is None else {"model": model}
     with preserve_rng():
-        trained = load_run(
-            options_from_call(None, fields, verb="load"), averages=averages, step=step
-        )
+        options = options_from_call(None, fields, verb="load")
+        trained = load_run(options, averages=averages, step=step)
     if devices_here("GPU"):  # as in a run
         floats = [v for v in trained.model.variables if v.value.dtype.is_floating]
         move_all(floats, "/gpu:0")
@@ -97,14 +96,27 @@ def load(
 
 
 def load_run(options: Options, *, averages: bool = False, step: int | None = None) -> TrainedModel:
-    """Build the model of the run in `options.train_dir` and read its weights; see `load`."""
+    """Build the model of a run and read its weights.
+
+    Args:
+        options: of the run, with its `train_dir`.
+        averages: whether the weights are to be their moving averages.
+        step: see `read_weights`.
+
+    Raises:
+        InputError: see `load`.
+    """
     weights = read_weights(Path(options.train_dir), step)
     if averages and not weights.averages:
         raise InputError(
             f"--train_dir={options.train_dir} has no moving averages: take its weights, or train "
             "with --ema_decay"
         )
-    task = task_of_run(options)
+    task = manifest.read(Path(options.train_dir)).get("task")
+    if not task:  # the manifest is older or lost
+        data = load_data(options)
+        kind = augment.resolve(options.augment, data, compiled=False)
+        task = manifest.model_spec(data, dataclasses.replace(options, augment=kind))
     with user_facing_errors(options), tf_internals.named_as_in_a_new_process():
         network = model.build_for(
             dataclasses.replace(options, augment=task["augment"]),
@@ -131,7 +143,11 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
 
 
 def read_weights(train_dir: Path, step: int | None = None) -> Weights:
-    """Return the weights of a run's checkpoint: of `step`, else of the best or the newest.
+    """Return the weights of a run's checkpoint.
+
+    Args:
+        train_dir: the folder of the run.
+        step: of the checkpoint; None: the best one where the run keeps that, else the newest.
 
     Raises:
         InputError: there is none, or it cannot be read. No older one stands in for it: its results
@@ -153,16 +169,6 @@ def read_weights(train_dir: Path, step: int | None = None) -> Weights:
     if newest is None:
         raise InputError(f"--train_dir={train_dir}: none of its checkpoints can be read")
     return Weights(newest[0], *newest[1])
-
-
-def task_of_run(options: Options) -> dict[str, Any]:
-    """Return `manifest.model_spec` of a run, from its data set if the manifest lacks it."""
-    task = manifest.read(Path(options.train_dir)).get("task")
-    if task:
-        return task
-    data = load_data(options)
-    kind = augment.resolve(options.augment, data, compiled=False)
-    return manifest.model_spec(data, dataclasses.replace(options, augment=kind))
 
 
 def _spec(recorded: Any) -> Any:

@@ -146,7 +146,12 @@ def _devices_for(
 
 
 def put_on(model: keras.Model, builder: TowerBuilder) -> keras.Model:
-    """Run the steps of a model on the towers of a builder; return the model."""
+    """Run the steps of a model on towers; return the model.
+
+    Args:
+        model: any Keras model, changed in place.
+        builder: of the towers.
+    """
     unparallelize(model)
     steps = _Steps(model, builder)
     steps.of_instance = {n: vars(model)[n] for n in _Steps.REPLACED if n in vars(model)}
@@ -162,10 +167,14 @@ def on_towers(
     fn: Callable,
     copies: Sequence[Sequence[keras.Variable]] = (),
 ) -> Callable:
-    """Return `fn`, a step of the model, with its outermost calls of layers on towers.
+    """Return a function whose outermost calls of layers run on towers.
 
-    `copies` are the trainable variables that each tower reads in place of the model's, for a `fn`
-    that computes no gradients.
+    Args:
+        model: whose layers they are.
+        builder: of the towers.
+        fn: a step of the model.
+        copies: for each tower the variables that it reads in place of the model's trainable ones,
+            for a `fn` that computes no gradients.
     """
     return _Steps(model, builder, copies).outermost_on_towers(fn)
 
@@ -193,7 +202,12 @@ def builder_of(model: keras.Model) -> TowerBuilder | None:
 
 
 def method_of(model: keras.Model, name: str) -> Callable:
-    """Return a model's `train_step`, `test_step` or `predict_step` without towers."""
+    """Return a method of a model without towers.
+
+    Args:
+        model: on towers or not.
+        name: "train_step", "test_step" or "predict_step".
+    """
     steps = vars(model).get("_tower_steps")
     return steps.method(name) if steps else getattr(model, name)
 

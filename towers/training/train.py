@@ -99,7 +99,7 @@ def train(
         recovery = remote.Recovery(options, say)
         with contextlib.closing(GpuHealth()) as health:
             while True:
-                run = nonfinite.resumed(run, folder, restored)
+                run = nonfinite.lower_learning_rate(run, folder, restored)
                 stalls = options.stall_seconds, options.on_stall
                 preemption = PreemptionHandler(checkpoints, say, health.read, *stalls)
                 try:

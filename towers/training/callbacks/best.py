@@ -48,7 +48,13 @@ class BestTracker:
         return any(point[0] == step for point in self._points)
 
     def add(self, step: int, examples: int, value: float | None) -> bool:
-        """Add an evaluation; return whether it is the best so far. Of equal ones the first is."""
+        """Add an evaluation; return whether it is the best so far, the first of equal ones.
+
+        Args:
+            step: number of updates before it; a step that is known already is not added again.
+            examples: number of examples seen by then.
+            value: value of the objective, None if there is none.
+        """
         if self.knows(step):
             return self.step == step
         self._points.append([step, examples, value])

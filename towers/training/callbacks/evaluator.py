@@ -28,7 +28,7 @@ class Evaluator:
         preemption: PreemptionHandler,
         callbacks: Callbacks,
     ):
-        """Compile nothing yet; see `PreparedRun` for the parts."""
+        """Set the parts of the run; the first evaluation compiles its function."""
         self._prepared, self._run, self._best = prepared, prepared.run, best
         self._monitor, self._gallery = monitor, gallery
         self._preemption, self._callbacks = preemption, callbacks
@@ -44,7 +44,7 @@ class Evaluator:
             self._last, self._last_step = self._evaluate(self._preemption), step
             if self._last is None:
                 return False
-            if not monitor.evaluated(step):  # else a crash came after the curves were written
+            if not monitor.evaluated(step):  # else a process that crashed has written the curves
                 self._gallery.show_training(step)
                 if self._last.predictions:
                     self._gallery.show_evaluation(step, self._last.predictions)
@@ -106,7 +106,7 @@ class Evaluator:
 
     @contextlib.contextmanager
     def _best_weights(self, step: int) -> Iterator[bool]:
-        """Restore the best checkpoint in the block; yield whether it is not that of `step`."""
+        """Use the best weights in the block; yield whether they are not those of `step`."""
         checkpoints, masters = self._prepared.checkpoints, self._run.masters
         best = checkpoints.best
         if best not in (None, step) and not checkpoints.has(best):

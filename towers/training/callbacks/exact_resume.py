@@ -26,7 +26,7 @@ from towers.errors import InputError, RunError
 from towers.training.run import checkpoint
 from towers.training.run.checkpoint_manager import CheckpointManager
 
-_NUM_KEPT = 2  # the older checkpoint is for a newest one that is damaged
+_NUM_KEPT = 2  # the older one is read if the newest is damaged
 
 
 class ExactResume(keras.callbacks.Callback):
@@ -103,7 +103,7 @@ class ExactResume(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Record the random state: data that are made in Python depend on it."""
-        tf_internals.begin_at_epoch(self.model, None)  # it would be that of the next fit, too
+        tf_internals.begin_at_epoch(self.model, None)  # else the next fit would begin there, too
         self._epoch = epoch
         self._first_epoch = epoch if self._first_epoch is None else self._first_epoch
         if self._saved is not None:
@@ -172,7 +172,7 @@ class ExactResume(keras.callbacks.Callback):
         if position is not None:
             tf_internals.set_iterator_state(iterator, position.tobytes())
             if saved.about["batch"] and "start" in saved.arrays:
-                # Where a pass is about to end, its place does not tell how often it was shuffled.
+                # At the end of a pass, `position` does not say how often it was shuffled.
                 self._positions["start"] = saved.arrays["start"].tobytes()
                 tf_internals.begin_pass_again(iterator, self._positions["start"])
             _set_random_state(saved.about["random"])
@@ -288,7 +288,12 @@ def _read_older(directory: Path) -> _FitState | None:
 
 
 def is_skipped(model: keras.Model, batch: int) -> bool:
-    """Return whether the step of this batch is skipped: it was made before the fit was killed."""
+    """Return whether a batch's step is skipped: it was made before the fit was killed.
+
+    Args:
+        model: the model of the fit.
+        batch: index of the batch in its epoch.
+    """
     return batch < vars(model).get("_towers_resume_at", 0)
 
 
@@ -301,7 +306,7 @@ def _own_step(step: Callable) -> Callable:
 
 def _attributes_of(item: Any) -> tuple[dict[str, Any], dict[str, list[np.ndarray]]]:
     """Return public attributes that are no arguments: plain ones, and lists of arrays."""
-    parameters = inspect.signature(type(item)).parameters  # the same call gives them again
+    parameters = inspect.signature(type(item)).parameters  # the same call passes these again
     plain: dict[str, Any] = {}
     lists: dict[str, list[np.ndarray]] = {}
     for name, value in vars(item).items():

@@ -19,8 +19,8 @@ from towers.errors import InputError, RunError
 from towers.formatting import count, first_line
 from towers.options.triggers import Timetable
 from towers.training.callbacks.replay_step import (
-    NonFiniteOrigin,
     ReplayResult,
+    TensorRange,
     num_examples,
     replay_step,
 )
@@ -30,7 +30,7 @@ from towers.training.step.train_state import not_finite
 
 FOLDER = "nan"
 REPORT, BATCH, STATE, ROLLBACKS = "report.json", "batch.npz", "state", "rollbacks.json"
-MOST_ROLLBACKS, FACTOR = 3, 0.5  # of the learning rate
+MOST_ROLLBACKS, FACTOR = 3, 0.5  # the factor is that of the learning rate
 _SHOWN = 5  # rows in a line
 
 
@@ -99,7 +99,7 @@ class NonFiniteMonitor:
         report = self._report(step, examples, replayed, batch)
         line, more = report["line"], f"; `towers replay --train_dir={self.folder}` makes it again"
         try:
-            write(self.folder, masters.variables(), batch, report)
+            _write(self.folder, masters.variables(), batch, report)
         except (OSError, tf.errors.OpError, RunError) as error:
             more = f"; {self.folder / FOLDER} cannot be written: {first_line(error)}"
         if replayed.fault is None or not replayed.fault.of_data:
@@ -109,10 +109,11 @@ class NonFiniteMonitor:
     def _report(
         self, step: int, examples: int, replayed: ReplayResult, batch: Any
     ) -> dict[str, Any]:
-        run, fault = self.run, replayed.fault
-        numbers, rows_are = numbers_of(run, step, examples, num_examples(batch))
-        rows = fault.rows if fault else []
-        towers = sorted({tower_of(row, num_examples(batch), run) for row in rows})
+        run, fault, size = self.run, replayed.fault, num_examples(batch)
+        numbers, rows_are = _row_numbers(run, step, examples, size)
+        rows, num_towers = fault.rows if fault else [], len(run.builder.devices)
+        ends = [start + n for start, n in slices_of(size, num_towers, run.builder.accumulate_steps)]
+        towers = sorted({int(np.searchsorted(ends, row, "right")) % num_towers for row in rows})
         report = {
             "step": step,
             "epoch": examples / run.data.train.size,
@@ -132,13 +133,16 @@ class NonFiniteMonitor:
             plural = "tower" if len(towers) == 1 else "towers"
             named = ", ".join(f"{t} ({run.builder.devices[t]})" for t in towers[:_SHOWN])
             where += f", {plural} {named}{', ...' if len(towers) > _SHOWN else ''}"
-        rows_text = _rows_text(report["rows"], rows_are, num_examples(batch))
+        rows_text = _rows_text(report["rows"], rows_are, size)
         report["line"] = f"{replayed.what} at {where}: {_fault_text(fault, rows_text)}"
         report["remedy"] = _remedy(run, fault)
         return report
 
     def _roll_back(self, step: int, line: str) -> None:
-        """Record and raise a Rollback, if the options and the checkpoints allow one."""
+        """Record and raise a Rollback, if the options and the checkpoints allow one.
+
+        Later checkpoints are moved to train_dir/nan.
+        """
         if self.run.options.on_nan != "rollback":
             return
         entries = rollbacks(self.folder)
@@ -148,7 +152,10 @@ class NonFiniteMonitor:
         (self.folder / FOLDER).mkdir(exist_ok=True)
         entries = [*entries, {"step": step, "to": to, "examples": self._timetable.examples(to)}]
         files.write_json(self.folder / FOLDER / ROLLBACKS, {"rollbacks": entries})
-        set_aside_checkpoints(self.folder, to)
+        checkpoints = checkpoint.find(self.folder / "checkpoints")
+        for base in [Path(prefix) for number, prefix in checkpoints if number > to]:
+            for path in sorted(base.parent.glob(f"{base.name}.*"), reverse=True):
+                path.replace(self.folder / FOLDER / path.name)  # index first: with it, one is whole
         raise Rollback(
             f"rollback    {line}; back to step {to}, with {FACTOR:g} times the learning rate "
             f"({len(entries)} of {MOST_ROLLBACKS})"
@@ -168,21 +175,18 @@ class NonFiniteMonitor:
         return max((number for number in regular or steps if number < bound), default=None)
 
 
-def set_aside_checkpoints(folder: Path, step: int) -> None:
-    """Move the checkpoints after `step` to train_dir/nan."""
-    for number, prefix in checkpoint.find(folder / "checkpoints"):
-        base = Path(prefix)
-        for path in sorted(base.parent.glob(f"{base.name}.*"))[::-1] if number > step else ():
-            path.replace(folder / FOLDER / path.name)  # the index first: with it, one is whole
-
-
 def rollbacks(folder: Path) -> list[dict[str, int]]:
     """Return a run's rollbacks: {"step": bad step, "to": step, "examples": seen at `to`}."""
     return list(files.read_json(folder / FOLDER / ROLLBACKS).get("rollbacks", []))
 
 
-def resumed(run: RunContext, folder: Path, restored: int | None) -> RunContext:
+def lower_learning_rate(run: RunContext, folder: Path, restored: int | None) -> RunContext:
     """Return the run with its learning rate lowered once for each rollback.
+
+    Args:
+        run: built and restored. Learning rates of the model's own optimizers are assigned.
+        folder: of the run.
+        restored: step of the restored checkpoint; None: it is a new run.
 
     Raises:
         InputError: --on_nan=rollback, and the learning rate cannot be lowered.
@@ -200,13 +204,13 @@ def resumed(run: RunContext, folder: Path, restored: int | None) -> RunContext:
         return run
     if not has_own_rate:
         return dataclasses.replace(run, lowered_at=tuple(e["examples"] for e in entries))
-    for rate in rates:  # a later checkpoint has it
+    for rate in rates:  # later checkpoints hold the lowered rate
         rate.assign(rate * FACTOR ** sum(entry["to"] == restored for entry in entries))
     run.masters.set_copies()
     return run
 
 
-def write(folder: Path, variables: Mapping[str, Any], batch: Any, report: Mapping) -> None:
+def _write(folder: Path, variables: Mapping[str, Any], batch: Any, report: Mapping) -> None:
     """Write the state before a step, its batch and the report on it to train_dir/nan."""
     directory = folder / FOLDER
     directory.mkdir(parents=True, exist_ok=True)
@@ -239,7 +243,11 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 
 def read(folder: Path, spec: Any) -> tuple[dict[str, np.ndarray], Any]:
-    """Return the written state, {name: array}, and the batch, whose structure is `spec`.
+    """Return the state before the non-finite step, {name: array}, and its batch.
+
+    Args:
+        folder: of the run.
+        spec: the structure of the batch, (example, draws).
 
     Raises:
         InputError: a file is missing or damaged.
@@ -263,21 +271,14 @@ def read(folder: Path, spec: Any) -> tuple[dict[str, np.ndarray], Any]:
     return state, tf.nest.pack_sequence_as(spec, leaves)
 
 
-def numbers_of(run: RunContext, step: int, examples: int, size: int) -> tuple[np.ndarray, str]:
-    """Return an identifying number for each example of a step's batch, and what it counts."""
+def _row_numbers(run: RunContext, step: int, examples: int, size: int) -> tuple[np.ndarray, str]:
+    """Return a number that identifies each example of a step's batch, and what it counts."""
     split = run.data.train
     if hasattr(split, "train_rows"):
         position = dict(seed=run.options.seed, step=step, examples=examples)
         rows, _ = next(iter(split.train_rows(size, **position)))
         return split.numbers(rows), "rows of the training set"
     return examples + np.arange(size), "examples of the run, counted over all epochs"
-
-
-def tower_of(row: int, size: int, run: RunContext) -> int:
-    """Return the tower that had a row of a batch of `size` examples."""
-    num_towers = len(run.builder.devices)
-    slices = slices_of(size, num_towers, run.builder.accumulate_steps)
-    return next(i for i, (start, n) in enumerate(slices) if row < start + n) % num_towers
 
 
 def _rows_text(rows: list[int], rows_are: str, size: int) -> str:
@@ -290,7 +291,7 @@ def _rows_text(rows: list[int], rows_are: str, size: int) -> str:
     return f"for {shown}{more} ({rows_are})"
 
 
-def _fault_text(fault: NonFiniteOrigin | None, rows_text: str) -> str:
+def _fault_text(fault: TensorRange | None, rows_text: str) -> str:
     if fault is None:
         return "on one device it does not come again"
     rows_text = f" {rows_text}" if rows_text else ""
@@ -303,7 +304,7 @@ def _fault_text(fault: NonFiniteOrigin | None, rows_text: str) -> str:
     }[fault.kind]
 
 
-def _remedy(run: RunContext, fault: NonFiniteOrigin | None = None) -> str:
+def _remedy(run: RunContext, fault: TensorRange | None = None) -> str:
     if fault and fault.of_data:
         half = ", or type --dtype=float32" if fault.dtype == "float16" else ""
         return f"leave these examples out or scale them{half}"

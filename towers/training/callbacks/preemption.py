@@ -100,7 +100,16 @@ class PreemptionHandler(signals.StopRequest):
 
     @contextlib.contextmanager
     def steps(self, train_loop: TrainLoop, step: int, number: int) -> Iterator[None]:
-        """Watch a call of the train loop that makes `number` steps after `step`."""
+        """Watch a call of the train loop.
+
+        Args:
+            train_loop: the loop that the block calls.
+            step: number of steps done before the call.
+            number: number of steps that the call makes.
+
+        Raises:
+            DevicesChanged: a lost machine has returned; the run is to be built anew.
+        """
         self._train_loop = train_loop
         self._back_up(step)
         start = time.monotonic()
@@ -138,11 +147,7 @@ class PreemptionHandler(signals.StopRequest):
             yield
 
     def _back_up(self, step: int, snapshot: Snapshot | None = None) -> None:
-        """Copy the state here if losing a machine could lose it.
-
-        Raises:
-            DevicesChanged: a lost machine has returned; the run is to be built anew.
-        """
+        """Copy the state here if losing a machine could lose it; raises as `steps` does."""
         cluster = remote.current_cluster()
         if cluster is None:
             return

@@ -29,7 +29,7 @@ class TensorRange:
         name, dtype: of the tensor.
         low, high: of its finite numbers, None if there are none.
         not_finite, size: number of infinite or NaN elements, and of all.
-        rows: of the batch with such elements, if the tensor has a row for each example.
+        rows: indices of the examples with such elements, if axis 0 of the tensor is the batch.
     """
 
     kind: str
@@ -41,19 +41,9 @@ class TensorRange:
     size: int
     rows: list[int] = dataclasses.field(default_factory=list)
 
-
-@dataclasses.dataclass(frozen=True)
-class NonFiniteOrigin:
-    """The first non-finite tensor of a step, and its non-finite `rows` of the batch."""
-
-    kind: str
-    name: str
-    dtype: str
-    rows: list[int]
-
     @property
     def of_data(self) -> bool:
-        """Whether the data were non-finite already."""
+        """Whether the tensor is part of the batch."""
         return self.kind == "data"
 
 
@@ -64,15 +54,16 @@ class ReplayResult:
     ranges: list[TensorRange]
     is_finite: bool
     loss: float
-    fault: NonFiniteOrigin | None
+    fault: TensorRange | None  # the first one that is not finite
     reason: str = ""
 
     @property
     def what(self) -> str:
         """What is not finite, for a message."""
-        if self.reason or np.isfinite(self.loss):
-            return "a gradient is not finite" if not self.reason else "the step is not finite"
-        return f"the loss is {self.loss:g}"
+        if self.reason:
+            return "the step is not finite"
+        finite = np.isfinite(self.loss)
+        return "a gradient is not finite" if finite else f"the loss is {self.loss:g}"
 
     @property
     def loss_text(self) -> str:
@@ -81,7 +72,7 @@ class ReplayResult:
 
 
 def num_examples(batch: Any) -> int:
-    """Return how many examples a batch, (example, draws), has."""
+    """Return the number of examples in a batch, (example, draws)."""
     return len(tf.nest.flatten(batch[1])[0])
 
 
@@ -109,7 +100,7 @@ def replay_step(
 
 
 class _Step:
-    """The step of a run on one device, with all that is seen in it."""
+    """One step of a run on one device, whose tensors are recorded."""
 
     def __init__(self, options: Options, dataset: Data, device: str, state: Mapping):
         changed = dict(variables="cpu", accumulate_steps=1, jit_compile=False, on_nan="stop")
@@ -118,7 +109,6 @@ class _Step:
         for name, variable in run.masters.variables().items():
             variable.assign(state[name])
         self.state = state
-        self._seen: list[tuple[str, str, Any]] = []
         self._trace = tf.function(self._ranges, autograph=False)
 
     def make(self, batch: Any) -> ReplayResult:
@@ -141,7 +131,7 @@ class _Step:
             fault = dataclasses.replace(fault, rows=self._rows_at_fault(batch))
         return ReplayResult(ranges, not stuck, loss, fault)
 
-    def _fault(self, ranges: Sequence[TensorRange]) -> NonFiniteOrigin | None:
+    def _fault(self, ranges: Sequence[TensorRange]) -> TensorRange | None:
         """Return the first tensor that is not finite, in the order of computation."""
         bad = [tensor for tensor in ranges if tensor.not_finite]
         layers = [tensor for tensor in bad if tensor.kind in ("layer", "loss")]
@@ -153,11 +143,7 @@ class _Step:
             # Going backward, the last variable comes first.
             *[tensor for tensor in bad if tensor.kind == "gradient"][::-1],
         ]
-        return (
-            NonFiniteOrigin(first[0].kind, first[0].name, first[0].dtype, first[0].rows)
-            if first
-            else None
-        )
+        return first[0] if first else None
 
     def _call(self, batch: Any) -> tuple[bool, float, list[tuple[tuple, Any]]]:
         """Make a step, restore the state; return whether it is non-finite, its loss and ranges."""

@@ -78,7 +78,7 @@ class TowerBoard(keras.callbacks.Callback):
         self.model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Restart the measurement of speed: what comes between epochs is no step."""
+        """Restart the measurement of speed: the time between epochs is not that of steps."""
         self._epoch, self._epoch_begins = epoch, True
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

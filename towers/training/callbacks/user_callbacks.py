@@ -79,7 +79,11 @@ def _check_hooks(name: str, callback: _K.Callback) -> None:
 
 
 def prepare(callbacks: Sequence[_K.Callback], task: Task) -> None:
-    """Tell callbacks which values of the metric that they monitor are better.
+    """Set the `mode` of callbacks that is "auto": Keras knows only the metrics of a compiled model.
+
+    Args:
+        callbacks: of the run.
+        task: the task of the run, whose metrics callbacks may monitor.
 
     Raises:
         InputError: there is no such metric, or one sets a learning rate that the schedule sets.
@@ -89,7 +93,7 @@ def prepare(callbacks: Sequence[_K.Callback], task: Task) -> None:
         kind = type(callback).__name__
         if task.rate_is_set and isinstance(callback, _SET_RATE):
             raise InputError(_sets_rate(kind))
-        if getattr(callback, "mode", None) == "auto":  # Keras knows compiled metrics alone
+        if getattr(callback, "mode", None) == "auto":
             metric = callback.monitor.removeprefix("val_")
             if metric not in directions and isinstance(callback, _MONITORS):
                 known = [*directions, *(f"val_{name}" for name in directions)]
@@ -138,19 +142,29 @@ class Callbacks:
         """Call on_train_batch_begin, and before it on_epoch_begin if an epoch begins."""
         if not self._losses:
             self._call("on_epoch_begin", self._epoch(step))
-        self._call("on_train_batch_begin", self._place(step))
+        self._call("on_train_batch_begin", self._batch_index(step))
 
     def end_step(self, step: int, values: Mapping[str, tf.Tensor]) -> None:
-        """Call on_train_batch_end with the values of the last step."""
+        """Call on_train_batch_end.
+
+        Args:
+            step: number of updates so far.
+            values: the scalars of the last step, see `Task.step_names`.
+        """
         if self:
             logs = {"loss": float(values["loss"]) + float(values["penalty"])}
             of_batch = [name for name in values if name.startswith("batch/")]
             logs |= {name.removeprefix("batch/"): float(values[name]) for name in of_batch}
             self._losses.append(logs["loss"])
-            self._call("on_train_batch_end", self._place(step - 1), logs)
+            self._call("on_train_batch_end", self._batch_index(step - 1), logs)
 
     def end_epoch(self, step: int, evaluation: Evaluation | None) -> bool:
-        """Call on_epoch_end if an epoch or the run ends; return whether weights changed."""
+        """Call on_epoch_end if an epoch or the run ends; return whether weights changed.
+
+        Args:
+            step: number of updates so far.
+            evaluation: the evaluation after this step; None: there was none.
+        """
         ends = self._epoch(step) > self._epoch(step - 1) or step == self._timetable.last_step
         if not self or not ends:
             return False
@@ -180,8 +194,8 @@ class Callbacks:
     def _epoch(self, step: int) -> int:
         return self._timetable.examples(step) // self._timetable.train_size
 
-    def _place(self, step: int) -> int:
-        """Return the steps of the current epoch after `step` steps of the run."""
+    def _batch_index(self, step: int) -> int:
+        """Return how many steps of the current epoch precede step `step` of the run."""
         size, batch_size = self._timetable.train_size, self._timetable.options.batch_size
         return self._timetable.examples(step) % size // batch_size
 

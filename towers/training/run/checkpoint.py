@@ -94,8 +94,15 @@ def read_newest(
 ) -> tuple[int, Found] | None:
     """Return (step, read(prefix, reader)) of the newest readable checkpoint, or None.
 
-    Step `wanted` is tried first; with `only`, no other step is tried. `warn` is called with a line
-    for each missing or damaged one; None: raise InputError. An InputError of `read` is passed on.
+    Args:
+        directory: of the checkpoints.
+        read: takes a checkpoint's path prefix and TensorFlow's reader of it.
+        warn: called with a line for each missing or damaged checkpoint; None: raise InputError.
+        wanted: step that is tried first.
+        only: the only step that is tried.
+
+    Raises:
+        InputError: `read` raised it, or one is missing or damaged and `warn` is None.
     """
 
     def pass_over(line: str) -> None:
@@ -131,13 +138,23 @@ def read_newest(
 
 
 def read(prefix: str, beginning: str) -> dict[str, np.ndarray]:
-    """Return `values_of` a checkpoint."""
+    """Open a checkpoint and return `values_of` it.
+
+    Args:
+        prefix: its path without the files' endings.
+        beginning: see `values_of`.
+    """
     with open_reader(prefix) as reader:
         return values_of(reader, beginning)
 
 
 def values_of(reader: Any, beginning: str = "") -> dict[str, np.ndarray]:
-    """Return {name without `beginning`: value} of the variables whose names begin with it."""
+    """Return {name without `beginning`: value} of the variables whose names begin with it.
+
+    Args:
+        reader: of a checkpoint, from `open_reader`.
+        beginning: such as "model/"; "" for all variables.
+    """
     return {
         name.removeprefix(beginning): reader.get_tensor(key)
         for name, key in keys_of(reader).items()
@@ -146,15 +163,21 @@ def values_of(reader: Any, beginning: str = "") -> dict[str, np.ndarray]:
 
 
 def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, Any]) -> None:
-    """Write the checkpoint of `step` atomically, with `identity` as JSON.
+    """Write a checkpoint atomically.
+
+    Args:
+        directory: of the checkpoints; must exist.
+        step: of the checkpoint.
+        values: of variables, by name.
+        identity: saved with them as JSON, see `identity_of`.
 
     Raises:
         OSError, tf.errors.OpError: the folder cannot be written, or the disk is full.
     """
-    named = {key_of("variables", name): value for name, value in values.items()}
-    graph = tf_internals.object_graph("variables", list(values), list(named), key_of("identity"))
+    named = {_key_of("variables", name): value for name, value in values.items()}
+    graph = tf_internals.object_graph("variables", list(values), list(named), _key_of("identity"))
     text = json.dumps(dict(identity), default=lambda value: np.asarray(value).tolist())
-    named |= {key_of("identity"): text, tf_internals.OBJECT_GRAPH: graph}
+    named |= {_key_of("identity"): text, tf_internals.OBJECT_GRAPH: graph}
     temporary = f".ckpt-{step}.{os.getpid()}"
     with _literal_path(directory) as folder, tf.device("/cpu:0"):
         try:
@@ -183,7 +206,7 @@ def _rename(folder: Path, temporary: str, step: int) -> None:
     if data.exists():
         data.rename(folder / f"ckpt-{step}.{_FILE_KINDS[0]}")
     index.rename(folder / f"ckpt-{step}.{_FILE_KINDS[1]}")
-    with contextlib.suppress(OSError):  # not every file system can
+    with contextlib.suppress(OSError):  # not every file system can flush a folder
         files.flush(folder)
 
 
@@ -202,7 +225,7 @@ def open_reader(prefix: str) -> Iterator[Any]:
         reader = tf.train.load_checkpoint(f"{folder}/{path.name}")
         if reader.has_tensor(tf_internals.OBJECT_GRAPH):
             reader.get_tensor(tf_internals.OBJECT_GRAPH)  # tf.train.Checkpoint needs it
-        if reader.has_tensor(key := key_of("variables", "step")):
+        if reader.has_tensor(key := _key_of("variables", "step")):
             step = int(reader.get_tensor(key))
             if path.name != f"ckpt-{step}":
                 raise ValueError(f"it is that of step {step}: name its files ckpt-{step}")
@@ -219,14 +242,14 @@ def _literal_path(folder: Path) -> Iterator[str]:
         os.close(descriptor)
 
 
-def key_of(*path: str) -> str:
+def _key_of(*path: str) -> str:
     """Return TensorFlow's key of a variable; it escapes "/" as ".S", and "." as ".."."""
     return "/".join(part.replace(".", "..").replace("/", ".S") for part in path) + _KEY_ENDING
 
 
 def identity_of(reader: Any) -> dict[str, Any]:
     """Return the `identity` of a checkpoint."""
-    return json.loads(reader.get_tensor(key_of("identity")))
+    return json.loads(reader.get_tensor(_key_of("identity")))
 
 
 def described(reader: Any) -> dict[str, str]:
@@ -241,7 +264,12 @@ def kinds_of(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def first_difference(here: Mapping[str, str], there: Mapping[str, str]) -> str | None:
-    """Return the first difference, as "NAME is DTYPE[SHAPE] there and absent here", or None."""
+    """Return the first difference, as "NAME is DTYPE[SHAPE] there and absent here", or None.
+
+    Args:
+        here: {name: "DTYPE[SHAPE]" or "[SHAPE]"} of this program's variables.
+        there: the same of the checkpoint.
+    """
     for name in [*here, *there]:
         spec_here, spec_there = here.get(name, "absent"), there.get(name, "absent")
         if spec_here != spec_there:

@@ -56,7 +56,7 @@ class CheckpointManager:
             remedy: what a message recommends if none can be read.
         """
         self.directory, self.remedy = Path(directory), remedy
-        self.is_remote = are_remote(v.device for v in variables.values())  # any of them
+        self.is_remote = are_remote(v.device for v in variables.values())  # if any is
         self.variables, self.identity = dict(variables), dict(identity)
         self.keep, self.exact = keep, exact
         self.best: int | None = None  # a step whose checkpoint is kept beside the newest
@@ -94,7 +94,11 @@ class CheckpointManager:
         self._thread = thread  # only now: a signal's thread may join it at any time
 
     def save_now(self, step: int, snapshot: Snapshot | None = None) -> None:
-        """Write a snapshot, by default of now, as the checkpoint of `step`, and wait for it.
+        """Write a checkpoint, and wait until it is written.
+
+        Args:
+            step: of the checkpoint.
+            snapshot: values of the variables after that step; None: their current values.
 
         Raises:
             RunError: the folder cannot be written, or the disk is full.
@@ -115,7 +119,11 @@ class CheckpointManager:
     def restore(
         self, warn: Callable[[str], None] | None = print, wanted: int | None = None
     ) -> int | None:
-        """Assign the newest readable checkpoint, or that of `wanted`; return its step, or None.
+        """Assign the newest readable checkpoint to the variables; return its step, or None.
+
+        Args:
+            warn: called with a line for each missing or damaged one; None: raise InputError.
+            wanted: step that is tried first.
 
         Raises:
             InputError: the checkpoint has other variables than this run, or all are damaged.
@@ -140,7 +148,16 @@ class CheckpointManager:
         warn: Callable[[str], None] | None = print,
         wanted: int | None = None,
     ) -> tuple[int, Found] | None:
-        """Return `checkpoint.read_newest`; raise InputError if all checkpoints are damaged."""
+        """Return `checkpoint.read_newest` of this folder.
+
+        Args:
+            read: called with a checkpoint's path prefix and reader.
+            warn: called with a line for each that is passed over; None: raise InputError.
+            wanted: step that is tried first.
+
+        Raises:
+            InputError: all checkpoints are damaged, or `read_newest` raised it.
+        """
         newest = checkpoint.read_newest(self.directory, read, warn, wanted)
         if newest is None:
             steps = [step for step, _ in checkpoint.find(self.directory)]

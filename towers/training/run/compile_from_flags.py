@@ -26,7 +26,15 @@ def refuse_overridden(options: Options) -> None:
 
 
 def compile_from_flags(model: keras.Model, options: Options) -> None:
-    """Compile a model as --loss, --metrics and the flags of the update say."""
+    """Compile a model as --loss, --metrics and the flags of the update say.
+
+    Args:
+        model: built. Weight decay is added to the regularisers of its kernels.
+        options: of the run.
+
+    Raises:
+        InputError: a flag names nothing that can be used, or --label_smoothing is given.
+    """
     if options.label_smoothing:
         raise InputError(
             f"--label_smoothing={options.label_smoothing:g} is the classifier's own: with --loss "

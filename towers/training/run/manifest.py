@@ -75,7 +75,11 @@ _COMPARED = re.compile(
 def write(run: RunContext, folder: Path, restored: int | None, batch: Any) -> list[str]:
     """Write or extend the manifest before a run's next step; return warnings of differences.
 
-    `restored` is the step of the restored checkpoint, None for a new run; `batch` is the next one.
+    Args:
+        run: built, its variables restored.
+        folder: of the run.
+        restored: step of the restored checkpoint; None: it is a new run.
+        batch: of the next step, (example, draws).
     """
     step = int(run.masters.step.numpy())
     towers = [dataclasses.asdict(device) for device in devices.describe(run.builder.devices)]
@@ -100,13 +104,12 @@ def write(run: RunContext, folder: Path, restored: int | None, batch: Any) -> li
         seen = int(run.masters.examples.numpy())
         lines += bent_schedule(run.options, run.data.train.size, seen, manifest["sessions"][-1])
     if not manifest:
-        known = step == 0 and batch is not None
         arrays = map(np.asarray, tf.nest.flatten(batch))
         manifest = {
             "format": _FORMAT,
             **now,
             "sessions": [],
-            "first_batch": {"sha256": digest(*arrays)} if known else None,
+            "first_batch": {"sha256": digest(*arrays)} if step == 0 else None,
             "initial_weights": weights_hash(run.masters.variables()) if step == 0 else None,
         }
     manifest.setdefault("task", model_spec(run.data, run.options))  # older manifests have none
@@ -118,7 +121,7 @@ def write(run: RunContext, folder: Path, restored: int | None, batch: Any) -> li
 def code(options: Options) -> dict[str, str | None]:
     """Return the checksum of the file that has the model function, see above.
 
-    What the function calls in other files is in `git`, where they are in a repository.
+    Changes in other files show in `git`, if they are in a repository.
     """
     checksum = None
     if not options.model.startswith(PREFIX):
@@ -129,7 +132,12 @@ def code(options: Options) -> dict[str, str | None]:
 
 
 def model_spec(data: Data, options: Options) -> dict[str, Any]:
-    """Return the properties of the data that are needed to build the model without them."""
+    """Return the properties of the data that are needed to build the model without them.
+
+    Args:
+        data: of the run.
+        options: of the run, with `augment` resolved.
+    """
     return {
         "num_classes": data.num_classes,
         "class_names": list(data.class_names),
@@ -143,7 +151,12 @@ def model_spec(data: Data, options: Options) -> dict[str, Any]:
 
 
 def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:
-    """Add "final" to the manifest; `variables` are those of `TrainState.variables`."""
+    """Add "final" to the manifest.
+
+    Args:
+        folder: of the run.
+        variables: see `TrainState.variables`.
+    """
     final = {
         "time": _time(),
         "step": int(variables["step"].numpy()),
@@ -182,7 +195,12 @@ def _is_task(task: Any) -> bool:
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return a line for each compared part of two sessions that differs."""
+    """Return a line for each part that `_COMPARED` matches and that differs.
+
+    Args:
+        now: the record of a session, or some parts of it.
+        before: the record of the first start; {}: unknown, which gives no line.
+    """
     new, old = (dict(_flatten("", manifest)) for manifest in (now, before))
     return [
         f"{name} differs: {_shorten(new[name])} now, {_shorten(old[name])} at the run's start"

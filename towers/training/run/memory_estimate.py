@@ -16,7 +16,13 @@ RESERVED_BYTES = 2**30
 
 
 def memory_by_purpose(run: RunContext, step: TracedStep, name: str) -> dict[str, int]:
-    """Return {purpose: bytes} of the memory of a tower's device during a step."""
+    """Return {purpose: bytes} of the memory of a tower's device during a step.
+
+    Args:
+        run: the run, whose variables are counted.
+        step: of the run, traced.
+        name: of the tower's device, as in `TowerBuilder.devices`.
+    """
     masters, tower = run.masters, run.builder.devices.index(name)
     received = step.received_bytes(name)
     copies = [v.value for replica in masters.replicas[1:] for v in replica.weights]
@@ -36,13 +42,25 @@ def memory_by_purpose(run: RunContext, step: TracedStep, name: str) -> dict[str,
 
 
 def largest_slice(parts: Mapping[str, int], examples: int, limit: int) -> int:
-    """Return how many examples fit into `limit` bytes; `parts` are the bytes of `examples`."""
+    """Return how many examples a slice may have to fit into a device.
+
+    Args:
+        parts: {purpose: bytes} with a slice of `examples`, see `memory_by_purpose`.
+        examples: number of examples in that slice.
+        limit: memory of the device in bytes.
+    """
     each = max(-(-(parts["activations"] + parts["batch"]) // examples), 1)
     return max(examples + (limit - sum(parts.values())) // each, 0)
 
 
 def largest_batch(run: RunContext, train_loop: Callable, batches: Iterator) -> int:
-    """Return the largest batch size whose steps are expected to fit into the towers' devices."""
+    """Return the largest batch size whose steps are expected to fit into the towers' devices.
+
+    Args:
+        run: the run, built.
+        train_loop: of the run.
+        batches: the loop's input, of which nothing is taken.
+    """
     names = run.builder.devices
     step = read_step(train_loop.get_concrete_function(batches, tf.constant(0)))
     limits = tf_internals.device_memory_bytes() if are_gpus(names) else {}

@@ -52,7 +52,7 @@ def build_for(
             f"--model={name} is a model, and not the function that returns it: write "
             f"`def build(): return ...` around it, and type --model={name.partition(':')[0]}:build"
         )
-    x = prepared(options, x, image_shape)
+    x = input_specs(options, x, image_shape)
     from_data: dict[str, Any] = {"num_classes": num_classes} if num_classes else {}
     if image_shape is not None:
         from_data["image_shape"] = tuple(x.shape)
@@ -70,13 +70,19 @@ def build_for(
             raise InputError(
                 f"--model={name} returned {type(model).__name__}; a keras.Model is needed"
             )
-        if overrides(model, "call"):  # one of several parts may have none
+        if overrides(model, "call"):  # a model of several parts, as a GAN, may have none
             _call_on(model, name, x)  # builds it, too
     return model
 
 
-def prepared(options: Options, x: Any, image_shape: Sequence[int] | None) -> Any:
-    """Return the specs of the model's inputs, from those of stored examples."""
+def input_specs(options: Options, x: Any, image_shape: Sequence[int] | None) -> Any:
+    """Return the specs of the model's inputs for one example; see `build_for`.
+
+    Args:
+        options: of the run, with `augment` resolved.
+        x: specs of one example as it is stored.
+        image_shape: (height, width, channels) of a stored image; None: x is no image.
+    """
     if image_shape is None:
         return x
     shape = augment.output_shape(tuple(image_shape), options.augment)
@@ -88,7 +94,12 @@ def check_classifier(
 ) -> None:
     """Raise InputError unless a model that is not compiled is a classifier giving logits.
 
-    `no_classes` is the reason why integer targets are no classes, see `Data`.
+    Args:
+        model: built.
+        name: of the model function, for messages.
+        num_classes: of the data set; 0: targets are no classes.
+        x: specs of the model's inputs for one example, see `input_specs`.
+        no_classes: why integer targets are no classes, if so; see `Data`.
     """
     if overrides(model, "train_step"):
         raise InputError(
@@ -119,7 +130,12 @@ def check_classifier(
 
 
 def overrides(model: keras.Model, *names: str) -> bool:
-    """Return whether a model or its class overrides one of these methods of `keras.Model`."""
+    """Return whether a model or its class overrides a method of `keras.Model`.
+
+    Args:
+        model: any Keras model; methods that towers replace do not count.
+        *names: names of methods; one that is overridden is enough.
+    """
     of_class = (getattr(type(model), name) is not getattr(keras.Model, name) for name in names)
     return any(of_class) or not methods_set_on(model).keys().isdisjoint(names)
 
@@ -193,7 +209,7 @@ def _call_on(model: keras.Model, name: str, x: Any) -> Any:
     """Call a model on a symbolic batch of `x`; raise Keras' errors about it as InputError."""
     try:
         inputs = getattr(model, "inputs", None) or []  # absent before a model is built
-        if len(inputs) == 1 and isinstance(x, tf.TensorSpec):  # Keras lets some pass
+        if len(inputs) == 1 and isinstance(x, tf.TensorSpec):  # Keras accepts some others
             shape = tuple(inputs[0].shape[1:])
             if not tf.TensorShape(shape).is_compatible_with(x.shape):
                 raise ValueError(f"it takes inputs of shape {shape}")

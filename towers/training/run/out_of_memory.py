@@ -8,8 +8,9 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from towers import tf_internals
+from towers.builder.op_names import layer_of
 from towers.devices import memory
-from towers.graphs.placement import Op, short_device_name
+from towers.graphs.placement import short_device_name
 from towers.options.run import Options
 
 # From TensorFlow's allocators.
@@ -32,9 +33,12 @@ _TOWER = re.compile(r"tower_(\d+)/[^\s}]*")
 
 
 def line(text: str, options: Options, largest_batch: Callable[[], int] | None = None) -> str | None:
-    """Return the line for the text of an out-of-memory error, None for any other error.
+    """Return the line for an out-of-memory error, None for any other error.
 
-    `largest_batch` returns the largest batch size that is expected to fit.
+    Args:
+        text: of the error.
+        options: of the run, for the remedy.
+        largest_batch: returns the largest batch size that is expected to fit; None: it is unknown.
     """
     if match := _TENSOR.search(text):
         sizes = [int(size) for size in match["shape"].split(",") if size]
@@ -54,7 +58,7 @@ def line(text: str, options: Options, largest_batch: Callable[[], int] | None = 
     else:
         return None
     tower = _TOWER.search(text)
-    layer = f", in layer {Op(tower[0], '', '', '').layer}" if tower else ""
+    layer = f", in layer {layer_of(tower[0])}" if tower else ""
     where = f"tower {tower[1]} on {device or 'a GPU'}" if tower else device or "a device"
     return (
         f"out of memory: {where} asked for {asked}{layer}{_limit_of(device)}; "

@@ -41,7 +41,6 @@ from towers.training.step.train_state import (
 
 DEFAULT_EPOCHS = 10.0
 
-# Returns the training set on the towers' devices, where the first call copies it.
 Stored = Callable[[], DeviceCache | RemoteReader | None]
 
 
@@ -73,9 +72,9 @@ class RunContext:
     lowered_at: Sequence[int] = ()
 
     def train_loop(self, *, telemetry: bool = True) -> Callable:
-        """Return the run's `step.TrainLoop`."""
-        parts = self.builder, self.train_step(), self.task.step_names
-        return make_train_loop(*parts, telemetry=telemetry, masters=self.masters)
+        """Return the run's `TrainLoop`."""
+        parts = self.builder, self.train_step(), self.task.step_names, self.masters
+        return make_train_loop(*parts, telemetry=telemetry)
 
     @property
     def on_towers(self) -> DeviceCache | RemoteReader | None:
@@ -83,7 +82,12 @@ class RunContext:
         return self.stored()
 
     def batches(self, step: int, examples: int) -> tf.data.Dataset:
-        """Return the batches from a step on, or their row numbers if towers hold the data."""
+        """Return the batches from a step on, or their row numbers if towers hold the data.
+
+        Args:
+            step: number of updates before the first batch.
+            examples: number of examples seen before it.
+        """
         source = self.on_towers or self.data.train
         size, seed = self.options.batch_size, self.options.seed
         return source.train_batches(size, seed=seed, step=step, examples=examples)
@@ -132,7 +136,12 @@ class RunContext:
 
 
 def length_of(options: Options, size: int) -> tuple[float, int]:
-    """Return the epochs of schedules and the total examples, for a training set of `size`."""
+    """Return `total_epochs` and `total_examples` of a `RunContext`.
+
+    Args:
+        options: of the run.
+        size: number of training examples.
+    """
     if options.num_epochs or not options.max_steps:
         total_epochs = options.num_epochs or DEFAULT_EPOCHS
         return total_epochs, max(round(total_epochs * size), 1)
@@ -141,7 +150,12 @@ def length_of(options: Options, size: int) -> tuple[float, int]:
 
 
 def rate_of(options: Options, size: int) -> Callable[[Any], tf.Tensor]:
-    """Return a function from examples seen to the learning rate; `size` is of the training set."""
+    """Return a function from the number of examples seen to the learning rate, float64.
+
+    Args:
+        options: of the run.
+        size: number of training examples.
+    """
     rate_at = schedule(
         options.schedule,
         peak=options.learning_rate,
@@ -294,10 +308,11 @@ def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) 
 def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:
     """Return the model, compiled if function or flags say so, and options with its `augment`."""
     if options.model == Options.model and dataset.image_shape is None:
+        shapes = tf.nest.map_structure(lambda leaf: shape_of((None, *leaf.shape)), dataset.spec[0])
         raise InputError(
             f"--dataset={options.dataset} has no images, and --model={options.model}, the one "
             "that is taken if none is given, is for images: name a model of your own, as "
-            f"--model=my_net:build, which takes inputs of shape {_shapes(dataset.spec[0])}"
+            f"--model=my_net:build, which takes inputs of shape {shapes}"
         )
     # "auto" depends on whether the model is compiled; the image shape does not.
     kind = augment.resolve(options.augment, dataset, compiled=False)
@@ -325,7 +340,7 @@ def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, O
             compile_from_flags.compile_from_flags(network, options)
     else:
         resolved = dataclasses.replace(options, augment=kind)
-        x = model.prepared(resolved, dataset.spec[0], dataset.image_shape)
+        x = model.input_specs(resolved, dataset.spec[0], dataset.image_shape)
         model.check_classifier(network, options.model, dataset.num_classes, x, dataset.no_classes)
     if options.test_time_flip:
         if dataset.image_shape is None:
@@ -335,10 +350,6 @@ def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, O
         for output in getattr(network, "outputs", None) or []:
             check_rows(output)
     return network, dataclasses.replace(options, augment=kind)
-
-
-def _shapes(spec: Any) -> Any:
-    return tf.nest.map_structure(lambda leaf: shape_of((None, *leaf.shape)), spec)
 
 
 def _check_batch(options: Options, dataset: Data) -> None:

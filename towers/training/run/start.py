@@ -69,6 +69,10 @@ class PreparedRun:
 def build(options: Options, say: Say) -> RunContext:
     """Build the run; with --variables=auto, by a trial of all placements of the variables.
 
+    Args:
+        options: of the run.
+        say: prints a line on what the trial chose.
+
     Raises:
         InputError: a device, the data or the model is not available as the options say.
         RunError: the data set cannot be read, or a GPU does not compute.
@@ -160,7 +164,18 @@ def _window(run: RunContext) -> Callable[[], float]:
 
 
 def restore(run: RunContext, folder: Path) -> tuple[CheckpointManager, int | None]:
-    """Restore the newest checkpoint of the folder, unless it is to be overwritten."""
+    """Restore the newest checkpoint, unless the folder is to be overwritten.
+
+    Args:
+        run: built.
+        folder: its `train_dir`.
+
+    Returns:
+        The run's checkpoints, and the step of the restored one, None for a new run.
+
+    Raises:
+        InputError: the checkpoints are of another run or all damaged, or there are only curves.
+    """
     checkpoints = CheckpointManager(
         folder / "checkpoints",
         run.masters.variables(),
@@ -223,7 +238,7 @@ def begin(
     for line in lines:
         say(line)
     run.analyze(batch)
-    placement, lines = _place(run, train_loop, batches, say)
+    placement, lines = _build_graph(run, train_loop, batches, say)
     lines += _check_numbers(run, placement, batch, say)
     # Nothing was written until here. The checkpoint comes first, so that a folder that cannot be
     # written, or a full disk, is found now and not after an hour.
@@ -241,23 +256,6 @@ def begin(
     for line in manifest.write(run, folder, restored, batch):
         say(line)
     checkpoints.run_directory = files.RunDirectory(folder, lock, say)
-    graph = train_loop.get_concrete_function(batches, tf.constant(0)).graph
-    _open_root(run, folder, rules, lines, placement, graph)
-    lock.take(folder)  # its subfolders, too, which exist now
-    return PreparedRun(
-        run, folder, checkpoints, restored, timetable, train_loop, batches, sampler, placement
-    )
-
-
-def _open_root(
-    run: RunContext,
-    folder: Path,
-    rules: list[str],
-    lines: list[str],
-    placement: Placement,
-    graph: tf.Graph,
-) -> None:
-    """Write the chart layout, texts and graph that TensorBoard shows of the whole run."""
     summary: list[str] = []
     run.masters.model.summary(line_length=100, print_fn=lambda line, **_: summary.append(line))
     texts = {
@@ -265,15 +263,19 @@ def _open_root(
         "placement": [*lines, "", *placement_report.table(placement)],
         "model": "\n".join(summary).splitlines(),
     }
-    metrics = run.task.metric_directions()
+    graph = train_loop.get_concrete_function(batches, tf.constant(0)).graph
     best_known, _ = run.task.objective()
-    names = sorted(metrics, key=lambda name: (name != best_known, name == "loss"))
+    names = sorted(run.task.metric_directions(), key=lambda n: (n != best_known, n == "loss"))
     parts = ["validation", "test"] if run.data.validation else ["test"]
     figures = [f"{part}_{name}" for part in parts for name in names]
     dashboard.open_root(folder, run.options, run.builder.devices, texts, placement, graph, figures)
+    lock.take(folder)  # its subfolders, too, which exist now
+    return PreparedRun(
+        run, folder, checkpoints, restored, timetable, train_loop, batches, sampler, placement
+    )
 
 
-def _place(
+def _build_graph(
     run: RunContext, train_loop: Callable, batches: Iterator, say: Say
 ) -> tuple[Placement, list[str]]:
     """Build the graph of a step; return the placement of its ops, and the report on it."""

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
+from towers.builder.op_names import layer_of
 from towers.devices import memory
 from towers.errors import InputError, RunError
 from towers.formatting import first_line
-from towers.graphs.placement import Op, short_device_name
+from towers.graphs.placement import short_device_name
 from towers.options.code_trust import CODE
 from towers.options.error_origin import locate_in_user_code
 from towers.options.run import Options
@@ -20,7 +21,7 @@ _NOISE = re.compile(
     r"\[\[.*?\]\]|\[Op:.*|assertion failed:"
     r"|InputError: |Error in user-defined function passed to .*? with iterator: \S+ "
 )
-# Without soft placement: of an op in a graph, or of one that runs at once.
+# Without soft placement: for an op in a graph, or for one that runs eagerly.
 _DEVICE_REFUSED = re.compile(
     r"Cannot assign a device for operation (?P<op>\S+?):.*explicitly assigned to (?P<device>\S+)"
     r"|Could not satisfy device specification '(?P<specification>\S+)'",
@@ -94,13 +95,13 @@ def user_facing_errors(
         if refused := _XLA_REFUSED.search(text):
             raise RunError(
                 f"--jit_compile: XLA cannot compile {refused['op']}, of layer "
-                f"{_layer(refused['name'])}: leave the flag out, or do it without that op"
+                f"{layer_of(refused['name'])}: leave the flag out, or do it without that op"
             ) from None
         meaning = next((meaning for part, meaning in _MEANINGS.items() if part in text), None)
         if meaning is None:
             raise
         reason = first_line(type(error)(None, None, _NOISE.sub("", text)), 1000)
-        if "assertion failed:" in text:  # of texts and numbers, each in brackets
+        if "assertion failed:" in text:  # its texts and numbers are in brackets
             reason = re.sub(r"\] \[", " ", reason).strip("[]")
         if batch := _BATCH.search(text):
             reason += f" {batch[0]}"
@@ -128,7 +129,7 @@ def _with_own_code(line: str, error: Exception, options: Options) -> str:
 
 
 def _no_kernel(name: str, op: str | None, device: str = "") -> str:
-    node = f"{op or re.sub('_[0-9]+$', '', name.rpartition('/')[2])}, of layer {_layer(name)}"
+    node = f"{op or re.sub('_[0-9]+$', '', name.rpartition('/')[2])}, of layer {layer_of(name)}"
     if not device:
         return (
             f"{node}: TensorFlow has no kernel for it on the devices of this machine, with these "
@@ -143,11 +144,7 @@ def _no_kernel(name: str, op: str | None, device: str = "") -> str:
 def _no_device(op: str | None, device: str | None, specification: str | None) -> str:
     there = [short_device_name(device.name) for device in tf.config.list_logical_devices()]
     return (
-        f"--allow_soft_placement=false: {f'layer {_layer(op)}' if op else 'the model'} asks for "
+        f"--allow_soft_placement=false: {f'layer {layer_of(op)}' if op else 'the model'} asks for "
         f"{short_device_name(device or specification)}, which is not there or cannot run it; "
         f"TensorFlow has {', '.join(there)}: let the model choose no device, or leave the flag out"
     )
-
-
-def _layer(op: str) -> str:
-    return Op(op, "", "", "").layer

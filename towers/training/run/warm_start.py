@@ -40,7 +40,7 @@ resource.setrlimit(resource.RLIMIT_AS, (most, most))
 file = h5py.File(sys.argv[1] or io.BytesIO(data))
 for found in file, file.get("model_weights"):
     dict(found.attrs if found else {})
-file.visititems(lambda _, found: (dict(found.attrs), None)[1])  # else it ends there
+file.visititems(lambda _, found: (dict(found.attrs), None)[1])  # None: go on
 """
 
 

@@ -325,7 +325,12 @@ class Compiled(Task):
         }
 
     def inputs(self, x: Any, draws: tf.Tensor | None) -> Any:
-        """See `Task`; with --augment=off x is what `fit` would give the model."""
+        """See `Task`; with --augment=off x is what `fit` would give the model.
+
+        Args:
+            x: of a batch, as the data set stores it.
+            draws: random numbers for each example; None: nothing is augmented.
+        """
         return self.cast(x) if self.options.augment == "off" else super().inputs(x, draws)
 
     def image_dtype(self) -> tf.DType | str | None:
@@ -346,14 +351,24 @@ class Compiled(Task):
         return super().tower_function(*batch)
 
     def losses_of(self, outputs: Any, *targets: Any) -> tf.Tensor:
-        """See `Task`."""
+        """See `Task`; their mean is the compiled loss.
+
+        Args:
+            outputs: of the model.
+            *targets: y and, if there are any, sample weights.
+        """
         y, weights = [*self.cast(targets), None, None][:2]
         # The scope discards the updates of loss metrics, which are made over the whole batch.
         with keras.StatelessScope(), loss_checks.per_example_losses(self.options.batch_size):
             return tf_internals.compiled_loss(self.model, y, outputs, weights)
 
     def metric_inputs(self, outputs: Any, targets: Sequence[Any]) -> Any:
-        """See `Task`."""
+        """See `Task`.
+
+        Args:
+            outputs: of the model.
+            targets: y and, if there are any, sample weights.
+        """
         return (outputs, *self.cast(targets)) if self._of_batch() else ()
 
     def loss(self, *batch: Any) -> tf.Tensor:
@@ -413,7 +428,13 @@ class Compiled(Task):
     def test_step(
         self, example: Any, number: tf.Tensor, averaged: bool
     ) -> tuple[dict[str, tf.Tensor], tf.Tensor | None]:
-        """See `Task`: the model's own step, whose calls run on towers."""
+        """See `Task`: the model's own step, whose calls run on towers.
+
+        Args:
+            example: of the batch, without padding.
+            number: of examples, all of which count.
+            averaged: whether variables have the values of their averages.
+        """
         outputs: list[Any] = []
         assigned: list[tf.Variable] = []
         step = self.model.test_step if averaged else self._test_step_on_copies

@@ -1,9 +1,8 @@
 """The results of an evaluation: metrics, and the model's predictions."""
 
-import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -15,8 +14,6 @@ from towers.training.step.train_state import copy_beside, snapshot
 
 NUM_MISTAKES = 16
 AVERAGED = "_ema"  # ends the names of metrics of the averages
-_BATCHES_BEHIND = 2
-Figures = Mapping[str, float | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Evaluation:
         predictions: of the model, if there are classes.
     """
 
-    metrics: Figures
+    metrics: Mapping[str, float | None]
     examples: int
     class_accuracy: dict[str, float | None] | None = None
     class_accuracy_ema: dict[str, float | None] | None = None
@@ -61,24 +58,6 @@ class Evaluation:
             ]
             lines.append(f"{name:{width}}" + "".join(f"{text:>10}" for text in shown))
         return lines
-
-
-def pipelined(
-    batches: Iterable[Any], evaluate: Callable, stop: Callable[[], bool]
-) -> Iterator[tuple[Any, Any]]:
-    """Yield (batch, `evaluate(batch)`) with a delay of some batches, so that GPUs need not wait.
-
-    `stop` is called before each batch; if it returns True, (batch, None) is yielded last.
-    """
-    waiting: collections.deque[tuple[Any, Any]] = collections.deque()
-    for batch in batches:
-        if stop():
-            yield batch, None
-            return
-        waiting.append((batch, evaluate(batch)))
-        if len(waiting) > _BATCHES_BEHIND:
-            yield waiting.popleft()
-    yield from waiting
 
 
 class MetricState:

@@ -8,9 +8,9 @@ assigned, which launches no kernel. Variables, slots and checkpoints stay as the
     gradients, weights = packed(gradients, weights, optimizer, is_decayed)
     apply(optimizer, gradients, weights)
 
-TensorFlow's fused kernels (ResourceApplyKerasMomentum, ResourceApplyAdam) exist for four of twelve
-optimizers only, and need one launch for each variable. On CPUs nothing is concatenated: copies cost
-more than starting ops there, and SGD uses the fused kernels.
+TensorFlow's fused kernels (ResourceApplyKerasMomentum, ResourceApplyAdam) exist for some optimizers
+only, and need one launch for each variable. On CPUs nothing is concatenated: copies cost more than
+starting ops there, and SGD uses the fused kernels.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class Segment(NamedTuple):
 
     value: tf.Tensor
     regularizer: Callable | None
-    shape: tf.TensorShape  # of the first
+    shape: tf.TensorShape  # of the first weight
 
 
 class FlatVariable:
@@ -90,7 +90,12 @@ class FlatVariable:
             return unpack(vector, self.variables)
 
     def map_segments(self, fn: Callable, gradient: Any) -> Any:
-        """Return the vector of `fn(part of the gradient, Segment)` over the sections."""
+        """Return the results of `fn` on each section, concatenated.
+
+        Args:
+            fn: called as `fn(part of the gradient, Segment)`; returns a vector of the part's size.
+            gradient: vector of the variables' total size.
+        """
         sizes = [sum(w.value.shape.num_elements() for w in section) for section in self.sections]
         parts, values = tf.split(gradient, sizes), tf.split(self._now, sizes)
         results = [
@@ -172,9 +177,13 @@ def apply(
     weights: Sequence[Any] | None,
     finite: tf.Tensor | None = None,
 ) -> None:
-    """Call a Keras optimizer's update on weights, some of which may be `FlatVariable`.
+    """Call a Keras optimizer's `apply`, also on `FlatVariable`s.
 
-    No variable changes if `finite`, a bool scalar, is False.
+    Args:
+        optimizer: with slots for each Keras variable.
+        gradients: one for each weight.
+        weights: Keras variables or `FlatVariable`s; None: those that the optimizer was built for.
+        finite: a bool scalar: if it is False, no variable changes; None: it is not tested.
     """
     flats = [weight for weight in weights or () if isinstance(weight, FlatVariable)]
     slots, scope = [], keras.StatelessScope() if flats else contextlib.nullcontext()
@@ -277,7 +286,12 @@ def updates_joined(
 
 
 def grouped(items: Sequence[Any], kind: Callable) -> list[list[Any]]:
-    """Group items by `kind`, in order; an item whose kind is None is a group of its own."""
+    """Return items in groups of one kind, in order of their first.
+
+    Args:
+        items: of any type.
+        kind: returns an item's key; an item without one (None) is a group of its own.
+    """
     groups: dict[Any, list[Any]] = {}
     for i, item in enumerate(items):
         groups.setdefault(kind(item) or i, []).append(item)
@@ -305,7 +319,13 @@ def write(variable: Any) -> None:
 def restore_unless(
     wanted: tf.Tensor, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]
 ) -> None:
-    """Restore variables to `before` unless `wanted`, a bool scalar, without synchronization."""
+    """Restore variables unless their new values are wanted, without synchronization.
+
+    Args:
+        wanted: a bool scalar.
+        variables: with their new values.
+        before: their values before, one for each variable.
+    """
     if not variables:
         return
     pairs = list(zip(variables, before, strict=True))

@@ -126,7 +126,11 @@ def _is_per_example(call: Callable, loss: Any, y: Any, outputs: Any, weights: An
 
 
 def check(task: Task, batch: Any) -> list[str]:
-    """Check a task on its first batch, (example, draws); return warnings of likely mistakes.
+    """Check a task on its first batch; return warnings of likely mistakes.
+
+    Args:
+        task: of the run, before its first step.
+        batch: (example, draws).
 
     Raises:
         InputError: data, model and loss do not match.
@@ -149,7 +153,16 @@ def check(task: Task, batch: Any) -> list[str]:
 
 @contextlib.contextmanager
 def translate_loss_errors(task: Task, recorder: LossRecorder, batches: Any) -> Iterator[None]:
-    """Raise errors of Keras' own losses and metrics in the block as InputError of one line."""
+    """Raise errors of Keras' own losses and metrics in the block as InputError of one line.
+
+    Args:
+        task: of the compiled model.
+        recorder: of the model's losses, in use in the block.
+        batches: (example, draws), the first of which is looked at after an error.
+
+    Raises:
+        InputError: there is no loss, or it or a metric cannot be computed of these data.
+    """
     try:
         yield
     except (

@@ -74,7 +74,7 @@ class Muon(keras.optimizers.Muon):
         self.assign(m, moved)
         rows = tf.reshape(gradient + self.momentum * moved, [-1, variable.shape[-1]])
         turn = tf.reshape(self.zeropower_via_newtonschulz5(rows, self.ns_steps), variable.shape)
-        norm = tf.maximum(tf.norm(variable), 1e-7)  # a kernel of zeros stays none
+        norm = tf.maximum(tf.norm(variable), 1e-7)  # a kernel of zeros has norm 0
         self.assign(variable, variable * (variable.shape[-1] ** 0.5 / norm) - lr * turn)
 
     def zeropower_via_newtonschulz5(self, x: tf.Tensor, steps: int) -> tf.Tensor:

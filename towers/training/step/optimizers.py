@@ -15,7 +15,7 @@ from towers.training.step.update import UpdateRules, is_decayed
 MOST_SKIPPED = 10  # steps in a row that are not finite, with --on_nan=skip
 
 _K = keras.optimizers
-# {name: how it is made}, but for its learning rate
+# {name: function from options to a constructor, which takes the learning rate}
 OPTIMIZERS = {
     "sgd": lambda o: _K.SGD,
     "momentum": lambda o: functools.partial(_K.SGD, momentum=o.momentum),
@@ -105,7 +105,12 @@ def clips_of(options: Options) -> dict[str, float]:
 
 
 def describe_flags(options: Options, loss_scale: Any) -> dict[str, str]:
-    """Return `Task.describe_update` of an update by flags."""
+    """Return `Task.describe_update` of an update by flags.
+
+    Args:
+        options: of the run.
+        loss_scale: its variable, None without one.
+    """
     apart = options.optimizer in DECAY_APART
     decay = f"{options.optimizer}, apart from the gradient" if apart else "L2"
     rate = f"learning rate {options.learning_rate:g} {options.schedule}"

@@ -84,7 +84,7 @@ def final_activation(layer: keras.Operation | None) -> str | None:
     Activations inside of a user's own layer are not found.
     """
     while isinstance(layer, keras.Model):
-        parts = getattr(layer, "operations", layer.layers)  # of a functional model, ops too
+        parts = getattr(layer, "operations", layer.layers)  # in a functional model ops, too
         layer = parts[-1] if parts else None
     name = _name(getattr(layer, "activation", layer))
     return name if name in ("softmax", "sigmoid") else None
@@ -95,7 +95,13 @@ def _name(activation: object) -> str:
 
 
 def logits_of(model: keras.Model, inputs: Any, flips: bool) -> Any:
-    """Return a model's outputs in evaluation, averaged over mirror images if `flips`."""
+    """Return a model's outputs in evaluation.
+
+    Args:
+        model: any Keras model.
+        inputs: of a batch.
+        flips: whether outputs are averaged with those of mirror images, see `mirrored`.
+    """
     call = functools.partial(model, training=False)
     return mirrored(call, inputs) if flips else call(inputs)
 
@@ -110,7 +116,15 @@ def check_rows(output: Any) -> None:
 
 
 def mirrored(call: Callable, images: tf.Tensor) -> Any:
-    """Return the mean outputs of a model for images `[b, H, W, C]` and their mirror images."""
+    """Return the mean outputs for images and their mirror images, float32 at least.
+
+    Args:
+        call: a model: from images to an output `[b, n]`, or a structure of such.
+        images: `[b, H, W, C]`.
+
+    Raises:
+        InputError: an output has another rank.
+    """
 
     def mean(output: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
         check_rows(output)

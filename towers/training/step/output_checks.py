@@ -334,7 +334,12 @@ _OF_LOGITS = {
 
 
 def doubtful_metrics(one: OutputCheck, metrics: Iterable[keras.Metric]) -> list[str]:
-    """Return a warning for each metric that does not suit the output."""
+    """Return a warning for each metric that does not suit the output.
+
+    Args:
+        one: the only output of a model, with its targets and loss.
+        metrics: of the model.
+    """
     kind, values, lines = one.inputs.kind, one.values, []
     broken = np.zeros(0)
     if kind in _NUMBERS and values is not None and values.dtype.kind == "f":

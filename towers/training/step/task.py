@@ -11,10 +11,11 @@ update is made. The kinds of tasks:
 """
 
 import abc
+import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -37,19 +38,14 @@ from towers.options.run import Options
 from towers.tf_internals import added_losses
 from towers.training.parallelize import traced
 from towers.training.run.model import floatx_of
-from towers.training.step.evaluation import (
-    AVERAGED,
-    Evaluation,
-    MetricState,
-    PredictionCollector,
-    pipelined,
-)
+from towers.training.step.evaluation import AVERAGED, Evaluation, MetricState, PredictionCollector
 from towers.training.step.optimizers import describe_flags, is_own, rules_of
 from towers.training.step.output_activation import cross_entropy, logits_of
 from towers.training.step.train_state import VARIABLES, TrainState, WeightCopy, snapshot
 from towers.training.step.update import UpdateRules, make_update, scaled
 
 Stop = Callable[[], bool]
+_BATCHES_BEHIND = 2
 
 
 class Task(abc.ABC):
@@ -213,10 +209,20 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def losses_of(self, outputs: Any, *targets: Any) -> tf.Tensor:
-        """Return the losses `[b]` of outputs, targets and, if there are any, sample weights."""
+        """Return the losses of a tower's examples, `[b]`.
+
+        Args:
+            outputs: of the model.
+            *targets: y and, if there are any, sample weights.
+        """
 
     def metric_inputs(self, outputs: Any, targets: Sequence[Any]) -> Any:
-        """Return a tower's inputs of metrics, each `[b, ...]`; () for none."""
+        """Return a tower's inputs of metrics, each `[b, ...]`; () for none.
+
+        Args:
+            outputs: of the model.
+            targets: y and, if there are any, sample weights.
+        """
         return ()
 
     @abc.abstractmethod
@@ -249,7 +255,7 @@ class Task(abc.ABC):
             self._reset_metrics()
             kinds, logs = (False, True)[: 1 + bool(self.masters.averages)], []
             collectors = [PredictionCollector(averaged=averaged) for averaged in kinds]
-            for _, results in pipelined(batches, self._evaluate, stop):
+            for results in _pipelined(batches, self._evaluate, stop):
                 if results is None:
                     return None
                 example, logs, predictions = results
@@ -257,14 +263,19 @@ class Task(abc.ABC):
                     classes, chances = predicted.numpy().T
                     shows = self.data.image_shape and collector is collectors[-1]
                     labels = example[1].numpy().reshape(-1)
-                    images = example[0] if shows else None  # mistakes are shown of the last alone
+                    images = example[0] if shows else None  # only its mistakes are shown
                     collector.add(images, labels, classes.astype(np.int32), chances)
             return self._evaluation(split, logs, collectors)
 
         return evaluator
 
     def eval_arrays(self, example: Any, counted: tf.Tensor) -> dict[str, np.ndarray]:
-        """Return the metrics of one batch; those of the averages end in "_ema"."""
+        """Return the metrics of one batch; those of the averages end in "_ema".
+
+        Args:
+            example: of the batch, which may be padded.
+            counted: `[B]`, 1 for each example and 0 for padding, which comes last.
+        """
         self._reset_metrics()
         _, logs, _ = self._evaluate((example, counted))
         named = zip(("", AVERAGED), logs, strict=False)
@@ -377,9 +388,11 @@ class Task(abc.ABC):
         """Return {metric: "max" or "min", whichever is better, or None if unknown}."""
 
     def inputs(self, x: Any, draws: tf.Tensor | None) -> Any:
-        """Return the model's inputs for x, `[b, ...]`: of images, augmented if there are draws.
+        """Return the model's inputs: images as floats; other data change in precision only.
 
-        Images become floats; of other data only the precision of floats changes.
+        Args:
+            x: of a batch, `[b, ...]`, as the data set stores it.
+            draws: random numbers by which images are augmented; None: they are not.
         """
         kind, dtype = self.options.augment, self.options.input_dtype
         if self.data.image_shape is None:
@@ -442,7 +455,13 @@ class Classifier(Task):
         return self._losses_and_outputs(*batch)[0]
 
     def losses_of(self, outputs: Any, labels: tf.Tensor, *weights: tf.Tensor) -> tf.Tensor:
-        """See `Task`."""
+        """See `Task`.
+
+        Args:
+            outputs: logits `[b, classes]`.
+            labels: integers `[b]`.
+            *weights: sample weights `[b]`, if there are any.
+        """
         losses = cross_entropy(labels, outputs, self.options.label_smoothing)
         for weight in weights:
             losses *= tf.cast(weight, losses.dtype)
@@ -463,7 +482,13 @@ class Classifier(Task):
     def test_step(
         self, example: Any, number: tf.Tensor, averaged: bool
     ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-        """See `Task`."""
+        """See `Task`.
+
+        Args:
+            example: of the batch, which may be padded.
+            number: of examples that count; the others are padding.
+            averaged: whether variables have the values of their averages.
+        """
         x, *targets = example
         replicas = self.masters.replicas
         copies = [] if averaged else [PerTower([r.weights for r in replicas])][: len(replicas) - 1]
@@ -502,6 +527,22 @@ class Classifier(Task):
     def _reset(self) -> None:
         for mean in self._means.values():
             mean.reset_state()
+
+
+def _pipelined(batches: Iterable[Any], evaluate: Callable, stop: Stop) -> Iterator[Any]:
+    """Yield `evaluate(batch)` with a delay of some batches, so that GPUs need not wait.
+
+    `stop` is called before each batch; if it returns True, None is yielded last.
+    """
+    waiting: collections.deque[Any] = collections.deque()
+    for batch in batches:
+        if stop():
+            yield None
+            return
+        waiting.append(evaluate(batch))
+        if len(waiting) > _BATCHES_BEHIND:
+            yield waiting.popleft()
+    yield from waiting
 
 
 @contextlib.contextmanager

@@ -16,9 +16,9 @@ def make_train_loop(
     builder: TowerBuilder,
     train_step: Callable,
     names: Sequence[str],
+    masters: TrainState,
     *,
     telemetry: bool = True,
-    masters: TrainState | None = None,
 ) -> "TrainLoop":
     """Return a `TrainLoop`: `train_loop(iterator, num_steps)` makes `num_steps` steps in one call.
 
@@ -30,13 +30,13 @@ def make_train_loop(
         builder: of the towers.
         train_step: see `Task.make_train_step`.
         names: of the scalars that every step returns.
+        masters: the loop also returns "stuck": whether their limit of non-finite steps is reached.
+            On CPUs it ends there, and returns the "batch" of its last step. On GPUs, to avoid
+            synchronization, the remaining steps change nothing.
         telemetry: whether steps are measured.
-        masters: if given, "stuck" is returned, too: whether the limit of non-finite steps is
-            reached. On CPUs the loop ends there, and returns the "batch" of its last step. On
-            GPUs, to avoid synchronization, the remaining steps change nothing.
     """
     on_gpus, num_towers = tower_metrics.on_gpus(builder), len(builder.devices)
-    ends = masters is not None and not on_gpus
+    ends = not on_gpus
     barrier = tower_metrics.GpuIdleBarrier(builder) if telemetry and on_gpus else None
     last = tower_metrics.measured_shapes(num_towers) if telemetry else {}
     sums = tower_metrics.timed_shapes(num_towers) if telemetry else {}
@@ -136,7 +136,7 @@ class TrainLoop:
         function: Any,
         scalars: Mapping[str, tf.Variable],
         barrier: tower_metrics.GpuIdleBarrier | None,
-        masters: TrainState | None,
+        masters: TrainState,
         counters: tuple[tf.Variable, tf.Variable],
     ):
         """Set the compiled function and its variables."""
@@ -158,8 +158,7 @@ class TrainLoop:
             self._barrier.wanted.assign(measured)
         values = self._function(iterator, num_steps)
         values |= {name: variable.read_value() for name, variable in self._scalars.items()}
-        if self._masters is not None:
-            values["stuck"] = self._masters.stuck()
+        values["stuck"] = self._masters.stuck()
         if "data_gradient_norm" in values:
             values.setdefault("gradient_norm", values["data_gradient_norm"])
         return values

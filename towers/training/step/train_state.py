@@ -200,21 +200,35 @@ def _optimizers_in(value: Any) -> Iterator[keras.optimizers.Optimizer]:
 
 
 def default_device(variables: str, devices: Sequence[str]) -> str:
-    """Return the device for gathering, and for all variables but the weights."""
+    """Return the device for gathering, and for all variables but the weights.
+
+    Args:
+        variables: one of VARIABLES.
+        devices: of the towers.
+    """
     return devices[0] if variables != "cpu" and are_gpus(devices) else HOST
 
 
 def move_all(variables: Iterable[keras.Variable], device: str) -> list[keras.Variable]:
-    """Move Keras variables to a device, and return those that stay; see `move`.
+    """Move Keras variables to one device; return those that cannot be moved, see `move`.
 
-    Those of int32 stay: TensorFlow keeps them in the host's memory, on GPUs too.
+    Args:
+        variables: any; those of int32 and strings are left alone: TensorFlow keeps them in the
+            host's memory, on GPUs too.
+        device: name of the device.
     """
     on_host = tf.int32, tf.string
     return move([(v, device) for v in variables if tf_internals.value_of(v).dtype not in on_host])
 
 
 def place(weights: Sequence[keras.Variable], variables: str, devices: Sequence[str]) -> None:
-    """Move weights as `variables`, one of VARIABLES, says; see `move`."""
+    """Move the master weights to their devices; see `move`.
+
+    Args:
+        weights: on the host.
+        variables: one of VARIABLES.
+        devices: of the towers.
+    """
     if variables == "sharded":
         shard(weights, devices)
     if variables == "replicated":
@@ -224,7 +238,13 @@ def place(weights: Sequence[keras.Variable], variables: str, devices: Sequence[s
 def copies_on(
     devices: Sequence[str], weights: Sequence[keras.Variable], make_optimizer: Callable
 ) -> list[WeightCopy]:
-    """Return a copy of the weights on each device, with the optimizer `make_optimizer(weights)`."""
+    """Return a copy of the weights on each device, with an optimizer of its own.
+
+    Args:
+        devices: one for each copy.
+        weights: the masters.
+        make_optimizer: returns the optimizer for a copy's weights.
+    """
     copies = []
     for name in devices:
         twins = copy(weights, name)
@@ -234,13 +254,23 @@ def copies_on(
 
 
 def counter(name: str, device: str) -> tf.Variable:
-    """Return a new int64 variable on a device, 0 at first."""
+    """Return a new int64 variable, 0 at first.
+
+    Args:
+        name: name of the variable.
+        device: device of the variable.
+    """
     with tf.device(device):
         return tf.Variable(0, trainable=False, dtype=tf.int64, name=name)
 
 
 def shard(weights: Sequence[keras.Variable], devices: Sequence[str]) -> list[keras.Variable]:
-    """Move weights: the largest first, each to the device with fewest bytes; see `move`."""
+    """Move weights to devices, balanced by bytes; return those that stay, see `move`.
+
+    Args:
+        weights: each goes to the device with the fewest bytes, the largest first.
+        devices: of the towers.
+    """
     held, places = dict.fromkeys(devices, 0), []
     for weight in sorted(weights, key=lambda v: -_num_bytes(v)):
         device = min(held, key=lambda name: held[name])
@@ -271,7 +301,12 @@ def move(places: Sequence[tuple[keras.Variable, str]]) -> list[keras.Variable]:
 
 
 def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]:
-    """Return copies of the weights on a device, with the same paths, which optimizers may use."""
+    """Return copies of the weights, with the same paths, which optimizers may use.
+
+    Args:
+        weights: Keras variables.
+        device: of the copies.
+    """
     copies = []
     for weight in weights:
         with tf.device(device), contextlib.ExitStack() as scopes:
@@ -286,7 +321,7 @@ def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]
 
 
 def _sums_of_bits(replica: WeightCopy) -> Callable[[], tf.Tensor]:
-    """Return a function to the checksums of the variables, int64: the sum of bits as integers."""
+    """Return a function that returns a checksum of each variable: its bits, added as integers."""
     variables = replica.variables()
     of_size = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 

@@ -51,7 +51,7 @@ def make_update(
 
         gradients: for each of `masters.replicas`, the mean gradients times the loss scale.
         learning_rates: one for each replica.
-        statistics: `masters.statistics()` from before the towers ran.
+        statistics: (variable, value before the step) of what the towers assigned.
         loss: the gathered loss.
         num_examples: of the batch.
 
@@ -61,7 +61,7 @@ def make_update(
         rate_is_set: whether `learning_rates` are assigned to the optimizers.
         squares_rows: see `Task`.
     """
-    of_replicas = _same_of(masters.replicas)
+    reduce_replicas = _make_replica_reducer(masters.replicas)
 
     def update(
         gradients: Sequence[list[Any]],
@@ -77,7 +77,7 @@ def make_update(
             for replica, replica_gradients, rate in zip(replicas, gradients, rates, strict=True)
         ]
         penalties, norms, applies = zip(*updates, strict=True)
-        penalty, norm = of_replicas(penalties, norms)
+        penalty, norm = reduce_replicas(penalties, norms)
         checked = norms if is_gpu(replicas[0].device) else [norm]
         finite = [finite_now(masters, i, value, loss) for i, value in enumerate(checked)]
 
@@ -97,7 +97,12 @@ def make_update(
 
 
 def if_finite(finite: tf.Tensor, apply: Callable) -> None:
-    """Call `apply` in a branch on the host that runs if `finite`, a bool scalar."""
+    """Call a function in a branch of the graph, on the host.
+
+    Args:
+        finite: a bool scalar: whether the branch runs.
+        apply: makes the update.
+    """
     tf.cond(finite, lambda: (apply(), tf.no_op())[1], tf.no_op)
 
 
@@ -106,7 +111,11 @@ def finite_now(
 ) -> tf.Tensor:
     """Return whether a replica is updated, a bool scalar on its device.
 
-    It is if gradient norm and loss are finite and the limit of non-finite steps is not reached.
+    Args:
+        masters: at their limit of non-finite steps in a row no replica is updated.
+        replica: index in `masters.replicas`.
+        norm: norm of the gradients; must be finite.
+        loss: the loss; must be finite, too; None: it is not tested.
     """
     in_a_row = masters.in_a_row[replica]
     with tf.device(in_a_row.device):
@@ -131,7 +140,7 @@ def end_step(
     Args:
         masters: the variables that a step changes.
         finite: a bool scalar for each replica on its device, or the first one's alone.
-        statistics: `masters.statistics()` from before the step.
+        statistics: (variable, value before the step) of what the step assigned.
         num_examples: of the step.
         tolerated: None: whether the masters' own loss scale is above 1.
         moves: whether floats, such as moving means, keep their new values; None: if `finite`.
@@ -154,14 +163,14 @@ def end_step(
         masters.step.assign_add(advances[0])
     floats = [pair for pair in statistics if pair[0].dtype.is_floating]
     others = [pair for pair in statistics if not pair[0].dtype.is_floating]
-    restore_unless(first if moves is None else moves, floats)
-    restore_unless(first if tolerated is False else first | tolerated, others)
+    _restore_unless(first if moves is None else moves, floats)
+    _restore_unless(first if tolerated is False else first | tolerated, others)
     if masters.loss_scale is not None:
         with tf.device(masters.loss_scale.device):
             _set_loss_scale(masters, first)
 
 
-def restore_unless(finite: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
+def _restore_unless(finite: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
     """Restore each (variable, value before) unless `finite`, a bool scalar."""
     if not pairs:
         return
@@ -187,12 +196,12 @@ def _set_loss_scale(masters: TrainState, finite: tf.Tensor) -> None:
     good_steps.assign(good_steps * tf.cast(~double, tf.int64))
 
 
-def _same_of(replicas: Sequence[WeightCopy]) -> Callable:
-    """Return `of_replicas(penalties, norms)`, which returns one of each; all replicas' are equal.
+def _make_replica_reducer(replicas: Sequence[WeightCopy]) -> Callable:
+    """Return a function from the replicas' numbers, (penalties, norms), to (penalty, norm).
 
-    If only the first replica's were used, TensorFlow's graph optimizer would simplify the others'
-    arithmetic, and the copies would drift apart by roundings. On GPUs the others store theirs on
-    their own device.
+    All replicas' are equal. If only the first one's were used, TensorFlow's graph optimizer would
+    simplify the others' arithmetic, and the copies would drift apart by roundings. On GPUs the
+    others store theirs on their own device.
     """
     if not is_gpu(replicas[0].device):
         return lambda *numbers: [tf.reduce_max(tf.stack(values)) for values in numbers]
@@ -201,14 +210,14 @@ def _same_of(replicas: Sequence[WeightCopy]) -> Callable:
         with tf.device(replica.device):
             notes.append(tf.Variable(tf.zeros([2]), trainable=False))
 
-    def of_replicas(*numbers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def reduce_replicas(*numbers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         first, *others = zip(*numbers, strict=True)
         for note, values in zip(notes, others, strict=True):
             with tf.device(note.device):
                 note.assign(tf.stack([tf.cast(value, note.dtype) for value in values]))
         return list(first)
 
-    return of_replicas
+    return reduce_replicas
 
 
 def _replica_update(
@@ -233,7 +242,7 @@ def _replica_update(
     if not squares_rows:
         gradients = _each(_without_repeats, gradients, weights)
     with tf.device(replica.device):
-        penalties, gradients = regularise(weights, gradients, rules)
+        penalties, gradients = _regularise(weights, gradients, rules)
         used = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
         gradients, weights = [g for g, _ in used], [w for _, w in used]
         penalty, half = _sums(penalties, _halves_of_squares(gradients))
@@ -244,7 +253,7 @@ def _replica_update(
             for value, weight in new_values:
                 if value is not None:
                     weight.assign(value if finite is None else tf.where(finite, value, weight))
-            clipped = clip(gradients, weights, norm, rules)
+            clipped = _clip(gradients, weights, norm, rules)
             if learning_rate is not None:
                 rate = optimizer.learning_rate
                 value = tf.cast(learning_rate, rate.dtype)
@@ -267,13 +276,10 @@ def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variab
     return results
 
 
-def regularise(
+def _regularise(
     weights: Sequence[keras.Variable], gradients: list[Any], rules: UpdateRules
 ) -> tuple[list[tf.Tensor], list[Any]]:
-    """Return the terms of the regularisation loss, and the gradients with its gradients added.
-
-    Its terms are the layers' regularisers and `weight_decay`.
-    """
+    """Return the terms of the regularisation loss, and the gradients with its gradients added."""
     total = []
 
     def add(gradient: Any, weight: Any) -> Any:
@@ -352,7 +358,7 @@ def _widest(values: Sequence[Any]) -> tf.DType:
     return max([tf.float32, *(v.dtype for v in values)], key=lambda dtype: dtype.size)
 
 
-def clip(
+def _clip(
     gradients: list[Any], weights: Sequence[keras.Variable], norm: tf.Tensor, rules: UpdateRules
 ) -> list[Any]:
     """Return the clipped gradients; `norm` is their global norm."""
@@ -383,7 +389,12 @@ def update_averages(
     """Move each average towards its variable, which has just been updated.
 
     The decay goes by examples, and rises from 0.1 as in `tf.train.ExponentialMovingAverage` with
-    `num_updates`. Averages stay if `finite`, a bool scalar, is given and False.
+    `num_updates`.
+
+    Args:
+        masters: with the averages.
+        rules: `ema_decay` and `batch_size`.
+        finite: a bool scalar: if it is False, averages stay; None: it is not tested.
     """
     if not masters.averages:
         return
@@ -404,5 +415,10 @@ def update_averages(
 
 
 def scaled(gradient: Any, factor: tf.Tensor) -> Any:
-    """Return a gradient, dense, sparse or None, times a scalar."""
+    """Return a gradient times a scalar.
+
+    Args:
+        gradient: dense, sparse or None.
+        factor: a scalar of any type.
+    """
     return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
