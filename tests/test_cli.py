@@ -333,7 +333,8 @@ def test_the_users_own_line_is_named_through_keras_and_autograph(folder, how, wh
     failed = shell("train", *asked.split(), "--num_towers=2", "--train_dir=run")
     assert failed.returncode == 1 and "Traceback (most recent" in failed.stderr
     assert failed.stderr.splitlines()[-1] == (
-        f"towers: the error comes from mine.py, line {where}: your own code (--model=mine:build)"
+        f"towers: the error comes from mine.py, line {where}: your own code (--model=mine:build "
+        f"--model_args=how={how})"
     )
 
 
