@@ -154,7 +154,12 @@ class FunctionAnalysis:
 
 
 def parts_of(fn: Callable, batch: Sequence[Any]) -> list[Any]:
-    """Return the cache key of a function and its batch, a list to compare by `is` or ==."""
+    """Return the cache key of a function and its batch, a list to compare by `is` or ==.
+
+    Args:
+        fn: a tower function; its code, closure and defaults are in the key.
+        batch: its arguments; structure, types, and shapes but for axis 0 are in the key.
+    """
     shapes = []
     for leaf in tf.nest.flatten(list(batch)):
         shape = tf.TensorShape(getattr(leaf, "shape", None))

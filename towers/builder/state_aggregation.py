@@ -26,6 +26,11 @@ def policies_of(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) -> dict[i
     """Return {id of a variable: its policy of `merge`}, without variables that none fits.
 
     The function is run on two slices and on both together, from several values of the variables.
+
+    Args:
+        tracer: of the function.
+        few: trace for the size of the first slice.
+        draws: analysis of its draws; None if it is unknown.
     """
     traces = tracer.slice_traces(few, draws)
     possible, changed = {id(v): _POLICIES for v in few.states}, set()
@@ -55,7 +60,13 @@ def policies_of(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) -> dict[i
 
 
 def policies_of_losses(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) -> list[AddedLoss]:
-    """Return how slices' values of each loss that layers add combine to that of both slices."""
+    """Return for each loss that layers add how the slices' values combine.
+
+    Args:
+        tracer: as for `policies_of`.
+        few: as for `policies_of`.
+        draws: as for `policies_of`.
+    """
     traces = tracer.slice_traces(few, draws)
     possible = [("mean", "sum")] * len(few.loss_layers)
     alone = [True] * len(few.loss_layers)  # whether a row of the loss affects one row of the result
@@ -78,9 +89,14 @@ def policies_of_losses(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) ->
 def policies_of_attributes(
     tracer: Tracer, few: Trace, draws: Sequence[DrawInfo] | None
 ) -> list[str | None]:
-    """Return how slices' tensors in attributes combine to those of the batch; None: unknown.
+    """Return for each tensor in an attribute how the slices' values combine; None: unknown.
 
     A tensor with a row for each example is joined, the others are aggregated as states are.
+
+    Args:
+        tracer: as for `policies_of`.
+        few: as for `policies_of`.
+        draws: as for `policies_of`.
     """
     if not few.attribute_shapes:
         return []
