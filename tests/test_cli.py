@@ -59,7 +59,12 @@ VERBS = (
     "worker"
 )
 MESSAGES = {
-    "tran": f"there is no verb 'tran': towers {VERBS} --flag=value ...",
+    "tran": "there is no verb 'tran': towers train",
+    "xyz": f"there is no verb 'xyz': towers {VERBS} --flag=value ...",
+    "train --num_gpus=2 --num_towers=4": "--num_gpus and --num_towers exclude each other: type one "
+    "of them",
+    "tensorboard --train_dir=none": "--train_dir=none: there are no event files; train first, or "
+    "name the folder of a run or of a sweep",
     "resume": "there is no verb 'resume': towers train --train_dir=RUN goes on with a run",
     "fine-tune": "there is no verb 'fine-tune': towers train --init_from=RUN begins with the "
     "weights of a run",
@@ -72,6 +77,9 @@ MESSAGES = {
     "train --train_dir --overwrite": "--train_dir needs a value: --train_dir=...",
     "train -": f"unexpected argument '-': {WRITTEN}",
     "sweep": "towers sweep needs a flag to vary, as --vary=learning_rate:0.05,0.1,0.2",
+    "doctor --num_gpus=2": "towers doctor takes no --num_gpus: it takes --train_dir, --json, "
+    "--dataset, --data_dir, --visible_gpus, --workers, --towers_per_worker, "
+    "--worker_timeout_seconds, --min_workers",
     "sweep --vary=seed:1 --overwrite": "towers sweep takes no --overwrite: runs lie in --sweep_dir",
     "compare": "towers compare needs the folders of runs: towers compare RUN RUN, or that of a "
     "sweep",

@@ -183,6 +183,8 @@ def test_a_device_is_a_flag(left, monkeypatch):
 
 def test_a_session_takes_the_config(monkeypatch):
     fake_gpus.install(monkeypatch, fake_gpus.A100)
-    with eval(ROWS[SESSION].strip("`"), {"tf": tf, "towers": towers}) as session:
+    given = {"towers": towers}
+    exec(ROWS[SESSION].strip("`"), given)
+    with tf.Session(config=given["config"]) as session:
         assert session.run(tf.constant(42)) == 42
         assert session._config.gpu_options.allow_growth

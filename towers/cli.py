@@ -7,6 +7,7 @@ the reader of the output has ended.
 
 import contextlib
 import dataclasses
+import difflib
 import errno
 import faulthandler
 import json
@@ -40,7 +41,8 @@ class Entry(flags.Command):
     """A verb and the function that runs it, which is imported on demand.
 
     Attributes:
-        function: "module:function", called with the options and a function that prints lines.
+        function: "module:function", by default `run` in the verb's command.py; called with the
+            options and a function that prints lines.
         tensorflow: how TensorFlow is started before: "" not at all, "import" only imported, "cpu"
             without GPUs, "options" with the GPU options.
     """
@@ -66,46 +68,38 @@ _VERBS = (
           takes=(*_EVALUATE_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
           function="towers.training.evaluate:evaluate", tensorflow="options"),
     Entry("verify", "prove on your model that N towers compute what one device computes",
-          options="towers.commands.verify.options:VerifyOptions",
-          function="towers.commands.verify.command:run", tensorflow="options"),
+          reads_run=True,
+          options="towers.commands.verify.options:VerifyOptions", tensorflow="options"),
     Entry("benchmark", "measure speed and scaling, also beside other programs",
-          options="towers.commands.benchmark.options:BenchmarkOptions",
-          function="towers.commands.benchmark.command:run", tensorflow="options"),
+          reads_run=True,
+          options="towers.commands.benchmark.options:BenchmarkOptions", tensorflow="options"),
     Entry("plan", "say before a run what it would move, hold and launch on GPUs",
-          options="towers.commands.plan.options:PlanOptions",
-          function="towers.commands.plan.command:run", tensorflow="cpu"),
+          reads_run=True,
+          options="towers.commands.plan.options:PlanOptions", tensorflow="cpu"),
     Entry("doctor", "check this machine: versions, GPUs, memory, computing, data, folders",
-          takes=(*"train_dir json dataset data_dir visible_gpus".split(), *_WORKER_FLAGS.split()),
-          function="towers.commands.doctor.command:run"),
+          takes=(*"train_dir json dataset data_dir visible_gpus".split(), *_WORKER_FLAGS.split())),
     Entry("sweep", "train a run for each combination of flags, and say which is best",
           options="towers.commands.sweep.options:SweepOptions",
-          refuses=dict.fromkeys(("train_dir", "overwrite"), "runs lie in --sweep_dir"),
-          function="towers.commands.sweep.command:run"),
+          refuses=dict.fromkeys(("train_dir", "overwrite"), "runs lie in --sweep_dir")),
     Entry("compare", "show what runs differ in: flags, results, time to an accuracy, curves",
-          options="towers.commands.compare.options:CompareOptions",
-          function="towers.commands.compare.command:run"),
+          options="towers.commands.compare.options:CompareOptions"),
     Entry("tensorboard", "show a run, or a folder of runs, in TensorBoard",
           options="towers.commands.tensorboard.command:TensorboardOptions",
-          takes=("train_dir", "port"),
-          function="towers.commands.tensorboard.command:run", tensorflow="import"),
+          takes=("train_dir", "port"), tensorflow="import"),
     Entry("predict", "say what a run's trained model makes of files of your own, over towers",
-          options="towers.commands.predict.options:PredictOptions",
-          takes=(*_PREDICT_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
-          function="towers.commands.predict.command:run", tensorflow="options"),
-    Entry("export", "write a run's trained model to a file that needs no towers",
+          options="towers.commands.predict.options:PredictOptions", tensorflow="options",
+          takes=(*_PREDICT_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True),
+    Entry("export", "write a run's trained model to a file of Keras or TensorFlow",
           options="towers.commands.export.options:ExportOptions",
-          takes=("train_dir", "overwrite", "json", "trust"), completes=True,
-          function="towers.commands.export.command:run", tensorflow="cpu"),
+          takes=("train_dir", "overwrite", "json", "trust"), completes=True, tensorflow="cpu"),
     Entry("replay", "make the step of a run that was infinite or NaN again, seen layer by layer",
           takes=(*_REPLAY_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
-          function="towers.commands.replay.command:run", tensorflow="options"),
+          tensorflow="options"),
     Entry("init", "write a model, data and flags to begin with",
-          options="towers.commands.init.command:InitOptions",
-          function="towers.commands.init.command:run"),
+          options="towers.commands.init.command:InitOptions"),
     Entry("worker", "lend this machine's devices to a program on another one",
           options="towers.commands.worker.command:WorkerOptions",
-          takes=("address", "any_address", *GpuOptions.__dataclass_fields__),
-          function="towers.commands.worker.command:run", tensorflow="import"),
+          takes=("address", "any_address", *GpuOptions.__dataclass_fields__), tensorflow="import"),
 )  # fmt: skip
 VERBS = {verb.name: verb for verb in _VERBS}
 _RESUMABLE = ("train", "sweep")  # verbs that continue where they were stopped
@@ -134,37 +128,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             for stream in filter(None, (sys.stdout, sys.stderr)):
                 stream.flush()
             return code
-        except BrokenPipeError:
-            if _output_closed():
-                return EXIT_PIPE
-            raise
         except OSError as error:
-            if _output_failed(error):
-                return _fail(f"standard output cannot be written: {error.strerror}", EXIT_FAILED)
-            raise
+            if (code := _end_of_output(error)) is None:
+                raise
+            return code
 
 
-def _output_failed(error: OSError) -> bool:
-    """Return whether an error is that of standard output, as on a full disk; if so, discard it."""
+def _end_of_output(error: OSError) -> int | None:
+    """Return the exit code if standard output failed, else None; discard further output.
+
+    Its reader may have ended, as `head` does, or the disk is full.
+    """
+    if isinstance(error, BrokenPipeError):
+        poll = select.poll()
+        for descriptor in (1, 2):
+            poll.register(descriptor, 0)
+        left = [descriptor for descriptor, event in poll.poll(0) if event & select.POLLERR]
+        for descriptor in left:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)  # else Python complains at exit
+        return EXIT_PIPE if left else None
     if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
-        return False
+        return None
     try:
         os.write(1, b"\n")
-        return False
+        return None
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains at exit
-        return True
-
-
-def _output_closed() -> bool:
-    """Return whether the reader of the output has ended, as `head` does; if so, discard output."""
-    poll = select.poll()
-    for descriptor in (1, 2):
-        poll.register(descriptor, 0)
-    left = [descriptor for descriptor, event in poll.poll(0) if event & select.POLLERR]
-    for descriptor in left:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)  # else Python complains at exit
-    return bool(left)
+        return _fail(f"standard output cannot be written: {error.strerror}", EXIT_FAILED)
 
 
 def _main(argv: Sequence[str], listener: signals.Listener) -> int:
@@ -183,7 +173,8 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
         listener.keep(VERBS)  # deleting TensorFlow's objects takes seconds on a busy machine
     try:
         if name not in VERBS:
-            hint = _FOREIGN_VERBS.get(name.lower().replace("-", ""))
+            close = difflib.get_close_matches(name, VERBS, n=1)
+            hint = _FOREIGN_VERBS.get(name.lower().replace("-", "")) or "".join(close)
             usage = hint or f"{'|'.join(VERBS)} --flag=value ..."
             raise InputError(f"there is no verb {name!r}: towers {usage}")
         if {"--help", "-h", "-help"} & set(rest):
@@ -201,10 +192,8 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
     except KeyboardInterrupt:
         return _end(listener)
     except (Exception, SystemExit, GeneratorExit) as error:  # sys.exit() of own code, too
-        if isinstance(error, BrokenPipeError) and _output_closed():
-            return EXIT_PIPE
-        if isinstance(error, OSError) and _output_failed(error):
-            return _fail(f"standard output cannot be written: {error.strerror}", EXIT_FAILED)
+        if isinstance(error, OSError) and (code := _end_of_output(error)):
+            return code
         if listener.asked:  # libraries may turn it into other errors at import
             return _end(listener)
         traceback.print_exception(type(error), error, error.__traceback__)
@@ -212,7 +201,15 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
 
 
 def parse(name: str, argv: Sequence[str]) -> Any:
-    """Return the options of a verb's command line; see `flags.parse`."""
+    """Return the options of a verb's command line.
+
+    Args:
+        name: the verb.
+        argv: arguments after it.
+
+    Raises:
+        InputError: see `flags.parse`.
+    """
     return flags.parse(argv, VERBS[name])
 
 
@@ -274,7 +271,8 @@ def _run(verb: Entry, options: Any, start: float) -> int:
             _start(run_options if by_options else dataclasses.replace(run_options, devices="cpu"))
         if verb.tensorflow == "options":
             _warn_of_cpu_towers(options, say)
-    function = pkgutil.resolve_name(verb.function)
+    default = f"towers.commands.{verb.name}.command:run"
+    function = pkgutil.resolve_name(verb.function or default)
     result = function(options, start if verb.name == "train" else say)
     if as_json and result:
         print(json.dumps(result, default=dataclasses.asdict))

@@ -4,7 +4,7 @@
 class InputError(ValueError):
     """Bad input; its one line says what was given, what is allowed and what to type.
 
-    The command line prints it and exits with 2. Other exceptions are shown with a traceback.
+    The command line prints it and exits with 2.
     """
 
     _keras_call_info_injected = True  # else Keras adds a page about the layer

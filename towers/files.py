@@ -56,7 +56,15 @@ def flush(path: str | Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically and durably; raise RunError if it cannot be written."""
+    """Write a file atomically and durably.
+
+    Args:
+        path: the file, which is replaced.
+        text: its content, written as UTF-8.
+
+    Raises:
+        RunError: it cannot be written.
+    """
     try:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
@@ -66,7 +74,15 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, as `write_text` does."""
+    """Write a JSON file atomically and durably.
+
+    Args:
+        path: the file, which is replaced.
+        value: what `json.dumps` takes.
+
+    Raises:
+        RunError: it cannot be written.
+    """
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
@@ -142,26 +158,24 @@ class Lock:
             InputError: another process trains there.
         """
         for path in (folder, *(folder / name for name in PARTS)):
-            self._take(path, flag)
-
-    def _take(self, folder: Path, flag: str) -> None:
-        try:
-            descriptor = os.open(folder, os.O_RDONLY)
-        except OSError:  # the process that creates the folder locks it
-            return
-        about = os.fstat(descriptor)
-        if (about.st_dev, about.st_ino) in self._held:
-            return os.close(descriptor)
-        self._held[about.st_dev, about.st_ino] = descriptor
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(
-                f"{flag}={folder}: another process trains there; wait for it, or name another "
-                "folder"
-            ) from None
-        except OSError:  # the file system has no locks
-            pass
+            try:
+                descriptor = os.open(path, os.O_RDONLY)
+            except OSError:  # the process that creates the folder locks it
+                continue
+            about = os.fstat(descriptor)
+            if (about.st_dev, about.st_ino) in self._held:
+                os.close(descriptor)
+                continue
+            self._held[about.st_dev, about.st_ino] = descriptor
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(
+                    f"{flag}={path}: another process trains there; wait for it, or name another "
+                    "folder"
+                ) from None
+            except OSError:  # the file system has no locks
+                pass
 
     def name_of(self, inode: tuple[int, int] | None) -> str | None:
         """Return the current path of a locked folder, None if it is deleted or unknown."""
@@ -172,10 +186,7 @@ class Lock:
 
 
 class RunDirectory:
-    """The folder of a training run, which restores deleted files.
-
-    It restores those that a run needs to be resumed and writes only at its start.
-    """
+    """The folder of a run; restores deleted files that are written only at the start."""
 
     def __init__(self, folder: Path, lock: Lock, say: Callable[[str], None] = print):
         """Read the files; `say` is called with a line when they are restored."""
@@ -219,7 +230,16 @@ def _inode_of(path: Path) -> tuple[int, int] | None:
 
 
 def check_train_dir(folder: Path, overwrite: bool, flag: str = "--train_dir") -> None:
-    """Raise InputError for a folder in which no run can be written; `flag` names the folder."""
+    """Check that a run can be written in a folder.
+
+    Args:
+        folder: folder of the run, which need not exist.
+        overwrite: whether a run that is there is to be moved aside, as by `move_aside`.
+        flag: the flag that names the folder, for the error message.
+
+    Raises:
+        InputError: it cannot be written, or what is there cannot be moved aside.
+    """
     named = f"{flag}={folder}"
     try:
         levels = len(folder.absolute().parts)
@@ -260,11 +280,19 @@ def check_train_dir(folder: Path, overwrite: bool, flag: str = "--train_dir") ->
 
 
 def check_writable(folder: Path, named: str) -> None:
-    """Raise InputError if nothing can be written in a folder; `named` begins the message."""
+    """Check that files can be created in a folder.
+
+    Args:
+        folder: an existing folder.
+        named: beginning of the error message, as "--train_dir=runs/a".
+
+    Raises:
+        InputError: there is no permission to write.
+    """
     try:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError
-        if not os.statvfs(folder).f_blocks:  # of /proc the system says that one may
+        if not os.statvfs(folder).f_blocks:  # os.access allows /proc
             os.rmdir(tempfile.mkdtemp(dir=folder))
     except OSError:
         raise InputError(f"{named}: no permission to write in {folder}") from None

@@ -18,8 +18,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], widest: int = 60
     """
     cells = [[cut(_text(cell), widest) for cell in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    right = [all(_is_right(c) for c in column) for column in zip(*rows, strict=True)]
-    right = right if rows else [False] * len(widths)
+    columns = zip(*rows, strict=True)
+    right = [all(c in (None, "-") or is_number(c) for c in column) for column in columns]
+    right = right or [False] * len(widths)
     lines = []
     for row in cells:
         padded = [
@@ -31,13 +32,23 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], widest: int = 60
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Return the lines of a markdown table; None is shown as "-"."""
+    """Return the lines of a markdown table.
+
+    Args:
+        header: names of the columns.
+        rows: cells of each row; None is shown as "-".
+    """
     cells = [header, ["---"] * len(header), *rows]
     return [f"| {' | '.join(map(_text, row))} |" for row in cells]
 
 
 def count(number: int, noun: str) -> str:
-    """Return "1 tower", "2 towers"."""
+    """Return a number with its noun, as "1 tower" or "2 towers".
+
+    Args:
+        number: how many.
+        noun: the singular, whose plural ends in -s.
+    """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -49,7 +60,12 @@ _AROUND = re.compile(
 
 
 def first_line(error: BaseException, widest: int = 200) -> str:
-    """Return the first informative line of an error's message, or the name of its class."""
+    """Return the first informative line of an error's message, or the name of its class.
+
+    Args:
+        error: any exception; lines that TensorFlow adds are skipped.
+        widest: most characters of the result.
+    """
     lines = _AROUND.sub("", str(error)).splitlines()
     return next(filter(None, map(str.strip, lines)), type(error).__name__)[:widest]
 
@@ -89,7 +105,12 @@ def printable(text: str) -> str:
 
 
 def cut(text: str, widest: int) -> str:
-    """Shorten a text to `widest` characters by cutting its middle."""
+    """Shorten a text by replacing its middle with "...".
+
+    Args:
+        text: the text.
+        widest: most characters of the result.
+    """
     if len(text) <= widest:
         return text
     head = (widest - 3) // 2
@@ -98,10 +119,6 @@ def cut(text: str, widest: int) -> str:
 
 def _text(cell: Any) -> str:
     return "-" if cell is None else printable(str(cell))
-
-
-def _is_right(cell: Any) -> bool:
-    return cell in (None, "-") or is_number(cell)
 
 
 def is_number(cell: Any) -> bool:

@@ -68,11 +68,10 @@ class Listener:
         """Install the handlers and start the thread."""
         global _current
         self._outer, _current = _current, self
-        self._reading, writing = os.pipe()
-        self._writing = writing
-        for end in (self._reading, writing):
+        self._reading, self._writing = os.pipe()
+        for end in (self._reading, self._writing):
             os.set_blocking(end, False)
-        self._wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._before = {}
         for number in (*ENDING, SAVING):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
@@ -95,13 +94,13 @@ class Listener:
         os.close(self._writing)
 
     @contextlib.contextmanager
-    def answering(self, tick: Callable[[], None] | None = None) -> Iterator[None]:
-        """Let the block poll `asked`: signals raise nothing there.
+    def answering(self, tick: Callable[[], None]) -> Iterator[None]:
+        """Enter a block that polls `asked`, in which signals raise nothing.
 
         Args:
             tick: called twice a second, in the listening thread.
         """
-        before, self._tick = self._tick, tick or (lambda: None)
+        before, self._tick = self._tick, tick
         try:
             yield
         finally:
@@ -119,7 +118,12 @@ class Listener:
         self.kept += things
 
     def leave(self, code: int, line: str = "") -> None:
-        """Print a line and end the process at once, without waiting for its threads."""
+        """End the process at once, without waiting for its threads.
+
+        Args:
+            code: exit code.
+            line: printed before to standard error; "": nothing is.
+        """
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()

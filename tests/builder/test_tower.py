@@ -213,8 +213,11 @@ REFUSED = {
         lambda x=x: builder(2).map(lambda *_: None, tf.ones(2), {"x": x})
         for x in (tf.constant(1), 3.0, True, [1, 2, 3])
     ],
-    r"must have the same size along axis 0, not \[6, 8\]": [
+    r"must have the same size along axis 0, not \[8, 6\]": [
         lambda: builder(2).map(lambda *_: None, tf.ones(8), np.ones((6, 2))),
+    ],
+    "one loss for each example, shape .b., not a scalar: reduce all axes but the first": [
+        lambda: builder(2).gradients(tf.reduce_mean, [tf.Variable([1.0, 2.0])], tf.ones(2)),
     ],
     "must be a list of tf.Variables or keras.Variables, but holds": [
         lambda: builder(2).gradients(lambda x: x, ["w"], tf.ones(2)),

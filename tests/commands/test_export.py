@@ -17,6 +17,7 @@ from towers.commands.export import command as export
 from towers.commands.export.options import ExportOptions
 from towers.data import augment
 from towers.errors import InputError
+from towers.options import augmentation
 from towers.options.run import Options
 from towers.training.train import train
 
@@ -127,7 +128,7 @@ def test_what_is_there_is_kept_unless_told(trained, tmp_path, capsys):
 
 
 def test_what_computes_something_else_is_not_kept(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(export, "prepared", lambda images, kind, dtype: images[:, 2:, 2:] / 2)
+    monkeypatch.setattr(export, "eval_images", lambda images, kind, dtype: images[:, 2:, 2:] / 2)
     code, out, _ = export_of(capsys, trained("classes"), f"--output={tmp_path}/a.keras")
     assert code == 1 and out.startswith("failed      nothing is kept")
     assert list(tmp_path.iterdir()) == []
@@ -156,6 +157,21 @@ def test_a_layer_that_keras_cannot_save_is_named(tmp_path, monkeypatch, make, ki
     assert not list(tmp_path.iterdir())
     for form in "saved_model", "weights":  # which are compared with the model itself
         assert export_layer(monkeypatch, tmp_path, make(name="own"), form, [])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+@pytest.mark.parametrize("kind", [*augmentation.BASES, "shift,cutout=2"])
+def test_what_is_inside_prepares_images_as_an_evaluation_does(kind, dtype):
+    images = tiny.arrays(5, seed=9)[0].astype(dtype)
+    model_input = keras.Input(images.shape[1:], dtype=dtype)
+    model = keras.Model(model_input, export.eval_images(model_input, kind, "float64"))
+    np.testing.assert_allclose(model(images), augment.eval_images(images, kind, "float64"))
+
+
+def test_formats_that_are_made_of_another_are_said_to_be():
+    for name in "onnx", "tflite":
+        with pytest.raises(InputError, match=f"--format={name}: .* --format=saved_model"):
+            ExportOptions(format=name)
 
 
 def test_what_a_file_needs_is_said(tmp_path, monkeypatch):

@@ -49,8 +49,8 @@ def test_the_commands_that_it_prints_run(folder, capsys, monkeypatch):
 def test_it_stands_in_the_current_folder_and_overwrites_nothing(folder, capsys):
     (folder / "my_run.cfg").write_text("mine")
     assert cli.main(["init"]) == 2
-    error = "towers: my_run.cfg is there and is not overwritten: name another folder\n"
-    assert capsys.readouterr().err == error
+    error = "towers: my_run.cfg is there and is not overwritten: name another folder, as "
+    assert capsys.readouterr().err == f"{error}towers init FOLDER\n"
     assert os.listdir(folder) == ["my_run.cfg"] and Path("my_run.cfg").read_text() == "mine"
     Path("my_run.cfg").unlink()
     assert cli.main(["init"]) == 0

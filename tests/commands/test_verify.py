@@ -167,9 +167,9 @@ def wrong_on_two_towers(results_of):
 
 
 def test_rounding_passes_and_an_error_of_a_millionth_is_found_in_every_array(capsys, monkeypatch):
-    wrong = wrong_on_two_towers(comparison.results_of)
-    monkeypatch.setattr(comparison, "results_of", wrong)
-    monkeypatch.setattr(report, "likely_cause", lambda *_: "none")
+    wrong = wrong_on_two_towers(comparison._results_of)
+    monkeypatch.setattr(comparison, "_results_of", wrong)
+    monkeypatch.setattr(report, "_likely_cause", lambda *_: "none")
     flags = ["--optimizer=adamw", "--ema_decay=0.9", "--num_towers=2,3"]
     # A bias in front of BatchNorm has a gradient that is nothing but rounding.
     code, result, _ = command(capsys, "tests.tiny:cnn", *flags)

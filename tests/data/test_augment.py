@@ -1,5 +1,7 @@
 """Augmentation and its parts: what TensorFlow's own functions give, in any slice of a batch."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -429,9 +431,11 @@ def test_what_happens_to_an_example_is_said(name):
 
 def test_what_is_said_of_many_classes_and_of_other_types():
     found = own("images")
-    many = Data("mine", found.train, found.test, 12, tuple("abcdefghijkl"))
+    many = Data("mine", found.train, found.test, 12, ("a, A", *"bcdefghijkl"))
     assert augment.describe(many, "off", None) == [
         "images      40x48x3 uint8 -> 40x48x3 uint8: as they are",
-        "targets     12 classes: a, b, c, d, e, f, g, h, i, j, ...",
+        "targets     12 classes: 'a, A', b, c, d, e, f, g, h, i, j, ...",
     ]
+    table = dataclasses.replace(own("numbers"), columns=("city=Oslo", "city=Rome", "rooms"))
+    assert augment.describe(table, "off")[0].endswith(", not scaled: city (2 texts), rooms")
     assert "-> 40x48x3 float64: standardised" in augment.describe(many, "none", "float64")[0]

@@ -131,7 +131,7 @@ def test_images_of_different_sizes_need_one(kind, tmp_path):
     WRITE[kind](tmp_path, range(3), encode=sized((8, 4)))
     WRITE[kind](tmp_path, range(3, 6), split="test", encode=sized((9, 9)))
     line = refusal(kind, str(tmp_path))
-    assert "is 9x9 " in line and " but others are 8x4: " in line
+    assert "is 9x9 " in line and " but another is 8x4: " in line
     assert line.endswith(" --image_size=8x4")
     loaded = data.load(kind, str(tmp_path), (4, 2))
     assert loaded.image_shape == (4, 2, 3)
@@ -212,7 +212,7 @@ def test_images_that_are_damaged_change_their_size_or_go_away_are_named(kind, tm
     evaluated = loaded.test.eval_batches(5)
     if kind == "folder":  # of the first batch
         name = damage(tmp_path, kind, 507, png(image(507, (4, 4, 3))))
-        size = " is 4x4 (height x width), but others are 6x5"
+        size = " is 4x4 (height x width), but another is 6x5"
         assert_fails(evaluated, f"{name}{size}", "--image_size=6x5")
     tmp_path.rename(tmp_path.with_suffix(".gone"))
     name = "test/bird/00501.png" if kind == "folder" else "test-00000-of-00003.tfrecord: record 0 "

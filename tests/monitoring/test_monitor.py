@@ -95,8 +95,8 @@ def test_the_lines_in_full(make, clock, out):
     expected = {
         start: point.format(0, 128, "1.2500") + "(ETA ?)",
         trained: point.format(10, 1408, "0.5000") + "(320.0 examples/s; 0.400 s/step; ETA 0:00:36)",
-        raw: "step 11 of 100, epoch 0.14, test: accuracy 0.7500, loss 1.0000 (ETA 0:00:36)",
-        both: "step 12 of 100, epoch 0.15, test: accuracy 0.7500, accuracy_ema 0.5000, "
+        raw: "after 11 of 100 steps, epoch 0.14, test: accuracy 0.7500, loss 1.0000 (ETA 0:00:36)",
+        both: "after 12 of 100 steps, epoch 0.15, test: accuracy 0.7500, accuracy_ema 0.5000, "
         "loss 1.0000, loss_ema 0.2500 (ETA 0:00:32)",
     }
     for line, words in expected.items():

@@ -185,8 +185,6 @@ def test_help_is_narrow_and_names_every_choice():
         ("--num_gpus=3", dict(num_towers=3, devices="gpu")),
         ("--num_gpus=0", dict(num_towers=0)),
         ("--num_gpus=3 --devices=/gpu:0", dict(num_towers=3, devices="/gpu:0")),
-        ("--num_gpus=3 --num_towers=4", dict(num_towers=4)),
-        ("--num_towers=4 --num_gpus 3", dict(num_towers=3, devices="gpu")),
     ],
 )  # fmt: skip
 def test_the_ways_to_write_a_flag(line, values):
@@ -200,6 +198,14 @@ def test_gpus_on_cpus_are_refused():
         assert "exclude each other: type --num_towers=2" in said
         with pytest.raises(towers.InputError, match="exclude each other: type --num_towers=2"):
             flags.options_from_call(None, {"num_gpus": 2, "devices": devices}, verb="train")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_two_names_of_one_number_are_refused(order):
+    typed = ["--num_gpus=2", "--num_towers=4"][::order]
+    assert "exclude each other: type one of them" in refusal("train", *typed)
+    with pytest.raises(towers.InputError, match="num_gpus and num_towers exclude each other"):
+        flags.options_from_call(None, {"num_gpus": 2, "num_towers": 4}, verb="train")
 
 
 def test_in_python_too_num_gpus_are_gpus(folder):
@@ -231,8 +237,18 @@ def test_flagfiles_nest_count_where_they_stand_and_take_comments_and_blank_lines
     values = dict(batch_size=1, max_steps=1, seed=2, overwrite=True, train_dir="a b", num_towers=4)
     values["devices"] = "gpu"
     for flag in (["--flagfile=outer.cfg"], ["--flagfile", "outer.cfg"], ["-flagfile=outer.cfg"]):
-        options = flags.parse(["--batch_size=3", "--num_towers=2", *flag, "--num_gpus=4"])
+        options = flags.parse(["--batch_size=3", "--num_gpus=2", *flag, "--num_gpus=4"])
         assert options == Options(**values)
+
+
+@pytest.mark.parametrize("verb", ["verify", "benchmark", "plan"])
+def test_the_folder_of_a_run_stands_for_its_flags(folder, verb):
+    (folder / "run").mkdir()
+    (folder / "run/flags.cfg").write_text("--batch_size=24\n--seed=3\n--num_towers=0\n")
+    for typed in ["--train_dir=run"], ["--train_dir", "run"]:
+        found = cli.parse(verb, ["--batch_size=12", *typed]).run
+        assert (found.batch_size, found.seed) == (12, 3)
+    assert cli.parse(verb, ["--train_dir=other", "--seed=4"]).run.seed == 4  # as typed for train
 
 
 def test_what_is_wrong_in_a_flagfile_is_one_line(folder):

@@ -177,7 +177,7 @@ def test_what_does_not_tell_how_it_is_called_is_refused(name):
 
 def test_a_function_that_is_called_without_arguments_needs_none(folder):
     assert functions.call_without_arguments("dataset", "os:getcwd") == str(folder)
-    with pytest.raises(InputError, match="^--optimizer=math:sin is called without arguments, but"):
+    with pytest.raises(InputError, match="^--optimizer=math:sin is called without arguments, and"):
         functions.call_without_arguments("optimizer", "math:sin")
 
 

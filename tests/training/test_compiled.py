@@ -253,6 +253,34 @@ def test_a_train_step_of_the_models_own_is_made_on_towers_and_resumed(tmp_path, 
         tiny.assert_close(state, saved, 1e-4)
 
 
+def test_a_step_with_batch_norm_in_a_loop_runs_on_one_device_and_says_so(tmp_path, capsys):
+    class Mapped(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                both = tf.map_fn(lambda v: self(v, training=True), tf.stack([x, 2 * x]))
+                loss = tf.reduce_mean((both - y) ** 2)
+            grads = tape.gradient(loss, self.trainable_weights)
+            self.optimizer.apply(grads, self.trainable_weights)
+            return {"loss": loss}
+
+    def build():
+        norm = keras.layers.BatchNormalization()
+        first = keras.layers.Dense(5, use_bias=False)
+        model = Mapped([keras.Input([4]), first, norm, keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        return model
+
+    run(tmp_path, build)
+    (line,) = [ln for ln in capsys.readouterr().out.splitlines() if "runs on one device" in ln]
+    assert "train_step" in line and "batch_norm" in line
+    one = loop_of(model=build, num_towers=1)
+    one(6)
+    of_one = {name.replace("/", ".S"): value for name, value in weights(one).items()}
+    saved = tiny.saved(tmp_path)
+    tiny.assert_close({name: saved[name] for name in of_one}, of_one, 1e-6)
+
+
 def test_its_objective_is_a_figure_of_the_evaluation_and_a_variable_beside_is_told(
     tmp_path, capsys
 ):

@@ -8,6 +8,7 @@ import copy
 import functools
 import importlib
 import pickle
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -470,6 +471,73 @@ def test_a_model_that_gives_a_number_for_each_pair_runs_on_one_device():
     given = {"x": X[:16], "y": Y[:16], "batch_size": 8}
     with pytest.warns(UserWarning, match="sequential.* runs on one device: its output 0"):
         found = fits.fit(build, given, 2, epochs=1)
+    assert fits.differences(fits.fit(build, given, epochs=1), found) == {}
+
+
+def slope(model, x, jacobian=False):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        outputs = model(x, training=True)
+    return outputs + (
+        tape.batch_jacobian(outputs, x)[:, 0] if jacobian else tape.gradient(outputs, x)
+    )
+
+
+# What a step computes from a model that has BatchNorm, under a tape.
+INNER = {
+    "a loop": lambda model, x: tf.while_loop(
+        lambda i, _: i < 2,
+        lambda i, total: (i + 1, total + model(x * total, training=True)),
+        (0, tf.ones_like(x[:, :1])),
+    )[1],
+    "map_fn": lambda model, x: tf.map_fn(lambda v: model(v, training=True), tf.stack([x, 2 * x])),
+    "scan": lambda model, x: tf.scan(
+        lambda a, v: a + model(v, training=True), tf.stack([x, 2 * x]), tf.zeros_like(x[:, :1])
+    ),
+    "a branch": lambda model, x: tf.cond(
+        x[0, 0] > 0, lambda: model(x, training=True), lambda: model(-x, training=True)
+    ),
+    "vectorized_map": lambda model, x: tf.vectorized_map(
+        lambda v: model(v, training=True), tf.stack([x, 2 * x])
+    ),
+    "a function": lambda model, x: tf.function(lambda x: model(x, training=True))(x),
+    "a gradient": slope,
+    "a jacobian": functools.partial(slope, jacobian=True),
+}
+
+
+def inner(name, norm=keras.layers.BatchNormalization):
+    class Inner(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((INNER[name](self, x) - y) ** 2)
+            update(tape, loss, self.optimizer, self.trainable_variables)
+            return {"loss": loss}
+
+    model = Inner([keras.Input((5,)), dense(4, activation="tanh"), norm(), dense(1)])
+    model.compile("adam", "mse")
+    return model
+
+
+@pytest.mark.parametrize("name", released(INNER, "a loop", "a gradient"))
+def test_a_step_with_layers_where_towers_cannot_meet_runs_on_one_device(name):
+    given = {"x": X[:16], "y": Y[:16], "batch_size": 8, "validation_data": (X[16:], Y[16:])}
+    build = functools.partial(inner, name)
+    said = "train_step of .* runs on one device: .*BatchNorm"
+    with pytest.warns(UserWarning, match=said) as told:
+        found = fits.fit(build, given, 2, epochs=2)
+    assert len(told) == 1
+    assert fits.differences(fits.fit(build, given, epochs=2), found) == {}
+
+
+@pytest.mark.parametrize("name", released(INNER, "a jacobian"))
+def test_a_step_with_layers_in_loops_runs_on_towers_if_these_need_not_meet(name):
+    build = functools.partial(inner, name, keras.layers.LayerNormalization)
+    given = {"x": X[:16], "y": Y[:16], "batch_size": 8}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = fits.fit(build, given, 3, epochs=1)
     assert fits.differences(fits.fit(build, given, epochs=1), found) == {}
 
 

@@ -158,12 +158,23 @@ def test_a_run_that_goes_on_counts_its_epochs_on(tmp_path):
     assert len(first.steps) == len(second.steps) == 3
 
 
+def tiny_model():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+
+
 def sets_rate():
     class SetsRate(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             self.model.optimizer.learning_rate = 0.5
 
     return SetsRate()
+
+
+def hooked(hook, function):
+    callback = keras.callbacks.Callback()
+    setattr(callback, hook, function)
+    return callback
 
 
 @pytest.mark.parametrize(
@@ -175,21 +186,34 @@ def sets_rate():
         (lambda: [keras.callbacks.ReduceLROnPlateau()], "ReduceLROnPlateau sets the learning rate"),
         (lambda: keras.callbacks.EarlyStopping("val_los"), "val_los; did you mean val_loss?"),
         (sets_rate, "on_train_batch_begin sets the learning rate"),
-        (lambda a: [], "is called without arguments"),
+        (lambda a: [], "is called without arguments, .* default values"),
+        (lambda: hooked("on_train_batch_end", lambda b, x: 0), r"\(self, batch, logs=None\)"),
+        (lambda: hooked("on_epoch_end", lambda logs: 0), r"on_epoch_end\(self, epoch, logs=None\)"),
+        (lambda: hooked("on_train_end", lambda: 0), r"on_train_end\(self, logs=None\)"),
         ([3], "callbacks"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_is_one_line(tmp_path, given, says):
-    def plain():
-        keras.utils.set_random_seed(0)
-        return keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
-
     in_a_step = given is sets_rate  # nobody knows before the run has begun
-    given = dict(callbacks=given, model=plain, loss="mse", metrics="mae")
+    given = dict(callbacks=given, model=tiny_model, loss="mse", metrics="mae")
     with pytest.raises(towers.RunError if in_a_step else towers.InputError, match=says) as error:
         towers.train(train_dir=tmp_path / "run", dataset=DATA, max_steps=2, **given)
     assert len(str(error.value).splitlines()) == 1
     assert (tmp_path / "run").exists() == in_a_step
+
+
+def test_one_that_fails_loses_no_step(tmp_path, capsys):
+    def fails(batch, logs):
+        if batch == 1:
+            raise KeyError("of the user's own")
+
+    given = dict(dataset=DATA, model=tiny_model, loss="mse", max_steps=3, batch_size=4)
+    with pytest.raises(KeyError):
+        calls = lambda: hooked("on_train_batch_end", fails)  # noqa: E731
+        towers.train(train_dir=tmp_path, callbacks=calls, **given)
+    assert "saved       step 2: the same command" in capsys.readouterr().out
+    assert towers.train(train_dir=tmp_path, callbacks="", **given)["steps"] == 3
+    assert "continuing" in capsys.readouterr().out
 
 
 def test_a_function_is_named_by_its_flag_and_that_of_a_foreign_run_is_asked_for(

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder.namespaces import CONTAINERS, MOST_PARTS, Namespace, namespace_of
-from towers.builder.op_names import layer_of, tower_of
+from towers.builder.op_names import NO_LAYER, layer_of, tower_of
 from towers.builder.sharding import num_rows
 from towers.errors import InputError
 
@@ -295,12 +295,16 @@ def refuse_uses() -> None:
     ops = graph.get_operations()[joins.num_checked :]
     joins.num_checked += len(ops)
     for op in ops:
-        # Ops of a tape that goes back through the towers' backward passes belong to no tower.
-        known = op.name in joins.own or "gradient_tape" in op.name
+        # Ops of a tape that goes back through the towers' backward passes belong to no tower. For
+        # each op in a tower, tf.vectorized_map, as in batch_jacobian, makes ops in its scope.
+        vectorized = "/pfor/" in op.name and tower_of(op.name) is not None
+        known = op.name in joins.own or "gradient_tape" in op.name or vectorized
         for x in () if known else op.inputs:
             used = x.op.name in joins.of_towers and x.op.type not in _SAME
             if used and x.name not in joins.returned:
-                description = f"a tensor that layer {layer_of(x.op.name)} makes"
+                layer = layer_of(x.op.name)
+                made_by = layer if layer == NO_LAYER else f"layer {layer}"
+                description = f"a tensor that {made_by} makes"
                 raise InputError(
                     f"{joins.not_joined.get(x.name, description)} is used outside of the "
                     "towers, each of which has another one, of its slice, and these do not make "

@@ -122,7 +122,9 @@ def finish(
 def check_by_example(analysis: FunctionAnalysis) -> None:
     """Raise InputError if a loss function's losses or outputs have no row for each example."""
     if analysis.by_example is False:
-        raise InputError(_NO_LOSSES.format("another shape"))
+        shape = next(iter(analysis.trace.shapes), None) if analysis.trace else None
+        scalar = shape is not None and shape.rank == 0
+        raise InputError(_NO_LOSSES.format("a scalar" if scalar else "another shape"))
     if analysis.trace and analysis.trace.not_by_example[1:]:
         analysis.check_joinable(any_number_of_rows=True)
 

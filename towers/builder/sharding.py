@@ -153,7 +153,7 @@ def split(
         if not sizes:  # nothing to split: every tower runs once
             values = [[leaf.values[i] for leaf in leaves] for i in range(num_towers)]
             return [Slice(tf.nest.pack_sequence_as(batch, part), None) for part in values]
-        known = sorted({size for size in sizes if isinstance(size, int)})
+        known = list(dict.fromkeys(size for size in sizes if isinstance(size, int)))
         message = "the tensors of a batch must have the same size along axis 0"
         if len(known) > 1:
             raise ValueError(f"{message}, not {known}")

@@ -62,7 +62,12 @@ def examples(name: str, parts: Sequence[object]) -> Structure:
 
 
 def leaves(example: Structure, parts: Sequence[str] = PARTS) -> Iterator[tuple[str, object]]:
-    """Yield (name, leaf) of each leaf of (x, y, sample_weight): ("x['tokens']", array)."""
+    """Yield the name and the value of each leaf, as ("x['tokens']", array).
+
+    Args:
+        example: x, y and sample_weight, or the first of these: arrays, specs or structures of them.
+        parts: names of these; the name of a leaf begins with that of its part.
+    """
     for path, value in zip(parts, example, strict=False):
         if isinstance(value, dict | tuple):
             pairs = sorted(value.items()) if isinstance(value, dict) else enumerate(value)
@@ -70,16 +75,6 @@ def leaves(example: Structure, parts: Sequence[str] = PARTS) -> Iterator[tuple[s
             yield from leaves(inner, [f"{path}[{name!r}]" for name in names])
         else:
             yield path, value
-
-
-def check_labels(name: str, example: Structure, num_classes: int) -> None:
-    """Raise InputError, which names the row, for a label of `num_classes` or more; 0: no check."""
-    wrong = np.flatnonzero(example[1] >= num_classes) if num_classes else ()
-    if len(wrong):
-        raise InputError(
-            f"{name} y: row {wrong[0]} (counted from 0) is {example[1][wrong[0]]}; allowed are "
-            f"0..{num_classes - 1}"
-        )
 
 
 def format_spec(spec: Structure) -> str:
@@ -98,7 +93,7 @@ def describe(value: object) -> str:
 
 
 def _to_arrays(name: str, value: object, stack: bool = False) -> Structure:
-    # With `stack`, a sequence of arrays is one array.
+    # With `stack`, a sequence of arrays becomes one array.
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             raise InputError(f"{name} has the keys {list(value)}; return a dict with texts as keys")
@@ -113,7 +108,7 @@ def _to_arrays(name: str, value: object, stack: bool = False) -> Structure:
 
 
 def _is_several(value: object) -> bool:
-    # Several arrays, not the rows of one.
+    # Whether a value is several arrays, not the rows of one.
     if not isinstance(value, tuple | list):
         return False
     kinds = dict | tuple | (list if isinstance(value, tuple) else tuple)

@@ -17,8 +17,10 @@ cancels. A test compares the two.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -46,7 +48,7 @@ _DESCRIPTIONS = {
     "none": "standardised",
     "off": "as they are",
 }
-_SHOWN_CLASSES = 10  # in a line
+_SHOWN = 10  # names in a line
 
 
 def resolve(kind: str, data: Data, compiled: bool = False) -> str:
@@ -118,6 +120,10 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
     shape = data.image_shape
     if shape is None:
         lines = [f"inputs      {named(x)}"]
+        if data.columns:
+            sources = collections.Counter(column.partition("=")[0] for column in data.columns)
+            named_sources = [f"{n} ({num} texts)" if num > 1 else n for n, num in sources.items()]
+            lines[0] += f", not scaled: {_some(named_sources)}"
         if isinstance(x, tf.TensorSpec) and x.shape.rank == 2 and x.dtype == tf.uint8:
             lines[0] += "; as images they would need an axis of channels, x[..., None]"
     else:
@@ -129,12 +135,15 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
         lines = [f"images      {before} -> {after}: {operations}"]
     if data.num_classes:
         plural = "es" * (data.num_classes > 1)
-        some = ", ".join(data.class_names[:_SHOWN_CLASSES])
-        more = ", ..." * (data.num_classes > _SHOWN_CLASSES)
-        lines.append(f"targets     {data.num_classes} class{plural}: {some}{more}")
+        names = [repr(name) if "," in name else name for name in data.class_names]
+        lines.append(f"targets     {data.num_classes} class{plural}: {_some(names)}")
     elif rest:
         lines.append(f"targets     {named(rest[0])}")
     return lines + [f"weights     {named(weights)}" for weights in rest[1:]]
+
+
+def _some(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:_SHOWN]) + ", ..." * (len(texts) > _SHOWN)
 
 
 def train_images(
@@ -177,7 +186,16 @@ def train_images(
 
 
 def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32) -> tf.Tensor:
-    """Prepare a batch for evaluation: `train_images` without randomness."""
+    """Prepare a batch for evaluation: `train_images` without randomness.
+
+    Args:
+        images: `[b, H, W, C]`, uint8 or float.
+        kind: one of `names`; parts after it have no effect.
+        dtype: of the result and of all arithmetic.
+
+    Raises:
+        InputError: `kind` is unknown.
+    """
     height, width, _ = output_shape(images.shape[1:], kind)
     top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
     images = images[:, top : top + height, left : left + width]
@@ -186,6 +204,10 @@ def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32
 
 def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int, int]:
     """Return the shape (h, w, C) of the results of `train_images` and `eval_images`.
+
+    Args:
+        image_shape: (H, W, C) of the images that these are given.
+        kind: one of `names`, and parts.
 
     Raises:
         ValueError: `kind` is unknown.
@@ -214,7 +236,7 @@ def _random_crop_and_flip(images: tf.Tensor, draws: tf.Tensor, base: str) -> tf.
 
 
 def _pad_by_reflection(images: tf.Tensor, margin: int) -> tf.Tensor:
-    # By less than `margin` if there are too few pixels. tf.pad fails for an empty batch, and has no
+    # Images of too few pixels get less than `margin`. tf.pad fails for an empty batch, and has no
     # kernel for bytes on a GPU.
     for axis in (1, 2):
         size = images.shape[axis]
@@ -267,7 +289,7 @@ def _crop_by_transform(
 def _scaled(
     images: tf.Tensor, base: str, stored: tf.DType, contrast: tf.Tensor | float = 1.0
 ) -> tf.Tensor:
-    """Return images, which were `stored` in that type, in the range of the model's inputs.
+    """Return images in the range of the model's inputs; `stored` is their dtype in the data set.
 
     Standardisation is `tf.image.adjust_contrast`, then `tf.image.per_image_standardization`, in one
     pass less: the adjusted image's mean and variance follow from those of its channels.

@@ -36,9 +36,14 @@ _TURN, _SHEAR, _SHIFT, _BLEND, _BITS = 30, 0.3, 0.3, 0.9, 4
 def on_values(
     images: tf.Tensor, draws: tf.Tensor, plan: Augmentation, stored: tf.DType
 ) -> tf.Tensor:
-    """Apply color and randaugment to images `[b, h, w, C]`.
+    """Apply color and randaugment.
 
-    Images that were not `stored` as bytes are scaled to 0..255, and back.
+    Args:
+        images: `[b, h, w, C]`, float.
+        draws: float32 `[b, NUM_DRAWS]`, uniform in [0, 1).
+        plan: has the strengths.
+        stored: dtype of the images in the data set; unless it is uint8, they are scaled to 0..255
+            and back.
     """
     if not plan.color and not plan.randaugment:
         return images
@@ -57,7 +62,13 @@ def on_values(
 
 
 def on_standardised(images: tf.Tensor, draws: tf.Tensor, plan: Augmentation) -> tf.Tensor:
-    """Apply cutout: a square of zeros, the mean, around any pixel (DeVries and Taylor 2017)."""
+    """Apply cutout: a square of zeros, the mean, around any pixel (DeVries and Taylor 2017).
+
+    Args:
+        images: `[b, h, w, C]`, float.
+        draws: float32 `[b, NUM_DRAWS]`, uniform in [0, 1).
+        plan: has the square's side in pixels.
+    """
     if not plan.cutout:
         return images
     rows = _span(draws[:, _CUT_ROW], plan.cutout, images.shape[1])
@@ -71,6 +82,12 @@ def mixed(
     """Mix images with their partners: mixup (Zhang et al. 2018), CutMix (Yun et al. 2019).
 
     With both, each example has one of the two with probability 1/2.
+
+    Args:
+        images: `[b, h, w, C]`, float, after all other parts.
+        partners: another image for each, likewise.
+        draws: float32 `[b, NUM_DRAWS]`, uniform in [0, 1): those of `images`.
+        plan: has mixup, cutmix or both.
     """
     own_share, inside = _mixing(images.shape[1], images.shape[2], draws, plan)
     cut = tf.where(_box(*inside), partners, images) if plan.cutmix else None
@@ -85,7 +102,15 @@ def mixed(
 def share(
     height: int, width: int, draws: tf.Tensor, plan: Augmentation, dtype: tf.DType | str
 ) -> tf.Tensor:
-    """Return the weight of each example's own target in its loss, `[b]`."""
+    """Return the weight of each example's own target in its loss, `[b]`; the rest is its partner's.
+
+    Args:
+        height: of the mixed images, in pixels.
+        width: likewise.
+        draws: as for `mixed`.
+        plan: as for `mixed`.
+        dtype: of the result.
+    """
     own_share, inside = _mixing(height, width, draws, plan)
     if plan.cutmix:
         rows, columns = (tf.reduce_sum(tf.cast(side, tf.float64), axis=1) for side in inside)
@@ -183,7 +208,7 @@ def _autocontrast(images: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
 def _equalize(images: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
     height, width, channels = images.shape[1:]
     num = tf.shape(images)[0] * channels
-    # Of each channel of each image 256 numbers, one after the other.
+    # Each channel of each image has 256 bins, one channel after the other.
     flat = tf.reshape(tf.transpose(images, [0, 3, 1, 2]), [num, height * width])
     bins = tf.cast(tf.round(flat), tf.int32) + 256 * tf.range(num)[:, None]
     ones = tf.ones_like(flat)
@@ -258,7 +283,7 @@ OPS = {
 
 
 def _span(place: tf.Tensor, length: tf.Tensor | float, size: int) -> tf.Tensor:
-    # The pixels within a span around any pixel, bool [b, size].
+    # Which of `size` pixels are in a span around the one at `place`, 0..1; bool [b, size].
     middle = tf.cast(tf.floor(place * size), tf.float64) + 0.5
     pixels = np.arange(size) + 0.5
     low, high = middle - length / 2, middle + length / 2

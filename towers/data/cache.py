@@ -14,7 +14,9 @@ from towers import files
 def cached_arrays(path: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Return the arrays in a file; if it is missing or damaged, make them and write it.
 
-    If it cannot be written, a warning is printed.
+    Args:
+        path: of the .npz file; if it cannot be written, a warning is printed.
+        make: returns {name: array}.
     """
     with contextlib.suppress(OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile):
         with open(path, "rb") as file, np.load(file) as arrays:

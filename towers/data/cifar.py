@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from towers.data.pipeline import Data
 
 _PICTURE_BYTES = 32 * 32 * 3
-_MOST_OF_A_PICKLE = 4  # times the bytes of its pictures
+_MOST_OF_A_PICKLE = 4  # times the bytes of its pictures: a larger file is not read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +108,9 @@ class Cifar:
         return []
 
     def read(self, path: str) -> tuple[np.ndarray, np.ndarray, str]:
-        """Return images, uint8 `[N, 32, 32, 3]`, labels, int32 `[N]`, and the file's name.
+        """Return images, uint8 `[N, 32, 32, 3]`, labels, int32 `[N]`, and a changed file's name.
 
-        The name is "" if the file is the published one.
+        The name is "" unless the file's md5 differs from the published one.
 
         Raises:
             InputError: the file is damaged; it is named.

@@ -30,7 +30,7 @@ _COMMAS = "write commas between them"
 _OWN_CODE = "read the file in a function of your own, --dataset=my_data:load"
 
 
-def load(dataset: str, paths: Sequence[str], target: str = "", categories: str = "") -> Data:
+def load(dataset: str, paths: Sequence[str], target: str, categories: str) -> Data:
     """Read the table of one file, or those of the training and the test set.
 
     Args:
@@ -68,15 +68,15 @@ def load(dataset: str, paths: Sequence[str], target: str = "", categories: str =
             raise InputError(
                 f"--categories={categories}: {paths[0]} has {has}; it has {_some(features)}"
             )
-        of_categories[name] = [f"{name}={text}" for text in train.texts(name, "category")]
-    texts = [n for n in features if n not in of_categories and train.is_text(n)]
-    if texts:
-        raise train.no_numbers(texts[0], [*of_categories, *texts])
+        of_categories[name] = [f"{name}={text}" for text in train._texts(name, "category")]
+    others = [name for name in features if name not in of_categories]
+    if texts := [name for name in others if not any(map(is_number, train.column(name)))]:
+        raise train._no_numbers(texts[0], [*of_categories, *texts])
     columns = [column for name in features for column in of_categories.get(name, [name])]
     y, class_names, no_classes = _targets(tables, targets)
     x = [table.features(columns, of_categories) for table in tables]
-    halves = dict(zip(("train", "test"), zip(x, y, strict=True), strict=False))
-    data = user_data.data_set(dataset, halves, len(class_names) or None, class_names)
+    splits = dict(zip(("train", "test"), zip(x, y, strict=True), strict=False))
+    data = user_data.data_set(dataset, splits, len(class_names) or None, class_names)
     return dataclasses.replace(data, columns=tuple(columns), no_classes=no_classes)
 
 
@@ -86,8 +86,8 @@ def _targets(
     # Each table's targets, the names of the classes, and why numbers are no classes, or "".
     name = names[0]
     if len(names) == 1 and not is_number(tables[0].column(name)[0]):
-        texts = tables[0].texts(name, "target")
-        return [table.index(name, texts) for table in tables], texts, ""
+        texts = tables[0]._texts(name, "target")
+        return [table._index(name, texts) for table in tables], texts, ""
     y = [np.stack([table.numbers(name) for name in names], axis=1) for table in tables]
     cells = [(table, i, cell) for table in tables for i, cell in enumerate(table.column(name))]
     if len(names) > 1:
@@ -182,14 +182,15 @@ class CsvTable:
             raise InputError(f"{self.path} has no column {name}; it has {_some(self.names)}")
         cells = [row[self.places[name]].strip() for row in self._rows]
         if "" in cells:
+            rows = sum("" in map(str.strip, row) for row in self._rows)
             raise InputError(
-                f"{self.path}, line {self.lines[cells.index('')]}, column {name} is empty; fill it "
-                "in, or leave the row out"
+                f"{self.path}, line {self.lines[cells.index('')]}, column {name} is empty, as are "
+                f"cells in {rows:,} of {len(self._rows):,} rows: fill them in (a text as \"none\" "
+                "for a category, a mean for a number), or leave these rows out"
             )
         return cells
 
-    def texts(self, name: str, role: str) -> list[str]:
-        """Return the distinct texts of a column, sorted."""
+    def _texts(self, name: str, role: str) -> list[str]:
         distinct = sorted(set(self.column(name)))
         if len(distinct) > _MAX_CLASSES:
             raise InputError(
@@ -198,30 +199,36 @@ class CsvTable:
             )
         return distinct
 
-    def index(self, name: str, known: Sequence[str]) -> np.ndarray:
-        """Return the index of each of a column's texts in `known`, int32 `[N]`."""
+    def _index(self, name: str, known: Sequence[str]) -> np.ndarray:
+        # The index of each of a column's texts in `known`, int32 [N].
         places, cells = {text: i for i, text in enumerate(known)}, self.column(name)
         for line, cell in zip(self.lines, cells, strict=True):
             if cell not in places:
                 raise InputError(
                     f"{self.path}, line {line}, column {name}: {cell!r} is in none of the training "
-                    f"examples; they have {_some(list(map(repr, known)))}"
+                    f"examples; they have {_some(list(map(repr, known)))}: write one of them, or "
+                    "leave the row out"
                 )
         return np.array([places[cell] for cell in cells], np.int32)
 
     def features(self, columns: Sequence[str], categories: Sequence[str]) -> np.ndarray:
-        """Return columns, float64 `[N, F]`; "city=Oslo" is 1 if the category city is Oslo."""
+        """Return columns of numbers, float64 `[N, F]`.
+
+        Args:
+            columns: their F names; "city=Oslo" is 1 where the category city is Oslo, else 0.
+            categories: the columns that are categories.
+
+        Raises:
+            InputError: a column is missing, or a cell is empty, no finite number, or a text that
+                `columns` do not name.
+        """
         indicators = {}
         for name in categories:
             known = [column for column in columns if column.startswith(f"{name}=")]
-            places = self.index(name, [column[len(name) + 1 :] for column in known])
+            places = self._index(name, [column[len(name) + 1 :] for column in known])
             indicators |= {column: places == i for i, column in enumerate(known)}
         parts = [indicators[name] if name in indicators else self.numbers(name) for name in columns]
         return np.stack(parts, axis=1, dtype=np.float64)
-
-    def is_text(self, name: str) -> bool:
-        """Return whether no cell of a column is a number."""
-        return not any(map(is_number, self.column(name)))
 
     def numbers(self, name: str) -> np.ndarray:
         """Return a column of finite numbers, float64 `[N]`."""
@@ -230,15 +237,12 @@ class CsvTable:
         wrong = np.flatnonzero(~np.isfinite(values))
         if not wrong.size:
             return values
-        if wrong.size == len(cells):
-            raise self.no_numbers(name, [name])
         raise InputError(
             f"{self.path}, line {self.lines[wrong[0]]}, column {name}: {cells[wrong[0]]!r} is no "
             "finite number; mend it"
         )
 
-    def no_numbers(self, name: str, categories: Sequence[str]) -> InputError:
-        """Return the error for a feature that is text; `categories` are those to type."""
+    def _no_numbers(self, name: str, categories: Sequence[str]) -> InputError:
         return InputError(
             f"{self.path}, line {self.lines[0]}, column {name}: {self.column(name)[0]!r} is text, "
             f"and features are numbers; type --categories={','.join(categories)}, leave the column "

@@ -60,8 +60,13 @@ class DeviceCache:
 def cache_on_devices(split: Split, names: Sequence[str]) -> DeviceCache | None:
     """Copy a split to the devices of the towers.
 
-    Returns None if it is no array, if a tower is on a CPU of this machine, which has it already, or
-    if it uses more than a quarter of a device's free memory.
+    Args:
+        split: the training set.
+        names: device of each tower.
+
+    Returns:
+        None if it is no array or has texts, if a tower is on a CPU of this machine, which has it
+        already, or if a GPU here, or a worker, has less than four times its size of free memory.
     """
     if not isinstance(split, ArraySplit):
         return None
@@ -87,7 +92,7 @@ def num_bytes(split: ArraySplit) -> int:
 
 
 def _free(name: str, limits: dict[str, int]) -> float:
-    # In bytes, 0 if unknown.
+    # Free bytes of a device; on another machine, all that TensorFlow may use; 0 if unknown.
     if machine_of(name):
         info = remote.device_info(name)
         return (info and info.memory_bytes) or 0

@@ -25,9 +25,9 @@ from towers.builder.device_types import HOST, PROGRAM
 from towers.data.image_size import check_pixels
 from towers.data.pipeline import Data, IndexedSplit, digest
 from towers.errors import InputError
+from towers.options.run import Options
 
 Size = tuple[int, int]  # (height, width)
-MAX_PIXELS = 64_000_000  # of a decoded image: 200 MB in each thread
 
 _CORES = os.cpu_count() or 1  # not left to autotuning: see `pipeline.prefetched`
 _TRIED_IMAGES = 16  # of each split, at the start
@@ -68,7 +68,7 @@ def data_set(
     sources: Mapping[str, Source],
     class_names: Sequence[str],
     size: Size | None,
-    max_pixels: int = MAX_PIXELS,
+    max_pixels: int,
 ) -> Data:
     """Return a data set of encoded images, after decoding some of them.
 
@@ -96,8 +96,8 @@ def data_set(
                 raise InputError(_sizes_differ(source.name(row), shape, first))
     shape = (*size, 3) if size else first
     splits = {
-        half: EncodedSplit(source, shape, size is not None, max_pixels)
-        for half, source in sources.items()
+        split: EncodedSplit(source, shape, size is not None, max_pixels)
+        for split, source in sources.items()
     }
     return Data(name, num_classes=len(class_names), class_names=tuple(class_names), **splits)
 
@@ -110,7 +110,7 @@ class EncodedSplit(IndexedSplit):
         source: Source,
         image_shape: tuple[int, int, int],
         resize: bool,
-        max_pixels: int = MAX_PIXELS,
+        max_pixels: int = Options.max_image_pixels,
     ):
         """Set the source and the shape of images; others are resized, or raise an error."""
         self.size = len(source.labels)
@@ -193,9 +193,12 @@ class EncodedSplit(IndexedSplit):
             return pad(rows, constant_values=-1), pad(read_all(rows))
 
         def decode(row, content):
-            return row, tf.cond(
-                row >= 0, lambda: self._decode(content), lambda: tf.zeros(self._shape, tf.uint8)
-            )
+            def image():
+                pixels = _decode(content)
+                pixels = resized(pixels, self._shape[:2]) if self._resize else pixels
+                return tf.ensure_shape(pixels, self._shape)
+
+            return row, tf.cond(row >= 0, image, lambda: tf.zeros(self._shape, tf.uint8))
 
         def check(rows, decoded):
             decoded_rows, images = decoded
@@ -221,12 +224,6 @@ class EncodedSplit(IndexedSplit):
                 contents[place] = content
         return contents
 
-    def _decode(self, content: tf.Tensor) -> tf.Tensor:
-        image = _decode(content)
-        if self._resize:
-            image = resized(image, self._shape[:2])
-        return tf.ensure_shape(image, self._shape)
-
     def _explain(self, row: int) -> bool:
         name = self.source.name(int(row))
         shape = _shape_of(self.source, int(row), self._max_pixels)
@@ -236,7 +233,12 @@ class EncodedSplit(IndexedSplit):
 
 
 def evenly_spaced(size: int, num: int) -> np.ndarray:
-    """Return about `num` evenly spaced rows of 0..size-1, int64, with the first and the last."""
+    """Return evenly spaced rows with the first and the last, int64, in rising order.
+
+    Args:
+        size: rows are 0..size-1.
+        num: how many to return at most, 2 or more.
+    """
     return np.unique(np.linspace(0, size - 1, min(num, size)).astype(np.int64))
 
 
@@ -251,12 +253,23 @@ def _decode(encoded: tf.Tensor, channels: int = 3) -> tf.Tensor:
 
 
 def resized(image: tf.Tensor, size: Size) -> tf.Tensor:
-    """Return an image `[h, w, C]` resized, with antialiasing."""
+    """Resize an image with antialiasing.
+
+    Args:
+        image: `[h, w, C]`, 0..255.
+        size: (height, width) of the result, which is uint8.
+    """
     return tf.cast(tf.round(tf.image.resize(image, size, antialias=True)), tf.uint8)
 
 
 def decoded(name: str, read: Callable[[], bytes], max_pixels: int, channels: int = 3) -> tf.Tensor:
     """Read and decode an image eagerly: uint8 `[h, w, channels]`, on the host.
+
+    Args:
+        name: of the image, for messages.
+        read: returns its content.
+        max_pixels: largest number of pixels.
+        channels: 1, 3 or 4.
 
     Raises:
         InputError: it cannot be read, is damaged, or has more than `max_pixels`; it is named.
@@ -283,6 +296,6 @@ def _shape_of(source: Source, row: int, max_pixels: int) -> tuple[int, int, int]
 def _sizes_differ(name: str, shape: Sequence[int], expected: Sequence[int]) -> str:
     wanted = f"{expected[0]}x{expected[1]}"
     return (
-        f"{name} is {shape[0]}x{shape[1]} (height x width), but others are {wanted}: give one size "
+        f"{name} is {shape[0]}x{shape[1]} (height x width), but another is {wanted}: give one size "
         f"to which all are resized, as --image_size={wanted}"
     )

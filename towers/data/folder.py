@@ -22,12 +22,13 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
 _EXPECTED = f"expected {DATA_SETS['folder'].layout}"
 
 
-def load(
-    folder: str,
-    size: encoded_images.Size | None = None,
-    max_pixels: int = encoded_images.MAX_PIXELS,
-) -> Data:
+def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data:
     """Find the images in DIR, to be read as uint8 `[H, W, 3]`; decode a few of them.
+
+    Args:
+        folder: DIR.
+        size: (height, width) to which images are resized; None: all must have the same size.
+        max_pixels: largest number of pixels of an image.
 
     Raises:
         InputError: a folder is missing, empty or cannot be read, test has a class that train has
@@ -37,12 +38,18 @@ def load(
     tests = [name for name in ("test", "validation", "val")
              if os.path.isdir(os.path.join(folder, name))]  # fmt: skip
     if not tests:
-        raise InputError(f"--data_dir={folder} has no folder test, validation or val; {_EXPECTED}")
+        missing = "test, validation or val"
+        if not os.path.isdir(train):
+            missing = f"train, and none named {missing}"
+        raise InputError(
+            f"--data_dir={folder} has no folder {missing}; {_EXPECTED}: put a part of each class's "
+            "images into test"
+        )
     paths = {"train": train, "test": os.path.join(folder, tests[0])}
     if tests[0] == "test" and len(tests) > 1:
         paths["validation"] = os.path.join(folder, tests[1])
     class_names, sources = _class_names(train), {}
-    for half, path in paths.items():
+    for split, path in paths.items():
         names, labels = [], []
         for name in _class_names(path):
             of_class = os.path.join(path, name)
@@ -56,7 +63,7 @@ def load(
                 )
             names += images
             labels += [class_names.index(name)] * len(images)
-        sources[half] = _ImageFiles(path, names, labels)
+        sources[split] = _ImageFiles(path, names, labels)
     return encoded_images.data_set("folder", sources, class_names, size, max_pixels)
 
 

@@ -14,7 +14,12 @@ _PLUGINS = {b"\xff\xd8\xff": "Jpeg", b"GIF8": "Gif", b"BM": "Bmp", b"RIFF": "Web
 
 
 def check_pixels(name: str, content: bytes, most: int) -> None:
-    """Raise InputError if an image has more pixels than `most`.
+    """Raise InputError if an image has too many pixels.
+
+    Args:
+        name: of the image, for the message.
+        content: the encoded image.
+        most: largest number of pixels; those of all pictures of a GIF count.
 
     Raises:
         InputError: it names the image, its pixels and the flag.

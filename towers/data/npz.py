@@ -27,11 +27,15 @@ _EXPECTED = (
     "weights) and x_train.NAME (several inputs) where there are such"
 )
 _KEY = re.compile(r"(x|y|w|sample_weight)(?:_(train|val|validation|test))?(?:[./](.+))?")
-_HALVES = {None: "train", "val": "validation"}
+_SPLITS = {None: "train", "val": "validation"}
 
 
 def load(dataset: str, path: str) -> Data:
     """Read a file; `towers.data.user_data` checks its arrays.
+
+    Args:
+        dataset: the value of --dataset.
+        path: of the file.
 
     Raises:
         InputError: the file cannot be read, or has other keys or invalid arrays.
@@ -41,23 +45,23 @@ def load(dataset: str, path: str) -> Data:
     refused = InputError(
         f"--dataset={dataset} has the keys {', '.join(arrays) or 'of no array'}; {_EXPECTED}"
     )
-    halves: dict[str, dict[str, dict[str | None, np.ndarray]]] = {}
+    splits: dict[str, dict[str, dict[str | None, np.ndarray]]] = {}
     for key, array in arrays.items():
         match = _KEY.fullmatch(key)
         if not match:
             raise refused
-        part, half, name = match.groups()
-        of_half = halves.setdefault(_HALVES.get(half, half), {})
-        of_part = of_half.setdefault("sample_weight" if part == "w" else part, {})
+        part, split, name = match.groups()
+        of_split = splits.setdefault(_SPLITS.get(split, split), {})
+        of_part = of_split.setdefault("sample_weight" if part == "w" else part, {})
         if name in of_part or (of_part and None in {name, *of_part}):  # x_val and x_validation
             raise refused
         of_part[name] = array
     examples = {}
-    for half, parts in halves.items():
+    for split, parts in splits.items():
         names = PARTS[: len(parts)]
         if set(names) != set(parts):  # y without x
             raise refused
-        examples[half] = tuple(parts[name].get(None, parts[name]) for name in names)
+        examples[split] = tuple(parts[name].get(None, parts[name]) for name in names)
     if "train" not in examples:
         raise refused
     return user_data.data_set(dataset, examples)
@@ -98,6 +102,11 @@ def opened(path: str, named: str) -> Iterator[np.lib.npyio.NpzFile]:
 
 
 def fault(error: Exception, ending: str) -> str:
-    """Return what is wrong with a file of numpy's, from the error that numpy raised."""
+    """Return what is wrong with a file of numpy's, to stand after its name.
+
+    Args:
+        error: that numpy raised.
+        ending: of such files, ".npz" or ".npy".
+    """
     objects = re.search("Object arrays|Python objects", str(error))
     return "has arrays of objects" if objects else f"is damaged, or no {ending} file"

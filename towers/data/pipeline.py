@@ -145,7 +145,14 @@ class IndexedSplit(Split):
     def train_rows(
         self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
     ) -> tf.data.Dataset:
-        """Return `train_batches` with rows, int64 `[B]`, in place of examples."""
+        """Return `train_batches` with rows, int64 `[B]`, in place of examples.
+
+        Args:
+            batch_size: B.
+            seed: of the order and the draws.
+            step: number of the first batch.
+            examples: number of examples before it.
+        """
         rows = shuffled_rows(batch_size, self.size, seed, examples)
         return self._with_draws(rows, batch_size, seed, step, examples)
 
@@ -273,7 +280,12 @@ def stored_spec(spec: Structure) -> Structure:
 
 
 def stored(example: Structure, spec: Structure) -> Structure:
-    """Return arrays converted to these types and shapes; texts stay as they are."""
+    """Convert arrays to the types and shapes of a spec; texts stay as they are.
+
+    Args:
+        example: arrays `[N, ...]`, in any structure.
+        spec: of one example, with the same structure.
+    """
 
     def convert(array, spec):
         if spec.dtype != tf.string:
@@ -295,7 +307,15 @@ def is_label(y: Structure) -> bool:
 
 
 def held_out_rows(size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the remaining rows and the held-out rows, int64, in rising order."""
+    """Return the remaining rows and the held-out rows, int64, in rising order.
+
+    Args:
+        size: rows are 0..size-1.
+        fraction: the part to hold out, 0..1.
+
+    Raises:
+        InputError: there is only one row.
+    """
     with tf.device("/cpu:0"):
         rows = tf.range(size, dtype=tf.int64)
         held = is_held_out(rows, size, num_held_out(size, fraction)).numpy()
@@ -303,7 +323,15 @@ def held_out_rows(size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def num_held_out(size: int, fraction: float) -> int:
-    """Return the number of held-out examples, at least 1 and less than `size`."""
+    """Return the number of held-out examples, at least 1 and less than `size`.
+
+    Args:
+        size: number of all examples.
+        fraction: the part to hold out, 0..1.
+
+    Raises:
+        InputError: there is only one example.
+    """
     if size < 2:
         raise InputError(
             f"a part is to be held out, but there is {size} example (or batch); give 2 or more"
@@ -312,12 +340,25 @@ def num_held_out(size: int, fraction: float) -> int:
 
 
 def is_held_out(rows: tf.Tensor, size: int, num_held: int) -> tf.Tensor:
-    """Return whether each row is held out: random rows, since data may be periodic."""
+    """Return whether each row is held out: random rows, since data may be periodic.
+
+    Args:
+        rows: int64, in 0..size-1.
+        size: number of all rows.
+        num_held: number of those that are held out.
+    """
     return _shuffled(rows, size, tf.constant(_HELD_OUT_KEY, tf.int64)) < num_held
 
 
 def shuffled_rows(batch_size: int, size: int, seed: int, examples: int) -> tf.data.Dataset:
-    """Return an endless dataset of each batch's rows, int64 `[B]`, from example `examples` on."""
+    """Return an endless dataset of each batch's rows, int64 `[batch_size]`, in shuffled order.
+
+    Args:
+        batch_size: number of rows of a batch, which may span epochs.
+        size: number of examples of an epoch.
+        seed: of the order.
+        examples: number of examples before the first batch, over all epochs.
+    """
     return _example_numbers(batch_size, examples).map(lambda number: _row(number, size, seed))
 
 
@@ -335,7 +376,7 @@ def _row(number: tf.Tensor, size: int, seed: int) -> tf.Tensor:
 def _alternating(number: tf.Tensor, size: int, seed: int) -> tf.Tensor:
     """Return a number in [0, 1) for each example of a batch, which changes by 1/2 in each epoch.
 
-    By it half of the images are mirrored in the first epoch, the others in the second, and so on
+    "shift" mirrors half of the images in the first epoch, the others in the second, and so on
     ("alternating flip", Jordan 2024, arXiv:2404.00498).
     """
     row = _row(number, size, seed)
@@ -350,11 +391,16 @@ def _shuffled(rows: tf.Tensor, size: int, keys: tf.Tensor) -> tf.Tensor:
 
 
 def epoch_keys(first: tf.Tensor, num: int, seed: int) -> tf.Tensor:
-    """Return the shuffle keys of epochs first..first+num-1, int64 `[num, 3]` in 0..2**32-1.
+    """Return the shuffle keys of successive epochs, int64 `[num, 3]` in 0..2**32-1.
 
     RandomIndexShuffle uses only the low bits of its seed, 8 of each number for up to 65,536
     examples: with (seed, epoch) it would repeat after 256 epochs, and successive orders would be
     related. So each epoch's key is a block of a Philox stream.
+
+    Args:
+        first: number of the first epoch.
+        num: number of epochs.
+        seed: of the order.
     """
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=[seed, _SHUFFLE_STREAM])
     counter += tf.stack([tf.cast(first, tf.uint64), tf.constant(0, tf.uint64)])

@@ -15,6 +15,7 @@ import os
 from typing import TYPE_CHECKING
 
 from towers.errors import InputError
+from towers.options.run import Options
 
 if TYPE_CHECKING:
     from towers.data.pipeline import Data
@@ -63,7 +64,7 @@ def load(
         validation_fraction: the part of the training examples, 0..1, that becomes the validation
             split; 0: the data set's own, if it has one.
         target: the target columns of a table, separated by commas; "": the last one.
-        max_image_pixels: of an image in the user's files; None: `encoded_images.MAX_PIXELS`.
+        max_image_pixels: of an image in the user's files; None: `Options.max_image_pixels`.
         categories: the columns of a table that are categories, separated by commas.
 
     Raises:
@@ -87,7 +88,7 @@ def load(
     elif kind == "shapes":
         data = module.load(*paths)
     else:
-        data = module.load(*paths, image_size, *filter(None, [max_image_pixels]))
+        data = module.load(*paths, image_size, max_image_pixels or Options.max_image_pixels)
     if not validation_fraction:
         return data
     if data.validation:
@@ -101,6 +102,10 @@ def load(
 
 def locate(dataset: str, data_dir: str | None = None) -> str | None:
     """Return a line on where a data set is, None if it would be downloaded.
+
+    Args:
+        dataset: as for `load`.
+        data_dir: as for `load`.
 
     Raises:
         InputError: there is no such data set, or some of its files are missing.

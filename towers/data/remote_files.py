@@ -52,7 +52,14 @@ class RemoteReader:
     def train_batches(
         self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
     ) -> tf.data.Dataset:
-        """Return `IndexedSplit.train_rows`; the workers begin to read."""
+        """Return `IndexedSplit.train_rows`; the workers begin to read.
+
+        Args:
+            batch_size: that of the reader.
+            seed: of the order and the draws.
+            step: number of the first batch.
+            examples: number of examples before it.
+        """
         for reader in self._readers:
             reader.start(batch_size, seed, examples)
         return self._split.train_rows(batch_size, seed=seed, step=step, examples=examples)
@@ -71,6 +78,12 @@ def find(
     split: Split, names: Sequence[str], batch_size: int, num_rounds: int = 1
 ) -> RemoteReader | None:
     """Return a reader for the workers of these devices; None if one lacks the files.
+
+    Args:
+        split: the training set; None is returned unless it is of encoded images, without partners.
+        names: device of each tower; None is returned if one is on this machine.
+        batch_size: the global batch.
+        num_rounds: parts in which a batch is computed, one after the other.
 
     Raises:
         InputError: a file on a worker differs.

@@ -97,6 +97,10 @@ def load(data_dir: str) -> Data:
 def draw(num: int, seed: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Draw pictures, equally many of each class; equal arguments give equal pictures.
 
+    Args:
+        num: how many; unless 10 divides it, some classes have one more.
+        seed: of numpy's generator.
+
     Returns:
         Images, uint8 `[num, 32, 32, 3]`, and labels, int32 `[num]`.
     """

@@ -18,7 +18,7 @@ from towers.data.pipeline import (
 )
 
 _SHUFFLE_BUFFER_BYTES = 256 * 2**20
-_TEXT_BYTES = 4096  # a text's weight in it
+_TEXT_BYTES = 4096  # counted for each text in it
 
 
 class DatasetSplit(Split):

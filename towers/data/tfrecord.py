@@ -48,29 +48,29 @@ _SCAN_BATCH = 64
 _SLOW_BYTES = 2**30  # a scan of more is announced
 
 
-def load(
-    folder: str,
-    size: encoded_images.Size | None = None,
-    max_pixels: int = encoded_images.MAX_PIXELS,
-) -> Data:
+def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data:
     """Find the records in DIR, to be read as uint8 `[H, W, 3]`; decode a few images.
 
-    The largest training label gives the number of classes, "0", "1", ..., at most the number of
-    records or 1000: a wrong label would else add outputs for all numbers below it.
+    The largest training label gives the number of classes, "0", "1", ..., up to `max_classes`.
+
+    Args:
+        folder: DIR.
+        size: (height, width) to which images are resized; None: all must have the same size.
+        max_pixels: largest number of pixels of an image.
 
     Raises:
         InputError: files are missing, empty, compressed or damaged, a feature or a label is
             invalid, sizes differ and `size` is None, or a decoded image is damaged.
     """
-    paths = {half: _paths(folder, half) for half in ("train", "test", "val")}
-    halves = {"train": paths["train"], "test": paths["test"] or paths["val"]}
+    paths = {split: _paths(folder, split) for split in ("train", "test", "val")}
+    splits = {"train": paths["train"], "test": paths["test"] or paths["val"]}
     if paths["test"] and paths["val"]:
-        halves["validation"] = paths["val"]
-    for half, of_half in halves.items():
-        if not of_half:
-            raise InputError(f"--data_dir={folder} has no {half}*.tfrecord*; {_EXPECTED}")
-    keys = _keys(halves["train"][0])
-    sources = {half: _Records(of_half, *keys) for half, of_half in halves.items()}
+        splits["validation"] = paths["val"]
+    for split, of_split in splits.items():
+        if not of_split:
+            raise InputError(f"--data_dir={folder} has no {split}*.tfrecord*; {_EXPECTED}")
+    keys = _keys(splits["train"][0])
+    sources = {split: _Records(of_split, *keys) for split, of_split in splits.items()}
     train = sources["train"]
     num_classes, allowed = int(train.labels.max()) + 1, max_classes(len(train.labels))
     if num_classes > allowed:
@@ -158,7 +158,7 @@ def _paths(folder: str, prefix: str) -> list[str]:
 
 
 def _keys(path: str) -> list[str]:
-    # Of the image and the label in a file's first record.
+    # The keys of the image and the label in a file's first record.
     with _readable_errors(path):
         next(itertools.islice(_starts(path), 1, 2), None)  # checks the length of the first
         first = next(tf.data.TFRecordDataset(path).take(1).as_numpy_iterator(), b"")

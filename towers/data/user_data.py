@@ -63,39 +63,38 @@ def load(dataset: str) -> Data:
         if not {"train", "test"} <= set(result) <= set(_NAMES):
             raise InputError(f"{dataset} returned a dict of {list(result)}; {_ALLOWED_RESULT}")
         return data_set(dataset, result)
-    halves, num_classes = result, None
+    splits, num_classes = result, None
     if isinstance(result, tuple | list) and result and isinstance(result[-1], numbers.Number):
-        *halves, num_classes = result
-    if not isinstance(halves, tuple | list) or len(halves) not in (2, 3):
+        *splits, num_classes = result
+    if not isinstance(splits, tuple | list) or len(splits) not in (2, 3):
         raise InputError(f"{dataset} returned {arrays.describe(result)}; {_ALLOWED_RESULT}")
-    names = _NAMES if len(halves) == 3 else ("train", "test")
-    return data_set(dataset, dict(zip(names, halves, strict=True)), num_classes)
+    names = _NAMES if len(splits) == 3 else ("train", "test")
+    return data_set(dataset, dict(zip(names, splits, strict=True)), num_classes)
 
 
 def data_set(
     name: str,
-    halves: Mapping[str, object],
+    user_splits: Mapping[str, object],
     num_classes: object = None,
     class_names: Sequence[str] = (),
 ) -> Data:
     """Return a data set of the user's splits.
 
-    Arrays are checked at once. The examples of a `tf.data.Dataset` or a `keras.utils.PyDataset` are
-    checked when they are read: an invalid label or value raises
-    `tf.errors.InvalidArgumentError` then.
+    Arrays are checked at once, the examples of a `tf.data.Dataset` or a `keras.utils.PyDataset`
+    when they are read: an invalid label or value raises `tf.errors.InvalidArgumentError` then.
 
     Args:
         name: the value of --dataset.
-        halves: "train", and optionally "test" and "validation". Without "test" a tenth of the
+        user_splits: "train", and optionally "test" and "validation". Without "test" a tenth of the
             training examples is held out, and a note says so.
-        num_classes: number of classes; None: the largest label + 1, at most the number of examples
-            or 1000: else targets are numbers, and `Data.no_classes` says why.
+        num_classes: number of classes; None: the largest label + 1, up to `max_classes`, else
+            targets are numbers, and `Data.no_classes` says why.
         class_names: their names, by default numbers.
 
     Raises:
         InputError: a split is invalid, or the splits have different types or shapes.
     """
-    checked = {half: _user_split(f"{name}: {half}", value) for half, value in halves.items()}
+    checked = {split: _user_split(f"{name}: {split}", v) for split, v in user_splits.items()}
     train, notes = checked["train"], ()
     for other in checked.values():
         train_leaves, other_leaves = (dict(arrays.leaves(each.spec)) for each in (train, other))
@@ -108,7 +107,7 @@ def data_set(
                 ]  # fmt: skip
                 raise InputError(f"{texts[0]}, but {texts[1]}; make them alike")
     num_classes, no_classes = _num_classes(name, list(checked.values()), num_classes)
-    splits = {half: each.split(num_classes) for half, each in checked.items()}
+    splits = {split: each.split(num_classes) for split, each in checked.items()}
     if "test" not in splits:
         whole = splits["train"]
         splits["train"], splits["test"] = whole.held_out(_HELD_OUT)
@@ -124,8 +123,8 @@ def max_classes(num_examples: int) -> int:
     return min(max(num_examples, _FEW_CLASSES), _MANY_CLASSES)
 
 
-def _num_classes(name: str, splits: Sequence["_Given"], num_classes: object) -> tuple[int, str]:
-    # The number of classes, 0 if targets are no classes, and why integers are none, or "".
+def _num_classes(name: str, splits: Sequence["_UserSplit"], num_classes: object) -> tuple[int, str]:
+    # Returns the number of classes, 0 if targets are none, and why integers are no classes, or "".
     spec = splits[0].spec
     labels = len(spec) > 1 and is_label(spec[1])
     if num_classes is not None:
@@ -151,7 +150,7 @@ def _num_classes(name: str, splits: Sequence["_Given"], num_classes: object) -> 
     )
 
 
-def _user_split(name: str, value: object) -> "_Given":
+def _user_split(name: str, value: object) -> "_UserSplit":
     if isinstance(value, keras.utils.PyDataset):
         return _Batches(name, value)
     if isinstance(value, tf.data.Dataset):
@@ -163,7 +162,7 @@ def _user_split(name: str, value: object) -> "_Given":
     return _Arrays(name, value)
 
 
-# Each kind of split has `name`, `spec` and `size`; `largest_label` returns it with its place;
+# Each kind of split has `name`, `spec` and `size`; `largest_label` returns a label and its place;
 # `split` raises for a label of `num_classes` or more, unless that is 0.
 
 
@@ -178,7 +177,7 @@ class _Arrays:
         return int(self._example[1][row]), f"{self.name} y: row {row} (counted from 0)"
 
     def split(self, num_classes: int) -> ArraySplit:
-        arrays.check_labels(self.name, self._example, num_classes)
+        _check_labels(self.name, self._example, num_classes)
         return ArraySplit(*self._example)
 
 
@@ -278,7 +277,7 @@ class _Batches:
     def _read(self, number: int, num_classes: int = 0) -> Structure:
         example = self._example(number)
         self._check(number, example)
-        arrays.check_labels(f"{self.name} batch {number}", example, num_classes)
+        _check_labels(f"{self.name} batch {number}", example, num_classes)
         return example
 
     def _example(self, number: int) -> Structure:
@@ -305,8 +304,17 @@ class _Batches:
             )
 
 
-_Given = _Arrays | _Dataset | _Batches
+_UserSplit = _Arrays | _Dataset | _Batches
 
 
 def _num_rows(example: Structure) -> int:
     return len(tf.nest.flatten(example)[0])
+
+
+def _check_labels(name: str, example: Structure, num_classes: int) -> None:
+    wrong = np.flatnonzero(example[1] >= num_classes) if num_classes else ()
+    if len(wrong):
+        raise InputError(
+            f"{name} y: row {wrong[0]} (counted from 0) is {example[1][wrong[0]]}; allowed are "
+            f"0..{num_classes - 1}"
+        )

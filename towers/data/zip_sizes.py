@@ -24,6 +24,10 @@ def sizes(archive: zipfile.ZipFile) -> dict[str, int]:
 def read(path: Path, name: str) -> bytes:
     """Return the content of a file in an archive.
 
+    Args:
+        path: of the archive.
+        name: of the file in it.
+
     Raises:
         ValueError: it would unpack to far more than the size of the archive.
         Exception: of any type: it is missing, damaged or encrypted.

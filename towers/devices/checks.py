@@ -16,5 +16,13 @@ class Check:
 
 
 def found(name: str, good: object, detail: str, remedy: str, otherwise: str = PROBLEM) -> Check:
-    """Return an OK check if all is `good`, else one of status `otherwise` with its remedy."""
+    """Return a check that is OK, or has a remedy if not all is good.
+
+    Args:
+        name: of the check.
+        good: true if all is good.
+        detail: what was found, in one line.
+        remedy: what to type or to do, left out if all is good.
+        otherwise: status if not all is good: PROBLEM or NOTE.
+    """
     return Check(name, OK, detail) if good else Check(name, otherwise, detail, remedy)

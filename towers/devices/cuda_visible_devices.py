@@ -33,7 +33,12 @@ def tidy(environ: MutableMapping[str, str]) -> None:
 def set_visible(
     options: GpuOptions, driver: Sequence[DriverGpu], environ: MutableMapping[str, str]
 ) -> None:
-    """Hide the driver's GPUs that `options` leave out, by changing `environ`.
+    """Hide the GPUs that the options leave out.
+
+    Args:
+        options: `visible_gpus` is read.
+        driver: all GPUs of the machine.
+        environ: changed: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
 
     Raises:
         InputError: a GPU does not exist, or CUDA_VISIBLE_DEVICES already hides it.
@@ -50,6 +55,11 @@ def visible_positions(
     options: GpuOptions, driver: Sequence[DriverGpu], environ: Mapping[str, str]
 ) -> list[int]:
     """Return the position of each GPU of `visible_gpus` among those that CUDA shows now.
+
+    Args:
+        options: `visible_gpus` is read.
+        driver: all GPUs of the machine.
+        environ: CUDA_VISIBLE_DEVICES is read.
 
     Raises:
         InputError: a GPU does not exist, or is hidden.
@@ -97,7 +107,11 @@ def _choose(
 def visible_in(environ: Mapping[str, str], driver: Sequence[DriverGpu]) -> list[DriverGpu]:
     """Return the GPUs that CUDA shows a process, in CUDA's order.
 
-    Of GPUs that MIG splits a process sees the first part only, and no other GPU.
+    If a part of a GPU that MIG splits is among them, a process sees the first part alone.
+
+    Args:
+        environ: of the process.
+        driver: all GPUs of the machine.
     """
     listed = listed_in(environ, driver)
     return [gpu for gpu in listed if gpu.mig is not None][:1] or listed
@@ -108,6 +122,10 @@ def listed_in(environ: Mapping[str, str], driver: Sequence[DriverGpu]) -> list[D
 
     An entry begins with a number, or is a prefix of one GPU's UUID or the full name of a part. An
     invalid entry hides all that follow; a GPU that is named twice hides all.
+
+    Args:
+        environ: if it has no such variable, all GPUs are returned.
+        driver: all GPUs of the machine.
     """
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
@@ -142,6 +160,10 @@ def match(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGpu 
 
     TensorFlow keeps the order and may skip small GPUs, so each of its GPUs is the next visible one
     of the same name and compute capability. If both have one GPU, the name does not matter.
+
+    Args:
+        gpus: (name, compute capability) of those that TensorFlow lists; None: unknown.
+        visible: those that CUDA shows, in its order.
     """
     if len(gpus) == len(visible) == 1:
         return list(visible)
@@ -159,7 +181,12 @@ def match(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGpu 
 
 
 def skipped(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGpu]:
-    """Return the visible GPUs that TensorFlow does not list."""
+    """Return the visible GPUs that TensorFlow does not list.
+
+    Args:
+        gpus: as for `match`.
+        visible: as for `match`.
+    """
     matched = match(gpus, visible)
     return [gpu for gpu in visible if gpu not in matched]
 
@@ -167,7 +194,13 @@ def skipped(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGp
 def why_skipped(
     missing: Sequence[DriverGpu], num_listed: int, build: Mapping[str, object]
 ) -> tuple[str, str]:
-    """Return (the likely reason why TensorFlow leaves GPUs out, what to type)."""
+    """Return (the likely reason why TensorFlow leaves GPUs out, what to type).
+
+    Args:
+        missing: the GPUs that it leaves out, one or more.
+        num_listed: number of those that it lists.
+        build: tf.sysconfig.get_build_info().
+    """
     install = "type pip install 'tensorflow[and-cuda]>=2.21,<2.22'"
     lost = [gpu.index for gpu in missing if gpu.name is None]
     if lost:
@@ -198,6 +231,10 @@ def compiles(capability: tuple[int, int] | None, build: Mapping[str, object]) ->
     """Return whether TensorFlow must compile its kernels for a compute capability.
 
     Binary kernels for "sm_80" run on 8.0 to 8.9.
+
+    Args:
+        capability: as (8, 6); None: unknown, for which False is returned.
+        build: tf.sysconfig.get_build_info().
     """
     names = [n for n in build.get("cuda_compute_capabilities", ()) if n.startswith("sm_")]
     if capability is None or not names:

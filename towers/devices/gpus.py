@@ -51,7 +51,7 @@ def configure(**options: Any) -> None:
                 f"{flags} comes too late, TensorFlow has {event}: call towers.devices.configure() "
                 "before anything that lists devices or creates a tensor"
             )
-        _set(asked)
+        _set_before_start(asked)
     tf.config.set_soft_device_placement(asked.allow_soft_placement)
     if asked.tf32 != _in_force.tf32:  # else it stays as the program has it
         tf.config.experimental.enable_tensor_float_32_execution(asked.tf32)
@@ -66,7 +66,7 @@ def hide_gpus() -> None:
         tf.config.set_visible_devices([], "GPU")
 
 
-def _set(asked: GpuOptions) -> None:
+def _set_before_start(asked: GpuOptions) -> None:
     driver = nvml.gpus()
     cuda_visible_devices.tidy(os.environ)
     choice = cuda_visible_devices.listed_in(os.environ, driver)
@@ -115,7 +115,7 @@ def _check_free_memory(gpu: DriverGpu, limit_mib: int | None, choice: Sequence[D
         return
     holders = ", ".join(gpu.processes) or "another process"
     free = [other.key for other in choice if not other.full and other != gpu]
-    others = ",".join(free if gpu.mig is None else free[:1])  # of parts a process takes one
+    others = ",".join(free if gpu.mig is None else free[:1])  # a process can use one part only
     raise InputError(
         f"GPU {gpu} has {gpu.free_bytes // MIB} of {gpu.total_bytes // MIB} MiB free"
         + (f", {limit_mib} are needed" if limit_mib else "")

@@ -11,8 +11,8 @@ _STATUS = "/proc/self/status"
 def of_device(device: str) -> tuple[float, float] | None:
     """Return the MiB that TensorFlow uses on a device, (now, peak); None if unknown.
 
-    For a logical CPU device it is the memory of the process. Of other machines the memory of the
-    process is known, from a file, but not that of their GPUs.
+    For a logical CPU device it is the memory of its process. The memory of other machines' GPUs is
+    unknown.
     """
     import tensorflow as tf
 

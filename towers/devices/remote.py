@@ -74,7 +74,12 @@ def memory_of(device: str) -> int | None:
 
 
 def read_text(machine: str, path: str) -> str | None:
-    """Return the text of a file on a machine, None if the machine does not answer."""
+    """Return the text of a file on a machine, None if the machine does not answer.
+
+    Args:
+        machine: "/job:worker/task:1".
+        path: of the file there.
+    """
     try:
         return read_file(f"{machine}{HOST}", path).decode(errors="replace")
     except tf.errors.OpError:  # the next step finds that it is lost
@@ -84,9 +89,15 @@ def read_text(machine: str, path: str) -> str | None:
 def read_file(device: str, path: str) -> bytes:
     """Return the content of a file on a device's machine.
 
-    Python's lock is held while an eager tensor is created on another machine or read from there: if
-    that hangs, no thread can run. So only ops whose inputs and outputs are local are used.
+    Args:
+        device: a CPU, as "/job:worker/task:1/cpu:0".
+        path: of the file there; a relative one is below the folder of its server.
+
+    Raises:
+        tf.errors.OpError: the machine does not answer, or the file cannot be read.
     """
+    # Python's lock is held while an eager tensor is created on another machine or read from there:
+    # if that hangs, no thread can run. So only ops whose inputs and outputs are local are used.
     with tf_internals.unary_rpcs():
         with tf.device(PROGRAM + HOST):
             path = tf.constant(path)

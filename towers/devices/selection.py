@@ -250,7 +250,8 @@ def _named_devices(num_towers: int, names: str) -> list[str]:
 
 
 def _provide_cpus(chosen: Sequence[str]) -> int:
-    # Creates those that `chosen` needs, if TensorFlow has not started; returns their number.
+    # Creates the logical CPUs that `chosen` needs, unless TensorFlow has started; returns how many
+    # there are.
     needed = max((int(d.split(":")[1]) + 1 for d in chosen if d.startswith("/cpu")), default=1)
     cpu = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(cpu)

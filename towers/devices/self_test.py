@@ -186,7 +186,12 @@ def _gflops(device: str, function: Callable, arrays: list[Any], expected: Any, g
 
 
 def probe_copy(source: str, target: str) -> str | None:
-    """Copy random bits from one device to another; return what went wrong, or None."""
+    """Copy random bits from one device to another; return what went wrong, or None.
+
+    Args:
+        source: TensorFlow's name of a device, as "/gpu:0".
+        target: likewise.
+    """
     import numpy as np
     import tensorflow as tf
 

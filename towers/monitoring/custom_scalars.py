@@ -64,9 +64,7 @@ CHARTS = {
 }
 
 
-def layout(
-    gpus: bool, metrics: Sequence[str] = ("test accuracy",), *, remote: bool = False
-) -> Any:
+def layout(gpus: bool, metrics: Sequence[str], *, remote: bool = False) -> Any:
     """Return the Summary of the custom-scalars dashboard, the same at any number of towers.
 
     TensorBoard matches the patterns at the start of every run's tags.

@@ -137,7 +137,12 @@ def close_root(folder: Path, result: Mapping[str, Any], step: int) -> None:
 
 
 def text(tag: str, lines: Iterable[str]) -> Any:
-    """Return the Summary of lines, shown verbatim."""
+    """Return the Summary of lines, shown verbatim.
+
+    Args:
+        tag: name under which TensorBoard shows them.
+        lines: the lines.
+    """
     return text_pb(tag, "\n".join(["```", *lines, "```"]))
 
 
@@ -155,10 +160,10 @@ def hparams_of(options: Options) -> dict[str, Any]:
 
 
 def _experiment(first: Collection[str], figures: Collection[str]) -> Summary:
-    """Return the Summary that declares the table's columns, those of the flags in `first` first.
+    """Return the Summary that declares the table's columns, flags in `first` before others.
 
-    TensorBoard reads the columns from one run, so they must be the same in all. None declares a set
-    of values, which would hide runs with other values.
+    TensorBoard reads the columns from one run, so they must be the same in all. No column lists its
+    values, since TensorBoard would hide runs with others.
     """
     kinds = {str: api_pb2.DATA_TYPE_STRING, bool: api_pb2.DATA_TYPE_BOOL}
     first = [*first, *_USUAL_FLAGS][: max(len(first), len(_USUAL_FLAGS))]

@@ -27,7 +27,7 @@ from towers.formatting import reason
 from towers.monitoring import events
 
 HEAVY, POINT = "pictures and histograms", "curves"
-_SHARE = {HEAVY: 0.5, POINT: 1.0}  # of the size, above which a kind is dropped
+_SHARE = {HEAVY: 0.5, POINT: 1.0}  # share of the size that a kind may fill
 _OVERHEAD_BYTES = 64  # of an event
 PARTS = "train", "eval"
 _OWN = re.compile(r"((tower|worker|gpu)_\d+)/(.+)")  # tags with a run of their own
@@ -60,7 +60,13 @@ class EventWriter:
         self._offered: Counter[tuple[str, ...]] = Counter()
 
     def write_scalars(self, part: str, x: int, values: Mapping[str, float]) -> None:
-        """Write a point {tag: value} at `x`, as one event of each run."""
+        """Write a point, as one event of each run.
+
+        Args:
+            part: "train" or "eval".
+            x: steps, or examples, at which the point is drawn.
+            values: {tag: value}; "tower_0/loss" is written to a run of its own.
+        """
         summaries: dict[str, Summary] = {}
         for tag, value in values.items():
             run = part
@@ -70,7 +76,14 @@ class EventWriter:
         self._write(part, x, summaries, POINT)
 
     def write_summary(self, part: str, x: int, summary: Summary, *, last: bool = False) -> None:
-        """Write a picture or histogram at `x` if there is room; the last may use that of curves."""
+        """Write a picture or histogram if there is room.
+
+        Args:
+            part: see `write_scalars`.
+            x: see `write_scalars`.
+            summary: the picture or histogram.
+            last: whether it is of the last step, and may take the room of curves.
+        """
         self._write(part, x, {part: summary}, POINT if last else HEAVY)
 
     def _write(self, part: str, x: int, summaries: Mapping[str, Summary], kind: str) -> None:

@@ -45,7 +45,12 @@ def runs(folder: Path) -> list[Path]:
 
 
 def append(path: Path, *events: Event) -> None:
-    """Append events to a file, and create it if necessary."""
+    """Append events to a file.
+
+    Args:
+        path: the file, which is created if necessary.
+        *events: the events.
+    """
     with open(path, "ab") as file:
         writer = RecordWriter(file)
         for event in events:
@@ -61,9 +66,13 @@ class Record:
 
 
 def load(path: Path, say: Say = note) -> list[Record]:
-    """Return the undamaged events of a file; call `say` with a line if some are damaged.
+    """Return the undamaged events of a file.
 
     The last event may be incomplete: it may just be written, or its process was killed.
+
+    Args:
+        path: the event file.
+        say: called with a line if others are damaged.
     """
     data, place, damaged, records = path.read_bytes(), 0, False, []
     while place + _HEADER.size <= len(data):

@@ -59,7 +59,12 @@ class NoiseScale:
         self._points: collections.deque[tuple[float, float]] = collections.deque(maxlen=_MAX_POINTS)
 
     def add(self, trace: float, squared_norm: float) -> None:
-        """Add one point's estimates."""
+        """Add a point.
+
+        Args:
+            trace: S of `estimate`.
+            squared_norm: |G|^2 of `estimate`.
+        """
         self._points.append((trace, squared_norm))
 
     def examples(self) -> float | None:

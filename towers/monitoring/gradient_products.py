@@ -55,7 +55,7 @@ def products_of_towers(
 def _at_means(towers: Sequence[tuple]) -> _Pairs:
     pairs: _Pairs = {}
     for tower, gradients, mean, _ in towers:
-        # In the same transfers as for the sum.
+        # Sent in the same transfers as for the sum.
         places = ["" if other is None else _values(other).device for other in mean]
         gradients = _send(gradients, places, is_small, after=mean)
         for one, other, place in zip(gradients, mean, places, strict=True):
@@ -95,8 +95,12 @@ def _table(pairs: _Pairs, num_towers: int, measured: tf.Tensor | None) -> tf.Ten
     """
 
     def of_place(of_towers: dict[int, list[tuple[Any, Any]]]) -> tf.Tensor:
-        towers = [of_towers.get(tower) for tower in range(num_towers)]
-        return tf.stack([_sums(of_tower) if of_tower else tf.zeros([3]) for of_tower in towers])
+        rows = []
+        for tower in range(num_towers):
+            products = [_of_variable(*pair) for pair in of_towers.get(tower, ())]
+            sums = [tf.add_n(column) for column in zip(*products, strict=True)]
+            rows.append(tf.stack(sums) if sums else tf.zeros([3]))
+        return tf.stack(rows)
 
     parts = []
     for place, of_towers in pairs.items():
@@ -106,11 +110,6 @@ def _table(pairs: _Pairs, num_towers: int, measured: tf.Tensor | None) -> tf.Ten
     parts = cross_host.sum_by_machine(parts, list(pairs), tf.add_n)
     with tf.device(HOST):
         return tf.add_n(parts) if parts else tf.zeros([num_towers, 3])
-
-
-def _sums(pairs: Sequence[tuple[Any, Any]]) -> tf.Tensor:
-    columns = zip(*(_of_variable(*pair) for pair in pairs), strict=True)
-    return tf.stack([tf.add_n(column) for column in columns])
 
 
 def _send(

@@ -50,7 +50,12 @@ class Sampler:
         )
 
     def batch(self, step: int, examples: int) -> Batch:
-        """Return the batch after `step` steps and `examples` examples."""
+        """Return the batch of a step.
+
+        Args:
+            step: number of steps before it.
+            examples: number of examples before it.
+        """
         if self._kept is not None:
             return self._kept
         if isinstance(self._split, BatchSplit):  # its order is computed outside of graphs
@@ -112,7 +117,7 @@ class Gallery:
         model: keras.Model,
         data: Data,
     ):
-        """Show the first pictures, which reads a data set that allows one reader at a time."""
+        """Show the first pictures, before training: some data sets allow one reader at a time."""
         self._monitor, self._timetable = monitor, timetable
         self._sampler, self._draw_histograms = sampler, draw_histograms
         self._builder, self._model, self._data = builder, model, data
@@ -143,7 +148,12 @@ class Gallery:
         self._show("histograms", step, lambda: [self._draw_histograms(self._batch(step))])
 
     def show_evaluation(self, step: int, predictions: pictures.Predictions) -> None:
-        """Show the mistakes of an evaluation after `step` updates."""
+        """Show an evaluation's mistakes and confusion matrix.
+
+        Args:
+            step: number of updates before it.
+            predictions: the true and predicted classes.
+        """
         names = self._data.class_names
         self._show("mistakes", step, lambda: pictures.evaluation_images(predictions, names), "eval")
 

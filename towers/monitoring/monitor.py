@@ -30,7 +30,7 @@ from towers.monitoring.speed import RATE, Speed, by_tower
 from towers.options.triggers import Timetable
 
 _PHASES = (*tower_metrics.PHASES, "update_seconds")
-_CALLS = 100  # whose times are kept before they are summed
+_CALLS = 100  # calls of the train loop whose times are kept before they are summed
 _NOISE_TAGS = "noise_scale/trace", "noise_scale/squared_norm"
 
 
@@ -48,7 +48,7 @@ class Monitor:
         out: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """Drop points from the step on at which the run continues: they are written again.
+        """Drop points from the step at which the run continues; they are written again.
 
         Args:
             train_dir: folder of the run; event files are in train, train/tower_N and eval.
@@ -93,17 +93,26 @@ class Monitor:
         self._out.flush()
 
     def progress(self, step: int, values: Mapping[str, tf.Tensor]) -> None:
-        """Move the progress bar to `step`, and keep the train loop's seconds for the next point."""
+        """Move the progress bar, and keep the train loop's seconds for the next point.
+
+        Args:
+            step: number of steps made.
+            values: what the train loop returned; "tower_seconds" and the phases' are kept.
+        """
         self._calls.append({name: values[name] for name in (*_PHASES, "tower_seconds")})
         if len(self._calls) == _CALLS:  # the next point may be far away
             self._calls = [_sum(self._calls)]
         self._bar.update(step - self._bar.n)
 
     def train_point(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the train loop's metrics, numbers and lists, after `step` steps.
+        """Write a training point, and print its line.
 
-        The point's x is `step` - 1, the updates before the measured step. The first point of a
-        continued run is only printed, unless it was due anyway.
+        The first point of a continued run is only printed, unless it was due anyway.
+
+        Args:
+            step: number of steps made; the point is drawn at `step` - 1, the updates before the
+                measured step.
+            metrics: the train loop's, as numbers and lists, and "skipped".
         """
         self.last_loss, examples = metrics["loss"], self._timetable.examples(step)
         speed = self._speed.at(step, examples)
@@ -157,23 +166,31 @@ class Monitor:
     def eval_point(
         self, step: int, scalars: Mapping[str, float | None], part: str = "test"
     ) -> None:
-        """Write the figures of an evaluation after `step` updates; None is skipped.
+        """Write the figures of an evaluation unless they are written, and print them.
 
-        Tags begin with `part`, the part of the data set: "test" or "validation".
+        Args:
+            step: number of updates before it.
+            scalars: {name: value}; None is skipped.
+            part: part of the data set, "test" or "validation", with which tags begin.
         """
         if not self.evaluated(step):
-            known = {name: value for name, value in scalars.items() if value is not None}
-            of_part = {f"{part}/{name}": value for name, value in known.items()}
+            of_part = {f"{part}/{n}": value for n, value in scalars.items() if value is not None}
             self._writer.write_scalars("eval", self._timetable.x(step), of_part)
         self._evaluated.add(self._timetable.x(step))
         self.say_figures(part, step, scalars)
 
     def say_figures(self, part: str, step: int, figures: Mapping[str, float | None]) -> None:
-        """Print the figures of an evaluation of a part of the data set; None is skipped."""
+        """Print the figures of an evaluation.
+
+        Args:
+            part: see `eval_point`.
+            step: see `eval_point`.
+            figures: {name: value}; None is skipped.
+        """
         known = [(name, value) for name, value in figures.items() if value is not None]
         shown = ", ".join(f"{name} {value:.4f}" for name, value in known)
         self.say(
-            f"{_now()}: step {step} of {self._timetable.last_step}, epoch "
+            f"{_now()}: after {step} of {self._timetable.last_step} steps, epoch "
             f"{self._timetable.epochs(step):.2f}, {part}: {shown} (ETA {self._eta(step)})"
         )
 
@@ -181,8 +198,14 @@ class Monitor:
         """Return whether the curves have an evaluation after `step` updates."""
         return self._timetable.x(step) in self._evaluated
 
-    def show(self, step: int, summaries: Iterable[Summary], part: str = "train") -> None:
-        """Write pictures or histograms of `part`, "train" or "eval", after `step` updates."""
+    def show(self, step: int, summaries: Iterable[Summary], part: str) -> None:
+        """Write pictures or histograms.
+
+        Args:
+            step: number of updates before them.
+            summaries: pictures or histograms.
+            part: "train" or "eval".
+        """
         last = step == self._timetable.last_step
         for summary in summaries:
             self._writer.write_summary(part, self._timetable.x(step), summary, last=last)

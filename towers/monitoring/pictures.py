@@ -47,7 +47,12 @@ class Predictions:
 
 
 def evaluation_images(predictions: Predictions, names: Sequence[str]) -> list[Summary]:
-    """Return `confusion_matrix`, for up to 1000 classes, and `mistakes` if there are any."""
+    """Return `confusion_matrix`, for up to 1000 classes, and `mistakes` if there are any.
+
+    Args:
+        predictions: the true and predicted classes.
+        names: names of the classes.
+    """
     weights = "the moving average of the weights" if predictions.averaged else "the weights"
     pictures = []
     if len(predictions.labels) and len(names) <= _MAX_CLASSES:
@@ -109,11 +114,15 @@ def filter_images(model: keras.Model) -> list[Summary]:
 
 
 def to_bytes(image: np.ndarray, stretch: bool = False) -> np.ndarray:
-    """Convert an image `[h, w, C]` to uint8 `[h, w, 3]` for display.
+    """Convert an image to uint8 `[h, w, 3]` for display.
 
     The first three of 3 or 4 channels are red, green and blue; otherwise the first channel is shown
-    in gray. uint8 images are unchanged. Floats from 0 to 1 are scaled to 0..255, others, or all if
-    `stretch`, from their minimum to their maximum. Infinities and NaN count as 0.
+    in gray. Infinities and NaN count as 0.
+
+    Args:
+        image: `[h, w, C]`; uint8 is unchanged, values from 0 to 1 are scaled to 0..255, others from
+            their minimum to their maximum.
+        stretch: whether values from 0 to 1 are scaled as others are.
     """
     image = np.asarray(image)
     image = image[..., :3] if image.shape[-1] in (3, 4) else image[..., :1]
@@ -129,9 +138,12 @@ def to_bytes(image: np.ndarray, stretch: bool = False) -> np.ndarray:
 def draw_grid(
     images: Sequence[np.ndarray], captions: Sequence[Sequence[str]] = (), columns: int = 4
 ) -> Image.Image:
-    """Draw images, uint8 `[h, w, 3]`, in rows, each above its lines of text.
+    """Draw images in rows, each above its lines of text.
 
-    Without captions images are small.
+    Args:
+        images: uint8 `[h, w, 3]` each, one or more.
+        captions: lines of text of each image; without any, images are small.
+        columns: most images of a row.
     """
     side = max(_SIDE, min(_MAX_SIDE, max(images[0].shape[:2]))) if captions else _SIDE // 4
     columns, num_rows = min(columns, len(images)), -(-len(images) // columns)
@@ -150,10 +162,14 @@ def draw_grid(
 
 
 def draw_matrix(counts: np.ndarray, names: Sequence[str]) -> Image.Image:
-    """Draw a confusion matrix, integers `[n, n]`, with as many names and numbers as fit.
+    """Draw a confusion matrix, with as many names and numbers as fit.
 
     A cell's colour, blue on the diagonal and red elsewhere, deepens with the square root of its
     share of the row, so that rare mistakes are visible.
+
+    Args:
+        counts: number of examples, integers `[n, n]`; rows are true classes.
+        names: names of the n classes.
     """
     num = len(counts)
     cell = max(1, min(_CELL, _MATRIX // num))

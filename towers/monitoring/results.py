@@ -14,7 +14,6 @@ from towers.errors import InputError
 
 Objective = tuple[str, str]  # metric of result.json, "max" or "min"
 
-
 _TYPES = {  # of values that programs read
     "steps": int, "examples": int, "num_towers": int, "batch_size": int, "devices": list,
     "objective": str, "direction": str, "train_dir": str, "planned_steps": int,
@@ -43,14 +42,24 @@ def _are_of(types: Mapping[str, Any], content: Mapping[str, Any]) -> bool:
 
 
 def number(result: Mapping[str, Any], name: str) -> float | None:
-    """Return a number of a result, None if it is not finite or absent."""
+    """Return a number of a result, None if it is not finite or absent.
+
+    Args:
+        result: content of result.json.
+        name: its name there, as "test_accuracy".
+    """
     value = result.get(name)
     known = isinstance(value, int | float) and abs(value) <= sys.float_info.max
     return value if known else None
 
 
 def averaged_number(result: Mapping[str, Any], name: str) -> float | None:
-    """Return a number of a result, that of the weights' moving average if there is one."""
+    """Return a number of a result, that of the weights' moving average if there is one.
+
+    Args:
+        result: content of result.json.
+        name: its name there without "_ema".
+    """
     averaged = number(result, f"{name}_ema")
     return number(result, name) if averaged is None else averaged
 

@@ -30,7 +30,12 @@ class Speed:
         self._paused_seconds = before + self._clock() - start
 
     def at(self, step: int, examples: int) -> dict[str, float]:
-        """Return the scalars of a point after `step` steps, {} for the first."""
+        """Return {tag: value} of the speed since the last point, {} for the first.
+
+        Args:
+            step: number of steps made.
+            examples: number of examples in them.
+        """
         now, scalars = self._clock(), {}
         if self._last is not None and step > self._last[1]:
             then, step_then, examples_then = self._last
@@ -46,7 +51,13 @@ def by_tower(
     values: Mapping[str, Sequence[float | None]],
     num_examples: Sequence[float],
 ) -> dict[str, float]:
-    """Return {"tower_0/NAME": value} of `values` and memory for each tower with examples."""
+    """Return {"tower_0/NAME": value} of values and memory, in MiB, for each tower with examples.
+
+    Args:
+        devices: device of each tower.
+        values: {NAME: value for each tower}; None and NaN are left out, and empty lists.
+        num_examples: number of examples of each tower.
+    """
     held = [memory.of_device(device) or (None, None) for device in devices]
     in_mib = zip(("memory_mib", "peak_memory_mib"), zip(*held, strict=True), strict=True)
     occupied = [i for i, number in enumerate(num_examples) if number > 0]

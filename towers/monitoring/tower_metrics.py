@@ -43,8 +43,7 @@ def on_gpus(builder: TowerBuilder) -> bool:
 def time_after(values: Any) -> tf.Tensor:
     """Return the host's time, in seconds, when `values` have been computed.
 
-    It is NaN, as are then all seconds of a step, if ops are deterministic: TensorFlow then refuses
-    to read a clock.
+    It is NaN if ops are deterministic, since TensorFlow then refuses to read a clock.
     """
     waiting = tf.control_dependencies(_tensors(values))
     with tf.device(HOST), tf.name_scope("telemetry"), waiting:
@@ -73,7 +72,12 @@ class GpuIdleBarrier:
                 self._marks.append(tf.Variable(0.0, trainable=False))
 
     def before(self, batch: Any, measured: tf.Tensor) -> Any:
-        """Return a batch on the host; in a measured step it waits until the GPUs are idle."""
+        """Return a batch on the host; in a measured step it waits until the GPUs are idle.
+
+        Args:
+            batch: structure of tensors.
+            measured: bool scalar: whether the step is measured.
+        """
 
         def wait() -> tf.Tensor:
             values = []
@@ -91,7 +95,12 @@ class GpuIdleBarrier:
     def for_all_steps(
         self, values: dict[str, tf.Tensor], num_steps: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        """Return the measured step's seconds times the number of steps since the last one."""
+        """Return a measured step's seconds times the number of steps since the one before.
+
+        Args:
+            values: results of a call of the train loop, with the seconds of `measure`.
+            num_steps: number of its steps, an integer scalar.
+        """
         self._steps.assign_add(num_steps)
         steps = tf.cast(self._steps.read_value(), tf.float32)
         self._steps.assign(tf.where(self.wanted, 0, self._steps))
@@ -211,7 +220,7 @@ def _agreement(
 def _if_measured(
     compute: Callable, measured: tf.Tensor, builder: TowerBuilder
 ) -> dict[str, tf.Tensor]:
-    """Return `compute(measured)`; on GPUs, which that waits for, zeros unless `measured`."""
+    """Return `compute(measured)`; on GPUs, since it waits for them, zeros unless `measured`."""
     if not on_gpus(builder):
         return compute(measured)
     metrics: dict[str, tf.Tensor] = {}

@@ -97,7 +97,12 @@ def parse(text: str) -> Augmentation:
 
 
 def agree(of_run: str, given: str) -> bool:
-    """Return whether `given` is compatible with a run's value, where "auto" is resolved."""
+    """Return whether a value of --augment may stand for that of a run.
+
+    Args:
+        of_run: the run's value, in which "auto" is resolved.
+        given: the other value; its base may be "auto".
+    """
     try:
         plan, plan_of_run = parse(given), parse(of_run)
     except InputError:

@@ -1,7 +1,7 @@
 """The command line's flags: one for each option of a verb, also in flagfiles.
 
     options = flags.parse(["--flagfile=configs/quickstart.cfg", "--num_gpus=2"])     # of a run
-    options = flags.parse(["--steps=3"], Verb("verify", options="mine:VerifyOptions"))
+    options = flags.parse(["--steps=3"], Command("verify", options="mine:VerifyOptions"))
 
 A verb's options are a dataclass of `option` fields. A verb that works on a run has a field
 `run: Options`; its flags are its own fields and all other fields of `Options`. With `run: dict`
@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import os
 import pkgutil
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ class Command:
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {option: the reason}
     completes: bool = False  # whether defaults come from the flags.cfg of --train_dir
     begins: bool = False  # whether --train_dir may be a new run
+    reads_run: bool = False  # whether --train_dir=RUN, if typed, is --flagfile=RUN/flags.cfg first
 
     def fields(self) -> dict[str, dataclasses.Field]:
         """Return {name: field} in the order of the help."""
@@ -70,7 +72,7 @@ _PARSERS = {  # with the words of their error
 }
 # Another value of these makes another run, whose checkpoints do not fit.
 IDENTITY = ("model", "model_args", "loss", "augment", "dataset", "tensorboard_x")
-OF_MODEL = ("model", "model_args", "augment")  # of these, what other data may not change
+OF_MODEL = ("model", "model_args", "augment")  # those that an evaluation cannot change either
 _OF_MACHINES = {f.name for f in dataclasses.fields(Options) if f.metadata["group"] == MANY_MACHINES}
 
 
@@ -108,6 +110,10 @@ def parse(argv: Sequence[str], verb: Command = _TRAIN) -> Any:
             of an existing one.
     """
     _check_taken(argv, verb)
+    if verb.reads_run:
+        folders = re.findall(r"^--?train_dir[=\n](.+)$", "\n".join(argv), re.MULTILINE)
+        of_runs = [Path(folder).expanduser() / "flags.cfg" for folder in folders]
+        argv = [*(f"--flagfile={path}" for path in of_runs if path.exists()), *argv]
     foreign: dict[str, str] = {}
     values = _read_argv(argv, verb, foreign)
     if foreign:
@@ -115,11 +121,11 @@ def parse(argv: Sequence[str], verb: Command = _TRAIN) -> Any:
         untrusted = {name: value for name, value in values.items() if trusted.get(name) != value}
         for path, text in () if trusted.get("trust") else foreign.items():
             code_trust.check(f"--flagfile={path}", text, untrusted)
-    return complete(values, verb)
+    return _complete(values, verb)
 
 
-def complete(values: dict[str, Any], verb: Command = _TRAIN) -> Any:
-    """Return a verb's options from {option: value}, with defaults as in `parse`."""
+def _complete(values: dict[str, Any], verb: Command) -> Any:
+    # `values` as the verb's options; the rest is as in the run's flags.cfg, if the verb reads it.
     if verb.completes and not (verb.begins and values.get("overwrite")):
         values = _options_of_run(values, verb) | values
     if values.get("num_towers") == "0":  # from a run's flags.cfg; the verb takes a list
@@ -146,6 +152,8 @@ def options_from_call(
         InputError: an option does not exist, a value is not allowed, or there is no run.
     """
     values = {option_name(name): value for name, value in fields.items()}
+    if {"num_gpus", "num_towers"} <= fields.keys():
+        raise InputError("num_gpus and num_towers exclude each other: give one of them")
     if fields.get("num_gpus"):
         _take_gpus_only(fields["num_gpus"], values)
     if options is not None and not isinstance(options, Options):
@@ -159,7 +167,7 @@ def options_from_call(
         if _RUN_FIELDS[name].type is str:
             values[name] = option_text(name, value)
         check_value(_RUN_FIELDS[name], values[name])
-    return complete(values, Command(verb, completes=True, begins=verb == "train"))
+    return _complete(values, Command(verb, completes=True, begins=verb == "train"))
 
 
 def option_name(flag: str) -> str:
@@ -176,22 +184,35 @@ def option_type(name: str) -> type:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Parse a value of a run's option; its range is not checked."""
+    """Parse a value of a run's option; its range is not checked.
+
+    Args:
+        name: of the option.
+        text: its value, as on a command line.
+
+    Raises:
+        InputError: it is not of the option's type.
+    """
     return _parse_typed(_RUN_FIELDS[name], text)
 
 
 def _check_taken(argv: Sequence[str], verb: Command) -> None:
     """Raise InputError for an argument that the verb would ignore; flagfiles may contain it."""
+    typed_as: dict[str, str] = {}
     for argument in argv:
         flag = argument.partition("=")[0].lstrip("-") if argument.startswith("-") else ""
         name = flag if flag in _RUN_FIELDS else flag.removeprefix("no")
-        name = _ALIASES.get(name, name)
+        typed, name = name, _ALIASES.get(name, name)
+        if typed_as.setdefault(name, typed) != typed and name in _RUN_FIELDS:
+            raise InputError(
+                f"--{typed_as[name]} and --{typed} exclude each other: type one of them"
+            )
         reason = verb.refuses.get(name, "")
         if verb.takes is not None and name in _RUN_FIELDS and name not in verb.takes:
             reason = f"it takes {', '.join(f'--{taken}' for taken in verb.takes)}"
             reason += ", and the rest from the run's flags.cfg" if verb.completes else ""
         if reason:
-            raise InputError(f"towers {verb.name} takes no --{name}: {reason}")
+            raise InputError(f"towers {verb.name} takes no --{typed}: {reason}")
 
 
 class _Flags(flags.FlagValues):
@@ -391,7 +412,12 @@ def _check_identity(
 
 
 def main_help(version: str, verbs: Sequence[Command]) -> str:
-    """Return the text of `towers --help`."""
+    """Return the text of `towers --help`.
+
+    Args:
+        version: of towers.
+        verbs: in the order of the text.
+    """
     lines = "\n".join(f"  {verb.name:10} {verb.help}" for verb in verbs)
     return (
         f"towers {version}: data-parallel training, the same numbers at any number of towers\n\n"

@@ -10,7 +10,7 @@ import pkgutil
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from towers.options import search_path
 from towers.options.inline_objects import PREFIX
 
 _CHECKOUT = Path(search_path.CHECKOUT)  # unless the package was installed without it
-_SHIPPED = "towers_models"  # the name under which its models are imported
+SHIPPED = "towers_models"  # the name under which its models are imported
 _STDLIB = [folder := sysconfig.get_path("stdlib"), os.path.join(folder, "lib-dynload")]
 
 
@@ -54,19 +54,33 @@ def load_function(flag: str, name: str) -> Callable:
 
 
 def call_without_arguments(flag: str, name: str) -> object:
-    """Call a function without arguments; raise InputError if it needs any."""
+    """Load a function, call it without arguments, and return its result.
+
+    Args:
+        flag: as for `load_function`.
+        name: as for `load_function`.
+
+    Raises:
+        InputError: as `load_function`, or it needs arguments. Its own errors are not caught.
+    """
     function = load_function(flag, name)
     try:
         inspect.signature(function).bind()
     except TypeError as error:
         raise InputError(
-            f"--{flag}={name} is called without arguments, but there is a {error}"
+            f"--{flag}={name} is called without arguments, and is {error}: give its arguments "
+            "default values"
         ) from None
     return function()
 
 
 def check_function(flag: str, name: str) -> None:
-    """Raise the InputError of `load_function` if there is no such module; import nothing."""
+    """Raise the InputError of `load_function` if there is no such module; import nothing.
+
+    Args:
+        flag: as for `load_function`.
+        name: as for `load_function`.
+    """
     module_name, _ = _split_name(flag, name)
     if is_shipped(name):
         return
@@ -125,7 +139,10 @@ def _import(flag: str, name: str) -> Callable:
             f"function is needed: write `def make(): return {function_name}`, and type "
             f"--{flag}={module_name}:make"
         )
-    raise _no_function(flag, name, [n for n, value in vars(module).items() if callable(value)])
+    public = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
+    close = difflib.get_close_matches(function_name, public, n=1)
+    hint = f"; did you mean {module_name}:{close[0]}?" if close else ""
+    raise InputError(f"--{flag}={name}: {module_name} has no function {function_name}{hint}")
 
 
 def _import_shipped(module_name: str, path: Path) -> object:
@@ -136,12 +153,12 @@ def _import_shipped(module_name: str, path: Path) -> object:
     known = getattr(sys.modules.get(module_name), "__file__", None)
     if known and os.path.realpath(known) == str(path.resolve()):
         return sys.modules[module_name]
-    if _SHIPPED not in sys.modules:
+    if SHIPPED not in sys.modules:
         init = path.with_name("__init__.py")
-        spec = importlib.util.spec_from_file_location(_SHIPPED, init)
-        sys.modules[_SHIPPED] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[_SHIPPED])
-    return importlib.import_module(f"{_SHIPPED}.{path.stem}")
+        spec = importlib.util.spec_from_file_location(SHIPPED, init)
+        sys.modules[SHIPPED] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[SHIPPED])
+    return importlib.import_module(f"{SHIPPED}.{path.stem}")
 
 
 @contextlib.contextmanager
@@ -204,11 +221,3 @@ def _no_module(flag: str, name: str) -> InputError:
             "there, or type towers init for a model of your own"
         )
     return InputError(line)
-
-
-def _no_function(flag: str, name: str, names: Iterable[str]) -> InputError:
-    module_name, _, function_name = name.partition(":")
-    public = [n for n in names if n[0] != "_"]
-    close = difflib.get_close_matches(function_name, public, n=1)
-    hint = f"; did you mean {module_name}:{close[0]}?" if close else ""
-    return InputError(f"--{flag}={name}: {module_name} has no function {function_name}{hint}")

@@ -198,6 +198,21 @@ def method_of(model: keras.Model, name: str) -> Callable:
     return steps.method(name) if steps else getattr(model, name)
 
 
+def traced(model: keras.Model, trace: Callable[[], Any]) -> Any:
+    """Return `trace()`, which traces a step of the model or calls a function that does.
+
+    If the step does with a layer what towers cannot, as to differentiate a gradient through
+    BatchNorm over all towers, it is traced again on one device, with a warning.
+    """
+    steps = vars(model).get("_tower_steps")
+    try:
+        return trace()
+    except Exception:
+        if steps is None or not steps.run_on_one_device():
+            raise
+    return trace()
+
+
 def passes_of(model: keras.Model) -> Passes:
     """Return the passes of a model's last traced step on towers."""
     steps = vars(model).get("_tower_steps")
@@ -217,31 +232,49 @@ class _Steps:
         self._placed: set[int] = set()  # ids of variables
         self._batch: Any = None  # real, while a function is traced for the first time
         self._makes_variables = self._is_dropped = False  # see `_making_variables`
+        self._refused: tuple[str, InputError] | None = None  # a step that was traced, and why
+        self._on_one_device: set[str] = set()  # steps
+        self._is_on_one_device = False  # the step that is traced
         self._functions: dict[tuple, Callable] = {}  # each is analyzed once
 
     def on_towers(self, name: str) -> Callable:
         """Return a step of the model with its outermost layers on towers."""
-        return self.outermost_on_towers(lambda *args: self.method(name)(*args))
+        return self.outermost_on_towers(lambda *args: self.method(name)(*args), name)
 
     def method(self, name: str) -> Callable:
         """Return the model's method without towers, as it is now."""
         of_class = functools.partial(getattr(type(self.model), name), self.model)
         return self.of_instance.get(name, of_class)
 
-    def outermost_on_towers(self, fn: Callable) -> Callable:
-        """Return a function with its outermost layers on towers."""
+    def outermost_on_towers(self, fn: Callable, name: str = "") -> Callable:
+        """Return a function, step `name` of the model, with its outermost layers on towers."""
 
         def with_towers(*args: Any) -> Any:
             self.passes = Passes()
+            self._is_on_one_device = name in self._on_one_device
             joined = fused_update.updates_joined(optimizers_of(self.model), self._update)
             calls = tf_internals.patch_layer_calls(self._make_call)
             known, making = synthetic_inputs.given(args, self._batch), self._making_variables()
             with tf.device(self._device), integers_on(self._device), joined, calls, known, making:
-                result = fn(*args)
-            attributes.refuse_uses()
+                try:
+                    result = fn(*args)
+                    attributes.refuse_uses()
+                except InputError as error:
+                    self._refused = name, error
+                    raise
             return result
 
         return with_towers
+
+    def run_on_one_device(self) -> bool:
+        """Run the step that towers have just refused on one device; return whether there is one."""
+        name, error = self._refused or ("", None)
+        self._refused = None
+        if not name or name in self._on_one_device:
+            return False
+        self._on_one_device.add(name)
+        self.builder.warn([f"{name} of model {self.model.name} runs on one device: {error}"])
+        return True
 
     def _update(self, optimizer: keras.optimizers.Optimizer, *args: Any) -> None:
         """Make an optimizer's update; in a dropped trace, only that of a class of the user's."""
@@ -285,6 +318,7 @@ class _Steps:
             if function is before:
                 return function
             self._functions.clear()  # a stage of the model's own may be another
+            self._on_one_device.discard(name.removeprefix("make_").replace("function", "step"))
             self.builder.forget()
             new = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
             parts = [model, *model.metrics, *new]
@@ -303,7 +337,7 @@ class _Steps:
                 # single step nothing is copied to the host.
                 try:
                     with tf.device(HOST if model.steps_per_execution > 1 else self._device):
-                        return function(*args)
+                        return traced(model, lambda: function(*args))
                 finally:
                     self._batch, self._makes_variables = None, False
 
@@ -362,7 +396,7 @@ class _Steps:
         leaves = tf.nest.flatten(arguments)
         self._build(layer, *self._function(layer, arguments, leaves))
         self._place(layer.variables)
-        if self._is_dropped:
+        if self._is_dropped or self._is_on_one_device:
             with self._plain():
                 return layer(*arguments[0], **arguments[1])
         fn, batch, reason = self._divided(layer, arguments, leaves)

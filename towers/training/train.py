@@ -299,6 +299,11 @@ def _saved_if_it_fails(prepared: PreparedRun, preemption: PreemptionHandler) -> 
             with contextlib.suppress(RunError):  # the first error is the one to report
                 check_snapshot(snapshot)
                 prepared.checkpoints.save_now(step, snapshot)
+        if prepared.checkpoints.has(step):
+            with contextlib.suppress(OSError):  # of the terminal
+                prepared.checkpoints.say(
+                    f"saved       step {step}: the same command goes on from there"
+                )
         raise
 
 

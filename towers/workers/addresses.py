@@ -27,6 +27,10 @@ _REMEDY = "or name the workers, as --workers=host1:2222,host2:2222"
 def find_workers(text: str, environ: Mapping[str, str]) -> list[str]:
     """Return the distinct "host:port" addresses of a value of `--workers`.
 
+    Args:
+        text: the value.
+        environ: has the scheduler's variables, if the value names one.
+
     Raises:
         InputError: an address is malformed or named twice, or the environment lacks a variable.
     """
@@ -108,8 +112,12 @@ def _expand_brackets(part: str) -> list[str]:
 def parse_address(text: str, flag: str) -> tuple[str, int]:
     """Return (host, port) of "node7:2222", "10.0.0.5" or "[fd00::5]:2222".
 
+    Args:
+        text: the address; without a port it is 2222.
+        flag: name with which the message of an error begins.
+
     Raises:
-        InputError: the address is malformed; the message begins with the flag's name.
+        InputError: the address is malformed.
     """
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([\w.-]+))(?::(\d{1,5}))?", text, re.ASCII)
     port = int(match[3] or PORT) if match else -1
@@ -121,7 +129,12 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """Return "host:port", with the brackets of IPv6."""
+    """Return "host:port", with the brackets of IPv6.
+
+    Args:
+        host: name or IP address.
+        port: 0..65535.
+    """
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -158,7 +171,15 @@ def is_here(ip: str) -> bool:
 
 
 def responds(address: str, timeout_seconds: float) -> bool:
-    """Return whether a gRPC server at an address answers in time; a stopped process does not."""
+    """Return whether a gRPC server at an address answers in time; a stopped process does not.
+
+    Args:
+        address: "host:port".
+        timeout_seconds: for the connection, and again for the answer.
+
+    Raises:
+        InputError: the address is malformed.
+    """
     where = parse_address(address, "workers")
     try:
         with socket.create_connection(where, timeout_seconds) as connection:

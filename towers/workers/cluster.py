@@ -46,7 +46,7 @@ TIMEOUT_SECONDS = 15.0
 MAX_CLOCK_SKEW_SECONDS = 2.0  # without a warning
 _HEARTBEATS = 5  # in the timeout
 _SHUT_SECONDS = 0.1  # pause between shutting connections: gRPC opens them again
-_STARVED_SECONDS = 1.0  # delay of a thread from which on Python's lock was held
+_STARVED_SECONDS = 1.0  # a thread that wakes so late was kept from it by Python's lock
 _PATIENCE_SECONDS = 8.0  # for a worker that is free again to start a new server
 _BUSY_SECONDS = 60.0  # pause before another program's worker is asked again: it costs a rebuild
 _PARTING_SECONDS = 2.0  # for disconnecting from workers that are not available
@@ -98,12 +98,7 @@ class Cluster:
 
     home = PROGRAM + HOST
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        towers_per_worker: int = 0,
-        timeout_seconds: float = TIMEOUT_SECONDS,
-    ):
+    def __init__(self, addresses: Sequence[str], towers_per_worker: int, timeout_seconds: float):
         """Set the addresses; raise InputError for two addresses of one worker."""
         check_distinct(addresses)
         self.workers = [Worker(address, task) for task, address in enumerate(addresses)]
@@ -259,13 +254,13 @@ class Cluster:
         """
         until, left = time.monotonic() + patience, list(wanted)
         while left:
-            self._reserve_once(left, max(until - time.monotonic(), 0.0))
+            self._reserve_answering(left, max(until - time.monotonic(), 0.0))
             left = [w for w in left if w.info == WorkerInfo() and time.monotonic() < until]
         for worker in wanted:
             if worker.is_alive:
                 self._start_heartbeat(worker)
 
-    def _reserve_once(self, wanted: Sequence[Worker], patience: float) -> None:
+    def _reserve_answering(self, wanted: Sequence[Worker], patience: float) -> None:
         # A worker that does not answer at any point has an empty `info`.
         until, answered = time.monotonic() + patience, []
 
@@ -280,7 +275,7 @@ class Cluster:
             if answer:
                 answered.append(worker)
         with self.cut_off(answered, after=self.timeout_seconds):
-            while True:  # until no address of something else is left
+            while True:  # until only TensorFlow's servers are left
                 try:
                     self._connect(*answered)
                     break
@@ -429,9 +424,13 @@ class Cluster:
 
     @contextlib.contextmanager
     def cut_off(self, workers: Sequence[Worker], after: float = 0.0) -> Iterator[None]:
-        """Make all calls to workers fail with an OpError after the block has run for `after` s.
+        """Make calls to workers fail with an OpError if the block takes too long.
 
         The workers' connections are shut, again and again, for all threads of this process.
+
+        Args:
+            workers: those that calls wait for.
+            after: seconds that the block may take; 0: they fail at once.
         """
         done = threading.Event()
 
@@ -566,13 +565,13 @@ def alternating_devices(options: Options, numbers: Sequence[int]) -> list[str]:
 def _ask_each(
     workers: Sequence[Worker], ask: Callable[[Worker], Any]
 ) -> list[tuple[Worker, Any]]:
-    # In parallel; returned is (worker, its answer) for each.
+    # Asks in parallel; returns (worker, its answer) for each.
     with ThreadPoolExecutor(len(workers) or 1) as pool:
         return list(zip(workers, pool.map(ask, workers), strict=True))
 
 
 def _address_towards(address: str) -> str:
-    # Of this machine, at which a worker can reach it.
+    # The address of this machine at which a worker can reach it.
     try:
         resolved = socket.getaddrinfo(*parse_address(address, "workers"), type=socket.SOCK_DGRAM)
         family, kind, protocol, _, where = resolved[0]

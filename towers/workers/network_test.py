@@ -44,7 +44,15 @@ class WorkerCheck(Check):
 
 
 def check_network(options: Options, say: Callable[[str], None]) -> Iterator[Check]:
-    """Test the workers that the options name; yield each result, then print a table."""
+    """Test the workers that the options name; yield each result, then print a table.
+
+    Args:
+        options: `workers`, `towers_per_worker` and `worker_timeout_seconds` are read.
+        say: prints a line.
+
+    Raises:
+        InputError: an address is malformed, or two are of the same worker.
+    """
     named = find_workers(options.workers, os.environ)
     with ThreadPoolExecutor(len(named)) as pool:
         problems = dict(zip(named, pool.map(_why_unreachable, named), strict=True))
@@ -170,7 +178,7 @@ def _copy(value: tf.Tensor, device: str) -> tf.Tensor:
 
 
 def _median_seconds(call: Callable[[], object], number: int) -> float:
-    # Of `number` calls, after one that warms up.
+    # The median of `number` calls, after one that warms up.
     taken = []
     for _ in range(number + 1):
         start = time.perf_counter()

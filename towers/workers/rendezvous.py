@@ -108,7 +108,9 @@ def to_text(message: WorkerInfo | Reservation | Owner | None) -> str:
 def from_text(kind: type[Message], text: str | bytes) -> Message | None:
     """Parse a message; return None if the text is incomplete, as while it is written, or invalid.
 
-    Unknown fields, of newer versions, are ignored; missing ones get their defaults.
+    Args:
+        kind: class of the message.
+        text: its JSON; unknown fields, of newer versions, are ignored, missing ones have defaults.
     """
     try:
         return _build(kind, json.loads(text))

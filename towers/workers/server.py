@@ -35,7 +35,7 @@ from towers.workers.rendezvous import DeviceInfo, Owner, Reservation, WorkerInfo
 NUM_CPU_DEVICES = 16  # logical ones of a worker without GPUs; more where there are more cores
 _POLL_SECONDS = 0.1
 _RESPONSE_SECONDS = 4.0
-_MAX_TIMEOUTS = 20.0  # without a heartbeat: another program's server may have that address then
+_MAX_TIMEOUTS = 20.0  # without a heartbeat; what answers later may be another program's server
 _PARTING_SECONDS = 0.3  # in which the server still answers the program that released it
 _PORTS = range(20000, 32000)  # for port 0: below those that connections take for themselves
 _ATTEMPTS = 3  # with other ports, for port 0

@@ -22,7 +22,7 @@ from towers.options import search_path
 from towers.options.fields import parse_tower_numbers
 
 PEER_FOLDER = Path(search_path.CHECKOUT, "scripts", "peers")
-PROGRAMS = {"jax": "jax_loop", "mirrored_own_layers": "mirrored"}  # else as the peer is called
+PROGRAMS = {"jax": "jax_loop", "mirrored_own_layers": "mirrored"}  # {peer: program}
 
 
 def run(options: BenchmarkOptions, say: Callable[[str], None] = print) -> dict[str, Any]:

@@ -3,10 +3,9 @@ r"""The process of one of our own configurations, which `towers benchmark` measu
     python -m towers.commands.benchmark.own_run \
         '{"options": {"num_towers": 2, ...}, "export": ""}'
 
-After warming up it prints {"ready": true, ...}. For each line of its input it runs one window and
-prints {"steps", "seconds"}: "2.0" trains for at least two seconds, "0.5 control" runs the control,
-each tower's forward and backward pass with weights of its own, without gather, update or input.
-That is the speed of perfect scaling on this machine.
+`runners` describes the lines that it reads and prints. The control is each tower's forward and
+backward pass with weights of its own, without gather, update or input: the speed of perfect scaling
+on this machine.
 """
 
 import dataclasses
@@ -78,7 +77,18 @@ class OwnRun:
         }
 
     def train(self, seconds: float, part: str = "") -> dict[str, float]:
-        """Run loops for at least `seconds`; return {"steps", "seconds"}."""
+        """Make steps for a while.
+
+        Args:
+            seconds: the least time; a call of a loop is finished.
+            part: "" for training, "control" for the control.
+
+        Returns:
+            {"steps": number of steps, "seconds": the time that they took}.
+
+        Raises:
+            RunError: the loss or a gradient is not finite.
+        """
         num_steps = self.run.options.steps_per_loop
         start, steps, passed = time.perf_counter(), 0, 0.0
         while passed < seconds:
@@ -94,11 +104,11 @@ class OwnRun:
 
 
 def make_control(run: RunContext) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Return a function of a number of steps, in each of which towers compute gradients alone.
+    """Return a function that makes a number of steps of gradients alone.
 
-    Each tower has its own weights, its layers' assignments are dropped, and BatchNorm takes moments
-    over its slice, so that nothing crosses between towers. Batch and weights are read in each step,
-    so that nothing can be hoisted out of the loop.
+    Towers have their own weights, layers' assignments are dropped, and BatchNorm takes moments over
+    a tower's slice, so that nothing crosses between towers. Batch and weights are read in each
+    step, so that nothing can be hoisted out of the loop.
     """
     builder, variables = run.builder, run.masters.model.variables
     trainable = {id(v) for v in run.masters.model.trainable_variables}
@@ -169,7 +179,12 @@ def load(options: Options) -> tuple[data.Data, Options]:
 
 
 def export(train: data.Split, path: str) -> None:
-    """Write a training set of uint8 images and classes to an .npz file; skip any other."""
+    """Write a training set of uint8 images and classes to an .npz file; skip any other.
+
+    Args:
+        train: the training set.
+        path: file for "images" `[N, H, W, C]` and "labels" `[N]`.
+    """
     batches = train.eval_batches(1000)
     specs = batches.element_spec[0]
     one_each = all(isinstance(spec, tf.TensorSpec) for spec in specs) and len(specs) == 2

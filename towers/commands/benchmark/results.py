@@ -18,14 +18,14 @@ def collect(runs: InterleavedRuns) -> dict[str, Any]:
     """Return the result of a benchmark, and end its peers."""
     results = [result_of(runner.ready, runner.windows) for runner in runs.own]
     ready, ours = runs.own[-1].ready, runs.own[-1].windows[""]
-    ratios = {peer.name: ratios_of(peer.windows[""], ours) for peer in runs.peers}
+    ratios = {peer.name: _ratios(peer.windows[""], ours) for peer in runs.peers}
     return {
         "results": sorted(results, key=lambda r: (r["scaling"], r["num_towers"])),
         "ratios": {name: ratio["median"] for name, ratio in ratios.items()},
         "ratio_ranges": ratios,
         "peers": {
             peer.name: {
-                "examples_per_second": rates(ready, peer.windows[""]),
+                "examples_per_second": _rates(ready, peer.windows[""]),
                 "peak_memory_mib": peer.finish(),
                 "versions": peer.ready["versions"],
             }
@@ -44,28 +44,38 @@ def collect(runs: InterleavedRuns) -> dict[str, Any]:
     }
 
 
-def ratios_of(longer: Sequence[float], shorter: Sequence[float]) -> dict[str, float]:
+def _ratios(longer: Sequence[float], shorter: Sequence[float]) -> dict[str, float]:
     """Return median, min and max of longer / shorter, window by window."""
     values = [a / b for a, b in zip(longer, shorter, strict=True)]
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def rates(ready: Mapping[str, Any], seconds: Sequence[float]) -> dict[str, float]:
+def _rates(ready: Mapping[str, Any], seconds: Sequence[float]) -> dict[str, float]:
     """Return median, min and max of examples/s, from each window's seconds per step."""
-    return ratios_of([ready["batch_size"]] * len(seconds), seconds)
+    return _ratios([ready["batch_size"]] * len(seconds), seconds)
 
 
 def result_of(ready: Mapping[str, Any], windows: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return one configuration's entry in `results`."""
+    """Return one configuration's entry in "results".
+
+    Args:
+        ready: `Runner.ready` of it, with "scaling".
+        windows: `Runner.windows` of it.
+    """
     return {name: ready[name] for name in _COPIED} | {
-        "examples_per_second": rates(ready, windows[""]),
-        "control": rates(ready, windows["control"]),
-        "efficiency": ratios_of(windows["control"], windows[""])["median"],
+        "examples_per_second": _rates(ready, windows[""]),
+        "control": _rates(ready, windows["control"]),
+        "efficiency": _ratios(windows["control"], windows[""])["median"],
     }
 
 
 def lines(options: BenchmarkOptions, result: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines to print for a result: markdown tables, and notes."""
+    """Yield the lines to print: markdown tables, and notes.
+
+    Args:
+        options: options of the benchmark.
+        result: the result that `collect` returns.
+    """
     where, versions, run = result["machine"], result["versions"], options.run
     yield ""
     yield (
@@ -108,7 +118,12 @@ def _range(values: Mapping[str, float], digits: int = 0) -> str:
 
 
 def draw(result: Mapping[str, Any], path: str) -> None:
-    """Write a PNG bar chart of examples/s, with ranges, of our towers and other programs."""
+    """Write a bar chart of examples/s, with ranges, of our towers and other programs.
+
+    Args:
+        result: the result that `collect` returns.
+        path: PNG file to write; ~ is the home folder.
+    """
     from matplotlib.figure import Figure
 
     strong = [row for row in result["results"] if row["scaling"] == "strong"]

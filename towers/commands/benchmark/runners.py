@@ -41,7 +41,7 @@ class RunnerError(RuntimeError):
 
 
 class Runner:
-    """One such process, in a session of its own, so that its children end with it.
+    """A process that trains on request, in its own session, so that its children end with it.
 
     Methods raise RunnerError if the process fails.
 
@@ -72,7 +72,12 @@ class Runner:
         self.ready = self._answer({"ready", "skipped", "refused"}, WAIT_SECONDS)
 
     def train(self, seconds: float, part: str = "") -> None:
-        """Run a loop for `seconds`; append the seconds of a step to its `windows`."""
+        """Run a window, and append its seconds per step to `windows`.
+
+        Args:
+            seconds: length of the window, at least.
+            part: the loop to run: "" or "control".
+        """
         with contextlib.suppress(BrokenPipeError):  # the missing answer says that it has ended
             print(seconds, part, file=self._process.stdin, flush=True)
         answer = self._answer({"steps"}, seconds + WAIT_SECONDS)
@@ -131,7 +136,7 @@ class InterleavedRuns:
         """Start our runners.
 
         Args:
-            numbers: of towers.
+            numbers: numbers of towers.
             images: file to which the first runner writes the training set, or "".
 
         Raises:
@@ -158,7 +163,12 @@ class InterleavedRuns:
             self.own.insert(0, runner)
 
     def start_peers(self, programs: Mapping[str, Path], images: str) -> None:
-        """Start the peers, on the task of our last runner."""
+        """Start the peers, on the task of our last runner; one that fails or skips is noted.
+
+        Args:
+            programs: {peer: its program}.
+            images: what was given to `start_own`.
+        """
         run, ours = self.options.run, self.own[-1].ready
         config = {name: getattr(run, name) for name in PEER_OPTIONS.split()} | {
             "model_args": run.model_keywords(),

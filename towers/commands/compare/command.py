@@ -31,7 +31,7 @@ _RESULTS = {
 }  # fmt: skip
 _TIMES = {"seconds": 2, "steps": 0, "examples": 0, "epochs": 2}
 
-_FLAGS_OF_A_RUN = (*names_that_affect("call"), "visible_gpus")  # which a sweep deals out
+_FLAGS_OF_A_RUN = (*names_that_affect("call"), "visible_gpus")  # a sweep deals GPUs out
 _ROUNDING = 1e-6  # event files hold 32 bits: 0.9 is a little less there
 
 
@@ -59,27 +59,27 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
         {"runs": [{"name", "train_dir", "status", "flags", "metrics", "to_target"}],
         "differing_flags", "objective", "direction", "target"}.
     """
-    folders = find_runs(options.runs)
+    folders = _find_runs(options.runs)
     if len(folders) < 2:
         raise InputError(f"one run: name another, as towers compare {folders[0]} RUN")
     common = os.path.commonpath([os.path.abspath(folder) for folder in folders])
-    runs = [read_run(folder, os.path.relpath(folder, common)) for folder in folders]
+    runs = [_read_run(folder, os.path.relpath(folder, common)) for folder in folders]
     known = [run.flags for run in runs if run.flags]
     names = dict.fromkeys(name for flags in known for name in flags)
     differing = [name for name in names if len({flags.get(name) for flags in known}) > 1]
-    objective, note = find_objective(runs, options.monitor)
+    objective, note = _find_objective(runs, options.monitor)
     if note:
         say(f"objective   {note}")
     target_value = options.target_value
-    target = float(target_value) if target_value else common_target(runs, objective)
+    target = float(target_value) if target_value else _common_target(runs, objective)
     entries = [
         {
             "name": run.name,
             "train_dir": str(run.folder),
             "status": run.status,
             "flags": {name: run.flags.get(name) for name in differing},
-            "metrics": metrics_of(run, objective[0]),
-            "to_target": None if target is None else to_target(run, objective, target),
+            "metrics": _metrics_of(run, objective[0]),
+            "to_target": None if target is None else _time_to_target(run, objective, target),
         }
         for run in runs
     ]
@@ -98,8 +98,8 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
     }
 
 
-def find_runs(names: Sequence[str]) -> list[Path]:
-    """Return the folders of runs that `names` lists, or that lie in a folder that it lists."""
+def _find_runs(names: Sequence[str]) -> list[Path]:
+    """Return the folders of runs among `names`, and those in folders among them."""
     folders: dict[str, Path] = {}
     for name in names:
         folder = Path(name)
@@ -115,8 +115,7 @@ def find_runs(names: Sequence[str]) -> list[Path]:
     return list(folders.values())
 
 
-def read_run(folder: Path, name: str) -> ComparedRun:
-    """Read the folder of a run."""
+def _read_run(folder: Path, name: str) -> ComparedRun:
     lines = (files.read_text(folder / "flags.cfg") or "").splitlines()
     pairs = [line[2:].partition("=") for line in lines if line.startswith("--")]
     flags = {RENAMED.get(f, f): value for f, _, value in pairs if f not in _FLAGS_OF_A_RUN}
@@ -134,7 +133,7 @@ def read_run(folder: Path, name: str) -> ComparedRun:
     return ComparedRun(name, folder, status, flags, batch_size, result, curves)
 
 
-def find_objective(runs: Sequence[ComparedRun], wanted: str) -> tuple[Objective, str]:
+def _find_objective(runs: Sequence[ComparedRun], wanted: str) -> tuple[Objective, str]:
     """Return the objective to compare by, `wanted` or the runs' own, and a note on it."""
     finished = [run.result for run in runs if run.result]
     tags = {tag for run in runs for tag in run.curves.evaluated}
@@ -155,7 +154,7 @@ def find_objective(runs: Sequence[ComparedRun], wanted: str) -> tuple[Objective,
     return (next(known, splits[0] + metric), way), ""
 
 
-def common_target(runs: Sequence[ComparedRun], objective: Objective) -> float | None:
+def _common_target(runs: Sequence[ComparedRun], objective: Objective) -> float | None:
     """Return the best value that all evaluated runs reached, None without an evaluation."""
     sign = 1 if objective[1] == "max" else -1
     curves = (sign * run.curves.of(metric_name(objective[0])).values for run in runs)
@@ -163,7 +162,7 @@ def common_target(runs: Sequence[ComparedRun], objective: Objective) -> float | 
     return sign * math.floor(min(best) * 1e4) / 1e4 if best else None
 
 
-def metrics_of(run: ComparedRun, objective: str) -> dict[str, float | None]:
+def _metrics_of(run: ComparedRun, objective: str) -> dict[str, float | None]:
     """Return the last known metrics of a run, from its result or else from its curves."""
     curves, result = run.curves, run.result
     at = number(result, "examples") or (curves.examples[-1] if len(curves.examples) > 1 else None)
@@ -181,14 +180,10 @@ def metrics_of(run: ComparedRun, objective: str) -> dict[str, float | None]:
     }
 
 
-def to_target(
+def _time_to_target(
     run: ComparedRun, objective: Objective, target: float
 ) -> dict[str, float | None] | None:
-    """Return when an evaluation first reached the target, None if none did.
-
-    Returns:
-        {"seconds": of training, "examples", "steps", "epochs"}, each None if unknown.
-    """
+    """Return the seconds, examples, steps and epochs up to the target, None if never reached."""
     curve, sign = run.curves.of(metric_name(objective[0])), 1 if objective[1] == "max" else -1
     rounding = _ROUNDING * max(abs(target), 1.0)
     reached = np.flatnonzero(sign * (curve.values - target) >= -rounding)

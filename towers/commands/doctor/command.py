@@ -72,11 +72,11 @@ def _checks(options: Options, environ: dict[str, str]) -> Iterator[Check]:
         cuda_visible_devices.set_visible(options.gpu_options(), driver, environ)
     except InputError as error:
         yield _refused("visible_gpus", error, "leave out --visible_gpus")
-    yield from check_devices(driver, environ)
+    yield from _check_devices(driver, environ)
 
 
 def _refused(name: str, error: InputError, remedy: str) -> Check:
-    """Return a problem, with the error's text after its last semicolon, or `remedy`, as remedy."""
+    """Return an error as a problem; its remedy is what follows its last semicolon, or `remedy`."""
     detail, semicolon, says = str(error).rpartition("; ")
     return Check(name, PROBLEM, detail, says) if semicolon else Check(name, PROBLEM, says, remedy)
 
@@ -104,7 +104,13 @@ def check_versions() -> Iterator[Check]:
 
 
 def check_version(requirement: str, version: str | None, remedy: str) -> Check:
-    """Compare a version, or None, with a requirement such as "keras>=3.15,<4"."""
+    """Check a package's version.
+
+    Args:
+        requirement: as in setup.py, "keras>=3.15,<4".
+        version: the installed version, None if there is none.
+        remedy: what to do if it does not fit.
+    """
     needed = Requirement(requirement)
     allowed = requirement.removeprefix(needed.name) or "any"
     try:
@@ -129,7 +135,12 @@ def check_train_dir(train_dir: str) -> Check:
 
 
 def check_data(dataset: str, data_dir: str) -> Check:
-    """Check that the data set's files exist, without loading or downloading."""
+    """Check that the data set's files exist, without loading or downloading.
+
+    Args:
+        dataset: its name, as --dataset has it.
+        data_dir: its folder, or "".
+    """
     try:
         where = registry.locate(dataset, data_dir)
     except InputError as error:
@@ -140,17 +151,17 @@ def check_data(dataset: str, data_dir: str) -> Check:
     return Check("data", OK, where)
 
 
-def check_devices(driver: Sequence[DriverGpu], environ: Mapping[str, str]) -> Iterator[Check]:
+def _check_devices(driver: Sequence[DriverGpu], environ: Mapping[str, str]) -> Iterator[Check]:
     """Compare the driver's GPUs with TensorFlow's, then test those that a run would use."""
     visible = cuda_visible_devices.visible_in(environ, driver)
     start = self_test.run_probe([], environ=environ)
     if isinstance(start, str):
         yield Check("TensorFlow starts", PROBLEM, f"its process {start}", INSTALL)
-        yield from check_memory(driver, visible)
+        yield from _check_memory(driver, visible)
         return
     gpus = [(name, capability and tuple(capability)) for name, capability in start["gpus"]]
-    yield check_gpus(driver, gpus, start["build"], environ)
-    yield from check_memory(driver, visible)
+    yield _check_gpus(driver, gpus, start["build"], environ)
+    yield from _check_memory(driver, visible)
     if driver:
         versions = nvml.driver_version(), nvml.driver_cuda_version()
         yield from check_driver(*versions, start["build"].get("cuda_version"))
@@ -158,7 +169,7 @@ def check_devices(driver: Sequence[DriverGpu], environ: Mapping[str, str]) -> It
     numbered = list(enumerate(cuda_visible_devices.match(gpus, visible)))
     usable = [f"/gpu:{number}" for number, gpu in numbered if not (gpu and gpu.full)]
     devices = ["/cpu:0", *(usable if gpus else ["/cpu:1"])]
-    yield from check_probe(self_test.run_probe(devices, environ=environ), devices)
+    yield from _check_probe(self_test.run_probe(devices, environ=environ), devices)
     if len(usable) > 1:
         access = nvml.peer_access(visible)
         yield check_peer_access(access)
@@ -167,10 +178,10 @@ def check_devices(driver: Sequence[DriverGpu], environ: Mapping[str, str]) -> It
         except OSError:
             free = None
         yield check_shared_memory(free, "" in access.values())
-        yield check_all_sum(self_test.run_all_sum(usable, environ=environ), usable)
+        yield _check_all_sum(self_test.run_all_sum(usable, environ=environ), usable)
 
 
-def check_gpus(
+def _check_gpus(
     driver: Sequence[DriverGpu],
     gpus: Sequence[cuda_visible_devices.Seen],
     build: Mapping[str, object],
@@ -203,7 +214,7 @@ def check_gpus(
     return Check("GPUs", OK, says)
 
 
-def check_memory(driver: Sequence[DriverGpu], visible: Sequence[DriverGpu]) -> Iterator[Check]:
+def _check_memory(driver: Sequence[DriverGpu], visible: Sequence[DriverGpu]) -> Iterator[Check]:
     """Report free memory and other processes of each GPU that a run would use."""
     for gpu in visible:
         name = f"memory of GPU {gpu.key}"
@@ -222,7 +233,13 @@ def check_memory(driver: Sequence[DriverGpu], visible: Sequence[DriverGpu]) -> I
 def check_driver(
     version: str | None, newest: tuple[int, int] | None, cuda: str | None
 ) -> Iterator[Check]:
-    """Compare the driver, "550.54.14" for CUDA up to (12, 4), with TensorFlow's CUDA, "12.5.1"."""
+    """Check that the driver is new enough for TensorFlow's CUDA, if both are known.
+
+    Args:
+        version: the driver's version, as "550.54.14".
+        newest: the newest CUDA that it supports, as (12, 4).
+        cuda: TensorFlow's CUDA, as "12.5.1".
+    """
     built = tuple(map(int, re.findall("[0-9]+", cuda or "")[:2]))
     least = LEAST_DRIVER.get(built[0]) if built else None
     if not (version and least):
@@ -245,7 +262,12 @@ def check_driver(
 def check_kernels(
     gpus: Sequence[cuda_visible_devices.Seen], build: Mapping[str, object]
 ) -> Iterator[Check]:
-    """Report GPUs without built kernels, which CUDA compiles at first use."""
+    """Report GPUs without built kernels, which CUDA compiles at first use.
+
+    Args:
+        gpus: (name, compute capability) of TensorFlow's GPUs.
+        build: TensorFlow's build information.
+    """
     newer = {
         capability for _, capability in gpus if cuda_visible_devices.compiles(capability, build)
     }
@@ -271,7 +293,12 @@ def check_peer_access(access: Mapping[tuple[str, str], str | None]) -> Check:
 
 
 def check_shared_memory(free_bytes: int | None, some_peer_access: bool) -> Check:
-    """Check the free space in /dev/shm, which NCCL needs between GPUs without P2P."""
+    """Check the free space in /dev/shm, which NCCL needs between GPUs without P2P.
+
+    Args:
+        free_bytes: free space, None if it cannot be read.
+        some_peer_access: whether some GPUs have P2P; too little space is then only a note.
+    """
     remedy = (
         f"start the container with --shm-size={SHARED_BYTES // 2**30}g (Docker gives 64 MiB), "
         "or with --ipc=host"
@@ -283,8 +310,7 @@ def check_shared_memory(free_bytes: int | None, some_peer_access: bool) -> Check
     return found(SHARED_MEMORY, enough, detail, remedy, NOTE if some_peer_access else PROBLEM)
 
 
-def check_all_sum(result: dict[str, str | None] | str, devices: Sequence[str]) -> Check:
-    """Report the result of `self_test.run_all_sum`."""
+def _check_all_sum(result: dict[str, str | None] | str, devices: Sequence[str]) -> Check:
     remedy = (
         f"type NCCL_DEBUG=INFO python -m towers.devices.self_test --all_sum {' '.join(devices)}, "
         "which says why; try NCCL_P2P_DISABLE=1; --variables=cpu needs no all-sum"
@@ -296,8 +322,7 @@ def check_all_sum(result: dict[str, str | None] | str, devices: Sequence[str]) -
     return found("all-sum", not wrong, wrong or exact, remedy)
 
 
-def check_probe(probe: dict[str, Any] | str, devices: Sequence[str]) -> Iterator[Check]:
-    """Report the result of `self_test.run_probe`."""
+def _check_probe(probe: dict[str, Any] | str, devices: Sequence[str]) -> Iterator[Check]:
     if isinstance(probe, str):
         command = (
             f"type python -m towers.devices.self_test {' '.join(devices)}, which shows all of it"

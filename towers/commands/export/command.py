@@ -20,6 +20,8 @@ from towers.commands.export.options import ENDINGS, ExportOptions
 from towers.data import augment
 from towers.errors import InputError, RunError
 from towers.formatting import first_line
+from towers.options import augmentation
+from towers.options.functions import SHIPPED
 from towers.training.load import TrainedModel, load_run
 from towers.training.run.model import floatx_of
 
@@ -44,7 +46,7 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
     """
     output = _output(options)
     trained = load_run(options.run, averages=options.averages)
-    examples = random_examples(trained.spec()[0])
+    examples = _random_examples(trained.spec()[0])
     expected = _outputs_of(trained, examples)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +89,7 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
     }
 
 
-def raw_model(trained: TrainedModel) -> keras.Model:
+def _raw_model(trained: TrainedModel) -> keras.Model:
     """Return a model that takes batches of examples as the data set stores them."""
     spec, task, model = trained.spec()[0], trained.task, trained.model
     # Drop optimizer and loss, which Keras may not find where the file is loaded.
@@ -99,19 +101,28 @@ def raw_model(trained: TrainedModel) -> keras.Model:
         return keras.Model(inputs, model(inputs, training=False))
     with floatx_of(trained.options.dtype):
         images = keras.Input(spec.shape, dtype=spec.dtype.name, name="images")
-        inputs = prepared(images, task["augment"], trained.options.input_dtype)
+        inputs = eval_images(images, task["augment"], trained.options.input_dtype)
         return keras.Model(images, model(inputs))
 
 
-def prepared(images: keras.KerasTensor, kind: str, dtype: str) -> keras.KerasTensor:
-    """Apply `augment.eval_images` to images `[B, H, W, C]` by Keras ops only."""
+def eval_images(images: keras.KerasTensor, kind: str, dtype: str) -> keras.KerasTensor:
+    """Crop and standardise images by Keras ops only, for `augment.eval_images`.
+
+    Args:
+        images: `[B, H, W, C]`, as stored.
+        kind: a value of --augment.
+        dtype: dtype of the result.
+    """
+    base = augmentation.parse(kind).base
     stored = images.shape[1:]
     height, width, channels = augment.output_shape(stored, kind)
     top, left = (stored[0] - height) // 2, (stored[1] - width) // 2
     if (height, width) != stored[:2]:
         images = images[:, top : top + height, left : left + width]
-    images = ops.cast(images, dtype)
-    if kind == "off":
+    stored_dtype, images = images.dtype, ops.cast(images, dtype)
+    if base == "shift" and stored_dtype == "uint8":
+        return (images - 128.0) / 64.0
+    if base in ("off", "shift"):
         return images
     num = height * width * channels
     centred = images - ops.mean(images, [1, 2, 3], keepdims=True)
@@ -119,7 +130,7 @@ def prepared(images: keras.KerasTensor, kind: str, dtype: str) -> keras.KerasTen
     return centred * (num**0.5 / ops.maximum(deviation, 1.0))
 
 
-def random_examples(spec: Any) -> Inputs:
+def _random_examples(spec: Any) -> Inputs:
     """Return a batch of random examples; integers other than uint8 are 0 or 1."""
     random = np.random.default_rng(0)
 
@@ -148,7 +159,7 @@ def _arrays(outputs: Any) -> list[np.ndarray]:
 
 
 def _keras(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarray]:
-    model = raw_model(trained)
+    model = _raw_model(trained)
     try:
         model.save(path)
         loaded = keras.models.load_model(path, compile=False)
@@ -172,7 +183,7 @@ def _keras(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarr
 
 def _saved_model(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarray]:
     with contextlib.redirect_stdout(io.StringIO()):  # it prints a page about endpoints
-        raw_model(trained).export(path, verbose=False)
+        _raw_model(trained).export(path, verbose=False)
     loaded = tf.saved_model.load(str(path))  # the name keeps its variables alive
     return _arrays(loaded.serve(examples))
 
@@ -198,7 +209,13 @@ def _how_to_load(options: ExportOptions, trained: TrainedModel) -> list[str]:
         lines.append(f"takes       images {size} {spec.dtype.name}, as stored{inside}")
     modules = {type(layer).__module__ for layer in tf_internals.layers_of(trained.model)}
     imports = sorted(name for name in modules if name.split(".")[0] != "keras")
-    if options.format == "keras" and imports:
+    if options.format == "keras" and any(name.startswith(f"{SHIPPED}.") for name in imports):
+        lines.append(
+            "needs       layers of this model that come with towers: call "
+            f"towers.load({options.run.train_dir!r}) before keras.models.load_model; or type "
+            "--format=saved_model, which needs no layers"
+        )
+    elif options.format == "keras" and imports:
         lines.append(f"import      {', '.join(imports)} before loading it: its layers are there")
     return lines
 

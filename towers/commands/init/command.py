@@ -40,14 +40,25 @@ by default the current one. They run as they are: put your own model and data in
 
 
 def run(options: InitOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Write the files unless one exists, and print what to type next; return {}."""
+    """Write the files, and print what to type next; return {}.
+
+    Args:
+        options: the folder.
+        say: called with each line to print.
+
+    Raises:
+        InputError: a file exists, or cannot be written.
+    """
     folder = Path(options.folders[0] if options.folders else ".")
     package, names = Path(__file__).parent, ("my_net.py", "my_data.py")
     texts = {name: (package / name).read_text(encoding="utf-8") for name in names}
     texts["my_run.cfg"] = _FLAGS
     for path in (folder / name for name in texts):
         if path.exists():
-            raise InputError(f"{path} is there and is not overwritten: name another folder")
+            raise InputError(
+                f"{path} is there and is not overwritten: name another folder, as "
+                "towers init FOLDER"
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():

@@ -9,10 +9,10 @@ import numpy as np
 
 def load():
     """Return a training and a test set."""
-    return stripes(2000, seed=0), stripes(500, seed=1)
+    return _stripes(2000, seed=0), _stripes(500, seed=1)
 
 
-def stripes(size, seed):
+def _stripes(size, seed):
     """Draw images `[size, 16, 16, 1]` of stripes that lie, stand or cross, under much noise."""
     random = np.random.default_rng(seed)
     lying, standing = np.indices([16, 16]) // 2 % 2

@@ -6,7 +6,10 @@ import keras
 def build(num_classes, image_shape, width=16):
     """Return a classifier of images `[B, H, W, C]`.
 
-    The first two arguments come from the data, others from --model_args=width=32.
+    Args:
+        num_classes: comes from the data.
+        image_shape: comes from the data.
+        width: channels of the first convolution, to be set as --model_args=width=32.
     """
     layers = keras.layers
     return keras.Sequential(

@@ -54,7 +54,7 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
         f"{run_options.batch_size} in all, {run_options.dtype}"
     )
     one = assemble(dataclasses.replace(run_options, variables="cpu"), names[:1], dataset)
-    missing = missing_gradients(one)
+    missing = _missing_gradients(one)
     # Each run traces a loop of its own, for which TensorFlow would warn of retracing.
     tf.get_logger().setLevel("ERROR")
     placements = {}
@@ -136,9 +136,15 @@ class PlacedStep:
 
 
 def place(options: Options, names: Sequence[str], dataset: Data) -> PlacedStep:
-    """Build a run's train loop and count its transfers in both graphs, without running it."""
+    """Build a run's train loop and count its transfers in both graphs, without running it.
+
+    Args:
+        options: options of the run, with the placement of its variables.
+        names: device of each tower.
+        dataset: the data set.
+    """
     run = assemble(options, names, dataset)
-    train_loop = run.train_loop(telemetry=False)  # which is not planned
+    train_loop = run.train_loop(telemetry=False)  # the plan leaves it out
     batches = iter(dataset.train.train_batches(options.batch_size, seed=options.seed))
     with user_facing_errors(options):
         placement = read_placement(train_loop, batches, tf.constant(0))
@@ -147,7 +153,7 @@ def place(options: Options, names: Sequence[str], dataset: Data) -> PlacedStep:
     return PlacedStep(run, step, step.crossing_bytes(), executed, unknown)
 
 
-def missing_gradients(run: RunContext) -> list[str]:
+def _missing_gradients(run: RunContext) -> list[str]:
     """Return the names of weights without a gradient."""
     missing: list[str] = []
 

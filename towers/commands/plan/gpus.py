@@ -18,7 +18,13 @@ from towers.training.run.tensorflow_errors import user_facing_errors
 
 
 def view(options: Options, num_towers: int, dataset: Data) -> GpuView:
-    """Build a run for `num_towers` GPUs and analyse its step, without running it."""
+    """Build a run for GPUs and analyse its step, without running it.
+
+    Args:
+        options: options of the run.
+        num_towers: number of GPUs, each with a tower; CPU devices stand for them.
+        dataset: the data set.
+    """
     if options.variables == "auto":  # a trial of real steps
         options = dataclasses.replace(options, variables="default")
     with device_types.cpus_for_gpus():

@@ -7,7 +7,12 @@ from towers.formatting import table
 
 
 def report(result: Mapping[str, Any], gpu_memory_gib: float) -> list[str]:
-    """Return the lines to print for the result of `command.run`."""
+    """Return the lines to print.
+
+    Args:
+        result: the result of `command.run`.
+        gpu_memory_gib: memory of a GPU, for the title.
+    """
     missing = ", ".join(result["gradients"]["missing"])
     failure = f"FAILED      no gradient: {missing}"
     lines = [failure if missing else "gradients   every trainable variable has one"]

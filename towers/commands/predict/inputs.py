@@ -32,7 +32,15 @@ class Part(NamedTuple):
 
 
 def find(names: Sequence[str], trained: TrainedModel) -> list[Part]:
-    """Return the parts of these files and folders; each is read once, so damage is found early."""
+    """Return a part for each file; each is read once, so that damage is found early.
+
+    Args:
+        names: files, and folders, which stand for all images below them.
+        trained: the model that is to take the examples.
+
+    Raises:
+        InputError: a file does not exist, is damaged, or does not fit the model.
+    """
     paths: list[str] = []
     for name in names:
         if not os.path.exists(name):
@@ -46,7 +54,12 @@ def find(names: Sequence[str], trained: TrainedModel) -> list[Part]:
 
 
 def batches(parts: Sequence[Part], batch_size: int) -> Iterator[tuple[list[tuple], Examples]]:
-    """Yield [(file, index in the file)] and these examples, at most `batch_size` at a time."""
+    """Yield [(file, index in the file)] and these examples, in order.
+
+    Args:
+        parts: the files.
+        batch_size: examples at a time; the last batch may have fewer.
+    """
     rows = ((part, index) for part in parts for index in range(part.size))
 
     def read(span: tuple[Part, list[int]]) -> Examples:
@@ -98,7 +111,7 @@ def _image_part(path: str, trained: TrainedModel) -> Part:
                 image = encoded_images.resized(image, size)  # as in training
         if image.shape != spec.shape:
             actual, wanted = ("x".join(map(str, shape[:2])) for shape in (image.shape, spec.shape))
-            resizable = options.dataset in ("folder", "tfrecord")  # others never were
+            resizable = options.dataset in ("folder", "tfrecord")  # others are never resized
             raise InputError(
                 f"{path} is {actual} (height x width), and this model takes {wanted}: resize it"
                 + (f", or train with --image_size={wanted}" if resizable else "")
@@ -156,7 +169,7 @@ def _arrays_part(path: str, arrays: Sequence[np.ndarray], trained: TrainedModel)
     for name, array, leaf in zip(_leaf_names(spec), arrays, leaves, strict=True):
         if leaf.dtype == tf.string:
             casts = array.dtype.kind in "SUO"
-        elif leaf.dtype == tf.float32 and array.dtype == np.uint8:  # perhaps 0..255 for 0..1
+        elif leaf.dtype == tf.float32 and array.dtype == np.uint8:  # may be 0..255 instead of 0..1
             casts = False
         else:
             casts = np.can_cast(array.dtype, leaf.dtype.as_numpy_dtype, "same_kind")

@@ -83,7 +83,7 @@ def _write_csv(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Par
             cells = [cell for pair in classes.best(row) for cell in pair]
         else:
             cells = [cell for value in row.outputs.values() for cell in _numbers(value.reshape(-1))]
-        if not number and not classes:  # price, or mask.0.17
+        if not number and not classes:  # columns as price, mask.0.17
             places = {name: np.ndindex(output.shape) for name, output in row.outputs.items()}
             heads = [".".join(map(str, (n, *place))) for n in places for place in places[n]]
         if not number:

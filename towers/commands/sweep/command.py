@@ -115,10 +115,22 @@ def assign_gpus(
     driver: Sequence[DriverGpu],
     environ: Mapping[str, str],
 ) -> list[list[str]]:
-    """Return the numbers, or names, of the GPUs for each of `parallel` runs at a time.
+    """Divide the visible GPUs among the runs that train at a time.
 
-    All get the same number of GPUs, so that runs can be compared; a rest stays idle. With one run
-    at a time, or without GPUs, the list is [], which leaves a run what it finds.
+    All get the same number of GPUs, so that runs can be compared; a rest stays idle.
+
+    Args:
+        runs: all runs of the sweep.
+        parallel: number of runs at a time.
+        driver: the driver's GPUs.
+        environ: environment variables, which may hide GPUs.
+
+    Returns:
+        Numbers, or names, of the GPUs for each of `parallel` runs; [] leaves a run those that it
+        finds: if there are none, no run is to use one, or `parallel` is 1.
+
+    Raises:
+        InputError: the GPUs do not suffice, do not exist, or are varied by --vary.
     """
     users = [run for run in runs if not _on_cpu(run.options)]
     if not users:
@@ -157,7 +169,7 @@ def _train(
     program: Sequence[str],
     stopping: Callable[[], bool],
 ) -> dict[str, Any] | None:
-    """Train a run in a process and complete its entry; return it, None if the sweep stops."""
+    """Train a run in a process and complete its entry; return it, None if not begun."""
     if stopping():
         return None
     gpus, log, started = places.pop(0), Path(entry["log"]), time.monotonic()

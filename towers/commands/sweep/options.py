@@ -154,9 +154,15 @@ def grid(varied: Sequence[Varied]) -> list[dict[str, Any]]:
 
 
 def sample(varied: Sequence[Varied], number: int, seed: int) -> list[dict[str, Any]]:
-    """Return distinct random combinations; a higher `number` keeps the first ones.
+    """Return distinct random combinations {flag: value}; a higher `number` keeps the first ones.
 
-    Each draw depends only on `seed`, its number and the flag.
+    Args:
+        varied: flags to vary.
+        number: number of combinations.
+        seed: seed of the draws; each depends only on it, its own number and the flag.
+
+    Raises:
+        InputError: there are not so many combinations.
     """
     combinations: dict[str, dict[str, Any]] = {}
     for draw in range(100 * number + 1000):

@@ -18,7 +18,12 @@ from towers.options.run import text_of
 
 
 def document(options: SweepOptions, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the content of sweep.json, which --json prints."""
+    """Return the content of sweep.json, which --json prints.
+
+    Args:
+        options: options of the sweep.
+        entries: a dict for each run, as `command.run` makes them.
+    """
     run_results = [entry["result"] for entry in entries if entry["result"]]
     objective, note = results.common_objective(run_results)
     rows, best = summarise(entries, objective), None
@@ -47,6 +52,10 @@ def document(options: SweepOptions, entries: Sequence[Mapping[str, Any]]) -> dic
 
 def summarise(entries: Sequence[Mapping[str, Any]], objective: Objective) -> list[dict[str, Any]]:
     """Return a row for each combination of what is varied except the seed, best first.
+
+    Args:
+        entries: see `document`.
+        objective: metric and direction to rank by.
 
     Returns:
         Rows {"flags", "runs": names, "finished": n, "failed": n, "objective": {"mean", "std",
@@ -88,7 +97,13 @@ def _spread(values: Iterable[float | None]) -> dict[str, float | None] | None:
 
 
 def line_of(entry: Mapping[str, Any], place: int, total: int) -> str:
-    """Return the line that says how a run ended."""
+    """Return the line that says how a run ended.
+
+    Args:
+        entry: see `document`.
+        place: number of the run, from 1.
+        total: number of all runs.
+    """
     head = f"run {place} of {total} {entry['name']}:"
     if entry["status"] == "finished":
         name, _ = results.objective_of(entry["result"])
@@ -118,7 +133,12 @@ def closing_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def table_lines(rows: Sequence[Mapping[str, Any]], objective: str) -> list[str]:
-    """Return the lines of the table of `summarise`."""
+    """Return the lines of the table of a sweep.
+
+    Args:
+        rows: rows of `summarise`.
+        objective: heading of the metric's column.
+    """
     names = list(rows[0]["flags"])
     lines = []
     for row in rows:

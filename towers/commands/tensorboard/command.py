@@ -32,9 +32,31 @@ class TensorboardOptions(CheckedOptions):
         "given, the next free one; 0: any free one.", minimum=0, maximum=65535,
     )  # fmt: skip
 
+    def __post_init__(self) -> None:
+        """Raise InputError for a value out of range, or if there is nothing to show."""
+        super().__post_init__()
+        there = f"--train_dir={self.train_dir}: there are"
+        try:
+            has_events = any(glob.iglob("**/*tfevents*", root_dir=self.train_dir, recursive=True))
+        except RecursionError:
+            raise InputError(
+                f"{there} too many folders within folders; name that of a run"
+            ) from None
+        if not has_events and self.train_dir == TensorboardOptions.train_dir:
+            raise InputError(NO_TRAIN_DIR)
+        if not has_events:
+            raise InputError(
+                f"{there} no event files; train first, or name the folder of a run or of a sweep"
+            )
+
 
 def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Serve until Ctrl-C; return {}."""
+    """Serve until Ctrl-C; return {}.
+
+    Args:
+        options: the folder and the port.
+        say: called with each line to print.
+    """
     say(f"TensorBoard of {options.train_dir}: {start(options)} (Ctrl-C ends it)")
     try:
         threading.Event().wait()
@@ -44,18 +66,7 @@ def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict
 
 
 def start(options: TensorboardOptions) -> str:
-    """Start a server in threads of this process; return its address."""
-    there = f"--train_dir={options.train_dir}: there are"
-    try:
-        has_events = any(glob.iglob("**/*tfevents*", root_dir=options.train_dir, recursive=True))
-    except RecursionError:
-        raise InputError(f"{there} too many folders within folders; name that of a run") from None
-    if not has_events and options.train_dir == TensorboardOptions.train_dir:
-        raise InputError(NO_TRAIN_DIR)
-    if not has_events:
-        raise InputError(
-            f"{there} no event files; train first, or name the folder of a run or of a sweep"
-        )
+    """Start a server in threads of this process; return its URL."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it may load TensorFlow; leave the GPUs to runs
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from tensorboard import default, program

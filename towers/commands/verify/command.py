@@ -25,12 +25,16 @@ from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import assemble, load_data
 from towers.training.step import loss_checks
 
-_NUDGE = 1e-12  # of a weight in float64; in less, as many units of the last place
+_NUDGE = 1e-12  # relative change of a weight in float64; else as many units of the last place
 
 
 @preserve_rng()
 def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Compare runs with the towers of `options.num_towers` with one device.
+    """Compare runs on towers with one on one device.
+
+    Args:
+        options: the run, its numbers of towers and steps.
+        say: called with each line to print.
 
     Returns:
         "passed"; "first_difference": None, or the first array that differs, by step and by order,

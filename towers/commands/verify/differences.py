@@ -3,7 +3,7 @@
 After each step all results are compared; the next one starts everywhere from the variables of the
 one device. Towers add in another order, so results differ by rounding. An array that is zero in
 theory, like the gradient of a bias in front of BatchNorm, is nothing but rounding errors: its scale
-is the effect of a tiny change of the weights (`rounding_noise`).
+is the effect of a tiny change of the weights (`_rounding_noise`).
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ from towers.commands.verify.runner import Arrays, Runner
 
 TOLERANCE = 1e-9
 _TRIALS = 3
-# Of the largest array of its kind: the scale of an array that stays exactly zero on one device.
+# Scale of an array that stays exactly zero on one device, as a share of the largest of its kind.
 _ZERO_SCALE = 1e-6
-# By compute dtype. Correct models stay far below; in half precision only faults of several per cent
-# can be detected.
+# For each compute dtype. Correct models stay far below; in half precision only faults of several
+# per cent can be detected.
 TOLERANCES = defaultdict(lambda: 0.05, float64=TOLERANCE, float32=1e-4)
 NUDGE_PART = 1e-3  # of a tolerance: an array may differ by 1000 times its own rounding
 
@@ -31,13 +31,13 @@ class Difference:
     """The difference between an array of some towers and that of one device.
 
     Attributes:
-        num_towers: of the runner.
+        num_towers: number of the runner's towers.
         step: 0 for the first; -1 for the initial variables.
         name: as "loss", "gradient/conv1/kernel", "model/conv1/kernel" or "evaluation/loss".
-        relative_difference: largest absolute difference, relative to the array's largest value; or,
-            if an array of that step differs by more than the tolerance, to its rounding noise where
-            this is more; or, if both are zero, to a millionth of the largest array of its kind.
-        ulps: the same in units of the last place of that value, in the array's own precision.
+        relative_difference: largest absolute difference, divided by the array's largest value, or
+            by its rounding noise if that is known and larger; if both are zero, by a millionth of
+            the largest array of its kind.
+        ulps: the same in units of the last place of that divisor, in the array's own precision.
     """
 
     num_towers: int
@@ -59,9 +59,18 @@ def compare(
 ) -> Iterator[Difference]:
     """Make a step of each batch on all runners, from the reference's variables; yield differences.
 
-    They are ordered by step, then by runner, then as in `Runner.make_step`. After the last step,
-    with trained BatchNorm statistics and averages, `test` is evaluated. Differences above the
-    tolerance are measured again with `rounding_noise`, whose argument is `nudge`.
+    Args:
+        reference: the runner on one device.
+        runners: the runners to compare with it.
+        batches: a batch for each step.
+        test: batch to evaluate after the last step, with trained BatchNorm statistics and averages.
+        num_steps: number of batches.
+        say: called with a line after the first step.
+        tolerance: relative difference above which `_rounding_noise` is measured, too.
+        nudge: relative change of the weights for that.
+
+    Returns:
+        Differences by step, then by runner, then in the order of `Runner.make_step`.
     """
     expected = reference.variables()
     for runner in runners:
@@ -69,24 +78,24 @@ def compare(
     for step, batch in enumerate(batches):
         arguments = batch, test if step == num_steps - 1 else None
         reference.assign(expected)  # runners may share variables
-        before, expected, noise = expected, results_of(reference, *arguments), None
+        before, expected, noise = expected, _results_of(reference, *arguments), None
         for runner in runners:
             runner.assign(before)  # else rounding errors may grow from step to step
-            actual = results_of(runner, *arguments)
+            actual = _results_of(runner, *arguments)
             result = list(differences(actual, expected, runner.num_towers, step))
             # The noise takes time, and correct models mostly do not need it.
             if any(not d.relative_difference <= tolerance for d in result):
                 if noise is None:
-                    repeat = functools.partial(results_of, reference, *arguments)
-                    noise = rounding_noise(reference, before, expected, repeat, nudge)
+                    repeat = functools.partial(_results_of, reference, *arguments)
+                    noise = _rounding_noise(reference, before, expected, repeat, nudge)
                 result = list(differences(actual, expected, runner.num_towers, step, noise))
             yield from result
         if step == 0:
             say(f"step 0      done on {len(runners) + 1} runs, {num_steps - 1} to come")
 
 
-def results_of(runner: Runner, batch: Any, test: Any) -> Arrays:
-    """Make a step, then evaluate `test` if it is given; return all results."""
+def _results_of(runner: Runner, batch: Any, test: Any) -> Arrays:
+    """Make a step, then evaluate `test` unless it is None; return all results."""
     return runner.make_step(batch) | (runner.evaluate(test) if test is not None else {})
 
 
@@ -97,7 +106,15 @@ def differences(
     step: int,
     noise: Mapping[str, float] | None = None,
 ) -> Iterator[Difference]:
-    """Compare the arrays of towers with those of one device; `noise` is of `rounding_noise`."""
+    """Yield the differences between results on towers and on one device, array by array.
+
+    Args:
+        actual: results on towers.
+        expected: results on one device.
+        num_towers: `Difference.num_towers`.
+        step: `Difference.step`.
+        noise: result of `_rounding_noise`; None: unknown.
+    """
     noise, largest = noise or {}, _largest_of_kinds(expected)
     for name in [*expected, *(actual.keys() - expected.keys())]:
         array, other = expected.get(name), actual.get(name)
@@ -112,7 +129,7 @@ def differences(
         yield Difference(num_towers, step, name, relative, ulps)
 
 
-def rounding_noise(
+def _rounding_noise(
     reference: Runner,
     before: Arrays,
     expected: Arrays,

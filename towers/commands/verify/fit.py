@@ -1,8 +1,5 @@
 """`towers.verify`: a compiled Keras model on one device against towers, on the user's own data.
 
-    result = towers.verify(model, x, y, batch_size=64)
-    assert result["passed"], result["first_difference"]
-
 `fit` makes the same steps on copies of the model, one on one device and one with each number of
 towers, in float64. A model that cannot be copied is compared as it is, in its own precision, and
 is left as it was.
@@ -159,7 +156,7 @@ def verify(
     return result
 
 
-# What verify takes, and passes on.
+# Arguments that verify takes, or passes on to parallelize.
 _ARGUMENTS = {
     name: parameter
     for function in (verify, parallelize)

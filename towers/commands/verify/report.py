@@ -31,7 +31,7 @@ KINDS = (
 )  # fmt: skip
 SHOWN = 12  # arrays in the table
 _NARROW = (tf.float32, tf.float16, tf.bfloat16)
-_WEIGHT_OPS = ("Placeholder", "ReadVariableOp")  # as a tower has them
+_WEIGHT_OPS = ("Placeholder", "ReadVariableOp")  # how towers get a weight's value
 
 
 def verify_runners(
@@ -45,8 +45,14 @@ def verify_runners(
 ) -> dict[str, Any]:
     """Compare towers with one device, print the report, and return its JSON.
 
-    The arguments are those of `compare`, with runners in ascending order of towers; `tolerance` is
-    the largest relative difference that passes, None for the default of the dtype.
+    Args:
+        reference: the runner on one device.
+        runners: runners on towers, in ascending order of their number.
+        batches: see `compare`.
+        test: see `compare`.
+        num_steps: see `compare`.
+        say: called with each line to print.
+        tolerance: the largest relative difference that passes; None: that of the dtype.
     """
     if reference.dtype != "float64":
         for line in precision():
@@ -60,7 +66,7 @@ def verify_runners(
         say(line)
     if failed := [d for d in differences if not d.relative_difference <= tolerance]:
         first = min(failed, key=lambda d: d.step)  # the order within a step is kept
-        cause = likely_cause(reference, runners, next(iter(batches)), first)
+        cause = _likely_cause(reference, runners, next(iter(batches)), first)
         first_difference = dataclasses.asdict(first) | {"cause": cause}
         when = f"at step {first.step}" if first.step >= 0 else "before the first step"
         say(
@@ -81,7 +87,12 @@ def verify_runners(
 
 
 def largest_by_array(differences: Sequence[Difference], field: str) -> dict[str, dict[str, float]]:
-    """Return {name: {"2": its largest difference on two towers}}, the largest first."""
+    """Return {name: {"2": its largest difference on two towers}}, the largest first.
+
+    Args:
+        differences: differences of all steps and runners.
+        field: "relative_difference" or "ulps".
+    """
     numbers, result = dict.fromkeys(str(d.num_towers) for d in differences), {}
     for d in differences:
         row = result.setdefault(d.name, dict.fromkeys(numbers, 0.0))
@@ -108,7 +119,7 @@ def table_lines(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
     return [f"  {line}" for line in table(header, cells, widest=100)]
 
 
-def likely_cause(
+def _likely_cause(
     reference: Runner, runners: Sequence[Runner], batch: Any, first: Difference
 ) -> str:
     """Return the most likely cause of the first difference, as one line."""

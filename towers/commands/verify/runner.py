@@ -17,7 +17,7 @@ from towers.builder.sharding import num_rows
 from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 from towers.formatting import first_line
-from towers.training.parallelize import builder_of, parallelize, unparallelize
+from towers.training.parallelize import builder_of, parallelize, traced, unparallelize
 from towers.training.run.model import methods_set_on
 from towers.training.run.setup import RunContext
 from towers.training.run.tensorflow_errors import user_facing_errors
@@ -32,7 +32,7 @@ class Runner:
     Subclasses have `make_step(batch)`, which returns "loss", "metric/...", "gradient/..." if
     known, and all variables; `evaluate(batch)`: "evaluation/..." and "prediction/...";
     `trace(batch)`: the graph, then loss and metrics of a step that is traced anew; and
-    `tower_function(batch)`: a function to a number for each example, and its arguments.
+    `tower_function(batch)`: a function that returns a number for each example, and its arguments.
     """
 
     num_towers: int  # 1 for plain Keras, too
@@ -84,7 +84,7 @@ class TrainRunner(Runner):
         train_step = self.run.train_step()
         step = tf.function(lambda *batch: train_step(*batch), autograph=False)
         with user_facing_errors(self.run.options):
-            return step.get_concrete_function(*batch)
+            return traced(self.model, lambda: step.get_concrete_function(*batch))
 
     def assign(self, values: Mapping[str, np.ndarray]) -> None:
         """Set the master variables, and their copies."""
@@ -212,7 +212,17 @@ class FitRunner(Runner):
 def in_float64(
     make: Callable[[], Runner], batch: Any, failure: str, say: Callable[[str], None]
 ) -> Runner | None:
-    """Return the runner of `make` if it can make a step; else print why not and return None."""
+    """Return a runner that can make a step in float64, else print why not and return None.
+
+    Args:
+        make: makes the runner.
+        batch: batch for a trial step, which is undone.
+        failure: beginning of the line that is printed.
+        say: called with that line.
+
+    Raises:
+        InputError: `make` or the step raised it.
+    """
     try:
         runner = make()
         before, unseeded = runner.variables(), tf_internals.state_of_unseeded_draws()
@@ -232,7 +242,14 @@ def copy_of(model: keras.Model, x: Any) -> keras.Model:
     """Return a compiled copy of a model with variables of its own.
 
     Layers, loss, metrics and optimizer are made from their configs, in the current floatx and
-    policies; the copy is built with the examples `x`. May raise any exception of these configs.
+    policies. Any exception of these configs may be raised.
+
+    Args:
+        model: a compiled model.
+        x: inputs to build the copy with.
+
+    Raises:
+        TypeError: the model has its own `compile`, or methods that were set on it.
     """
     if type(model).compile is not keras.Model.compile:
         raise TypeError("it has a compile of its own")
@@ -298,5 +315,10 @@ def rows_in(batch: Any) -> int:
 
 
 def batched(batch: Any, size: int) -> tf.data.Dataset:
-    """Return the examples in batches of a static shape but for axis 0."""
+    """Return the examples in batches of a static shape but for axis 0.
+
+    Args:
+        batch: what `tf.data.Dataset.from_tensors` takes.
+        size: examples of a batch; the last may have fewer.
+    """
     return tf.data.Dataset.from_tensors(batch).unbatch().batch(size)

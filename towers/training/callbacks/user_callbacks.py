@@ -8,7 +8,9 @@ each call of TensorFlow makes only one step.
 """
 
 import difflib
+import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -47,12 +49,33 @@ def load(names: str) -> list[_K.Callback]:
                     what, needed = f"the class {callback.__name__}", f"{callback.__name__}(...)"
                 line = f"--callbacks={name} returned {what}; a list of {needed} is needed"
                 raise InputError(line)
+            _check_hooks(name, callback)
             if isinstance(callback, _K.BackupAndRestore | ExactResume):
                 raise InputError(
                     f"--callbacks={name}: a run goes on by itself where it was stopped: leave "
                     f"{type(callback).__name__} out"
                 )
     return callbacks
+
+
+def _check_hooks(name: str, callback: _K.Callback) -> None:
+    """Raise InputError if a hook does not take the arguments that Keras calls it with."""
+    for hook in filter(re.compile("on_.*_(begin|end)").fullmatch, dir(_K.Callback)):
+        try:
+            signature = inspect.signature(getattr(callback, hook))
+        except ValueError:  # not written in Python
+            continue
+        try:
+            if "batch" in hook:
+                signature.bind(0, logs={})
+            else:
+                signature.bind(*([0] if "epoch" in hook else []), {})
+        except TypeError as error:
+            first = next((word for word in ("batch", "epoch") if word in hook), "")
+            raise InputError(
+                f"--callbacks={name}: {type(callback).__name__}.{hook} cannot be called as Keras "
+                f"does, {error}: write def {hook}(self, {first and f'{first}, '}logs=None)"
+            ) from None
 
 
 def prepare(callbacks: Sequence[_K.Callback], task: Task) -> None:

@@ -27,6 +27,7 @@ from towers.options.flags import IDENTITY
 from towers.options.run import Options
 from towers.options.triggers import Timetable
 from towers.training.callbacks.preemption import PreemptionHandler
+from towers.training.parallelize import traced
 from towers.training.run import checkpoint, manifest, memory_estimate
 from towers.training.run.checkpoint_manager import CheckpointManager
 from towers.training.run.run_summary import run_summary
@@ -150,7 +151,7 @@ def _window(run: RunContext) -> Callable[[], float]:
     def window() -> float:
         start, steps = time.perf_counter(), 0
         while not steps or time.perf_counter() - start < _TRIAL_SECONDS:
-            train_loop(batches, num_steps)["loss"].numpy()
+            traced(run.masters.model, lambda: train_loop(batches, num_steps))["loss"].numpy()
             steps += int(num_steps)
         return steps * options.batch_size / (time.perf_counter() - start)
 
@@ -279,7 +280,9 @@ def _place(
     options, towers = run.options, run.builder.devices
     say(f"building    the graph of {count(len(towers), 'tower')} ...")
     with user_facing_errors(options):
-        placement = read_placement(train_loop, batches, tf.constant(0))
+        placement = traced(
+            run.masters.model, lambda: read_placement(train_loop, batches, tf.constant(0))
+        )
     of_masters = {"sharded": towers, "replicated": towers[:1]}.get(options.variables, [])
     stray = placement_report.strays(
         placement, towers, run.masters.variables(), [run.builder.gather_device, *of_masters]

@@ -35,6 +35,7 @@ from towers.monitoring.results import parse_monitor
 from towers.options import augmentation
 from towers.options.run import Options
 from towers.tf_internals import added_losses
+from towers.training.parallelize import traced
 from towers.training.run.model import floatx_of
 from towers.training.step.evaluation import (
     AVERAGED,
@@ -310,7 +311,8 @@ class Task(abc.ABC):
         example, counted = batch
         number = tf.cast(tf.reduce_sum(counted), tf.int32)
         real = tf.nest.map_structure(lambda t: t[: int(number)], example)
-        return real, *self._traced_test_step(example if self.pads else real, number)
+        args = example if self.pads else real, number
+        return real, *traced(self.model, lambda: self._traced_test_step(*args))
 
     @functools.cached_property
     def _traced_test_step(self) -> Callable:
