@@ -136,7 +136,12 @@ def keep_losses() -> Iterator[None]:
 
 
 def patch_batch_norm(make_call: Make, make_moments: Make) -> Block:
-    """Replace BatchNormalization's `call` and `_moments`. Public: moments from elsewhere."""
+    """Replace BatchNormalization's `call` and `_moments`. Public: moments from elsewhere.
+
+    Args:
+        make_call: maps the current `call` to its replacement.
+        make_moments: maps the current `_moments` to its replacement.
+    """
     layer = keras.layers.BatchNormalization
     return _replaced((layer, "call", make_call), (layer, "_moments", make_moments))
 
@@ -221,7 +226,14 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
 
 
 def batches_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> tf.data.Dataset:
-    """Return the batches of arguments of `fit`, in order. Public: none; `fit` keeps them."""
+    """Return the batches of arguments of `fit`, in order. Public: none; `fit` keeps them.
+
+    Args:
+        x: as for `fit`, like all others.
+        y: targets; None if `x` is a data set.
+        sample_weight: None for none.
+        batch_size: None for Keras' default, or if `x` is a data set.
+    """
     return get_data_adapter(x, y, sample_weight, batch_size=batch_size).get_tf_dataset()
 
 
@@ -229,6 +241,10 @@ def metric_direction(model: keras.Model, name: str) -> str | None:
     """Return the better direction of a metric, "max" or "min", None if Keras does not know.
 
     Public: `ModelCheckpoint(mode="auto")`, after training.
+
+    Args:
+        model: compiled.
+        name: of the metric, or of a loss, as in the logs of `fit`.
     """
     if name == "loss" or name.endswith("_loss"):
         return "min"
@@ -244,7 +260,12 @@ def metric_direction(model: keras.Model, name: str) -> str | None:
 
 
 def watch_outputs(model: keras.Model, watch: Callable[[Any], object]) -> Block:
-    """Call `watch` with the outputs from which metrics are computed. Public: predict again."""
+    """See the outputs from which metrics are computed. Public: predict again.
+
+    Args:
+        model: of the outputs.
+        watch: is called with them each time that metrics are computed in the block.
+    """
 
     def make(compute: Callable) -> Callable:
         def compute_metrics(x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
@@ -257,7 +278,12 @@ def watch_outputs(model: keras.Model, watch: Callable[[Any], object]) -> Block:
 
 
 def patch_compute_loss(model: keras.Model, make: Make) -> Block:
-    """Replace a model's `compute_loss`. Public: a subclass; the model is the user's."""
+    """Replace a model's `compute_loss`. Public: a subclass; the model is the user's.
+
+    Args:
+        model: whose method is replaced, and not that of others.
+        make: maps the current method to its replacement.
+    """
     return _replaced((model, "compute_loss", make))
 
 
@@ -279,6 +305,12 @@ def compiled_loss(model: keras.Model, y: Any, outputs: Any, weights: Any) -> Any
     """Return the loss that `compile` was given, without what layers add.
 
     Its trackers of each output's loss are updated. Public: `compute_loss`, which has all losses.
+
+    Args:
+        model: compiled.
+        y: targets of the batch.
+        outputs: of the model, for the batch.
+        weights: sample weights, or None.
     """
     return model._compile_loss(y, outputs, weights)
 
@@ -334,7 +366,12 @@ def value_of(variable: keras.Variable) -> tf.Variable | None:
 
 
 def set_value_of(variable: keras.Variable, value: tf.Variable) -> None:
-    """Replace the `tf.Variable` of a Keras variable. Public: a device for add_weight."""
+    """Replace the `tf.Variable` of a Keras variable. Public: a device for add_weight.
+
+    Args:
+        variable: keeps its name and path.
+        value: of the same shape and type.
+    """
     variable._value = value
 
 
@@ -449,7 +486,7 @@ def are_followed(variables: Sequence[tf.Variable]) -> bool:
 
 
 def recording_restarted() -> Block:
-    """Let new tapes and accumulators record within tf.init_scope. Public: none."""
+    """Make new tapes and accumulators record within tf.init_scope. Public: none."""
 
     def make(before: Callable) -> Callable:
         def enter(recorder: Any) -> Any:
@@ -465,9 +502,15 @@ def recording_restarted() -> Block:
 def record_as_one_op(
     name: str, outputs: Sequence[tf.Tensor], inputs: Sequence[Any], backward: Callable
 ) -> list[tf.Tensor]:
-    """Record `outputs` as those of one op, with the gradient `backward(*upstream)` by `inputs`.
+    """Return tensors that tapes see as the outputs of one op.
 
     Public: tf.custom_gradient, but it refuses variables that are found only while it runs.
+
+    Args:
+        name: of the op.
+        outputs: whose copies are returned.
+        inputs: tensors and `tf.Variable`s.
+        backward: maps the gradients of the outputs, as arguments, to a list of those of the inputs.
     """
     with record.stop_recording():
         outputs = [tf.identity(value) for value in outputs]
@@ -482,7 +525,12 @@ def logits_of(tensor: Any) -> tf.Tensor | None:
 
 
 def set_logits_of(tensor: Any, logits: tf.Tensor) -> None:
-    """Attach logits to probabilities, for Keras' losses. Public: `from_logits`, of a loss."""
+    """Attach logits to probabilities, for Keras' losses. Public: `from_logits`, of a loss.
+
+    Args:
+        tensor: the probabilities.
+        logits: of the same shape.
+    """
     tensor._keras_logits = logits
 
 
@@ -492,7 +540,12 @@ def mask_of(tensor: Any) -> tf.Tensor | None:
 
 
 def set_mask_of(tensor: Any, mask: tf.Tensor | None) -> None:
-    """Attach a mask to a tensor, as Keras does. Public: a layer's `compute_mask`."""
+    """Attach a mask to a tensor, as Keras does. Public: a layer's `compute_mask`.
+
+    Args:
+        tensor: gets the mask.
+        mask: of the tensor's first axes; None for none.
+    """
     set_keras_mask(tensor, mask)
 
 
@@ -500,7 +553,12 @@ def set_mask_of(tensor: Any, mask: tf.Tensor | None) -> None:
 
 
 def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Set the first epoch of a fit that begins. Public: its argument, unknown to callbacks."""
+    """Set the first epoch of a fit that begins. Public: its argument, unknown to callbacks.
+
+    Args:
+        model: that is fitted.
+        epoch: from 0; None for the argument of `fit`.
+    """
     model._initial_epoch = epoch
 
 
@@ -514,14 +572,23 @@ def iterator_state(iterator: tf.data.Iterator) -> bytes:
 
 
 def set_iterator_state(iterator: tf.data.Iterator, state: bytes) -> None:
-    """Restore the position of an iterator of the same data. Public: as for `iterator_state`."""
+    """Restore an iterator's position in its data. Public: as for `iterator_state`.
+
+    Args:
+        iterator: of the same data.
+        state: from `iterator_state`.
+    """
     iterator._restore_from_tensors({"_STATE": tf.io.parse_tensor(state, tf.variant)})
 
 
 def begin_pass_again(iterator: tf.data.Iterator, state: bytes) -> None:
-    """Let the next pass over an iterator's data follow the one that began with this state.
+    """Count the passes over an iterator's data from a saved one on.
 
     Public: none; a dataset that is shuffled anew for each pass counts them for all its iterators.
+
+    Args:
+        iterator: of the data.
+        state: from `iterator_state`, at the beginning of the saved pass.
     """
     other = iter(iterator._dataset)
     set_iterator_state(other, state)
@@ -535,10 +602,15 @@ OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # its key in a checkpoint
 
 
 def object_graph(group: str, names: Sequence[str], keys: Sequence[str], other: str) -> bytes:
-    """Return the object graph of `Checkpoint(GROUP={name: variable}, OTHER=variable)`.
+    """Return the object graph of `Checkpoint(GROUP={name: variable}, OTHER=variable)`, serialized.
 
-    The variables are under `keys`. Public: `tf.train.Checkpoint.write`, which reads variables while
-    it writes, not before.
+    Public: `tf.train.Checkpoint.write`, which reads variables while it writes, not before.
+
+    Args:
+        group: attribute of the checkpoint that holds the variables.
+        names: of the variables in it.
+        keys: of these in the file, in the same order.
+        other: key of one more variable, "OTHER/...".
     """
     graph = trackable_object_graph_pb2.TrackableObjectGraph()
     root, of_group = graph.nodes.add(), graph.nodes.add()
@@ -607,12 +679,16 @@ def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
 def fused_sgd(
     optimizer: keras.optimizers.Optimizer, suits: Callable[[tf.Variable], bool]
 ) -> Block:
-    """Update variables that `suits` accepts by TensorFlow's fused kernels in Keras' SGD.
+    """Update variables by TensorFlow's fused kernels in Keras' SGD.
 
     These compute the same as Keras' chain of ops in one pass over memory. Those of Adam and RMSprop
     do not: they compute 1 - beta in the weights' dtype, and in float32 1 - 0.999 is off by 5e-5;
     Adagrad's adds epsilon after the root. Keras still does clipping, decay, averages, constraints,
     and sparse gradients. Public: a function that returns a weight's slots.
+
+    Args:
+        optimizer: SGD itself, also in a LossScaleOptimizer; others stay as they are.
+        suits: returns whether a variable, of float32 or float64, is updated so.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if type(optimizer) is not keras.optimizers.SGD:
@@ -681,7 +757,12 @@ def unique_id(variable: tf.Variable) -> str:
 
 
 def decays(optimizer: keras.optimizers.Optimizer, weight: keras.Variable) -> bool:
-    """Return whether an optimizer decays a weight apart from the gradient. Public: none."""
+    """Return whether an optimizer decays a weight apart from the gradient. Public: none.
+
+    Args:
+        optimizer: built.
+        weight: one of its weights.
+    """
     return optimizer.weight_decay is not None and optimizer._use_weight_decay(weight.value)
 
 
@@ -832,7 +913,15 @@ def registered_kernels(op_type: str) -> list[Any]:
 
 
 def called_graph(op: tf.Operation, attribute: str) -> tf.Graph | None:
-    """Return the graph of the function that an op's attribute names. Public: only its name."""
+    """Return the graph of the function that an op calls. Public: only its name.
+
+    Args:
+        op: a call, a loop, a branch, or any other op.
+        attribute: that names the function: "f", "body", "then_branch" ...
+
+    Returns:
+        The graph; None if the op has no such attribute or the function is unknown to its graph.
+    """
     try:
         function = op.graph._get_function(op.get_attr(attribute).name)
     except (ValueError, AttributeError):
@@ -841,7 +930,12 @@ def called_graph(op: tf.Operation, attribute: str) -> tf.Graph | None:
 
 
 def set_input(op: tf.Operation, tensor: tf.Tensor) -> None:
-    """Replace an op's first input, also by a later tensor. Public: none."""
+    """Replace an op's first input. Public: none.
+
+    Args:
+        op: of a graph.
+        tensor: of the same graph and type; it may be made later than the op.
+    """
     op._update_input(0, tensor)
 
 
@@ -853,9 +947,14 @@ def function_of(graph: tf.Graph) -> tf.Graph:
 
 
 def call_time_scalar(graph: tf.Graph, number: Callable[[], int], dtype: tf.DType) -> tf.Tensor:
-    """Return a scalar that is `number()` at each call of a graph's function.
+    """Return a scalar that is computed anew at each call of a graph's function.
 
-    Eagerly, and in a graph of no function, `number` is called once. Public: an argument.
+    Eagerly, and in a graph of no function, it is computed once. Public: an argument.
+
+    Args:
+        graph: in which the scalar is used.
+        number: computes the value in Python.
+        dtype: of the scalar.
     """
     if not getattr(graph, "building_function", False):
         with tf.device("/cpu:0"):
@@ -879,7 +978,16 @@ def static_shape(shape: Any) -> tf.TensorShape:
 
 
 def call_for_at_most(seconds: float, function: Any, *arguments: Any) -> Any:
-    """Call a concrete function, or raise CancelledError if it takes longer. Public: none."""
+    """Call a concrete function, and cancel it if it takes too long. Public: none.
+
+    Args:
+        seconds: that it may take.
+        function: a concrete function.
+        *arguments: of the call.
+
+    Raises:
+        tf.errors.CancelledError: it took longer.
+    """
     manager = cancellation.CancellationManager()
     timer = threading.Timer(seconds, manager.start_cancel)
     timer.daemon = True

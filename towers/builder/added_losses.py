@@ -36,7 +36,13 @@ class AddedLoss:
 def record_losses(
     scope: ReplicaScope, rows: BatchSlice | None, known: Sequence[AddedLoss]
 ) -> Iterator[None]:
-    """Record the losses that layers add in the block in a scope; scale sums to the batch."""
+    """Record the losses that layers add in the block; scale those that are sums to the batch.
+
+    Args:
+        scope: gets the losses, in `added`.
+        rows: the tower's slice; None if the batch is not split.
+        known: the analysis of the losses, in the order in which they are added.
+    """
 
     def make(before: Callable) -> Callable:
         def add_loss(layer: keras.Layer, loss: Any) -> None:
@@ -63,8 +69,12 @@ def record_losses(
 def as_rows(scope: ReplicaScope, rows: BatchSlice, known: Sequence[AddedLoss]) -> list[tf.Tensor]:
     """Return the losses that layers have added in a tower as rows, to be joined over the towers.
 
-    A layer that is called again by itself drops its earlier losses, as in Keras. `scope.loss_rows`
-    gets (layer, dtype, whether each row is an example's) of each.
+    A layer that is called again by itself drops its earlier losses, as in Keras.
+
+    Args:
+        scope: has recorded the losses; its `loss_rows` are set.
+        rows: the tower's slice.
+        known: as for `record_losses`.
     """
     added_rows, current = [], {id(loss) for loss in scope.losses}
     for place, (layer, loss) in enumerate(scope.added):
@@ -80,7 +90,12 @@ def as_rows(scope: ReplicaScope, rows: BatchSlice, known: Sequence[AddedLoss]) -
 
 
 def add_to_layers(scope: ReplicaScope, joined: Sequence[tf.Tensor]) -> None:
-    """Add the joined rows of the towers' `as_rows` to their layers, outside of the towers."""
+    """Add the losses of the whole batch to their layers, outside of the towers.
+
+    Args:
+        scope: of the first tower, for which `as_rows` was called.
+        joined: the rows that `as_rows` returned, joined over the towers.
+    """
     for (layer, dtype, by_example), rows in zip(scope.loss_rows, joined, strict=True):
         value = rows if by_example else tf.reduce_sum(rows, axis=0)
         # Functional models refuse `add_loss` of their own.

@@ -1,4 +1,4 @@
-"""What copies of a function leave in Python: `self.z = z` of a layer, a list of features.
+"""Attributes and lists that copies of a function set: `self.z = z` in a layer, a list of features.
 
 Each copy of a function reads these names as they were before the first copy. After the last copy
 they have the values of one device: Python values of one call, and tensors joined as the analysis
@@ -38,7 +38,7 @@ class Attributes:
     def save(self, namespace: Namespace) -> None:
         """Save the values of a namespace, unless they are saved already."""
         if namespace.key not in self._before and namespace.is_users:
-            values = {name: _noted(value) for name, value in namespace.users_values().items()}
+            values = {name: _snapshot(value) for name, value in namespace.users_values().items()}
             self._before[namespace.key] = namespace, values
 
     def save_layers(self, layer: keras.Layer) -> None:
@@ -54,8 +54,8 @@ class Attributes:
             (id(namespace.owner), name): (namespace, name)
             for namespace, before in self._before.values()
             for name, value in namespace.users_values().items()
-            if not (name in before and _is_same(before[name], _noted(value)))
-            and _is_kept(_leaves(_noted(value)), isinstance(namespace.owner, keras.Layer))
+            if not (name in before and _is_same(before[name], _snapshot(value)))
+            and _is_kept(_leaves(_snapshot(value)), isinstance(namespace.owner, keras.Layer))
         }
         return list(places.values())
 
@@ -116,7 +116,12 @@ class SideOutputs:
         return with_side_outputs
 
     def assign(self, joined: Sequence[Any], batch: Sequence[Any]) -> None:
-        """Set the attributes to the aggregated values of `joined`, one for each tensor."""
+        """Set the attributes to the values of the whole batch.
+
+        Args:
+            joined: the tensors that the wrapped function returned, joined over the towers.
+            batch: the global batch.
+        """
         reduce = {"sum": tf.reduce_sum, "mean": tf.reduce_sum, "max": tf.reduce_max}
         reduce |= {"min": tf.reduce_min, "first": lambda rows, axis: rows[0]}
         rest, aggregated = iter(joined), []
@@ -132,10 +137,10 @@ class SideOutputs:
         def replaced(leaf: Any) -> Any:
             return next(tensors) if isinstance(leaf, _TENSORS) else leaf
 
-        for place, noted in zip(self.places, self._values, strict=True):
+        for place, snapshot in zip(self.places, self._values, strict=True):
             namespace, name = place
-            namespace.set(name, _restored(noted, replaced))
-            for tensor in filter(tf.is_symbolic_tensor, _tensors_in(noted)):
+            namespace.set(name, _restored(snapshot, replaced))
+            for tensor in filter(tf.is_symbolic_tensor, _tensors_in(snapshot)):
                 joins = _JOINS.setdefault(tensor.graph, _Joins())
                 joins.not_joined[tensor.name] = description(place)
 
@@ -157,11 +162,11 @@ def tensors_at(places: Iterable[Place]) -> list[Any]:
 
 
 def _values_at(places: Iterable[Place]) -> list[Any]:
-    return [_noted(namespace.values().get(name)) for namespace, name in places]
+    return [_snapshot(namespace.values().get(name)) for namespace, name in places]
 
 
 def _is_kept(leaves: Sequence[Any], in_layer: bool) -> bool:
-    # Other objects than layers may count the calls on purpose: only tensors are a slice's.
+    # An object other than a layer may count calls on purpose: it is kept only if it has tensors.
     tensors = [leaf for leaf in leaves if isinstance(leaf, _TENSORS)]
     if not tf.executing_eagerly():  # a constant is of no slice
         tensors = [x for x in tensors if tf.is_symbolic_tensor(x) or not isinstance(x, tf.Tensor)]
@@ -185,29 +190,29 @@ class _Container:
     parts: Sequence[Any]  # snapshots of its content
 
 
-def _noted(value: Any) -> Any:
+def _snapshot(value: Any) -> Any:
     if isinstance(value, CONTAINERS) and len(value) > MOST_PARTS:
         return value
     if isinstance(value, dict):
-        return _Container(value, list(value), [_noted(part) for part in value.values()])
+        return _Container(value, list(value), [_snapshot(part) for part in value.values()])
     if isinstance(value, CONTAINERS):
-        return _Container(value, (), [_noted(part) for part in value])
+        return _Container(value, (), [_snapshot(part) for part in value])
     return value
 
 
-def _restored(noted: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+def _restored(snapshot: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
     # Lists and dicts stay the same objects and get their content again.
-    if not isinstance(noted, _Container):
-        return leaf(noted)
-    itself, parts = noted.itself, [_restored(part, leaf) for part in noted.parts]
+    if not isinstance(snapshot, _Container):
+        return leaf(snapshot)
+    itself, parts = snapshot.itself, [_restored(part, leaf) for part in snapshot.parts]
     library = type(itself).__module__.partition(".")[0]
     if library == "tensorflow":  # a tf.Module's, which compares its content: one without tracking
-        return dict(zip(noted.keys, parts, strict=True)) if isinstance(itself, dict) else parts
+        return dict(zip(snapshot.keys, parts, strict=True)) if isinstance(itself, dict) else parts
     # Keras' own containers track what their methods are given, not those of the class below.
     container = super(type(itself), itself) if library == "keras" else itself
     if isinstance(itself, dict):
         container.clear()
-        for key, part in zip(noted.keys, parts, strict=True):
+        for key, part in zip(snapshot.keys, parts, strict=True):
             container.__setitem__(key, part)
     elif isinstance(itself, list):
         container.__setitem__(slice(None), parts)
@@ -219,10 +224,10 @@ def _restored(noted: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any
     return itself
 
 
-def _leaves(noted: Any) -> list[Any]:
-    if isinstance(noted, list):
-        return [leaf for part in noted for leaf in _leaves(part)]
-    return _leaves(list(noted.parts)) if isinstance(noted, _Container) else [noted]
+def _leaves(snapshot: Any) -> list[Any]:
+    if isinstance(snapshot, list):
+        return [leaf for part in snapshot for leaf in _leaves(part)]
+    return _leaves(list(snapshot.parts)) if isinstance(snapshot, _Container) else [snapshot]
 
 
 def _is_same(before: Any, now: Any) -> bool:

@@ -89,12 +89,22 @@ class Collective:
         self._first, self._place = _next_key()
 
     def sum(self, value: tf.Tensor, device: str) -> tf.Tensor:
-        """Return, on `device`, the sum of all devices' values, which have the same shape."""
+        """Return the sum of all devices' values, on `device`.
+
+        Args:
+            value: of this device, of the same shape and type on all.
+            device: of the caller, one of the group.
+        """
         op = functools.partial(tf.raw_ops.CollectiveReduceV2, merge_op="Add", final_op="Id")
         return self._launch(op, value, device)
 
     def stack(self, value: tf.Tensor, device: str) -> tf.Tensor:
-        """Return, on `device`, the stack `[N, ...]` of all devices' values, of the same shape."""
+        """Return the stack of all devices' values, `[N, ...]`, on `device`.
+
+        Args:
+            value: as for `sum`.
+            device: as for `sum`.
+        """
         return self._launch(tf.raw_ops.CollectiveGatherV2, tf.expand_dims(value, 0), device)
 
     def _launch(self, op: Callable, value: tf.Tensor, device: str) -> tf.Tensor:
@@ -147,7 +157,7 @@ class _Keys:
 
 
 def _next_key() -> tuple[tf.Tensor, int]:
-    # Returned are the first key of a call of the traced function, and what is added to it.
+    # Returns the first key of a call of the traced function, and the offset of this one from it.
     here = tf.compat.v1.get_default_graph()  # perhaps of a loop in the function
     graph = tf_internals.function_of(here)
     # A graph may have the collections of one around it, too.

@@ -135,7 +135,16 @@ def sum_by_machine(values: Sequence[Any], devices: Sequence[str], add: Callable)
 def send_after_gradients(
     losses: Sequence[tf.Tensor], gradients: Sequence[Any], devices: Sequence[str]
 ) -> list[tf.Tensor]:
-    """Make each remote loss wait for its gradients, so that both arrive in one message."""
+    """Make each remote loss wait for its gradients, so that both arrive in one message.
+
+    Args:
+        losses: of the towers; the last towers may have none.
+        gradients: of each loss a structure.
+        devices: of the towers.
+
+    Returns:
+        The losses, those of this process unchanged.
+    """
     delayed = []
     for loss, tower_gradients, device in zip(losses, gradients, devices, strict=False):
         if machine_of(device):

@@ -50,7 +50,7 @@ def are_remote(devices: Iterable[str]) -> bool:
     return any(map(machine_of, devices))
 
 
-def devices_here(kind: str | None = None) -> list[str]:
+def devices_here(kind: str) -> list[str]:
     """Return the names of this process' logical devices, of a kind such as "GPU".
 
     `tf.config.list_logical_devices` also lists those of connected machines.

@@ -72,7 +72,12 @@ def tables(ops: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def ambiguous(layer: str, why: str = "") -> str:
-    """Return the line for a draw of unknown layout."""
+    """Return the line for a draw of unknown layout.
+
+    Args:
+        layer: path of the layer that draws.
+        why: is appended to the finding, with its own punctuation.
+    """
     return (
         f"ambiguous draw: layer {layer} draws numbers of which it cannot be told to which example "
         f"they belong{why}; draw with the batch as the first axis, from a "
@@ -100,7 +105,12 @@ def not_joined(holder: str) -> str:
 
 
 def unknown_aggregation(variable: keras.Variable, why: str = "") -> str:
-    """Return the line for a variable of unknown aggregation."""
+    """Return the line for a variable of unknown aggregation.
+
+    Args:
+        variable: that towers assign.
+        why: as for `ambiguous`.
+    """
     return (
         f"state: the variable {variable.path} is assigned other values by other towers, and how "
         f'these make one cannot be told{why}; make it with aggregation="sum" (of the changes), '
@@ -117,8 +127,13 @@ def several_lookups(path: str) -> str:
     )
 
 
-def added_loss(layer: str, reason: str = "") -> str:
-    """Return the line for a layer's loss that is no mean and no sum, or why its analysis failed."""
+def added_loss(layer: str, reason: str) -> str:
+    """Return the line for a layer's loss that is neither a mean nor a sum over examples.
+
+    Args:
+        layer: path of the layer that adds it.
+        reason: why the analysis of the loss failed; "" if it did not.
+    """
     if reason:
         return (
             f"added loss: layer {layer} adds a loss that could not be tried ({reason}), and is "

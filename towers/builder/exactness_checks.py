@@ -99,7 +99,7 @@ def check_on_samples(analysis: FunctionAnalysis) -> list[str]:
     if analysis.trace is None:
         return []
     with tf.init_scope():
-        # As many as run at once: if the largest example came twice, it would hide a maximum.
+        # Enough for the largest run: an example that comes twice would hide a maximum.
         number = analysis.trace.size // FEW * _MANY
         return _run_all(analysis, analysis.tracer.examples(number))
 

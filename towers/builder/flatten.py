@@ -30,11 +30,18 @@ def _num_bytes(value: Any) -> int:
     return value.shape.num_elements() * tf.as_dtype(value.dtype).size
 
 
+
+
+
 def dense(gradient: Any, variable: Any) -> Any:
     """Make a sparse gradient dense, unless its variable is large.
 
     Finding the distinct rows would make the host wait for the GPU, and collectives cannot sum rows.
     A Keras optimizer treats a sparse gradient differently: it squares each row, not their sum.
+
+    Args:
+        gradient: is returned as it is if it is dense or None.
+        variable: of the gradient.
     """
     if not isinstance(gradient, tf.IndexedSlices) or is_large(variable):
         return gradient
@@ -48,7 +55,12 @@ def pack(values: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def unpack(packed: tf.Tensor, like: Sequence[Any]) -> list[tf.Tensor]:
-    """Split what `pack` made into tensors of the shapes of `like`."""
+    """Split a packed tensor again.
+
+    Args:
+        packed: `[total]`, from `pack`.
+        like: tensors or variables of the shapes of the result, in the order of packing.
+    """
     sizes = [value.shape.num_elements() for value in like]
     if packed.dtype.is_floating:
         parts = tf.split(packed, sizes) if len(sizes) > 1 else [packed]

@@ -69,7 +69,7 @@ class FunctionAnalysis:
         trace, policies = self.trace, []
         if trace and trace.attributes:
             with tf.init_scope():
-                policies = state_aggregation.policies_of_attributes(self.tracer, trace, self.draws)
+                policies = state_aggregation.policies_of_attributes(self)
         return SideOutputs(trace.attributes if trace else [], policies, self.reached)
 
     @property
@@ -154,7 +154,12 @@ class FunctionAnalysis:
 
 
 def parts_of(fn: Callable, batch: Sequence[Any]) -> list[Any]:
-    """Return the cache key of a function and its batch, a list to compare by `is` or ==."""
+    """Return the cache key of a function and its batch, a list to compare by `is` or ==.
+
+    Args:
+        fn: a tower function; its code, closure and defaults are in the key.
+        batch: its arguments; structure, types, and shapes but for axis 0 are in the key.
+    """
     shapes = []
     for leaf in tf.nest.flatten(list(batch)):
         shape = tf.TensorShape(getattr(leaf, "shape", None))
@@ -199,7 +204,7 @@ def _analyze(tracer: Tracer) -> FunctionAnalysis:
         tracer.learn_values(few)
         analysis = FunctionAnalysis((), by_example=few.by_example, tracer=tracer, trace=few)
         if not few.draws and not few.states and not few.num_rows:
-            return dataclasses.replace(analysis, added=_added(tracer, few, ()))
+            return dataclasses.replace(analysis, added=_added(analysis))
         more = _trace(tracer, few.size // FEW * MORE, num_nudged=len(few.draws))
         if more is not None:
             same = (k for k, rows in few.num_rows.items() if rows and rows == more.num_rows.get(k))
@@ -209,29 +214,28 @@ def _analyze(tracer: Tracer) -> FunctionAnalysis:
         if more is None or [draw[0] for draw in few.draws] != [draw[0] for draw in more.draws]:
             draws = tuple(DrawInfo(op, None, None, layer) for op, _, layer in few.draws)
             states = tuple(v for v in few.states if not policy_of(v))
-            added = _added(tracer, few, draws)
-            return dataclasses.replace(analysis, draws=draws, unknown_states=states, added=added)
+            analysis = dataclasses.replace(analysis, draws=draws, unknown_states=states)
+            return dataclasses.replace(analysis, added=_added(analysis))
         draws, policies = rng_layout.from_shapes(few, more), {}
         with _failure_recorded(reasons):
             rng_layout.find_order(tracer, more, draws)
+        analysis = dataclasses.replace(analysis, draws=tuple(draws), more=more)
         if few.states:
             with _failure_recorded(reasons):
-                policies = state_aggregation.policies_of(tracer, few, draws)
+                policies = state_aggregation.policies_of(analysis)
         # Without a trial a metric is a sum, as Keras says of all.
         unknown = (v for v in few.states if not (id(v) in policies or (reasons and policy_of(v))))
         return dataclasses.replace(
-            analysis, draws=tuple(draws), policies=policies, unknown_states=tuple(unknown),
-            more=more, reason="; ".join(dict.fromkeys(reasons)), added=_added(tracer, few, draws),
+            analysis, policies=policies, unknown_states=tuple(unknown),
+            reason="; ".join(dict.fromkeys(reasons)), added=_added(analysis),
         )  # fmt: skip
 
 
-def _added(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) -> tuple[AddedLoss, ...]:
-    reasons = []
+def _added(analysis: FunctionAnalysis) -> tuple[AddedLoss, ...]:
+    layers, reasons = analysis.trace.loss_layers, []
     with _failure_recorded(reasons):
-        if not few.loss_layers:
-            return ()
-        return tuple(state_aggregation.policies_of_losses(tracer, few, draws))
-    return tuple(AddedLoss(layer, None, False, *reasons) for layer in few.loss_layers)
+        return tuple(state_aggregation.policies_of_losses(analysis)) if layers else ()
+    return tuple(AddedLoss(layer, None, False, *reasons) for layer in layers)
 
 
 def _trace_few(tracer: Tracer) -> Trace | None:

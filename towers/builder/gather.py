@@ -21,7 +21,15 @@ from towers.errors import InputError
 
 
 def map_towers(policy: Callable, results: Sequence[Any]) -> Any:
-    """Apply `policy` to the list of towers' values for each leaf of the results' structure."""
+    """Apply a gather policy to each leaf of the towers' results; return their structure.
+
+    Args:
+        policy: maps the list of towers' values of one leaf to one value.
+        results: of each tower a structure.
+
+    Raises:
+        ValueError: the structures differ.
+    """
     for i, result in enumerate(results):
         try:
             tf.nest.assert_same_structure(results[0], result)
@@ -51,9 +59,13 @@ def sum_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     return type(gradient)(values, rows, gradient.dense_shape)
 
 
-def add_other(values: Sequence[Any]) -> Any:
-    """Return the sum of numbers or of sparse gradients, None for an empty list."""
-    if not isinstance(next(iter(values), None), tf.IndexedSlices):
+def add(values: Sequence[Any]) -> Any:
+    """Return the sum of towers' values without the Nones; `IndexedSlices` stay sparse."""
+    values = [value for value in values if value is not None]
+    if not all(isinstance(value, int | tf.IndexedSlices) for value in values):
+        # With a name add_n moves a single value to the gather device, too.
+        return tf.add_n(list(map(tf.convert_to_tensor, values)), name="AddN")
+    if not values or isinstance(values[0], int):
         return sum(values) if values else None
     if all(isinstance(value, StaticIndexedSlices) for value in values):
         rows = tf.add_n([value.values for value in values], name="AddN")
@@ -118,15 +130,19 @@ def mean_gradients(
 ) -> tuple[tf.Tensor, list[Any]]:
     """Return the mean loss, on the gather device, and the mean gradients of variables.
 
-    The means of a `PerTower`, a variable with copies, are a `PerTower`. From GPUs the loss is
-    packed with the gradients.
+    From GPUs the loss is packed with the gradients.
+
+    Args:
+        sums: the towers' `losses.TowerSums`.
+        variables: of the gradients; the mean of a `PerTower`, which has copies, is a `PerTower`.
+        plan: where the towers are, and where their gradients are added.
     """
     losses, counts, gradients, add = sums.losses, sums.counts, sums.gradients, plan.add
     copied = [isinstance(v, PerTower) for v in variables]
     packs_loss = is_gpu(plan.towers[0])
     with tf.device(plan.home):
         count = add(counts)
-        mean_loss = None if packs_loss else divide(add(losses), count)
+        mean_loss = None if packs_loss else _divide(add(losses), count)
     if packs_loss:
         gradients = [[*row, loss] for row, loss in zip(gradients, losses, strict=True)]
         copied.append(False)
@@ -140,7 +156,7 @@ def mean_gradients(
             for values, is_copied in zip(columns, copied, strict=True)
         ]
     else:
-        means = reduce_to(gradients, plan, lambda total: divide(total, count))
+        means = reduce_to(gradients, plan, lambda total: _divide(total, count))
     if not packs_loss:
         return mean_loss, means
     with tf.device(plan.home):
@@ -150,11 +166,17 @@ def mean_gradients(
 def dense_on_gpus(
     gradients: Sequence[Sequence[Any]], variables: Sequence[Any], towers: Sequence[str]
 ) -> list[list[Any]]:
-    """Return the towers' gradients, on GPUs the sparse ones of small variables made dense."""
+    """Return the towers' gradients, on GPUs made dense as by `flatten.dense`.
+
+    Args:
+        gradients: for each tower a list like the variables; the last towers may have none.
+        variables: of the gradients; a `PerTower` for copies.
+        towers: their devices.
+    """
+    masters = [v.values[0] if isinstance(v, PerTower) else v for v in variables]
     by_tower = []
-    for of_tower, device in zip(gradients, towers, strict=False):  # the last may have none
+    for of_tower, device in zip(gradients, towers, strict=False):
         if is_gpu(device):
-            masters = [v.values[0] if isinstance(v, PerTower) else v for v in variables]
             with tf.device(device):
                 of_tower = [dense(g, v) for g, v in zip(of_tower, masters, strict=True)]
         by_tower.append(list(of_tower))
@@ -166,10 +188,15 @@ def reduce_to(
     plan: GatherPlan,
     finish: Callable[[Any], Any] = lambda total: total,
 ) -> list[Any]:
-    """Reduce each gradient by `add` on the device that `plan` gives, then apply `finish`.
+    """Return the sums of the towers' gradients, each on the device that `plan` gives.
 
     Gradients from GPUs, and small ones from another machine, are packed into one tensor for each
     type and target.
+
+    Args:
+        gradients: for each tower a list of gradients or other values; None where it has none.
+        plan: where the towers are, and where each of the gradients is added.
+        finish: elementwise function of a sum, or of packed sums; by default they stay as they are.
     """
     columns, groups = list(zip(*gradients, strict=True)), {}
     targets = [*(plan.of_variables or ()), *[plan.home] * len(columns)]
@@ -198,7 +225,13 @@ def reduce_to(
 
 
 def add_to(totals: Sequence[Any], results: Sequence[Any], plan: GatherPlan) -> list[Any]:
-    """Add each tower's result to its total, on its device; the last towers may have none."""
+    """Add each tower's result to its total, on its device; return the totals.
+
+    Args:
+        totals: of each tower a structure of tensors; empty before the first round.
+        results: like `totals`; the last towers may have none.
+        plan: where the towers are.
+    """
     if not totals:
         return list(results)
     added = list(totals)
@@ -234,14 +267,14 @@ def mean_on_every_tower(
     means: list[list[Any]] = [[None] * len(columns) for _ in towers]
     if packed:
         values = [[tower_gradients[i] for i in packed] for tower_gradients in gradients]
-        sums = collectives.all_sum(values, towers, lambda total, i: divide(total, counts[i]))
+        sums = collectives.all_sum(values, towers, lambda total, i: _divide(total, counts[i]))
         for tower_sums, result in zip(sums, means, strict=True):
             for i, value in zip(packed, tower_sums, strict=True):
                 result[i] = value
     for i, values in enumerate(columns):
         if i not in packed:
             with tf.device(plan.home):
-                mean = divide(plan.add(values), counts[0])
+                mean = _divide(plan.add(values), counts[0])
             for result in means:
                 result[i] = mean
     return means
@@ -251,9 +284,7 @@ def _are_dense(values: Sequence[Any]) -> bool:
     return all(isinstance(v, tf.Tensor) and v.shape.is_fully_defined() for v in values)
 
 
-def divide(gradient: Any, count: tf.Tensor) -> Any:
-    """Divide a summed gradient by the number of examples."""
-
+def _divide(gradient: Any, count: tf.Tensor) -> Any:
     def quotient(values: tf.Tensor) -> tf.Tensor:
         wide = widen(values)  # 16 bits cannot hold the count
         return tf.cast(wide / tf.cast(count, wide.dtype), values.dtype)
@@ -262,14 +293,24 @@ def divide(gradient: Any, count: tf.Tensor) -> Any:
 
 
 def zero_if_empty(gradient: Any, count: tf.Tensor) -> Any:
-    """Return zeros if the tower has no example: the mean over none is NaN."""
+    """Return a gradient, as zeros if the tower has no example: the mean over none is NaN.
+
+    Args:
+        gradient: dense or sparse; None stays None.
+        count: number of the tower's examples, a scalar tensor.
+    """
     return map_values(
         lambda values: tf.math.multiply_no_nan(values, tf.cast(count > 0, values.dtype)), gradient
     )
 
 
 def map_values(fn: Callable, gradient: Any) -> Any:
-    """Apply `fn` to the values of a gradient, dense or sparse; return None for None."""
+    """Apply a function to the values of a gradient; return the gradient of its results.
+
+    Args:
+        fn: maps a tensor to one of the same shape.
+        gradient: dense or sparse; None stays None.
+    """
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):

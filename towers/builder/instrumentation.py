@@ -29,7 +29,6 @@ from towers.builder.synthetic_inputs import (
     spec_of,
     stand_in,
     values_in,
-    with_special,
 )
 from towers.errors import InputError
 
@@ -43,6 +42,7 @@ _HARMLESS = re.compile(
 )
 FEW, MORE = 3, 5  # examples of two traces, if the function takes any number of them
 _MOST_ELEMENTS = 2**18  # of a batch that is run as a whole
+_SHARE_OF_SPECIAL = 0.4  # of the numbers of an input
 _SECONDS = 10.0  # for a run: a loop may have no end on synthetic examples
 
 
@@ -56,7 +56,7 @@ class Trace:
     custom_gradients: bool = False  # whether an op has a gradient by `tf.custom_gradient`
     in_16_bits: bool = False  # whether it casts to 16 bits
     effects: Sequence[str] = ()  # types of ops that would have side effects
-    # Of the results: whether one has a row for each example (None: unknown), all shapes, and for
+    # Whether a result has a row for each example (None: unknown); the shapes of all results; for
     # each whether it surely has no row for each example.
     by_example: bool | None = False
     shapes: list[tf.TensorShape | None] = dataclasses.field(default_factory=list)
@@ -196,10 +196,14 @@ class Tracer:
         return known if known and sum(sizes) < _MOST_ELEMENTS else otherwise
 
     def examples(self, size: int, seed: int = 0) -> list[Any]:
-        """Return inputs for `size` examples: real ones if they are known, else synthetic ones.
+        """Return inputs of the function: real examples if they are known, else synthetic ones.
 
         With `also_synthetic` every other pair of seeds gives synthetic ones: the first examples of
-        a data set may be all alike. Odd seeds include the special values of the arguments.
+        a data set may be all alike.
+
+        Args:
+            size: number of examples.
+            seed: of what is drawn; odd ones include the special values of the arguments.
         """
         random = np.random.default_rng(seed)
         if self.real and not (self.also_synthetic and seed // 2 % 2):
@@ -211,9 +215,20 @@ class Tracer:
         return self.with_special(inputs, random) if seed % 2 else inputs
 
     def with_special(self, inputs: Sequence[Any], random: np.random.Generator) -> list[Any]:
-        """Return inputs with some numbers replaced by special values of the arguments."""
-        pairs = zip(inputs, self.values, strict=True)
-        return [with_special(x, values.special, random) for x, values in pairs]
+        """Return inputs with some numbers replaced by special values of the arguments.
+
+        Args:
+            inputs: as `examples` returns them.
+            random: is drawn from.
+        """
+        replaced = list(inputs)
+        for i, (x, values) in enumerate(zip(inputs, self.values, strict=True)):
+            if values.special and isinstance(x, tf.Tensor):
+                special = np.asarray(values.special, np.float64)
+                chosen = tf.constant(random.choice(special, x.shape.as_list()))
+                mask = random.random(x.shape.as_list()) < _SHARE_OF_SPECIAL
+                replaced[i] = tf.where(mask, tf.cast(chosen, x.dtype), x)
+        return replaced
 
     def learn_values(self, few: Trace) -> None:
         """Set `values`: which values the function accepts, and which it may treat specially."""

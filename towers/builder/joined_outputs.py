@@ -23,7 +23,7 @@ from towers.builder.replica_context import (
     assigned,
     call_copies,
 )
-from towers.builder.sharding import Slice, is_split, num_rows, occupied, rounds
+from towers.builder.sharding import Slice, is_split, num_rows, occupied, rounds, split
 from towers.builder.variable_aggregation import with_new_values
 from towers.errors import InputError
 
@@ -49,34 +49,31 @@ class Passes:
 
 
 def concat(
-    builder: Any, forward: Callable, fn: Callable, batch: Sequence[Any],
-    passes: Passes | None = None,
-) -> Any:  # fmt: skip
+    builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | None = None
+) -> Any:
     """Return the results of `fn` for the slices of `batch`, joined; tapes can go back through it.
 
     Args:
         builder: the `TowerBuilder`.
-        forward: its `Forward`.
+
         fn: the towers' function.
         batch: its arguments.
         passes: gets a record of the passes, if given.
     """
     if is_split(batch) and tf_internals.is_recording():
-        return _as_one_op(builder, forward, fn, batch, passes)
+        return _as_one_op(builder, fn, batch, passes)
     if is_split(batch):
         analysis = builder.analyze(fn, *batch, num_slices=len(builder.devices))
         analysis.check_joinable(any_number_of_rows=True)
         builder.check_exactness(analysis, by_hand=passes is None)
-    slices = occupied(builder.split(batch, never_empty=True))
+    slices = occupied(split(builder, batch, never_empty=True))
     before = passes.before if passes else None
     results = call_copies(builder, fn, slices, batch, to_join=True, before=before)
     return builder.gather(gather.join, results)
 
 
 @attributes.joins_towers
-def _as_one_op(
-    builder: Any, forward: Callable, fn: Callable, batch: Sequence[Any], passes: Passes | None
-) -> Any:
+def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | None) -> Any:
     """Return the joined results as one op for tapes.
 
     A batch in several parts goes forward twice: for the outputs, from which the loss is computed,
@@ -89,8 +86,7 @@ def _as_one_op(
     leaves = tf.nest.flatten(batch)
     dense = [i for i, x in enumerate(leaves) if isinstance(x, tf.Tensor) and x.dtype.is_floating]
     watched = [i for i in dense if tf_internals.is_recording([leaves[i]])]
-    slices = rounds(builder.split(batch, builder.accumulate_steps, True), len(builder.devices))
-    parts = [_Part(builder, forward, fn, part_slices, analysis, watched) for part_slices in slices]
+    parts = [_Part(builder, fn, slices, analysis, watched) for slices in rounds(builder, batch)]
     captured: list[tf.Tensor] = []
     while True:
         try:
@@ -127,8 +123,8 @@ def _as_one_op(
         attributes.refuse_uses()
         with tf.device(builder.gather_device), tf.name_scope("split"):
             columns = zip(upstream, zip(*outputs, strict=True), strict=True)
-            split = [tf.split(x, list(map(num_rows, outs)), num=len(outs)) for x, outs in columns]
-            pieces = iter([list(rows) for rows in zip(*split, strict=True)])
+            slices = [tf.split(x, list(map(num_rows, outs)), num=len(outs)) for x, outs in columns]
+            pieces = iter([list(rows) for rows in zip(*slices, strict=True)])
         of_inputs, sums = [], []
         for part in parts:
             rows = [next(pieces) for _ in part.slices]
@@ -178,10 +174,10 @@ class _Part:
     """A part of the batch, one slice for each tower, with its forward and backward pass."""
 
     def __init__(
-        self, builder: Any, forward: Callable, fn: Callable, slices: Sequence[Slice],
-        analysis: FunctionAnalysis, watched: Sequence[int],
+        self, builder: Any, fn: Callable, slices: Sequence[Slice], analysis: FunctionAnalysis,
+        watched: Sequence[int],
     ):  # fmt: skip
-        self.builder, self.make_pass, self.fn, self.slices = builder, forward, fn, slices
+        self.builder, self.fn, self.slices = builder, fn, slices
         self.analysis, self.watched = analysis, watched  # numbers of leaves that have gradients
         self.captured: Sequence[tf.Tensor] = ()  # other tensors that have gradients
         self.states: dict[int, tf.Tensor] = {}  # {id of a variable: the value that towers read}
@@ -192,32 +188,32 @@ class _Part:
         self.replicas = Replicas(self.builder, self.slices, self.analysis, self.states, added)
         self.reads: list[dict[int, tuple]] = []  # {id of a variable: (it, the tensor on the tape)}
         self.inputs: list[list[tf.Tensor]] = []
-        self.passes = self.builder.run(self._forward, self.replicas)
-        self.outputs = [_values(forward.results) for forward in self.passes]
-        return [forward.results for forward in self.passes]
+        self.tapes: list[tf.GradientTape] = []
+        results = self.builder.run(self._forward, self.replicas)
+        self.outputs = list(map(_values, results))
+        return results
 
     def _forward(self, replica: ReplicaContext) -> Any:
         leaves, reads = tf.nest.flatten(replica.part.batch), {}
         inputs = [leaves[i] for i in self.watched]
 
-        def call(tape: tf.GradientTape) -> Any:
-            def on_read(variable: tf.Variable, value: tf.Tensor) -> None:
-                tape.watch(value)
-                reads[id(variable)] = variable, value
+        def on_read(variable: tf.Variable, value: tf.Tensor) -> None:
+            tape.watch(value)
+            reads[id(variable)] = variable, value
 
+        with tf.GradientTape(persistent=True) as tape:  # backward may go through it several times
             tape.watch([*inputs, *self.captured])
             with _no_captures([*leaves, *self.captured]):
                 result = replica.compiled(
                     lambda: (replica.call(self.fn), replica.added_losses()), on_read
                 )
-                return replica.unpadded(result)
-
-        forward = self.make_pass(replica, call)
+                result = replica.unpadded(result)
         if not replica.by_xla:
-            reads = {id(v): (v, v) for v in forward.tape.watched_variables()}
+            reads = {id(v): (v, v) for v in tape.watched_variables()}
         self.reads.append(reads)
         self.inputs.append(inputs)
-        return forward
+        self.tapes.append(tape)
+        return result
 
     def backward(
         self, upstream: Sequence[Sequence[tf.Tensor]], variables: Sequence[Any]
@@ -227,7 +223,8 @@ class _Part:
         def back(replica: ReplicaContext) -> tuple[list, list]:
             i, replica.own = replica.tower, self.states
             inputs, reads = self.inputs[i], [self.reads[i].get(id(v), (v, v))[1] for v in variables]
-            gradients = self.passes[i].backward(self.outputs[i], upstream[i], [*inputs, *reads])
+            with replica.replaced():  # layers may be called again
+                gradients = self.tapes[i].gradient(self.outputs[i], [*inputs, *reads], upstream[i])
             of_variables = replica.zero_if_empty(gradients[len(inputs) :])
             of_inputs = [
                 replica.unpadded(tf.zeros_like(x) if g is None else g)

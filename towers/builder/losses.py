@@ -37,7 +37,9 @@ class TowerSums:
 def summed(loss_fn: Callable, part: Slice) -> Callable:
     """Return a function from a slice's batch to (sum of losses, number of examples, outputs).
 
-    The outputs are those that `loss_fn` returns after the losses, () if none.
+    Args:
+        loss_fn: as for `TowerBuilder.gradients`; outputs are () if it returns losses alone.
+        part: the slice, by which the losses are checked.
     """
     loss_fn = tf_internals.converted_as_here(loss_fn)
 
@@ -56,25 +58,36 @@ def summed(loss_fn: Callable, part: Slice) -> Callable:
     return sum_of_losses
 
 
-def gradients_of_sum(forward: Any, variables: Sequence[tf.Variable]) -> list[Any]:
-    """Return the gradients of a slice's sum of losses, from a `tower.Forward`.
+def gradients_of_sum(
+    tape: tf.GradientTape, loss: tf.Tensor, variables: Sequence[tf.Variable], replica: Any
+) -> list[Any]:
+    """Return the gradients of a slice's sum of losses.
 
     Scales of float8 need the gradient of the mean over the batch, and float16 may hold no other: it
     is taken, then multiplied back to the sum, in float32 at least.
+
+    Args:
+        tape: has recorded the forward pass.
+        loss: the sum, a scalar.
+        variables: those that the tower reads.
+        replica: the tower's `ReplicaContext`.
     """
-    replica = forward.replica
-    overwritten, rows, loss = replica.scope.overwritten, replica.part.rows, forward.results[0][0]
-    if rows is None or not (overwritten or _has_float16(variables)):
-        return replica.zero_if_empty(forward.backward(loss, None, variables))
-    total = tf.cast(rows.total, loss.dtype)
+    overwritten, rows, upstream = replica.scope.overwritten, replica.part.rows, None
+    if rows is not None and (overwritten or _has_float16(variables)):
+        total = tf.cast(rows.total, loss.dtype)
+        upstream = 1.0 / total
+    with replica.replaced():  # layers may be called again
+        gradients = tape.gradient(loss, variables, upstream)
+    gradients = replica.zero_if_empty(gradients)
+    if upstream is None:
+        return gradients
 
     def times_total(x: tf.Tensor) -> tf.Tensor:
         return widen(x) * tf.cast(total, widen(x).dtype)
 
-    means = replica.zero_if_empty(forward.backward(loss, 1.0 / total, variables))
     return [
         g if id(v) in overwritten else map_values(times_total, g)
-        for g, v in zip(means, variables, strict=True)
+        for g, v in zip(gradients, variables, strict=True)
     ]
 
 
@@ -88,7 +101,13 @@ def _has_float16(variables: Sequence[tf.Variable]) -> bool:
 def finish(
     gradients: Sequence[Any], variables: Sequence[Any], scopes: Sequence[ReplicaScope]
 ) -> list[Any]:
-    """Return gathered gradients in the dtypes of their variables, new values where these are."""
+    """Return gathered gradients in the dtypes of their variables, or their new values.
+
+    Args:
+        gradients: means over all examples; a `PerTower` for copies.
+        variables: as for `TowerBuilder.gradients`.
+        scopes: of the towers, which hold the new values.
+    """
 
     def cast(gradient: Any, dtype: tf.DType) -> Any:
         if isinstance(gradient, PerTower):
@@ -131,7 +150,15 @@ def _checked(losses: Any, part: Slice) -> tf.Tensor:
 def variables_and_copies(
     variables: Sequence[Any], tower: int
 ) -> tuple[list[tf.Variable], dict[int, tf.Variable]]:
-    """Return the variables that a tower reads, and {id of a `loss_fn` variable: its own copy}."""
+    """Return the variables that a tower reads, and {id of the one in `loss_fn`: its own copy}.
+
+    Args:
+        variables: as for `TowerBuilder.gradients`.
+        tower: number of the tower.
+
+    Raises:
+        ValueError: there is something else among them.
+    """
     tower_variables = []
     for variable in variables:
         variable = variable.values[tower] if isinstance(variable, PerTower) else variable
@@ -151,7 +178,12 @@ def masters_of(variables: Sequence[Any]) -> list[tf.Variable]:
 
 
 def gather_plan(builder: Any, variables: Sequence[Any] = ()) -> GatherPlan:
-    """Return where a builder gathers the gradients of these variables or tensors."""
+    """Return where a builder gathers the gradients of these variables or tensors.
+
+    Args:
+        builder: the `TowerBuilder`.
+        variables: none for values that are gathered on the gather device.
+    """
     of_variables, home = None, builder.gather_device
     if builder.gather_at_variables:
         of_variables = [

@@ -33,7 +33,7 @@ class Namespace:
 
     @property
     def key(self) -> tuple:
-        """What it is known by: functions of a module read different names of it."""
+        """The owner and the names: functions of one module read different names of it."""
         return id(self.owner), frozenset(self.names)
 
     def values(self) -> dict[str, Any]:
@@ -54,7 +54,12 @@ class Namespace:
         return {name: x for name, x in self.values().items() if name not in keras_names}
 
     def set(self, name: str, value: Any) -> None:
-        """Set a value, past the tracking of Keras and TensorFlow."""
+        """Set a value, past the tracking of Keras and TensorFlow.
+
+        Args:
+            name: of the value, here.
+            value: is set.
+        """
         if isinstance(self.owner, types.CellType):
             self.owner.cell_contents = value
         else:

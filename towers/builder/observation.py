@@ -94,7 +94,13 @@ class Observer:
                 self.attributes.restore(self.attributes.changed())
 
     def draw(self, op_name: str, /, shape: Any, **arguments: Any) -> tf.Tensor:
-        """Draw by one of TensorFlow's ops; apply the draw's nudge."""
+        """Draw by one of TensorFlow's ops; apply the draw's nudge.
+
+        Args:
+            op_name: one of `tf_internals.DRAWS`.
+            shape: of the draw.
+            **arguments: of the op.
+        """
         arguments.pop("name", None)
         with tf.name_scope(SEEN):
             drawn = tf_internals.draw_op(op_name)(shape, **arguments)
@@ -161,7 +167,13 @@ class Observer:
                         self.trace.mixed_rows.append(path)
 
     def outcome(self, inputs: Any, result: Any, backward: bool) -> dict[str, Any]:
-        """Return the results of `instrumentation.run` as tensors."""
+        """Set the fields of the trace; return the results of `instrumentation.run` as tensors.
+
+        Args:
+            inputs: the placeholders of the batch.
+            result: of the function.
+            backward: whether to compute gradients, too.
+        """
         trace, scope, values = self.trace, self.scope, []
         batch = {x.op.name for x in tf.nest.flatten(inputs, expand_composites=True)}
         for variable, value in scope.updates.values():

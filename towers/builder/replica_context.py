@@ -115,7 +115,12 @@ class ReplicaContext:
         return added_losses.as_rows(self.scope, self.part.rows, self._replicas.added)
 
     def compiled(self, compute: Callable, on_read: Callable = lambda *_: None) -> Any:
-        """Return the tensors that `compute` returns, compiled by XLA with `jit_compile`."""
+        """Return the tensors that `compute` returns, compiled by XLA with `jit_compile`.
+
+        Args:
+            compute: takes nothing, runs `call`, and returns a structure of tensors.
+            on_read: see `xla.compiled`; it is not called without XLA.
+        """
         if not self.by_xla:
             return compute()
 
@@ -141,7 +146,12 @@ class ReplicaContext:
         return [gather.zero_if_empty(g, self.part.count) for g in gradients]
 
     def gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the gradients without those that are new values, which `scope` records."""
+        """Return the gradients without those that are new values, which `scope` records.
+
+        Args:
+            gradients: of the tower; None where there is none.
+            variables: of the gradients, masters and not copies.
+        """
         gradients = self.scope.without_new_values(gradients, variables)
         kinds = self._replicas.analysis.sparse_gradients
         for i, (g, variable) in enumerate(zip(gradients, variables, strict=True)):
@@ -315,7 +325,9 @@ class FunctionAnalyses:
     def check_exactness(self, analysis: FunctionAnalysis, by_hand: bool = True) -> None:
         """Report if an example's results depend on other examples or on its place, once.
 
-        By hand, report tensors that towers leave unjoined, too: nobody looks for their uses.
+        Args:
+            analysis: of the function.
+            by_hand: report unjoined tensors in attributes, too: nobody checks what uses them.
         """
         self.warn(analysis.not_joined if by_hand else ())
         if not any(analysis is other for other in self._checked):
@@ -347,7 +359,13 @@ def assigned(scopes: Iterable[ReplicaScope]) -> list[Any]:
 
 
 def assign(builder: Any, scopes: Sequence[ReplicaScope], policies: dict[int, str]) -> None:
-    """Make the assignments that the towers' scopes have recorded; see `assign_once`."""
+    """Make the assignments that the towers' scopes have recorded; see `assign_once`.
+
+    Args:
+        builder: the `TowerBuilder`.
+        scopes: of the towers, closed.
+        policies: see `assign_once`.
+    """
     ids = set(map(id, assigned(scopes)))
     if _moments_of(builder) != builder.batch_norm and len(builder.devices) > 1:
         if any(ids & scope.averages for scope in scopes):

@@ -171,7 +171,12 @@ class ReplicaScope(keras.StatelessScope):
     def without_new_values(
         self, gradients: Sequence[Any], masters: Sequence[tf.Variable]
     ) -> list[Any]:
-        """Move the gradients that are new values to `new_values`; return None in their place."""
+        """Move the gradients that are new values to `new_values`; return None in their place.
+
+        Args:
+            gradients: of the tower.
+            masters: the variables of the gradients.
+        """
         rest = list(gradients)
         for i, variable in enumerate(masters):
             if id(variable) in self.overwritten and rest[i] is not None:

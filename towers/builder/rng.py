@@ -61,8 +61,8 @@ class DrawInfo:
     layout: BatchAxis | None
     layer: str = ""
 
-    def fits(self, op: str, shape: tf.TensorShape, size: Any) -> bool:
-        """Return whether a draw for `size` examples has this op and a matching shape."""
+    def _fits(self, op: str, shape: tf.TensorShape, size: Any) -> bool:
+        # Whether a draw for `size` examples has this op and a matching shape.
         if op != self.op or self.dims is None or shape.rank != len(self.dims):
             return False
         known = not tf.is_tensor(size)
@@ -139,8 +139,8 @@ class ReplicaRng:
         if self.known is not None and place < len(self.known):
             candidates = [self.known[place]]
         else:  # recomputation in a backward pass draws again
-            candidates = [drawn for drawn in self.known or () if drawn.fits(name, static, size)]
-        layouts = {drawn.layout for drawn in candidates if drawn.fits(name, static, size)}
+            candidates = [drawn for drawn in self.known or () if drawn._fits(name, static, size)]
+        layouts = {drawn.layout for drawn in candidates if drawn._fits(name, static, size)}
         if len(layouts) == 1 and None not in layouts:
             return layouts.pop()
         if not candidates or None not in {drawn.layout for drawn in candidates}:

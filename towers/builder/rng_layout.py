@@ -13,7 +13,12 @@ _EFFECT = 1e-4  # relative to the largest change: less is rounding
 
 
 def from_shapes(few: Trace, more: Trace) -> list[DrawInfo]:
-    """Analyze draws by their shapes for two numbers of examples."""
+    """Return the analysis of each draw, by its shapes for two numbers of examples.
+
+    Args:
+        few: trace of a function.
+        more: trace of it for more examples, with the same draws.
+    """
     infos = []
     for (op, shape, layer), (_, other, _) in zip(few.draws, more.draws, strict=True):
         known = shape is not None and other is not None and None not in (*shape, *other)

@@ -55,7 +55,13 @@ class DeviceResidentBatch:
         self.shape = rows.shape.concatenate(stored[0].shape[1:])
 
     def of_tower(self, tower: int, start: Any, size: Any) -> tf.Tensor:
-        """Return `size` of the batch's examples from `start` on, on a tower's device."""
+        """Return examples of the batch on a tower's device, `[size, ...]`.
+
+        Args:
+            tower: number of the tower.
+            start: place of the first example in the batch.
+            size: number of examples.
+        """
         with tf.device(HOST):
             rows = self.rows[start : start + size]
         with tf.device(self.stored[tower].device):
@@ -94,7 +100,12 @@ def check_devices(names: Sequence[str]) -> None:
 
 
 def is_device(whole: str, name: str) -> bool:
-    """Return whether `whole`, a device's full name, matches `name`, as "/gpu:0"."""
+    """Return whether a device matches a name.
+
+    Args:
+        whole: the device's full name, "/job:localhost/replica:0/task:0/device:GPU:0".
+        name: may leave parts out, "/gpu:0".
+    """
     here = tf.DeviceSpec(job="localhost", replica=0, task=0)
     device = here.make_merged_spec(tf.DeviceSpec.from_string(whole))
     return device.make_merged_spec(tf.DeviceSpec.from_string(name)) == device
@@ -123,49 +134,57 @@ class Slice:
 
 
 def split(
-    batch: Sequence[Any], num_towers: int, num_rounds: int = 1, never_empty: bool = False
+    builder: Any, batch: Sequence[Any], num_rounds: int = 1, never_empty: bool = False
 ) -> list[Slice]:
     """Return each tower's slice of `batch`, round by round.
 
     Args:
+        builder: the `TowerBuilder`; where it gathers, or on the host for a GPU, the batch is split.
         batch: a structure of tensors.
-        num_towers: slices of each round.
         num_rounds: parts of the batch, one after the other.
         never_empty: if the number of examples is a tensor, pad a slice without examples with the
             last example, and set its count to 0: functions may fail without examples.
     """
     tf_internals.refuse_fork()
-    leaves = as_leaves(batch, num_towers)
-    sizes = [num_rows(leaf) for leaf in leaves if not isinstance(leaf, PerTower)]
-    if not sizes:  # nothing to split: every tower runs once
-        values = [[leaf.values[i] for leaf in leaves] for i in range(num_towers)]
-        return [Slice(tf.nest.pack_sequence_as(batch, part), None) for part in values]
-    known = list(dict.fromkeys(size for size in sizes if isinstance(size, int)))
-    message = "the tensors of a batch must have the same size along axis 0"
-    if len(known) > 1:
-        raise ValueError(f"{message}, not {known}")
-    total = known[0] if known else sizes[0]
-    for size in sizes:
-        if tf.is_tensor(size) and size is not total:
-            tf.debugging.assert_equal(size, total, message)
-    slices = []
-    for i, (start, size) in enumerate(slices_of(total, num_towers, num_rounds)):
-        rows = BatchSlice(start, size, total)
-        if never_empty and tf.is_tensor(size):
-            rows = BatchSlice(tf.minimum(start, total - 1), tf.maximum(size, 1), total)
-        part = [_part(leaf, i % num_towers, rows) for leaf in leaves]
-        slices.append(Slice(tf.nest.pack_sequence_as(batch, part), rows, size))
-    return slices
+    num_towers, device = len(builder.devices), builder.gather_device
+    with tf.device(HOST if is_gpu(device) else device), tf.name_scope("split"):
+        leaves = as_leaves(batch, num_towers)
+        sizes = [num_rows(leaf) for leaf in leaves if not isinstance(leaf, PerTower)]
+        if not sizes:  # nothing to split: every tower runs once
+            values = [[leaf.values[i] for leaf in leaves] for i in range(num_towers)]
+            return [Slice(tf.nest.pack_sequence_as(batch, part), None) for part in values]
+        known = list(dict.fromkeys(size for size in sizes if isinstance(size, int)))
+        message = "the tensors of a batch must have the same size along axis 0"
+        if len(known) > 1:
+            raise ValueError(f"{message}, not {known}")
+        total = known[0] if known else sizes[0]
+        for size in sizes:
+            if tf.is_tensor(size) and size is not total:
+                tf.debugging.assert_equal(size, total, message)
+        slices = []
+        for i, (start, size) in enumerate(slices_of(total, num_towers, num_rounds)):
+            rows = BatchSlice(start, size, total)
+            if never_empty and tf.is_tensor(size):
+                rows = BatchSlice(tf.minimum(start, total - 1), tf.maximum(size, 1), total)
+            part = [_part(leaf, i % num_towers, rows) for leaf in leaves]
+            slices.append(Slice(tf.nest.pack_sequence_as(batch, part), rows, size))
+        return slices
 
 
-def slices_of(total: Any, num_towers: int, num_rounds: int = 1) -> list[tuple[Any, Any]]:
-    """Return (first row, number of rows) of each tower's slice, round by round."""
+def slices_of(total: Any, num_towers: int, num_rounds: int) -> list[tuple[Any, Any]]:
+    """Return (first row, number of rows) of each tower's slice, round by round.
+
+    Args:
+        total: number of rows of the batch, an int or a scalar tensor.
+        num_towers: slices of each round; the first ones get a row more if need be.
+        num_rounds: parts of the batch, one after the other.
+    """
 
     def sizes_of(total: Any, number: int) -> list[Any]:
         return [(total + number - 1 - i) // number for i in range(number)]
 
-    rounds = sizes_of(total, num_rounds)
-    sizes = [size for part in rounds for size in sizes_of(part, num_towers)]
+    parts = sizes_of(total, num_rounds)
+    sizes = [size for part in parts for size in sizes_of(part, num_towers)]
     stops = itertools.accumulate(sizes)
     return [(stop - size, size) for size, stop in zip(sizes, stops, strict=True)]
 
@@ -176,7 +195,15 @@ def is_split(batch: Sequence[Any]) -> bool:
 
 
 def as_leaves(batch: Sequence[Any], num_towers: int | None = None) -> list[Any]:
-    """Return the leaves of a batch: tensors to split along axis 0, or `PerTower`s."""
+    """Return the leaves of a batch: tensors to split along axis 0, or `PerTower`s.
+
+    Args:
+        batch: a structure of tensors, arrays, None and `PerTower`s.
+        num_towers: values that a `PerTower` must hold; None for any number.
+
+    Raises:
+        ValueError: a `PerTower` holds another number of values, or a leaf is a scalar.
+    """
     leaves = []
     for leaf in tf.nest.flatten(batch):
         if leaf is None:
@@ -204,8 +231,15 @@ def occupied(slices: Sequence[Slice]) -> list[Slice]:
     return list(slices[: max(sum(not _is_empty(part) for part in slices), 1)])
 
 
-def rounds(slices: Sequence[Slice], num_towers: int) -> list[list[Slice]]:
-    """Return the occupied slices of each round, without rounds that have none."""
+def rounds(builder: Any, batch: Sequence[Any]) -> list[list[Slice]]:
+    """Split `batch` by `accumulate_steps`; return the occupied slices of each round that has any.
+
+    Args:
+        builder: the `TowerBuilder`.
+        batch: a structure of tensors.
+    """
+    num_towers = len(builder.devices)
+    slices = split(builder, batch, builder.accumulate_steps, never_empty=True)
     starts = range(0, len(slices), num_towers)
     used = [i for i in starts if not i or not _is_empty(slices[i])]
     return [occupied(slices[i : i + num_towers]) for i in used]

@@ -1,4 +1,7 @@
-"""Finds how to aggregate the values that towers assign to a variable, by trial runs."""
+"""Finds how to aggregate the values that towers assign to a variable, by trial runs.
+
+Each function takes a `FunctionAnalysis`, whose tracer, trace and draws are set already.
+"""
 
 import contextlib
 from collections.abc import Sequence
@@ -11,7 +14,6 @@ from towers.builder.added_losses import AddedLoss
 from towers.builder.attributes import ROWS
 from towers.builder.gather import join
 from towers.builder.instrumentation import Trace, Tracer, run
-from towers.builder.rng import DrawInfo
 from towers.builder.variable_aggregation import merge, policy_of
 
 _SAME = 1e-4  # relative tolerance of a state that is computed in two ways
@@ -22,12 +24,13 @@ _TRIALS_OF_LOSSES = 3
 _POLICIES = ("first", "mean", "sum", "max", "min")
 
 
-def policies_of(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) -> dict[int, str]:
+def policies_of(analysis: Any) -> dict[int, str]:
     """Return {id of a variable: its policy of `merge`}, without variables that none fits.
 
     The function is run on two slices and on both together, from several values of the variables.
     """
-    traces = tracer.slice_traces(few, draws)
+    tracer, few = analysis.tracer, analysis.trace
+    traces = tracer.slice_traces(few, analysis.draws)
     possible, changed = {id(v): _POLICIES for v in few.states}, set()
     values = [v.numpy() for v in few.states]
     # A large value would hide small changes.
@@ -54,9 +57,10 @@ def policies_of(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) -> dict[i
     return {k: policy for k, policy in chosen.items() if policy in possible[k]}
 
 
-def policies_of_losses(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) -> list[AddedLoss]:
-    """Return how slices' values of each loss that layers add combine to that of both slices."""
-    traces = tracer.slice_traces(few, draws)
+def policies_of_losses(analysis: Any) -> list[AddedLoss]:
+    """Return for each loss that layers add how the slices' values combine."""
+    tracer, few = analysis.tracer, analysis.trace
+    traces = tracer.slice_traces(few, analysis.draws)
     possible = [("mean", "sum")] * len(few.loss_layers)
     alone = [True] * len(few.loss_layers)  # whether a row of the loss affects one row of the result
     for trial in range(_TRIALS_OF_LOSSES):
@@ -75,13 +79,12 @@ def policies_of_losses(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) ->
     ]
 
 
-def policies_of_attributes(
-    tracer: Tracer, few: Trace, draws: Sequence[DrawInfo] | None
-) -> list[str | None]:
-    """Return how slices' tensors in attributes combine to those of the batch; None: unknown.
+def policies_of_attributes(analysis: Any) -> list[str | None]:
+    """Return for each tensor in an attribute how the slices' values combine; None: unknown.
 
     A tensor with a row for each example is joined, the others are aggregated as states are.
     """
+    tracer, few = analysis.tracer, analysis.trace
     if not few.attribute_shapes:
         return []
 
@@ -91,7 +94,7 @@ def policies_of_attributes(
 
     by_rows = have_rows([few])
     with contextlib.suppress(Exception):  # then shapes for few examples are all that is known
-        traces = tracer.slice_traces(few, draws)
+        traces = tracer.slice_traces(few, analysis.draws)
         by_rows = have_rows(traces)
         possible = {place: _POLICIES for place, rows in enumerate(by_rows) if not rows}
         for trial in range(_TRIALS if possible else 0):

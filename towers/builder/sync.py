@@ -59,11 +59,24 @@ class SyncGroup:
         self._num_joined = 0  # of these
 
     def handle(self, tower: int, by_xla: bool = False) -> "SyncHandle":
-        """Return the handle of tower number `tower`; one that XLA compiles can exchange nothing."""
+        """Return a tower's handle.
+
+        Args:
+            tower: number of the tower.
+            by_xla: whether XLA compiles the tower, which can then exchange nothing.
+        """
         return SyncHandle(self, tower, by_xla, self._prefetches[tower].prefetch)
 
     def round(self, place: int, combine: Callable) -> _Round:
-        """Return exchange number `place`; raise InputError if towers cannot exchange here."""
+        """Return one exchange, which the first tower to arrive begins.
+
+        Args:
+            place: number of the exchange.
+            combine: maps the list of towers' values to the result.
+
+        Raises:
+            InputError: towers cannot exchange here.
+        """
         if tf.executing_eagerly():
             raise InputError(
                 "towers that run one after the other cannot wait for each other: make a "

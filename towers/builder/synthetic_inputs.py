@@ -34,9 +34,13 @@ class Values:
 
 
 def possible_shapes(leaves: Sequence[Any], layers: Sequence[keras.Layer]) -> Iterator[list]:
-    """Yield shapes of a batch's leaves with the unknown dimensions filled in.
+    """Yield lists of the leaves' shapes, with the unknown dimensions filled in.
 
-    First those of the layers' own inputs, the outermost layer first, then some lengths.
+    First come the shapes of the layers' own inputs, then some lengths.
+
+    Args:
+        leaves: tensors of a batch.
+        layers: that the function can reach, the outermost first.
     """
     shapes = [leaf.shape for leaf in leaves]
     if all(is_known(leaf) for leaf in leaves):
@@ -70,19 +74,30 @@ def is_known(leaf: Any) -> bool:
     return leaf.shape.rank is not None and leaf.shape[1:].is_fully_defined()
 
 
-def spec_of(leaf: Any, size: int, shape: tf.TensorShape | None = None) -> tf.TypeSpec:
-    """Return the TypeSpec of a leaf for `size` examples, with `shape` in place of its own."""
+def spec_of(leaf: Any, size: int, shape: tf.TensorShape) -> tf.TypeSpec:
+    """Return the TypeSpec of a leaf for another number of examples.
+
+    Args:
+        leaf: a tensor of the batch.
+        size: number of examples.
+        shape: in place of the leaf's own, unless that is ragged.
+    """
     if isinstance(leaf, tf.RaggedTensor):
         shape = [size, *leaf.shape[1:]]
         return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
-    shape = leaf.shape if shape is None else shape
     dims = [UNKNOWN_DIM if dim is None else dim for dim in shape[1:]]
     kind = tf.SparseTensorSpec if isinstance(leaf, tf.SparseTensor) else tf.TensorSpec
     return kind([size, *dims], leaf.dtype)
 
 
-def sample(spec: tf.TypeSpec, random: np.random.Generator, tokens: int = 2) -> Any:
-    """Return a random value of a spec, with whole numbers below `tokens`: labels must be valid."""
+def sample(spec: tf.TypeSpec, random: np.random.Generator, tokens: int) -> Any:
+    """Return a random tensor of a spec: normal floats, uniform whole numbers, numbers as text.
+
+    Args:
+        spec: dense, sparse or ragged.
+        random: is drawn from.
+        tokens: whole numbers are below this, as labels must be valid; those of uint8 below 256.
+    """
     shape = [UNKNOWN_DIM if dim is None else dim for dim in spec.shape]
     if spec.dtype.is_floating:
         value = random.normal(size=shape)
@@ -98,15 +113,7 @@ def sample(spec: tf.TypeSpec, random: np.random.Generator, tokens: int = 2) -> A
     return tf.sparse.from_dense(value) if isinstance(spec, tf.SparseTensorSpec) else value
 
 
-def with_special(
-    value: Any, special: Sequence[float], random: np.random.Generator, share: float = 0.4
-) -> Any:
-    """Replace a share of a tensor's numbers by random ones of `special`."""
-    if not special or not isinstance(value, tf.Tensor):
-        return value
-    chosen = random.choice(np.asarray(special, np.float64), value.shape.as_list())
-    mask = random.random(value.shape.as_list()) < share
-    return tf.where(mask, tf.cast(tf.constant(chosen), value.dtype), value)
+
 
 
 # {graph: {name of a placeholder: its value}}
@@ -115,7 +122,12 @@ _GIVEN: MutableMapping[tf.Graph, dict[str, tf.Tensor]] = weakref.WeakKeyDictiona
 
 @contextlib.contextmanager
 def given(arguments: Any, values: Any) -> Iterator[None]:
-    """Set the values of a graph's arguments for `known_values` in the block."""
+    """Set the values of the current graph's arguments for `known_values`, in the block.
+
+    Args:
+        arguments: a structure of the graph's placeholders, and of anything else.
+        values: of the arguments, in the same order.
+    """
     tensors, real = (
         list(filter(tf.is_tensor, tf.nest.flatten(each, expand_composites=True)))
         for each in (arguments, values)
@@ -180,7 +192,12 @@ def stand_in(captured: tf.Tensor) -> tf.Tensor:
 
 
 def values_in(graph: tf.Graph, specs: Sequence[tf.TypeSpec]) -> list[Values]:
-    """Return the values that a traced function may treat specially, for its first arguments."""
+    """Return for each argument the values that a traced function may treat specially.
+
+    Args:
+        graph: of the function.
+        specs: of its first arguments.
+    """
     values = [Values() for _ in specs]
     components = [tf.nest.flatten(spec, expand_composites=True) for spec in specs]
     places = [i for i, tensors in enumerate(components) for _ in tensors]

@@ -21,25 +21,8 @@ from typing import Any
 import tensorflow as tf
 
 from towers.builder import cross_host, gather, joined_outputs, losses, replica_context, sharding
-from towers.builder.device_types import HOST, is_gpu
 from towers.builder.losses import TowerSums
 from towers.builder.replica_context import ReplicaContext, Replicas, call_copies
-
-
-class Forward:
-    """One copy's forward pass under a tape, and the backward pass through it."""
-
-    def __init__(self, replica: ReplicaContext, call: Callable, variables: Any = None):
-        """Run `call(tape)`; None watches all variables, for several backward passes."""
-        self.replica, persistent = replica, variables is None
-        with tf.GradientTape(persistent, watch_accessed_variables=persistent) as self.tape:
-            self.tape.watch(variables or ())
-            self.results = call(self.tape)
-
-    def backward(self, targets: Any, upstream: Any, sources: Sequence[Any]) -> list[Any]:
-        """Return the gradients of `targets`, weighted by `upstream` unless it is None."""
-        with self.replica.replaced():  # layers may be called again
-            return self.tape.gradient(targets, sources, upstream)
 
 
 class TowerBuilder:
@@ -47,9 +30,9 @@ class TowerBuilder:
 
     Every tensor of a `batch` (any `tf.nest` structure) is split along axis 0; the first towers get
     one example more if need be. A `PerTower` is not split; without a batch the function is copied.
-
-        sums = towers.TowerBuilder(["/cpu:0", "/cpu:1"]).sum(tf.reduce_sum, tf.ones([3, 2]))
     """
+
+    add = staticmethod(gather.add)
 
     def __init__(
         self,
@@ -69,8 +52,7 @@ class TowerBuilder:
             devices: one TensorFlow device for each tower; a device may hold several towers.
             gather_device: the device of splitting, summing and joining.
             batch_norm: BatchNorm's moments: "sync" over all towers, in a `tf.function`; "local".
-            accumulate_steps: number of parts of a batch that `gradients`, and `concat` under a
-                tape, process one after the other: less memory, the same sums.
+            accumulate_steps: parts into which a batch is cut to compute gradients with less memory.
             gather_at_variables: sum each gradient on its variable's device.
             jit_compile: compile each tower by XLA; BatchNorm must be local.
             on_warning: called with each line on what towers may compute otherwise than one device.
@@ -89,21 +71,34 @@ class TowerBuilder:
         self.check_exactness, self.forget = analyses.check_exactness, analyses.forget
 
     def map(self, fn: Callable, *batch: Any) -> list[Any]:
-        """Return the results of `fn` on each tower, in tower order."""
-        return call_copies(self, fn, self.split(batch), batch)
+        """Return the results of `fn` on each tower, in tower order.
+
+        Args:
+            fn: maps a tower's slice of the batch to a structure of any values.
+            *batch: the global batch.
+        """
+        return call_copies(self, fn, sharding.split(self, batch), batch)
 
     def sum(self, fn: Callable, *batch: Any) -> Any:
-        """Return the sum over towers of the results of `fn`, a structure of tensors; see `add`."""
-        results = call_copies(self, fn, sharding.occupied(self.split(batch)), batch)
+        """Return the sum over towers of the results of `fn`; see `add`.
+
+        Args:
+            fn: maps a tower's slice of the batch to a structure of tensors, alike in all towers.
+            *batch: the global batch.
+        """
+        results = call_copies(self, fn, sharding.occupied(sharding.split(self, batch)), batch)
         return self.gather(gather.add_by_machine(losses.gather_plan(self)), results)
 
     def concat(self, fn: Callable, *batch: Any) -> Any:
         """Return the results of `fn` joined along axis 0, in the order of the batch.
 
-        A `tf.GradientTape` around it sees one op: each gradient goes back to the towers, and theirs
-        are summed by `add_n`. So a loss of the joined outputs is exact, whatever it is.
+        To a `tf.GradientTape` the towers are one op: any loss of the outputs has exact gradients.
+
+        Args:
+            fn: maps a tower's slice of the batch to tensors with its rows, in any structure.
+            *batch: the global batch.
         """
-        return joined_outputs.concat(self, Forward, fn, batch)
+        return joined_outputs.concat(self, fn, batch)
 
     def gradients(self, loss_fn: Callable, variables: Iterable[Any], *batch: Any) -> tuple:
         """Return the mean loss over all examples and its gradients.
@@ -112,8 +107,7 @@ class TowerBuilder:
         `aggregation` or the one that the analysis finds; if it finds none, with a warning.
 
         Args:
-            loss_fn: maps a tower's slice of the batch to its losses, one for each example, `[b]`,
-                or to `(losses, outputs)`, a tuple.
+            loss_fn: maps a slice to its losses by example, `[b]`, or to a tuple (losses, outputs).
             variables: `keras.Variable`s, `tf.Variable`s or a mix. A `PerTower` of `keras.Variable`s
                 is one variable with copies: `loss_fn` names the first, each tower reads its own.
             *batch: the global batch.
@@ -134,26 +128,33 @@ class TowerBuilder:
         return means if no_outputs else (*means, self.gather(gather.join, sums.outputs))
 
     def tower_sums(self, loss_fn: Callable, variables: Sequence[Any], *batch: Any) -> TowerSums:
-        """Return each tower's sums for `gradients`; call `gather_sums` next."""
+        """Return each tower's sums; call `gather_sums` next.
+
+        Args:
+            loss_fn: as for `gradients`.
+            variables: as for `gradients`.
+            *batch: as for `gradients`.
+        """
         losses.check_by_example(analysis := self.analyze(loss_fn, *batch))
         masters, totals, rest = losses.masters_of(variables), [], []
 
         def on_tower(replica: ReplicaContext) -> tuple:
-            tower_variables, replica.own = losses.variables_and_copies(variables, replica.tower)
+            watched, replica.own = losses.variables_and_copies(variables, replica.tower)
             sum_of_losses = losses.summed(loss_fn, replica.part)
 
             def compute() -> tuple:
-                forward = Forward(replica, lambda _: replica.call(sum_of_losses), tower_variables)
-                return forward.results, losses.gradients_of_sum(forward, tower_variables)
+                with tf.GradientTape(watch_accessed_variables=False) as tape:
+                    tape.watch(watched)
+                    result, side = replica.call(sum_of_losses)
+                return result, side, losses.gradients_of_sum(tape, result[0], watched, replica)
 
-            ((loss, count, outputs), side), gradients = replica.compiled(compute)
+            (loss, count, outputs), side, gradients = replica.compiled(compute)
             rest.append((replica.close(count), replica.unpadded(outputs), replica.unpadded(side)))
             return loss, replica.scope.count, replica.gradients(gradients, masters)
 
-        slices = self.split(batch, self.accumulate_steps, never_empty=True)
-        for occupied in sharding.rounds(slices, len(self.devices)):
+        for slices in sharding.rounds(self, batch):
             with gather.after(totals):
-                results = self.run(on_tower, Replicas(self, occupied, analysis, {}, analysis.added))
+                results = self.run(on_tower, Replicas(self, slices, analysis, {}, analysis.added))
             totals = gather.add_to(totals, results, losses.gather_plan(self))
         sums, counts, gradients = map(list, zip(*totals, strict=True))
         scopes, outputs, sides = map(list, zip(*rest, strict=True))
@@ -162,7 +163,12 @@ class TowerBuilder:
         return TowerSums(sums, counts, gradients, scopes, analysis.policies, outputs)
 
     def gather_sums(self, sums: TowerSums, variables: Sequence[Any]) -> tuple[tf.Tensor, list[Any]]:
-        """Return the mean loss and its gradients; make the towers' assignments."""
+        """Return the mean loss and its gradients, as `gradients`; make the towers' assignments.
+
+        Args:
+            sums: from `tower_sums`, of the same variables.
+            variables: as for `gradients`.
+        """
         with tf.name_scope("gather"):
             plan = losses.gather_plan(self, variables)
             loss, gradients = gather.mean_gradients(sums, variables, plan)
@@ -170,30 +176,25 @@ class TowerBuilder:
         replica_context.assign(self, sums.scopes, sums.policies)
         return loss, gradients
 
-    def split(self, batch: Any, rounds: int = 1, never_empty: bool = False) -> list[Any]:
-        """Return each tower's slice of `batch`, round by round; see `sharding.split`."""
-        home = HOST if is_gpu(self.gather_device) else self.gather_device  # where the batch is
-        with tf.device(home), tf.name_scope("split"):
-            return sharding.split(batch, len(self.devices), rounds, never_empty)
-
     def run(self, fn: Callable, replicas: Replicas) -> list[Any]:
-        """Return `fn(replica)` for each tower's context, run on the tower's device."""
+        """Call `fn` on each tower's device, in its context; return the results in tower order.
+
+        Args:
+            fn: maps a `ReplicaContext` to any value.
+            replicas: the towers' contexts; stand-ins are replaced after the last one.
+        """
         results = []
-        for replica in replicas:  # at its end all stand-ins are replaced
+        for replica in replicas:
             with tf.device(replica.device), tf.name_scope(replica.name) as replica.name, replica:
                 results.append(fn(replica))
         return results
 
     def gather(self, policy: Callable, results: Sequence[Any]) -> Any:
-        """Apply `policy` to the towers' values, on the gather device."""
+        """Apply `policy` to the towers' values, on the gather device.
+
+        Args:
+            policy: maps the list of towers' values of one leaf to one value.
+            results: of each tower a structure, alike in all.
+        """
         with tf.device(self.gather_device), tf.name_scope("gather"):
             return gather.map_towers(policy, results)
-
-    @staticmethod
-    def add(values: Sequence[Any]) -> Any:
-        """Return the sum of towers' values without the Nones; `IndexedSlices` stay sparse."""
-        values = [value for value in values if value is not None]
-        if all(isinstance(value, int | tf.IndexedSlices) for value in values):
-            return gather.add_other(values)
-        # With a name add_n moves a single value to the gather device, too.
-        return tf.add_n(list(map(tf.convert_to_tensor, values)), name="AddN")

@@ -61,7 +61,12 @@ def assign_once(
 
 
 def copies_of(variable: keras.Variable, scopes: Sequence[ReplicaScope]) -> list[tf.Variable]:
-    """Return the copies of a variable that towers read in its place, each once."""
+    """Return the copies of a variable that towers read in its place, each once.
+
+    Args:
+        variable: the master.
+        scopes: of the towers.
+    """
     read = {id(value := scope.own.get(id(variable))): value for scope in scopes}.values()
     return [v for v in read if isinstance(v, tf.Variable) and v is not variable.value]
 
@@ -106,6 +111,11 @@ def with_new_values(
 
     Without an `aggregation` the largest of the towers' values is taken, as Keras does when it
     accumulates gradients: the variables are scales of float8, and largest absolute values.
+
+    Args:
+        gradients: like `masters`; a `PerTower` for copies.
+        masters: the variables of the gradients.
+        scopes: of the towers, which hold the new values.
     """
     result = list(gradients)
     for i, master in enumerate(masters):
@@ -127,7 +137,7 @@ def widen(value: tf.Tensor) -> tf.Tensor:
 def _merge_packed(
     policy: str, scopes: Sequence[ReplicaScope], variables: Sequence[keras.Variable], deferred: bool
 ) -> tf.Tensor:
-    # Returned are the merged values of the variables, flat, on the current device.
+    # Returns the merged values of the variables, flat, on the current device.
     def of_elements(numbers: Sequence[float], dtype: tf.DType) -> tf.Tensor:
         sizes = [v.value.shape.num_elements() for v in variables]
         return tf.constant(np.repeat(numbers, sizes), dtype)

@@ -174,24 +174,26 @@ def read_step(function: Any) -> TracedStep:
 
 def executed_bytes(
     placement: Placement, step: TracedStep
-) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]], int]:
+) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
     """Return the bytes sent in an executed graph, to compare with those of the traced one.
 
+    Args:
+        placement: of the executed graph.
+        step: the traced one, which knows the constant values.
+
     Returns:
-        {(source, target): bytes in a step}, without constant values; {(source, target): number of
-        values of unknown size}; bytes of the constant values.
+        {(source, target): bytes in a step}, without constant values, and {(source, target): number
+        of values of unknown size}.
     """
     known = {op.name for op in step.known}
-    crossing, unknown, constants = Counter(), Counter(), 0
+    crossing, unknown = Counter(), Counter()
     for transfer in placement.transfers:
         route = transfer.source, transfer.target
         if transfer.bytes is None:
             unknown[route] += 1
-        elif transfer.name in known:
-            constants += transfer.bytes
-        else:
+        elif transfer.name not in known:
             crossing[route] += transfer.bytes
-    return +crossing, unknown, constants
+    return +crossing, unknown
 
 
 def _is_local(op: tf.Operation, caller: str) -> bool:

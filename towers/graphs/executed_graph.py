@@ -88,8 +88,12 @@ class Node:
         return max(map(num_bytes, tensors), default=0) or None
 
     def memory_of(self, arguments: Sequence[Argument], index: int) -> str:
-        """Return "host" or the GPU for one of `kernel.inputs` or `kernel.outputs`."""
-        # oneDNN adds outputs of its own.
+        """Return the memory that holds an input or output: "host" or the GPU.
+
+        Args:
+            arguments: `kernel.inputs` or `kernel.outputs`.
+            index: of one of them; oneDNN's outputs come after these.
+        """
         on_host = index < len(arguments) and arguments[index].on_host
         return HOST if on_host or not self.gpu else self.gpu
 

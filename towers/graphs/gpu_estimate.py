@@ -34,7 +34,7 @@ _PLUMBING = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
+class MemoryCopy:
     """A value that is copied between memories in each step."""
 
     name: str  # traced name of the op that makes it
@@ -59,7 +59,7 @@ class GpuView:
     """
 
     ops: tuple[Node, ...]
-    copies: tuple[Transfer, ...]
+    copies: tuple[MemoryCopy, ...]
 
     @property
     def without_kernel(self) -> list[Node]:
@@ -90,7 +90,7 @@ class GpuView:
 
     def transfers(
         self, source: str = "", target: str = "", *, gpu: str = "", measured: bool = False
-    ) -> list[Transfer]:
+    ) -> list[MemoryCopy]:
         """Return the copies in a step from and to these memories ("": all).
 
         Args:
@@ -110,7 +110,9 @@ class GpuView:
     def launches(self, *scopes: str, measured: bool = False) -> int:
         """Return how many kernels these scopes launch on the busiest GPU.
 
-        `measured` includes those of measured steps only.
+        Args:
+            *scopes: "tower_0", "gather", "update" ...
+            measured: whether to include those of measured steps only.
         """
         total: Counter[str] = Counter()
         for op in self.ops:
@@ -147,7 +149,7 @@ def read(
     return GpuView(tuple(node for node in nodes if node.gpu and node.depth), tuple(_copies(nodes)))
 
 
-def _copies(nodes: Iterable[Node]) -> Iterator[Transfer]:
+def _copies(nodes: Iterable[Node]) -> Iterator[MemoryCopy]:
     for node in nodes:
         # A value is copied once to each memory for each device's part of the graph.
         takers: dict[tuple, list[Node]] = defaultdict(list)
@@ -162,7 +164,7 @@ def _copies(nodes: Iterable[Node]) -> Iterator[Transfer]:
                 outputs = node.kernel.outputs  # without those that oneDNN added
                 dtype = outputs[index].dtype.name if index < len(outputs) else ""
                 about = node.name, node.type, dtype, node.num_bytes(index)
-                yield Transfer(*about, source, target, node.measured, depth > 1)
+                yield MemoryCopy(*about, source, target, node.measured, depth > 1)
 
 
 @contextlib.contextmanager

@@ -55,8 +55,13 @@ class GpuKernel:
     launches: int
 
 
-def gpu_kernel(node: NodeDef, traced_type: str = "") -> GpuKernel:
-    """Return the GPU kernel of an executed node; `traced_type` is the type of the traced op."""
+def gpu_kernel(node: NodeDef, traced_type: str) -> GpuKernel:
+    """Return the GPU kernel of an executed node.
+
+    Args:
+        node: of the graph for CPUs.
+        traced_type: type of the op that was traced, "" if none was.
+    """
     kind, num_ops = _replaced_ops(node, traced_type)
     definition = tf_internals.op_definition(kind)
     if definition is None:  # a call of a function

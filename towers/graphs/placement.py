@@ -91,7 +91,9 @@ class Placement:
 def read_placement(function: Any, *arguments: Any) -> Placement:
     """Call a `tf.function` once and return where its ops ran.
 
-    Pass arguments that do no work, such as a loop of 0 steps: the graph is placed all the same.
+    Args:
+        function: a `tf.function` that has not run yet.
+        *arguments: of the call; a loop of 0 steps does no work and is placed all the same.
 
     Raises:
         ValueError: the function has run with such arguments before; TensorFlow shows a graph only
@@ -143,6 +145,10 @@ def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Opera
 
     Names in a called function begin with the call's name, as after inlining; `traced_name` removes
     the prefixes that inlining adds in loops and branches.
+
+    Args:
+        graph: of a traced function.
+        scope: is put before each name, with its "/".
     """
     for op in graph.get_operations():
         yield scope + op.name, op
@@ -168,7 +174,12 @@ def needed_ops(ops: Iterable[tf.Operation]) -> list[tf.Operation]:
 
 
 def traced_name(name: str, traced: Container[str]) -> str:
-    """Return a node's traced name, without the prefix that inlining adds."""
+    """Return a node's traced name, without the prefix that inlining adds.
+
+    Args:
+        name: of a node of an executed graph.
+        traced: the names of the traced ops; a name without one of them is returned as it is.
+    """
     parts = re.split(r"/_\d+/", name)
     return next((p for p in ("/".join(parts[i:]) for i in range(len(parts))) if p in traced), name)
 

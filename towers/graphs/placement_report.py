@@ -14,7 +14,12 @@ _MOST = 8  # lines of strays
 
 
 def report(placement: Placement, stray: Sequence[str]) -> list[str]:
-    """Return a run's lines: misplaced ops, from `strays`, and the bytes sent in a step."""
+    """Return a run's lines on where its ops ran, and on the bytes sent in a step.
+
+    Args:
+        placement: of the executed graph.
+        stray: the lines of `strays`, of which the first are shown.
+    """
     ours = [op for op in placement.ops if op.tower is not None]
     lines = [f"placement   {len(ours)} ops in towers, each on its tower's device"]
     if num_compiled := len({op.tower for op in placement.compiled} - {None}):
@@ -97,6 +102,10 @@ def table(placement: Placement) -> list[str]:
 
 def write_tsv(path: Path, placement: Placement) -> None:
     """Write a row for every op; an op that was folded, fused or pruned has the device "-".
+
+    Args:
+        path: of the file, which is replaced.
+        placement: of the executed graph.
 
     Raises:
         RunError: the file cannot be written.

@@ -19,6 +19,10 @@ def step_graph(graph: tf.Graph, placement: Placement) -> tf.compat.v1.GraphDef:
     The body of the loop is the step; a graph without a loop is one step. Each loop, branch and call
     of the step is a scope of its ops, without the edges into it. An op's device is where it ran, or
     the requested one if TensorFlow folded or pruned it. Large constants are left out.
+
+    Args:
+        graph: of the train loop, or of a function that is one step.
+        placement: of that function; an empty one for requested devices alone.
     """
     ran = {op.name: op.device for op in placement.compiled + placement.ops}
     loops = [op for op in graph.get_operations() if op.type in ("While", "StatelessWhile")]

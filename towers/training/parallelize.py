@@ -27,7 +27,7 @@ from towers.builder.joined_outputs import Passes, concat
 from towers.builder.replica_context import integers_on
 from towers.builder.replica_scope import ReplicaScope
 from towers.builder.sharding import PerTower, slices_of
-from towers.builder.tower import Forward, TowerBuilder
+from towers.builder.tower import TowerBuilder
 from towers.devices import remote
 from towers.errors import InputError
 from towers.formatting import count
@@ -420,7 +420,7 @@ class _Steps:
                 return layer(*arguments[0], **arguments[1])
         if self._copies:
             fn, batch = self._on_copies(fn), [*batch, PerTower(self._copies)]
-        return _with_logits(*concat(self.builder, Forward, fn, batch, self.passes))
+        return _with_logits(*concat(self.builder, fn, batch, self.passes))
 
     def _on_copies(self, fn: Callable) -> Callable:
         """Return `fn` as a function of (*batch, copies), which it reads in place of weights."""

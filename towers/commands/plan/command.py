@@ -149,7 +149,7 @@ def place(options: Options, names: Sequence[str], dataset: Data) -> PlacedStep:
     with user_facing_errors(options):
         placement = read_placement(train_loop, batches, tf.constant(0))
     step = read_step(train_loop.get_concrete_function(batches, tf.constant(0)))
-    executed, unknown, *_ = executed_bytes(placement, step)
+    executed, unknown = executed_bytes(placement, step)
     return PlacedStep(run, step, step.crossing_bytes(), executed, unknown)
 
 
