@@ -59,12 +59,8 @@ def sum_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     return type(gradient)(values, rows, gradient.dense_shape)
 
 
-def add(values: Sequence[Any]) -> Any:
-    """Return the sum of towers' values without the Nones; `IndexedSlices` stay sparse."""
-    values = [value for value in values if value is not None]
-    if not all(isinstance(value, int | tf.IndexedSlices) for value in values):
-        # With a name add_n moves a single value to the gather device, too.
-        return tf.add_n(list(map(tf.convert_to_tensor, values)), name="AddN")
+def add_sparse(values: Sequence[Any]) -> Any:
+    """Return the sum of `IndexedSlices`, sparse, or of integers; None if there are none."""
     if not values or isinstance(values[0], int):
         return sum(values) if values else None
     if all(isinstance(value, StaticIndexedSlices) for value in values):

@@ -33,6 +33,11 @@ class TowerSums:
     policies: dict[int, str]  # how to aggregate it, see `variable_aggregation.assign_once`
     outputs: list[Any]  # the other results of `loss_fn` for each slice, in order
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether `loss_fn` returned more than losses."""
+        return not isinstance(self.outputs[0], tuple) or bool(self.outputs[0])
+
 
 def summed(loss_fn: Callable, part: Slice) -> Callable:
     """Return a function from a slice's batch to (sum of losses, number of examples, outputs).

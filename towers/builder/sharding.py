@@ -78,6 +78,14 @@ def _whole(
 tf.register_tensor_conversion_function(DeviceResidentBatch, _whole)
 
 
+def check_options(batch_norm: str, accumulate_steps: int) -> None:
+    """Raise ValueError unless these arguments of `TowerBuilder` are in their range."""
+    if batch_norm not in ("sync", "local"):
+        raise ValueError(f"batch_norm={batch_norm!r} must be 'sync' or 'local'")
+    if accumulate_steps < 1:
+        raise ValueError(f"accumulate_steps={accumulate_steps} must be at least 1")
+
+
 def as_devices(devices: Sequence[str]) -> list[str]:
     """Return the towers' devices as a list; raise InputError if there is none."""
     names = [] if isinstance(devices, str | int) else list(devices)

@@ -1,7 +1,6 @@
 """The tower pattern: copies of one function on several devices, gathered with `add_n`.
 
     builder = TowerBuilder(["/gpu:0", "/gpu:1"], gather_device="/cpu:0")
-
     @tf.function
     def train_step(images, labels):
         def loss_fn(images, labels):                 # runs once a tower, on its slice
@@ -10,8 +9,7 @@
         optimizer.apply(gradients, model.trainable_variables)
         return loss
 
-A tower function is called once for each tower, and before that on synthetic examples, to analyze
-it; it must create no variables, and may assign only Keras variables.
+Tower functions also run on synthetic examples; they create no variables, assign only Keras' own.
 """
 
 import warnings
@@ -30,9 +28,9 @@ class TowerBuilder:
 
     Every tensor of a `batch` (any `tf.nest` structure) is split along axis 0; the first towers get
     one example more if need be. A `PerTower` is not split; without a batch the function is copied.
-    """
 
-    add = staticmethod(gather.add)
+        sums = towers.TowerBuilder(["/cpu:0", "/cpu:1"]).sum(tf.reduce_sum, tf.ones([3, 2]))
+    """
 
     def __init__(
         self,
@@ -58,10 +56,7 @@ class TowerBuilder:
             on_warning: called with each line on what towers may compute otherwise than one device.
             on_doubt: the former name of `on_warning`.
         """
-        if batch_norm not in ("sync", "local"):
-            raise ValueError(f"batch_norm={batch_norm!r} must be 'sync' or 'local'")
-        if accumulate_steps < 1:
-            raise ValueError(f"accumulate_steps={accumulate_steps} must be at least 1")
+        sharding.check_options(batch_norm, accumulate_steps)
         self.devices, self.gather_device = sharding.as_devices(devices), gather_device
         self.batch_norm, self.jit_compile = batch_norm, jit_compile
         self.accumulate_steps, self.gather_at_variables = accumulate_steps, gather_at_variables
@@ -103,19 +98,16 @@ class TowerBuilder:
     def gradients(self, loss_fn: Callable, variables: Iterable[Any], *batch: Any) -> tuple:
         """Return the mean loss over all examples and its gradients.
 
-        Keras variables that `loss_fn` assigns are assigned once, after all towers, by their
-        `aggregation` or the one that the analysis finds; if it finds none, with a warning.
+        Keras variables that `loss_fn` assigns are assigned once, by the aggregation that is found.
 
         Args:
             loss_fn: maps a slice to its losses by example, `[b]`, or to a tuple (losses, outputs).
-            variables: `keras.Variable`s, `tf.Variable`s or a mix. A `PerTower` of `keras.Variable`s
-                is one variable with copies: `loss_fn` names the first, each tower reads its own.
+            variables: of Keras or TensorFlow; of a `PerTower` of copies each tower reads its own.
             *batch: the global batch.
 
         Returns:
-            The mean loss, a scalar, and a gradient for each variable: a tensor, `IndexedSlices` if
-            all towers gave these, None if no tower uses the variable, a `PerTower` for copies; then
-            the outputs of `loss_fn`, if any, joined as by `concat`.
+            The mean loss, a scalar, and a gradient for each variable: a tensor, `IndexedSlices`, a
+            `PerTower` for copies, or None; then the outputs, if any, joined as by `concat`.
 
         Raises:
             ValueError: `variables` holds something else, or `loss_fn` returns other losses.
@@ -124,8 +116,7 @@ class TowerBuilder:
         self.check_exactness(self.analyze(loss_fn, *batch))
         sums = self.tower_sums(loss_fn, variables, *batch)
         means = self.gather_sums(sums, variables)
-        no_outputs = isinstance(sums.outputs[0], tuple) and not sums.outputs[0]
-        return means if no_outputs else (*means, self.gather(gather.join, sums.outputs))
+        return (*means, self.gather(gather.join, sums.outputs)) if sums.has_outputs else means
 
     def tower_sums(self, loss_fn: Callable, variables: Sequence[Any], *batch: Any) -> TowerSums:
         """Return each tower's sums; call `gather_sums` next.
@@ -162,7 +153,7 @@ class TowerBuilder:
         sums = cross_host.send_after_gradients(sums, gradients, self.devices)
         return TowerSums(sums, counts, gradients, scopes, analysis.policies, outputs)
 
-    def gather_sums(self, sums: TowerSums, variables: Sequence[Any]) -> tuple[tf.Tensor, list[Any]]:
+    def gather_sums(self, sums: TowerSums, variables: Sequence[Any]) -> tuple:
         """Return the mean loss and its gradients, as `gradients`; make the towers' assignments.
 
         Args:
@@ -198,3 +189,12 @@ class TowerBuilder:
         """
         with tf.device(self.gather_device), tf.name_scope("gather"):
             return gather.map_towers(policy, results)
+
+    @staticmethod
+    def add(values: Sequence[Any]) -> Any:
+        """Return the sum of towers' values without the Nones; `IndexedSlices` stay sparse."""
+        values = [value for value in values if value is not None]
+        if all(isinstance(value, int | tf.IndexedSlices) for value in values):
+            return gather.add_sparse(values)
+        # With a name add_n moves a single value to the gather device, too.
+        return tf.add_n(list(map(tf.convert_to_tensor, values)), name="AddN")
