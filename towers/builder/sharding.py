@@ -79,7 +79,12 @@ tf.register_tensor_conversion_function(DeviceResidentBatch, _whole)
 
 
 def check_options(batch_norm: str, accumulate_steps: int) -> None:
-    """Raise ValueError unless these arguments of `TowerBuilder` are in their range."""
+    """Raise ValueError unless arguments of `TowerBuilder` are in their range.
+
+    Args:
+        batch_norm: "sync" or "local".
+        accumulate_steps: at least 1.
+    """
     if batch_norm not in ("sync", "local"):
         raise ValueError(f"batch_norm={batch_norm!r} must be 'sync' or 'local'")
     if accumulate_steps < 1:

@@ -213,10 +213,14 @@ def method_of(model: keras.Model, name: str) -> Callable:
 
 
 def traced(model: keras.Model, trace: Callable[[], Any]) -> Any:
-    """Return `trace()`, which traces a step of the model or calls a function that does.
+    """Trace a step; trace it again on one device, with a warning, if towers refuse it.
 
-    If the step does with a layer what towers cannot, as to differentiate a gradient through
-    BatchNorm over all towers, it is traced again on one device, with a warning.
+    Towers refuse what they cannot do with a layer, as a gradient of a gradient through
+    BatchNorm over all towers.
+
+    Args:
+        model: the model of the step; it may be on no towers.
+        trace: traces the step, or calls a function that does; returns any value.
     """
     steps = vars(model).get("_tower_steps")
     try:
