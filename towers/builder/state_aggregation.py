@@ -62,19 +62,24 @@ def policies_of_losses(analysis: Any) -> list[AddedLoss]:
     tracer, few = analysis.tracer, analysis.trace
     traces = tracer.slice_traces(few, analysis.draws)
     possible = [("mean", "sum")] * len(few.loss_layers)
+    reasons = ["it is not finite for made-up examples"] * len(few.loss_layers)
     alone = [True] * len(few.loss_layers)  # whether a row of the loss affects one row of the result
     for trial in range(_TRIALS_OF_LOSSES):
         results = _run_slices(tracer, traces, trial)
         for place, (*parts, both) in enumerate(zip(*(f["added"] for f in results), strict=True)):
             parts.append(np.float32(both))  # parts may have been computed in float32
-            possible[place] = _agreeing(possible[place], 0.0, parts, traces)
+            if np.all(np.isfinite(parts)):  # infinite sums and means are alike
+                reasons[place] = ""
+                possible[place] = _agreeing(possible[place], 0.0, parts, traces)
         for place, rows in enumerate(zip(*(f["alone"] for f in results), strict=True)):
             alone[place] &= all(rows)
     by_example = [all(rows) for rows in zip(*(t.added_by_example for t in traces), strict=True)]
     return [
-        AddedLoss(layer, "rows" if is_alone and policies else next(iter(policies), None), rows)
-        for layer, policies, is_alone, rows in zip(
-            few.loss_layers, possible, alone, by_example, strict=True
+        AddedLoss(layer, None, rows, reason)
+        if reason
+        else AddedLoss(layer, "rows" if is_alone and policies else next(iter(policies), None), rows)
+        for layer, policies, is_alone, rows, reason in zip(
+            few.loss_layers, possible, alone, by_example, reasons, strict=True
         )
     ]
 
