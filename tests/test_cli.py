@@ -63,8 +63,6 @@ MESSAGES = {
     "xyz": f"there is no verb 'xyz': towers {VERBS} --flag=value ...",
     "train --num_gpus=2 --num_towers=4": "--num_gpus and --num_towers exclude each other: type one "
     "of them",
-    "tensorboard --train_dir=none": "--train_dir=none: there are no event files; train first, or "
-    "name the folder of a run or of a sweep",
     "resume": "there is no verb 'resume': towers train --train_dir=RUN goes on with a run",
     "fine-tune": "there is no verb 'fine-tune': towers train --init_from=RUN begins with the "
     "weights of a run",
@@ -104,6 +102,12 @@ def test_a_bad_command_line_gets_one_line(folder):
         code, out, err = call(["train", line])
         assert (code, out, err.count("\n")) == (2, "", 1) and line.partition("=")[2] in err
     assert list(folder.iterdir()) == []
+
+
+def test_tensorboard_says_that_there_is_nothing_to_show_before_it_imports(folder, capsys):
+    with mock.patch.object(cli, "quiet_start", side_effect=AssertionError):
+        assert cli.main(["tensorboard", "--train_dir=none"]) == 2
+    assert "there are no event files" in capsys.readouterr().err
 
 
 @pytest.mark.process

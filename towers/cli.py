@@ -260,6 +260,8 @@ def _run(verb: Entry, options: Any, start: float) -> int:
         with contextlib.suppress(ValueError):  # not in the main thread
             # SIGUSR2 requests a profile; outside of the steps it must not end the run.
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    if verb.name == "tensorboard":
+        options.check()  # before it waits for TensorFlow
     if verb.tensorflow == "import":
         with quiet_start(3):  # for a worker the loss of a program is not an error
             import tensorflow  # noqa: F401

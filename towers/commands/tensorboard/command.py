@@ -32,9 +32,8 @@ class TensorboardOptions(CheckedOptions):
         "given, the next free one; 0: any free one.", minimum=0, maximum=65535,
     )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        """Raise InputError for a value out of range, or if there is nothing to show."""
-        super().__post_init__()
+    def check(self) -> None:
+        """Raise InputError if there is nothing to show."""
         there = f"--train_dir={self.train_dir}: there are"
         try:
             has_events = any(glob.iglob("**/*tfevents*", root_dir=self.train_dir, recursive=True))
@@ -67,6 +66,7 @@ def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict
 
 def start(options: TensorboardOptions) -> str:
     """Start a server in threads of this process; return its URL."""
+    options.check()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it may load TensorFlow; leave the GPUs to runs
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from tensorboard import default, program
