@@ -1,6 +1,8 @@
 """What a builder's own users are told of: examples that see each other, places, tables, clips."""
 
 import functools
+import itertools
+import random
 import re
 
 import keras
@@ -112,6 +114,7 @@ MOMENTS = [
 ]
 
 
+RANDOM, COUNTER = random.Random(0), itertools.count(1)
 MIXED, PLACE, NUMBER = (f"{said}: layer suspect" for said in (
     "mixed examples", "place in the batch", "batch size",
 ))  # fmt: skip
@@ -127,6 +130,12 @@ FUNCTIONS = {
     "number": (NUMBER, of_inputs(lambda x: x / x.shape[0])),
     "root": (NUMBER, of_inputs(lambda x: x * ops.sqrt(ops.cast(ops.shape(x)[0], x.dtype)))),
     "above five": (NUMBER, of_inputs(lambda x: x * 2 if x.shape[0] > 5 else x)),
+    "by Python's random": ("state in Python: layer suspect", of_inputs(
+        lambda x: x * RANDOM.random()
+    )),
+    "by a counter of Python's": ("state in Python: layer suspect", of_inputs(
+        lambda x: x * next(COUNTER)
+    )),
     "branch at a mean": (MIXED, of_inputs(
         lambda x: ops.cond(ops.mean(x) > 3.0, lambda: x * 2, lambda: x)
     )),

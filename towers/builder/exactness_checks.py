@@ -60,6 +60,11 @@ _READ_AGAIN = (
     "own slice alone; read it before it is assigned: what all towers make of it is there in the "
     "next step"
 )
+_IN_PYTHON = (
+    "state in Python: layer {} computes something else each time that it is traced, as by "
+    "random.random(), numpy's draws or a counter, and towers are traced one by one; take "
+    "keras.random with a SeedGenerator, or a keras.Variable"
+)
 
 
 def random_ops_of(ops: Iterable[Any]) -> list[str]:
@@ -122,6 +127,9 @@ def _run_all(analysis: FunctionAnalysis, batch: Sequence[Any], thorough: bool = 
                 lines += check_one()
     with contextlib.suppress(Exception):
         lines += trials.backward()
+    if lines:
+        with contextlib.suppress(Exception):
+            lines = trials.in_python() or lines
     if lines and few.read_again:
         with contextlib.suppress(Exception):
             # The cause if all is well with variables that keep their values while it runs.
@@ -232,6 +240,15 @@ class _Trials:
             return []
         low, high = nudged(trace, self.examples(0, trace.size), by_example, 0)
         return _unlike(trace, low, high, _OTHERS, _OTHERS, _MIXED)
+
+    def in_python(self) -> list[str]:
+        """Name the layer that computes something else when it is traced again."""
+        few, inputs = self.few, self.examples(0, self.few.size)
+        if not self.is_steady(few):
+            return []
+        again = run(self.tracer.trace(few.size), inputs)
+        every = slice(None)
+        return _unlike(few, run(few, inputs), again, every, every, _IN_PYTHON)
 
     def places(self) -> list[str]:
         """Name the layer that depends on the order of examples."""
