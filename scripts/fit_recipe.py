@@ -35,8 +35,8 @@ from towers.options.run import Options  # noqa: E402
 from towers.training.run.compile_from_flags import compile_from_flags  # noqa: E402
 from towers.training.run.model import floatx_of  # noqa: E402
 from towers.training.run.setup import RunContext, prepare  # noqa: E402
+from towers.training.step.optimizer_step import EMA_EXAMPLES  # noqa: E402
 from towers.training.step.optimizers import is_own  # noqa: E402
-from towers.training.step.update import EMA_EXAMPLES  # noqa: E402
 
 
 def main(argv: Sequence[str]) -> int:

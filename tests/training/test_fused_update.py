@@ -14,9 +14,9 @@ from towers import tf_internals
 from towers.builder import device_types
 from towers.options.run import OPTIMIZERS, Options
 from towers.training.step import train_state as places
+from towers.training.step.optimizer_step import make_update
 from towers.training.step.optimizers import make_optimizer, rules_of
 from towers.training.step.train_state import TrainState, WeightCopy
-from towers.training.step.update import make_update
 
 pytestmark = pytest.mark.run
 HOST, GPU, OTHER_GPU = "/cpu:0", "/cpu:1", "/cpu:2"

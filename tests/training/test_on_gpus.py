@@ -16,7 +16,7 @@ from towers.data.pipeline import NUM_DRAWS
 from towers.graphs.placement import read_placement, short_device_name, traced_ops
 from towers.monitoring import events
 from towers.options.run import Options
-from towers.training.callbacks import best
+from towers.training.callbacks import best_checkpoint
 from towers.training.evaluate import evaluate
 from towers.training.run import start
 from towers.training.train import train
@@ -73,7 +73,7 @@ def test_every_tower_evaluates_the_weights_that_were_restored(tmp_path, keep_bes
         given |= dict(keep_best=True, validation_fraction=0.2, evaluate_every_epochs=0.2)
         given |= dict(learning_rate=30.0, schedule="constant")
     result = train(tiny.options(tmp_path, **given))
-    assert not keep_best or best.step_of(tmp_path) < 8
+    assert not keep_best or best_checkpoint.step_of(tmp_path) < 8
     of_run = dict(train_dir=str(tmp_path), say=lambda line: None)
     on_two, on_one = evaluate(**of_run), evaluate(**of_run, devices="/cpu:0", num_towers=1)
     found = [result["test_loss"], on_two["loss"]]

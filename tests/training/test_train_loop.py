@@ -131,7 +131,7 @@ def adding(num_classes, image_shape):
 
 @pytest.mark.graph
 def test_losses_that_layers_add_in_training_are_not_those_of_evaluation():
-    """That they are trained on, test_update tells."""
+    """That they are trained on, test_optimizer_step tells."""
     options = tiny.options("unused", dtype="float64", model="tests.training.test_train_loop:adding")
     loop = tiny.Loop(options)
     images, labels = tiny.arrays(7)

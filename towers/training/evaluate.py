@@ -10,7 +10,7 @@ from towers.errors import InputError
 from towers.formatting import count
 from towers.options.flags import OF_MODEL, options_from_call
 from towers.options.run import Options
-from towers.training.callbacks import best
+from towers.training.callbacks import best_checkpoint
 from towers.training.run import checkpoint, manifest
 from towers.training.run.checkpoint_manager import CheckpointManager
 from towers.training.run.process_state import preserve_rng
@@ -55,7 +55,7 @@ def evaluate(
         {name: getattr(run.options, name) for name in OF_MODEL},
         exact=False,  # the checkpoint has optimizer and loss scale, too
         remedy="towers train --overwrite starts anew, and keeps them beside",
-    ).restore(None, best.step_of(options.train_dir))
+    ).restore(None, best_checkpoint.step_of(options.train_dir))
     run.masters.set_copies()
     with user_facing_errors(options):
         result = run.task.make_evaluator(run.data.test)()

@@ -17,7 +17,7 @@ from towers.errors import InputError
 from towers.options.flags import options_from_call
 from towers.options.inline_objects import PREFIX
 from towers.options.run import Options
-from towers.training.callbacks.best import step_of
+from towers.training.callbacks.best_checkpoint import step_of
 from towers.training.run import checkpoint, compile_from_flags, manifest, model
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import load_data

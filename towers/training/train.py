@@ -28,7 +28,7 @@ from towers.options.flags import options_from_call
 from towers.options.inline_objects import PREFIX
 from towers.options.run import Options, text_of
 from towers.training.callbacks import nonfinite, user_callbacks
-from towers.training.callbacks.best import BestTracker
+from towers.training.callbacks.best_checkpoint import BestTracker
 from towers.training.callbacks.evaluator import Evaluator
 from towers.training.callbacks.preemption import PreemptionHandler, check_snapshot
 from towers.training.callbacks.user_callbacks import Callbacks

@@ -5,7 +5,7 @@ callbacks = [towers.callbacks.TowerBoard("board"), towers.callbacks.ExactResume(
 model.fit(x, y, epochs=10, callbacks=callbacks)
 """
 
-from towers.training.callbacks.exact_resume import ExactResume
-from towers.training.callbacks.tower_board import TowerBoard
+from towers.training.callbacks.backup_and_restore import ExactResume
+from towers.training.callbacks.tensorboard_callback import TowerBoard
 
 __all__ = ["ExactResume", "TowerBoard"]

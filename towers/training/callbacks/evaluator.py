@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from towers.monitoring.image_summaries import Gallery
 from towers.monitoring.monitor import Monitor
-from towers.training.callbacks.best import BestTracker
+from towers.training.callbacks.best_checkpoint import BestTracker
 from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.callbacks.user_callbacks import Callbacks
 from towers.training.run.start import PreparedRun

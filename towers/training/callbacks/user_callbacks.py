@@ -21,7 +21,7 @@ import tensorflow as tf
 from towers.errors import InputError, RunError
 from towers.options.functions import call_without_arguments
 from towers.options.triggers import Timetable
-from towers.training.callbacks.exact_resume import ExactResume
+from towers.training.callbacks.backup_and_restore import ExactResume
 from towers.training.run.setup import RunContext
 from towers.training.step.evaluation import Evaluation
 from towers.training.step.task import Task

@@ -10,8 +10,8 @@ import tensorflow as tf
 from towers.errors import InputError
 from towers.options.functions import call_without_arguments, load_function
 from towers.options.run import OF_COMPILED, Options
+from towers.training.step.optimizer_step import is_decayed
 from towers.training.step.optimizers import DECAY_APART, clips_of, make_optimizer
-from towers.training.step.update import is_decayed
 
 
 def refuse_overridden(options: Options) -> None:

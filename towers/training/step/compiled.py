@@ -29,6 +29,7 @@ from towers.options.run import Options
 from towers.training.parallelize import builder_of, method_of, on_towers, passes_of, put_on
 from towers.training.run.model import floatx_of, overrides
 from towers.training.step import fused_update, loss_checks
+from towers.training.step.optimizer_step import UpdateRules
 from towers.training.step.optimizers import describe_flags, describe_scale, is_own, limit_of
 from towers.training.step.output_activation import final_activation, mirrored
 from towers.training.step.skip_nonfinite import NonFiniteGuard
@@ -44,7 +45,6 @@ from towers.training.step.train_state import (
     place,
     snapshot,
 )
-from towers.training.step.update import UpdateRules
 
 
 class Compiled(Task):

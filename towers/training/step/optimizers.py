@@ -10,7 +10,7 @@ from towers.errors import InputError
 from towers.options.functions import call_without_arguments
 from towers.options.run import Options
 from towers.training.step.muon import Muon
-from towers.training.step.update import UpdateRules, is_decayed
+from towers.training.step.optimizer_step import UpdateRules, is_decayed
 
 MOST_SKIPPED = 10  # steps in a row that are not finite, with --on_nan=skip
 

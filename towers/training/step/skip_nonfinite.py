@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder.device_types import is_gpu
-from towers.training.step.train_state import TrainState
-from towers.training.step.update import (
+from towers.training.step.optimizer_step import (
     UpdateRules,
     end_step,
     finite_now,
@@ -19,6 +18,7 @@ from towers.training.step.update import (
     scaled,
     update_averages,
 )
+from towers.training.step.train_state import TrainState
 
 
 class NonFiniteGuard:

@@ -39,10 +39,10 @@ from towers.tf_internals import added_losses
 from towers.training.parallelize import traced
 from towers.training.run.model import floatx_of
 from towers.training.step.evaluation import AVERAGED, Evaluation, MetricState, PredictionCollector
+from towers.training.step.optimizer_step import UpdateRules, make_update, scaled
 from towers.training.step.optimizers import describe_flags, is_own, rules_of
 from towers.training.step.output_activation import cross_entropy, logits_of
 from towers.training.step.train_state import VARIABLES, TrainState, WeightCopy, snapshot
-from towers.training.step.update import UpdateRules, make_update, scaled
 
 Stop = Callable[[], bool]
 _BATCHES_BEHIND = 2

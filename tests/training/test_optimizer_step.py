@@ -124,10 +124,10 @@ def types(num_classes, image_shape, head="float32"):
     return keras.Sequential([keras.Input(image_shape), *layers])
 
 
-SPARSE = dict(model="tests.training.test_update:embedding")
-PARTLY = dict(model="tests.training.test_update:partly_trained")
+SPARSE = dict(model="tests.training.test_optimizer_step:embedding")
+PARTLY = dict(model="tests.training.test_optimizer_step:partly_trained")
 ADDING = dict(model="tests.training.test_train_loop:adding")
-TYPES = dict(model="tests.training.test_update:types")
+TYPES = dict(model="tests.training.test_optimizer_step:types")
 SHARDED, REPLICATED = dict(variables="sharded"), dict(variables="replicated")
 CASES = {
     "sgd, moving average after its ramp": dict(optimizer="sgd", ema_decay=0.15, batch_size=23),
@@ -217,7 +217,7 @@ def batches_with_overflow(bad_steps, batch_size=8):
 
 def float16_loop(bad_steps, *, loss_scale=2.0**8, **changes):
     given = dict(
-        model="tests.training.test_update:overflowing", dtype="mixed_float16", batch_size=8
+        model="tests.training.test_optimizer_step:overflowing", dtype="mixed_float16", batch_size=8
     )
     options = tiny.options("unused", **(given | dict(num_towers=4, ema_decay=0.5) | changes))
     loop = tiny.Loop(options, batches_with_overflow(bad_steps))
@@ -244,7 +244,7 @@ def test_an_infinite_gradient_in_one_tower_skips_the_step_for_all():
 
 
 def test_the_loss_scale_doubles_after_good_steps_and_changes_no_number(monkeypatch):
-    monkeypatch.setattr("towers.training.step.update.STEPS_TO_DOUBLE", 3)
+    monkeypatch.setattr("towers.training.step.optimizer_step.STEPS_TO_DOUBLE", 3)
     loop = float16_loop({4, 5}, learning_rate=0.0)
     scales, found = [], []
     for step in range(10):

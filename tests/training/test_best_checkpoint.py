@@ -8,7 +8,7 @@ import pytest
 from tests import tiny
 from tests.runs import done, forget_after
 from towers.errors import InputError
-from towers.training.callbacks.best import BestTracker, step_of
+from towers.training.callbacks.best_checkpoint import BestTracker, step_of
 from towers.training.train import train
 
 pytestmark = pytest.mark.unit

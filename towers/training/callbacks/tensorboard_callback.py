@@ -21,7 +21,7 @@ from towers.graphs.step_graph import step_graph
 from towers.monitoring import custom_scalars, dashboard, events, tower_metrics
 from towers.monitoring.event_writer import PARTS, EventWriter
 from towers.monitoring.speed import Speed, by_tower
-from towers.training.callbacks.exact_resume import is_skipped
+from towers.training.callbacks.backup_and_restore import is_skipped
 from towers.training.parallelize import builder_of, passes_of
 from towers.training.step.train_state import dynamic_scale
 
