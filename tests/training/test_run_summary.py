@@ -23,6 +23,7 @@ def test_the_rule_book_in_full():
         "model       tests.tiny:dense(): 983 trainable weights",
         "task        classification: cross entropy of logits, 3 classes",
         "length      12 steps, 84 examples, 1.4 epochs",
+        "saved       at the end, and when stopped",
         "rules, the same at any number of towers:",
         "  1 loss and gradients: mean over the global batch; towers give sums, add_n gathers them",
         "  2 regularisation: once, on the master weights; weight decay 0 (L2), and the layers' own",
@@ -48,6 +49,12 @@ def test_slices_are_told_as_they_are():
     assert "(1 x 7 per tower)" in line("batch")
     assert "(2 x 1 and 2 x 0 per tower)" in line("batch", num_towers=4, batch_size=2)
     assert "8 global (4 x 2 per tower)" in line("batch", num_towers=4, batch_size=8)
+
+
+def test_when_it_is_saved_is_told():
+    assert "every 40 steps, at the end, and when stopped" in line(
+        "saved", checkpoint_every_steps=40
+    )
 
 
 def test_the_options_of_the_update_are_told():

@@ -96,7 +96,7 @@ def seen_by_towers(
         return images, labels
 
     seen, num_towers = [], len(builder.devices)
-    slices = split(batch, num_towers, builder.accumulate_steps)
+    slices = split(builder, batch, builder.accumulate_steps)
     for tower, device in enumerate(builder.devices):
         with tf.device(device):
             of_slices = [see(*part.batch) for part in slices[tower::num_towers]]

@@ -348,9 +348,9 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
     if not has_flags:
         return {}
     try:
+        of_run = _read_argv([f"--flagfile={path}"], _TRAIN)
         if not _read_text(path).strip():
             raise InputError("it is empty")
-        of_run = _read_argv([f"--flagfile={path}"], _TRAIN)
         Options(**of_run)
     except InputError as error:
         raise InputError(
