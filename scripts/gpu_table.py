@@ -46,7 +46,7 @@ def row(model: str, num_towers: int, dtype: str, variables: str) -> list[str]:
     options = Options(
         model=model, dataset=MODELS[model], batch_size=64, dtype=dtype, variables=variables
     )
-    described = gpus.describe(gpus.view(options, num_towers, data.load(options.dataset)))
+    described = gpus.describe(gpus.estimate(options, num_towers, data.load(options.dataset)))
     copies = []
     for way in ("from_host", "to_host", "from_gpus"):
         repeated = described[way]["repeated"]

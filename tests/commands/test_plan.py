@@ -233,7 +233,7 @@ def three_norms(num_classes, image_shape):
 @pytest.mark.run
 def test_what_towers_exchange_in_batch_norm_is_launched():
     options, dataset = options_of(model=f"{__name__}:three_norms"), data.load("tests.tiny:images")
-    views = [gpus.describe(gpus.view(options, number, dataset)) for number in (1, 2)]
+    views = [gpus.describe(gpus.estimate(options, number, dataset)) for number in (1, 2)]
     one, two = (view["launches"]["tower"] for view in views)
     assert two - one == exchange_launches(3)  # so a run's start says
 

@@ -44,7 +44,7 @@ def test_gpus_run_each_op_and_read_the_host_for_their_input_alone(model, num_tow
     dataset = DATASETS.get(name, "shapes")
     given = dict(model=name, model_args=args, dataset=dataset, batch_size=64, dtype=dtype)
     options = Options(**given, variables="replicated")
-    view = gpus.view(options, num_towers, data.load(dataset))
+    view = gpus.estimate(options, num_towers, data.load(dataset))
     # GPUs have a kernel for each op.
     assert [(op.type, op.dtype, op.name) for op in view.without_kernel] == []
     assert view.undirected == ()

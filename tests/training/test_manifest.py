@@ -270,8 +270,8 @@ def test_what_differs_is_said_in_lines():
 @pytest.mark.extended
 def test_the_flagfile_of_a_run_gives_the_same_weights(tmp_path, monkeypatch):
     """Also where the run chose the place of its variables itself: nothing of the trial remains."""
-    monkeypatch.setattr("towers.training.run.start._TRIAL_SECONDS", 0.0)
-    monkeypatch.setattr("towers.training.run.start.TRIALS", 1)
+    monkeypatch.setattr("towers.training.run.prepare_run._TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr("towers.training.run.prepare_run.TRIALS", 1)
     first, second = tmp_path / "first", tmp_path / "second"
     flags = "--model=tests.tiny:dense --dataset=tests.tiny:images --num_towers=2 --batch_size=7"
     flags += " --max_steps=4 --ema_decay=0.9 --optimizer=adamw --learning_rate=0.013 --seed=5"

@@ -18,7 +18,7 @@ from towers.monitoring import events
 from towers.options.run import Options
 from towers.training.callbacks import best_checkpoint
 from towers.training.evaluate import evaluate
-from towers.training.run import start
+from towers.training.run import prepare_run
 from towers.training.train import train
 
 pytestmark = pytest.mark.run
@@ -132,7 +132,7 @@ def test_by_default_what_is_fastest_is_tried_and_flags_cfg_keeps_it(tmp_path, ca
     def window(run):
         return lambda: rates[run.options.variables] + run.options.jit_compile
 
-    monkeypatch.setattr(start, "_window", window)
+    monkeypatch.setattr(prepare_run, "_window", window)
     train(tiny.options(tmp_path, num_towers=2, max_steps=1, batch_norm="local"))
     out = capsys.readouterr().out
     assert "variables   replicated, the fastest" in out and "XLA         compiled" in out
@@ -153,8 +153,8 @@ def test_what_cannot_be_had_is_not_taken(capsys, monkeypatch, number, best, lost
             raise tf.errors.InternalError(None, None, "libdevice not found")
         return lambda: float(run.options.variables != "cpu")
 
-    monkeypatch.setattr(start, "_window", window)
-    start.build(tiny.options("unused", num_towers=number, batch_norm="local"), print)
+    monkeypatch.setattr(prepare_run, "_window", window)
+    prepare_run.build(tiny.options("unused", num_towers=number, batch_norm="local"), print)
     out = capsys.readouterr().out
     assert "XLA         not compiled: libdevice not found" in out
     assert f"variables   {best}, the fastest" in out
@@ -165,7 +165,7 @@ def test_what_cannot_be_had_is_not_taken(capsys, monkeypatch, number, best, lost
 def test_after_the_trial_no_more_lives_than_of_one_run(monkeypatch):
     """And in it never more than two models, beside one copy of the data."""
     copies, alive = [], []
-    own_copy, own_window = device_cache._copy, start._window
+    own_copy, own_window = device_cache._copy, prepare_run._window
     monkeypatch.setattr(
         device_cache, "_copy", lambda *given: copies.append(own_copy(*given)) or copies[-1]
     )
@@ -175,20 +175,20 @@ def test_after_the_trial_no_more_lives_than_of_one_run(monkeypatch):
         alive.append(variable_bytes())
         return measured
 
-    monkeypatch.setattr(start, "TRIALS", 1)
-    monkeypatch.setattr(start, "_TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(prepare_run, "TRIALS", 1)
+    monkeypatch.setattr(prepare_run, "_TRIAL_SECONDS", 0.0)
     given = tiny.options("unused", num_towers=2, variables="default", batch_norm="local")
     before = variable_bytes()
-    run = start.build(dataclasses.replace(given, variables="replicated"), print)
+    run = prepare_run.build(dataclasses.replace(given, variables="replicated"), print)
     assert run.on_towers
     of_one, num_copies = variable_bytes() - before, len(copies)
     del run
     copies.clear()
     gc.collect()
 
-    monkeypatch.setattr(start, "_window", window)
+    monkeypatch.setattr(prepare_run, "_window", window)
     before = variable_bytes()
-    run = start.build(given, print)
+    run = prepare_run.build(given, print)
     assert run.on_towers and len(copies) == num_copies
     assert 0 < variable_bytes() - before <= of_one
     assert len(alive) == 4 and max(alive) - before <= 2 * of_one

@@ -13,8 +13,8 @@ from towers.commands.verify.options import VerifyOptions
 from towers.errors import InputError
 from towers.graphs.placement import read_placement, short_device_name
 from towers.options.run import Options
-from towers.training.run import start
-from towers.training.run.start import build
+from towers.training.run import prepare_run
+from towers.training.run.prepare_run import build
 from towers.training.step.train_state import TrainState
 from towers.training.train import train
 
@@ -107,7 +107,7 @@ def test_a_run_goes_on_in_another_place(tmp_path):
 def test_auto_takes_the_fastest_and_says_so(tmp_path, capsys, monkeypatch):
     """What flags.cfg keeps of it, test_on_gpus tells."""
     rates = {"cpu": 10.0, "sharded": 30.0, "replicated": 20.0}
-    monkeypatch.setattr(start, "_window", lambda run: lambda: rates[run.options.variables])
+    monkeypatch.setattr(prepare_run, "_window", lambda run: lambda: rates[run.options.variables])
     run = build(tiny.options(tmp_path, num_towers=2, variables="auto"), print)
     line = next(line for line in capsys.readouterr().out.splitlines() if "fastest" in line)
     assert line.startswith("variables   sharded")

@@ -79,8 +79,8 @@ def ambiguous(layer: str, why: str = "") -> str:
         why: is appended to the finding, with its own punctuation.
     """
     return (
-        f"ambiguous draw: layer {layer} draws numbers of which it cannot be told to which example "
-        f"they belong{why}; draw with the batch as the first axis, from a "
+        f"ambiguous draw: layer {layer} draws random numbers that cannot be matched to examples"
+        f"{why}; draw with the batch as the first axis, from a "
         "keras.random.SeedGenerator"
     )
 

@@ -100,7 +100,7 @@ class Tracer:
         self.shapes: Sequence[tf.TensorShape] = [leaf.shape for leaf in self.batch]
         self.real = known_values(self.batch) if self.batch else None
         self.also_synthetic = False  # see `learn_values`
-        self.reads_before = False  # whether variables keep their old values when they are assigned
+        self.reads_before = False  # whether reads after an assignment return the old value
         self._slices: dict[tuple[bool, bool], list[Trace]] = {}  # see `slice_traces`
         self._noise: dict[tuple, tf.Tensor] = {}  # see `PerturbedScope`
         self.values = [Values() for _ in self.batch]  # of each argument
@@ -125,11 +125,11 @@ class Tracer:
             known: analysis of those draws.
             states: variables whose values are inputs.
             num_nudged: number of the first draws that `run` can nudge.
-            backward: return the gradients of layers' outputs and of weights, too.
+            backward: make `run` return the gradients of layers' outputs and of weights, too.
             sparse: set `num_rows`, `unique_rows` and `mixed_rows`.
 
         Raises:
-            InputError: the function assigns a `tf.Variable`.
+            InputError: the function assigns a `tf.Variable`, or creates a trainable one.
         """
         trace = Trace(size, inputs=states, num_nudged=num_nudged)
 

@@ -64,7 +64,7 @@ def summed(loss_fn: Callable, part: Slice) -> Callable:
 
 
 def gradients_of_sum(
-    tape: tf.GradientTape, loss: tf.Tensor, variables: Sequence[tf.Variable], replica: Any
+    gradient: Callable, loss: tf.Tensor, variables: Sequence[tf.Variable], replica: Any
 ) -> list[Any]:
     """Return the gradients of a slice's sum of losses.
 
@@ -72,7 +72,7 @@ def gradients_of_sum(
     is taken, then multiplied back to the sum, in float32 at least.
 
     Args:
-        tape: has recorded the forward pass.
+        gradient: `gradient` of the tape that has recorded the forward pass.
         loss: the sum, a scalar.
         variables: those that the tower reads.
         replica: the tower's `ReplicaContext`.
@@ -82,7 +82,7 @@ def gradients_of_sum(
         total = tf.cast(rows.total, loss.dtype)
         upstream = 1.0 / total
     with replica.replaced():  # layers may be called again
-        gradients = tape.gradient(loss, variables, upstream)
+        gradients = gradient(loss, variables, upstream)
     gradients = replica.zero_if_empty(gradients)
     if upstream is None:
         return gradients

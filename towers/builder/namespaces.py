@@ -1,4 +1,7 @@
-"""The names that a Python function can read: closures, globals, objects, layers, containers."""
+"""Finds, reads and restores the Python variables that a function can reach.
+
+These are those of its closures, globals, objects, layers and containers.
+"""
 
 import argparse
 import dataclasses
@@ -54,11 +57,11 @@ class Namespace:
         return {name: x for name, x in self.values().items() if name not in keras_names}
 
     def set(self, name: str, value: Any) -> None:
-        """Set a value, past the tracking of Keras and TensorFlow.
+        """Set a value, without the tracking of Keras and TensorFlow.
 
         Args:
-            name: of the value, here.
-            value: is set.
+            name: one of the names.
+            value: its new value.
         """
         if isinstance(self.owner, types.CellType):
             self.owner.cell_contents = value

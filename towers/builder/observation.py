@@ -1,4 +1,7 @@
-"""Records the draws, layers, losses and state of a tower function while it is traced."""
+"""Runs a tower function under test conditions, and records its draws, layers, losses and states.
+
+Weights may be noisy, added losses are left out, and BatchNorm may be in inference.
+"""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,7 +34,7 @@ class PerturbedScope(ReplicaScope):
         Args:
             own: {id of a Keras variable: what is read in its place}.
             noise: cache of the noise, {(shape, type, seed): tensor}.
-            reads_before: whether variables keep their old values when they are assigned.
+            reads_before: whether reads after an assignment return the old value.
         """
         super().__init__(own, "/cpu:0")
         self.noise, self.reads_before = noise, reads_before

@@ -1,7 +1,8 @@
 """The context in which a tower's copy of a function runs, and which makes the copies exact.
 
-`tower` calls a function once for each tower. This module makes N calls compute what one call with
-the whole batch computes:
+`TowerBuilder` calls a function once for each tower. This module makes N calls compute what one call
+with the whole batch computes; it also has the cache of analyses, and what `map`, `sum` and `concat`
+run:
 
 | in a tower | by |
 |---|---|
@@ -55,7 +56,7 @@ class ReplicaContext:
     Attributes:
         name: name scope of the tower's ops.
         own: {id of a Keras variable: what the tower reads in its place}; None, as for `map`, if the
-            function may create variables and assign any.
+            function may create variables and assign any (if its analysis allows it).
         scope: records the assignments of the last call.
     """
 
@@ -252,7 +253,7 @@ def call_copies(
     return results
 
 
-class FunctionAnalyses:
+class AnalysisCache:
     """Analyzes the functions that a builder copies, caches the analyses, and reports warnings."""
 
     def __init__(self, num_slices: int, on_warning: Callable[[str], None]):

@@ -135,13 +135,17 @@ class SyncHandle:
     def all_reduce(
         self, value: tf.Tensor, combine: Callable, shape: Sequence[int], known: Any = None
     ) -> tf.Tensor:
-        """Return `combine(stack)` of all towers' values, stacked to `[N, ...]`; it has no gradient.
+        """Return `combine(stack)` of all towers' values, stacked to `[N, ...]`.
 
         Args:
             value: of this tower.
             combine: maps the stack to the result.
             shape: of the result.
-            known: must be equal in all towers.
+            known: a Python value that must be equal in all towers.
+
+        Raises:
+            InputError: the towers cannot exchange here; or, later, the result is differentiated, or
+                towers differ in shape, dtype or `known`.
         """
         return self._exchanged(
             value,

@@ -80,7 +80,7 @@ def spec_of(leaf: Any, size: int, shape: tf.TensorShape) -> tf.TypeSpec:
     Args:
         leaf: a tensor of the batch.
         size: number of examples.
-        shape: in place of the leaf's own, unless that is ragged.
+        shape: used in place of the leaf's own; ignored for a ragged leaf.
     """
     if isinstance(leaf, tf.RaggedTensor):
         shape = [size, *leaf.shape[1:]]
@@ -95,7 +95,7 @@ def sample(spec: tf.TypeSpec, random: np.random.Generator, tokens: int) -> Any:
 
     Args:
         spec: dense, sparse or ragged.
-        random: is drawn from.
+        random: the generator.
         tokens: whole numbers are below this, as labels must be valid; those of uint8 below 256.
     """
     shape = [UNKNOWN_DIM if dim is None else dim for dim in spec.shape]

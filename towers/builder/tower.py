@@ -3,13 +3,13 @@
     builder = TowerBuilder(["/gpu:0", "/gpu:1"], gather_device="/cpu:0")
     @tf.function
     def train_step(images, labels):
-        def loss_fn(images, labels):                 # runs once a tower, on its slice
-            return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, model(images))
+        def loss_fn(x, y):                           # runs once a tower, on its slice
+            return tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x, training=True))
         loss, gradients = builder.gradients(loss_fn, model.trainable_variables, images, labels)
         optimizer.apply(gradients, model.trainable_variables)
         return loss
 
-Tower functions also run on synthetic examples; they create no variables, assign only Keras' own.
+Functions are first tried on a few examples: create no weights, assign only Keras variables.
 """
 
 import warnings
@@ -19,7 +19,6 @@ from typing import Any
 import tensorflow as tf
 
 from towers.builder import cross_host, gather, joined_outputs, losses, replica_context, sharding
-from towers.builder.losses import TowerSums
 from towers.builder.replica_context import ReplicaContext, Replicas, call_copies
 
 
@@ -27,7 +26,7 @@ class TowerBuilder:
     """Copies functions onto devices and gathers their results.
 
     Every tensor of a `batch` (any `tf.nest` structure) is split along axis 0; the first towers get
-    one example more if need be. A `PerTower` is not split; without a batch the function is copied.
+    one example more if need be. A `PerTower` is not split; with no batch each tower runs `fn`.
 
         sums = towers.TowerBuilder(["/cpu:0", "/cpu:1"]).sum(tf.reduce_sum, tf.ones([3, 2]))
     """
@@ -48,12 +47,12 @@ class TowerBuilder:
 
         Args:
             devices: one TensorFlow device for each tower; a device may hold several towers.
-            gather_device: the device of splitting, summing and joining.
-            batch_norm: BatchNorm's moments: "sync" over all towers, in a `tf.function`; "local".
+            gather_device: adds and joins results, and splits the batch (the host does for a GPU).
+            batch_norm: "sync": moments over all towers (in a `tf.function`); "local": over each.
             accumulate_steps: parts into which a batch is cut to compute gradients with less memory.
             gather_at_variables: sum each gradient on its variable's device.
             jit_compile: compile each tower by XLA; BatchNorm must be local.
-            on_warning: called with each line on what towers may compute otherwise than one device.
+            on_warning: called with a line for each way in which towers may differ from one device.
             on_doubt: the former name of `on_warning`.
         """
         sharding.check_options(batch_norm, accumulate_steps)
@@ -61,7 +60,7 @@ class TowerBuilder:
         self.batch_norm, self.jit_compile = batch_norm, jit_compile
         self.accumulate_steps, self.gather_at_variables = accumulate_steps, gather_at_variables
         self.num_slices = len(self.devices) * accumulate_steps  # of a batch of `gradients`
-        analyses = replica_context.FunctionAnalyses(self.num_slices, on_doubt or on_warning)
+        analyses = replica_context.AnalysisCache(self.num_slices, on_doubt or on_warning)
         self.analyze, self.warn = analyses.analyze, analyses.warn
         self.check_exactness, self.forget = analyses.check_exactness, analyses.forget
 
@@ -101,8 +100,8 @@ class TowerBuilder:
         Keras variables that `loss_fn` assigns are assigned once, by the aggregation that is found.
 
         Args:
-            loss_fn: maps a slice to its losses by example, `[b]`, or to a tuple (losses, outputs).
-            variables: of Keras or TensorFlow; of a `PerTower` of copies each tower reads its own.
+            loss_fn: maps a slice to one loss per example, `[b]`, or to a tuple (losses, outputs).
+            variables: of Keras or TensorFlow; each tower reads its own copy of a `PerTower`.
             *batch: the global batch.
 
         Returns:
@@ -110,7 +109,7 @@ class TowerBuilder:
             `PerTower` for copies, or None; then the outputs, if any, joined as by `concat`.
 
         Raises:
-            ValueError: `variables` holds something else, or `loss_fn` returns other losses.
+            ValueError: another kind of variable, or losses that are not floats of shape `[b]`.
         """
         variables = list(variables)
         self.check_exactness(self.analyze(loss_fn, *batch))
@@ -118,8 +117,8 @@ class TowerBuilder:
         means = self.gather_sums(sums, variables)
         return (*means, self.gather(gather.join, sums.outputs)) if sums.has_outputs else means
 
-    def tower_sums(self, loss_fn: Callable, variables: Sequence[Any], *batch: Any) -> TowerSums:
-        """Return each tower's sums; call `gather_sums` next.
+    def tower_sums(self, loss_fn: Callable, variables: Sequence, *batch: Any) -> losses.TowerSums:
+        """Return each tower's sums of losses and gradients; `gather_sums` adds them by `add_n`.
 
         Args:
             loss_fn: as for `gradients`.
@@ -137,7 +136,8 @@ class TowerBuilder:
                 with tf.GradientTape(watch_accessed_variables=False) as tape:
                     tape.watch(watched)
                     result, side = replica.call(sum_of_losses)
-                return result, side, losses.gradients_of_sum(tape, result[0], watched, replica)
+                gradients = losses.gradients_of_sum(tape.gradient, result[0], watched, replica)
+                return result, side, gradients
 
             (loss, count, outputs), side, gradients = replica.compiled(compute)
             rest.append((replica.close(count), replica.unpadded(outputs), replica.unpadded(side)))
@@ -151,9 +151,9 @@ class TowerBuilder:
         scopes, outputs, sides = map(list, zip(*rest, strict=True))
         analysis.side_outputs.assign(self.gather(gather.join, sides), batch)
         sums = cross_host.send_after_gradients(sums, gradients, self.devices)
-        return TowerSums(sums, counts, gradients, scopes, analysis.policies, outputs)
+        return losses.TowerSums(sums, counts, gradients, scopes, analysis.policies, outputs)
 
-    def gather_sums(self, sums: TowerSums, variables: Sequence[Any]) -> tuple:
+    def gather_sums(self, sums: losses.TowerSums, variables: Sequence[Any]) -> tuple:
         """Return the mean loss and its gradients, as `gradients`; make the towers' assignments.
 
         Args:
@@ -172,7 +172,7 @@ class TowerBuilder:
 
         Args:
             fn: maps a `ReplicaContext` to any value.
-            replicas: the towers' contexts; stand-ins are replaced after the last one.
+            replicas: the towers' contexts; placeholders get their inputs after the last one.
         """
         results = []
         for replica in replicas:
@@ -192,9 +192,9 @@ class TowerBuilder:
 
     @staticmethod
     def add(values: Sequence[Any]) -> Any:
-        """Return the sum of towers' values without the Nones; `IndexedSlices` stay sparse."""
+        """Return `tf.add_n` of the towers' values but the Nones; `IndexedSlices` stay sparse."""
         values = [value for value in values if value is not None]
         if all(isinstance(value, int | tf.IndexedSlices) for value in values):
             return gather.add_sparse(values)
-        # With a name add_n moves a single value to the gather device, too.
+        # Without a name, tf.add_n returns a single value where it is.
         return tf.add_n(list(map(tf.convert_to_tensor, values)), name="AddN")

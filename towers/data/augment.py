@@ -1,8 +1,8 @@
 """Augmentation as pure batched functions, run inside each tower on its own slice.
 
-All random numbers come from `draws`, one row for each example. So an augmented example depends on
-(seed, step, its place in the global batch), the epochs in which "shift" mirrors it on (seed, its
-row), and nothing on the tower:
+All random numbers come from `draws`, one row for each example. An augmented example depends on the
+seed, the step and its place in the global batch, never on the tower; "shift" also alternates flips
+by epoch, by (seed, row):
 
     draws = tf.random.stateless_uniform([128, augment.NUM_DRAWS], seed=[seed, step])
     images = augment.train_images(images_uint8, draws, "tutorial")  # float32 [128, 24, 24, 3]
@@ -64,7 +64,8 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
 
     Raises:
         InputError: the kind is for images and the examples are none, it would crop and mirror
-            images whose targets are images, as masks, or a part is unknown.
+            images whose targets are images, as masks, a part is unknown or a cutout larger than the
+            images, or parts come without a base for a compiled model.
     """
     plan = parse(kind)
     if plan.base == "auto" and data.image_shape is not None:
@@ -195,7 +196,7 @@ def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32
         dtype: of the result and of all arithmetic.
 
     Raises:
-        InputError: `kind` is unknown.
+        ValueError: `kind` is unknown, or "auto".
     """
     height, width, _ = output_shape(images.shape[1:], kind)
     top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
@@ -211,7 +212,7 @@ def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int
         kind: one of `names`, and parts.
 
     Raises:
-        ValueError: `kind` is unknown.
+        ValueError: `kind` is unknown, or "auto".
     """
     base = parse(kind).base
     if base not in names:

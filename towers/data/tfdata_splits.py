@@ -105,7 +105,7 @@ class BatchSplit(Split):
         """Wrap batches.
 
         Args:
-            read: returns the batch of a number: arrays with rows of `spec`.
+            read: maps a batch's number to its arrays, with a row of `spec` for each example.
             sizes: number of examples of each batch, 1 or more.
             spec: of one example, see `Split.spec`.
             num_threads: number of batches that are read in parallel.

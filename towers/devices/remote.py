@@ -15,7 +15,7 @@ __getattr__ = lazily(
     __name__,
     {
         "Recovery": "towers.workers.recovery",
-        "MachineCurves": "towers.workers.curves",
+        "MachineCurves": "towers.workers.machine_metrics",
         "alternating_devices": "towers.workers.cluster",
         "check_network": "towers.workers.network_test",
         "connect": "towers.workers.cluster",

@@ -48,7 +48,7 @@ class MemoryCopy:
 
 
 @dataclasses.dataclass(frozen=True)
-class GpuView:
+class GpuEstimate:
     """The ops and copies of a step on GPUs.
 
     Those in a loop of the model, such as an LSTM's, are listed once: `repeated` marks them.
@@ -97,7 +97,7 @@ class GpuView:
             source: "host" or "/gpu:0".
             target: likewise.
             gpu: only copies from or to this GPU.
-            measured: whether to include those of measured steps only.
+            measured: whether to count kernels, too, that run in measured steps alone.
         """
         return [
             copy
@@ -123,7 +123,7 @@ class GpuView:
 
 def read(
     function: Any, *arguments: Any, call: Callable | None = None, is_one_step: bool = False
-) -> GpuView:
+) -> GpuEstimate:
     """Call a `tf.function` once and return the view of one step on GPUs.
 
     Args:
@@ -146,7 +146,8 @@ def read(
     graphs = max(functions, key=lambda executed: sum(len(graph.node) for graph in executed))
     nodes = read_nodes(graphs, dict(traced_ops(concrete.graph)), int(is_one_step))
     # Ops outside of the loop over the steps run once a call.
-    return GpuView(tuple(node for node in nodes if node.gpu and node.depth), tuple(_copies(nodes)))
+    on_gpus = tuple(node for node in nodes if node.gpu and node.depth)
+    return GpuEstimate(on_gpus, tuple(_copies(nodes)))
 
 
 def _copies(nodes: Iterable[Node]) -> Iterator[MemoryCopy]:

@@ -92,7 +92,7 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
     """Call a `tf.function` once and return where its ops ran.
 
     Args:
-        function: a `tf.function` that has not run yet.
+        function: a `tf.function` that has not run with such arguments.
         *arguments: of the call; a loop of 0 steps does no work and is placed all the same.
 
     Raises:

@@ -34,8 +34,8 @@ class Sampler:
     """Returns the batch that a run trains on at any step.
 
     A user's `tf.data` pipeline cannot seek, and two readers at a time may fail, as with
-    `Dataset.cache(file)`. So its first batch stands for all others; it is read at the first call,
-    which must come before training.
+    `Dataset.cache(file)`. So the first batch of the epoch under way stands for all others; it is
+    read at the first call, which must come before training.
     """
 
     def __init__(self, split: Split, options: Options):

@@ -95,7 +95,7 @@ class GpuIdleBarrier:
     def for_all_steps(
         self, values: dict[str, tf.Tensor], num_steps: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        """Return a measured step's seconds times the number of steps since the one before.
+        """Return a measured step's seconds times the steps since the measured one before.
 
         Args:
             values: results of a call of the train loop, with the seconds of `measure`.
@@ -125,7 +125,7 @@ def measure(
         gradients: gathered gradients of the data loss: one list, or one for each tower on its
             device.
         builder: builder of the towers.
-        measured: bool scalar: whether to compute norms, else they are 0.
+        measured: bool scalar: whether the step is measured; else norms are 0, and on GPUs all is.
         loss_scale: scale of the losses; None: 1.
 
     Returns:

@@ -33,9 +33,9 @@ from towers.training.callbacks.evaluator import Evaluator
 from towers.training.callbacks.preemption import PreemptionHandler, check_snapshot
 from towers.training.callbacks.user_callbacks import Callbacks
 from towers.training.run import checkpoint, manifest
+from towers.training.run.prepare_run import PreparedRun, begin, build, restore
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import RunContext
-from towers.training.run.start import PreparedRun, begin, build, restore
 from towers.training.run.tensorflow_errors import user_facing_errors
 
 RESULT = "result.json"
@@ -58,7 +58,8 @@ def train(
             are given as such or as "module:function", data also as the function's result.
 
     Returns:
-        The contents of result.json, or None if a signal stopped the run, which is saved then.
+        The contents of result.json, or None if a signal, or the loss of a worker, stopped the run,
+        which is saved then.
 
     Raises:
         InputError: an option is not possible; nothing was written.

@@ -179,7 +179,7 @@ def load(options: Options) -> tuple[data.Data, Options]:
 
 
 def export(train: data.Split, path: str) -> None:
-    """Write a training set of uint8 images and classes to an .npz file; skip any other.
+    """Write a training set of uint8 examples with a label each to an .npz file; skip others.
 
     Args:
         train: the training set.

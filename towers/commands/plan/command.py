@@ -65,7 +65,7 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
     on_gpus = {}
     for count in 1, 2:
         say(f"tracing     the step as GPUs make it, with {count} of them ...")
-        on_gpus[str(count)] = gpus.describe(gpus.view(run_options, count, dataset))
+        on_gpus[str(count)] = gpus.describe(gpus.estimate(run_options, count, dataset))
     unequal = any(row["bytes_per_step"]["equal"] is False for row in placements.values())
     result = {
         "num_towers": num_towers,

@@ -11,13 +11,13 @@ from towers.builder import device_types
 from towers.data import Data
 from towers.graphs import gpu_estimate
 from towers.graphs.executed_graph import HOST
-from towers.graphs.gpu_estimate import GpuView
+from towers.graphs.gpu_estimate import GpuEstimate
 from towers.options.run import Options
 from towers.training.run.setup import assemble
 from towers.training.run.tensorflow_errors import user_facing_errors
 
 
-def view(options: Options, num_towers: int, dataset: Data) -> GpuView:
+def estimate(options: Options, num_towers: int, dataset: Data) -> GpuEstimate:
     """Build a run for GPUs and analyse its step, without running it.
 
     Args:
@@ -34,7 +34,7 @@ def view(options: Options, num_towers: int, dataset: Data) -> GpuView:
             return gpu_estimate.read(run.train_loop(), batches, tf.constant(0))
 
 
-def describe(gpu_view: GpuView) -> dict[str, Any]:
+def describe(gpu_view: GpuEstimate) -> dict[str, Any]:
     """Return the plan's entry for a step on GPUs; counts are those of the busiest GPU.
 
     Returns:

@@ -8,7 +8,7 @@ from towers.monitoring.monitor import Monitor
 from towers.training.callbacks.best_checkpoint import BestTracker
 from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.callbacks.user_callbacks import Callbacks
-from towers.training.run.start import PreparedRun
+from towers.training.run.prepare_run import PreparedRun
 from towers.training.step.evaluation import Evaluation
 from towers.training.step.train_state import restore_after
 

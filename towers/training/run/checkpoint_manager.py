@@ -70,7 +70,7 @@ class CheckpointManager:
     def snapshot(self) -> Snapshot:
         """Return the current values of all variables; may be called from any thread.
 
-        On the host nothing is copied: a step that changes a variable leaves this value alone.
+        Host variables are not copied: TensorFlow copies on write, so later steps leave these alone.
         """
         with tf.device("/cpu:0"):
             return {name: _value_of(variable) for name, variable in self.variables.items()}

@@ -3,7 +3,7 @@
 The file holds one object. Its record of the first start never changes:
 
     format           1
-    time, step       of the start, UTC; 0 unless the manifest was lost on the way
+    time, step       of the start, UTC; step 0, unless the manifest was lost and written anew
     command, folder  what was typed, and where
     flags            in force, by name
     versions         of Python, packages, the CUDA build and the driver
@@ -16,7 +16,7 @@ The file holds one object. Its record of the first start never changes:
     code             {"model": sha256 of the file that has the model function, null for one that a
                      program gave in place of a name}
     data             {"train": "test":} kind, sha256 and size, see `towers.data.Split.checksum`
-    first_batch      {"sha256"} of images, labels and draws of step 0; null in a run that was older
+    first_batch      {"sha256"} of the images, labels and draws of step 0; null if written later
     initial_weights  sha256 of the model's variables before step 0, or null
     task             the model's arguments: num_classes, class_names, columns of a table,
                      image_shape, augment, and spec: the tensors of one example, each as

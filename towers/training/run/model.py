@@ -92,7 +92,7 @@ def input_specs(options: Options, x: Any, image_shape: Sequence[int] | None) -> 
 def check_classifier(
     model: keras.Model, name: str, num_classes: int, x: Any, no_classes: str = ""
 ) -> None:
-    """Raise InputError unless a model that is not compiled is a classifier giving logits.
+    """Raise InputError unless an uncompiled model returns logits of the data's classes.
 
     Args:
         model: built.

@@ -91,6 +91,8 @@ class NonFiniteGuard:
     ) -> None:
         """Count the step and move the averages; restore `before` if the step was not finite.
 
+        After an overflow at a loss scale above 1 the scale is lowered all the same.
+
         Args:
             loss: of the step.
             before: (variable, its value before the step) of what may have changed.

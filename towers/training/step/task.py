@@ -76,11 +76,12 @@ class Task(abc.ABC):
     def make_train_step(self, learning_rate: Callable) -> Callable:
         """Return `train_step(example, draws, measured=None)`: one update, to be compiled.
 
-        It returns a dict of tensors, and the gathered gradients of the data's loss in the order of
-        the trainable variables (None where they are not known). The dict has the scalars in
-        `step_names`: "loss" is the mean over all examples, "penalty" that of regularisation. With
-        `measured`, a bool scalar, it also has the keys of `tower_metrics.measured_shapes` and
-        `timed_shapes`; norms are computed if it is True.
+        It returns a dict of tensors, and the gathered gradients of the data's loss, times its
+        scale if there is one, in the order of the trainable variables (None where they are not
+        known). The dict has the scalars in `step_names`: "loss" is the mean over all examples,
+        "penalty" that of regularisation. With `measured`, a bool scalar, it also has the keys of
+        `tower_metrics.measured_shapes` and
+        `timed_shapes`; norms are computed if it is True. Else they are 0, and on GPUs all is.
 
         Args:
             learning_rate: returns the rate after a number of examples.
