@@ -121,7 +121,7 @@ _GIVEN: MutableMapping[tf.Graph, dict[str, tf.Tensor]] = weakref.WeakKeyDictiona
 
 
 @contextlib.contextmanager
-def given(arguments: Any, values: Any) -> Iterator[None]:
+def feed_values(arguments: Any, values: Any) -> Iterator[None]:
     """Set the values of the current graph's arguments for `known_values`, in the block.
 
     Args:

@@ -1,6 +1,6 @@
 """Checks and converts the user's arrays: examples of any structure.
 
-    x, y = examples("train", ({"tokens": [[1, 2], [3, 4]], "price": [0.5, 1.5]}, [0, 1]))
+    x, y = as_arrays("train", ({"tokens": [[1, 2], [3, 4]], "price": [0.5, 1.5]}, [0, 1]))
 
 Each part is an array, anything that numpy converts to one, or several of these in a dict, a tuple,
 or a list of arrays as in Keras. If the numbers of rows differ, a list or tuple of arrays is stacked
@@ -21,7 +21,7 @@ MAX_LABEL = np.iinfo(np.int32).max - 1
 CLASSES_ARE = "classes are 0, 1, 2, ...: return floats where targets are no classes"
 
 
-def examples(name: str, parts: Sequence[object]) -> Structure:
+def as_arrays(name: str, parts: Sequence[object]) -> Structure:
     """Return (x,), (x, y) or (x, y, sample_weight) as arrays, in the types of `stored_spec`.
 
     Args:

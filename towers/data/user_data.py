@@ -168,7 +168,7 @@ def _user_split(name: str, value: object) -> "_UserSplit":
 
 class _Arrays:
     def __init__(self, name: str, parts: Sequence[object]):
-        self.name, self._example = name, arrays.examples(name, parts)
+        self.name, self._example = name, arrays.as_arrays(name, parts)
         self.spec = tf.nest.map_structure(spec_of, self._example)
         self.size = _num_rows(self._example)
 
@@ -288,7 +288,7 @@ class _Batches:
             error.add_note(f"in {where}")
             raise
         parts = batch if isinstance(batch, tuple | list) and len(batch) in (1, 2, 3) else (batch,)
-        return arrays.examples(where, parts)
+        return arrays.as_arrays(where, parts)
 
     def _check(self, number: int, example: Structure) -> None:
         spec, size = tf.nest.map_structure(spec_of, example), _num_rows(example)

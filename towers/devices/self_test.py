@@ -102,7 +102,7 @@ def _last_words(output: bytes | None) -> str:
 # ------------------------------------------------------------------------ runs in the process
 
 
-def probe(devices: Sequence[str]) -> dict[str, Any]:
+def run_in_process(devices: Sequence[str]) -> dict[str, Any]:
     """Test devices in this process, in which TensorFlow must not have started."""
     import tensorflow as tf
 
@@ -251,4 +251,4 @@ if __name__ == "__main__":
         visible = _make_visible(sys.argv[2:], tf.config.list_physical_devices("GPU"))
         print(json.dumps(all_sum(list(visible.values()))))
     else:
-        print(json.dumps(probe(sys.argv[1:])))
+        print(json.dumps(run_in_process(sys.argv[1:])))

@@ -84,7 +84,7 @@ def open_root(
         custom_scalars.layout(on_gpus, shown, remote=are_remote(tower_devices)),
         _experiment(columns, figures),
         hparams_pb(hparams, trial_id=own_row),  # else runs with equal flags would share a row
-        *(text(tag, lines) for tag, lines in texts.items()),
+        *(text_summary(tag, lines) for tag, lines in texts.items()),
     ]
     write_root(folder, summaries, step_graph(graph, placement), options.max_event_mib)
 
@@ -136,7 +136,7 @@ def close_root(folder: Path, result: Mapping[str, Any], step: int) -> None:
         events.append(path, _event([*scalars, end], step))
 
 
-def text(tag: str, lines: Iterable[str]) -> Any:
+def text_summary(tag: str, lines: Iterable[str]) -> Any:
     """Return the Summary of lines, shown verbatim.
 
     Args:

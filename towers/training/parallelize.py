@@ -272,7 +272,8 @@ class _Steps:
             self._is_on_one_device = name in self._on_one_device
             joined = fused_update.updates_joined(optimizers_of(self.model), self._update)
             calls = tf_internals.patch_layer_calls(self._make_call)
-            known, making = synthetic_inputs.given(args, self._batch), self._making_variables()
+            known = synthetic_inputs.feed_values(args, self._batch)
+            making = self._making_variables()
             with tf.device(self._device), integers_on(self._device), joined, calls, known, making:
                 try:
                     result = fn(*args)

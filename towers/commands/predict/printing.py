@@ -43,7 +43,7 @@ class Classes(NamedTuple):
             return None
         return cls(names, loss is None or getattr(loss, "from_logits", False))
 
-    def best(self, row: Row) -> list[tuple[str, float]]:
+    def top_2(self, row: Row) -> list[tuple[str, float]]:
         """Return the two most probable classes with their probabilities."""
         (output,) = row.outputs.values()
         output = output.astype(np.float64)
@@ -63,7 +63,7 @@ def _write_table(rows: Iterator[Row], classes: Classes | None, parts: Sequence[P
     print(f"{'file':{file}}  index  {rest if classes else 'outputs'}")
     for row in rows:
         if classes:
-            cells = [f"{c:{name}}  {p:11.4f}" for c, p in classes.best(row)]
+            cells = [f"{c:{name}}  {p:11.4f}" for c, p in classes.top_2(row)]
         else:
             cells = [f"{n} {_first_numbers(output)}" for n, output in row.outputs.items()]
         print(printable(f"{row.file:{file}}  {row.index:5}  {'  '.join(cells)}"))
@@ -80,7 +80,7 @@ def _write_csv(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Par
     heads = ["class", "probability", "second", "second_probability"] if classes else None
     for number, row in enumerate(rows):
         if classes:
-            cells = [cell for pair in classes.best(row) for cell in pair]
+            cells = [cell for pair in classes.top_2(row) for cell in pair]
         else:
             cells = [cell for value in row.outputs.values() for cell in _numbers(value.reshape(-1))]
         if not number and not classes:  # columns as price, mask.0.17
@@ -95,7 +95,7 @@ def _write_json(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Pa
     before = "["
     for row in rows:
         outputs = {name: _numbers(output) for name, output in row.outputs.items()}
-        best, probability = classes.best(row)[0] if classes else (None, None)
+        best, probability = classes.top_2(row)[0] if classes else (None, None)
         entry = {"file": row.file, "index": row.index, "class": best, "probability": probability}
         print(before, json.dumps(entry | {"outputs": outputs}), sep="\n", end="")
         before = ","

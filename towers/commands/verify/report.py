@@ -138,7 +138,7 @@ def _likely_cause(
         )
     several = (r for r in runners if r.num_towers >= max(first.num_towers, 2))
     runner = next(several, runners[-1])
-    model, builder, faults = runner.model, runner.builder, runner.faults(batch)
+    model, builder, faults = runner.model, runner.builder, runner.exactness_warnings(batch)
     if faults and faults[0].startswith("mixed"):
         return faults[0]
     rows = rows_in(batch)

@@ -56,7 +56,7 @@ class Runner:
         for name, variable in self.named.items():
             variable.assign(values[name])
 
-    def faults(self, batch: Any) -> list[str]:
+    def exactness_warnings(self, batch: Any) -> list[str]:
         """Return lines on what towers may compute differently, the likeliest cause first."""
         lines = []
         with contextlib.suppress(Exception):  # the user's train_step may not call the model so

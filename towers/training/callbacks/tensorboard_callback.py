@@ -167,7 +167,7 @@ class TowerBoard(keras.callbacks.Callback):
                 any("gpu" in name.lower() for name in devices),
                 [name for name in metrics if name != "validation loss"],  # which has a chart
             ),
-            dashboard.text("environment", dashboard.environment(devices)),
+            dashboard.text_summary("environment", dashboard.environment(devices)),
         ]
         if self._graph is not None:
             step = step_graph(self._graph, Placement((), (), ()))

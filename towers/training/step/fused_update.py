@@ -5,7 +5,7 @@ most of which are small. Here variables that are treated alike are concatenated:
 values and slots are one vector each, Keras' own arithmetic runs once on them, and the parts are
 assigned, which launches no kernel. Variables, slots and checkpoints stay as they are.
 
-    gradients, weights = packed(gradients, weights, optimizer, is_decayed)
+    gradients, weights = flatten_updates(gradients, weights, optimizer, is_decayed)
     apply(optimizer, gradients, weights)
 
 TensorFlow's fused kernels (ResourceApplyKerasMomentum, ResourceApplyAdam) exist for some optimizers
@@ -40,16 +40,16 @@ class FlatVariable:
     """Several variables of one dtype on one device, as one vector during an update.
 
     It is read and assigned like a tf.Variable; `write` then assigns the parts to the variables. For
-    weights, `sections` groups the Keras variables by their regularisation.
+    weights, `segments` groups the Keras variables by their regularisation.
     """
 
     constraint = None
 
     def __init__(
-        self, variables: Sequence[tf.Variable], sections: Sequence[Sequence[keras.Variable]] = ()
+        self, variables: Sequence[tf.Variable], segments: Sequence[Sequence[keras.Variable]] = ()
     ):
         """Read the variables."""
-        self.variables, self.sections, first = variables, sections, variables[0]
+        self.variables, self.segments, first = variables, segments, variables[0]
         self.dtype, self.device, self.name = first.dtype, first.device, first.name
         self._unique_id = tf_internals.unique_id(first)  # by which an optimizer knows its slots
         self._now = self._before = self.join(variables)
@@ -90,17 +90,17 @@ class FlatVariable:
             return unpack(vector, self.variables)
 
     def map_segments(self, fn: Callable, gradient: Any) -> Any:
-        """Return the results of `fn` on each section, concatenated.
+        """Return the results of `fn` on each segment, concatenated.
 
         Args:
             fn: called as `fn(part of the gradient, Segment)`; returns a vector of the part's size.
             gradient: vector of the variables' total size.
         """
-        sizes = [sum(w.value.shape.num_elements() for w in section) for section in self.sections]
+        sizes = [sum(w.value.shape.num_elements() for w in segment) for segment in self.segments]
         parts, values = tf.split(gradient, sizes), tf.split(self._now, sizes)
         results = [
-            fn(part, Segment(value, _regularizer(section[0]), section[0].shape))
-            for part, value, section in zip(parts, values, self.sections, strict=True)
+            fn(part, Segment(value, _regularizer(segment[0]), segment[0].shape))
+            for part, value, segment in zip(parts, values, self.segments, strict=True)
         ]
         return tf.concat(results, axis=0)
 
@@ -113,7 +113,7 @@ class FlatVariable:
             variable.assign(part)
 
 
-def packed(
+def flatten_updates(
     gradients: Sequence[Any],
     weights: Sequence[keras.Variable],
     optimizer: keras.optimizers.Optimizer,
@@ -161,10 +161,10 @@ def packed(
     for group in grouped(pairs, kind):
         gradient, weight = group[0]
         if len(group) > 1:
-            sections = grouped(group, lambda pair: regularised(pair[1]))
-            group = [pair for section in sections for pair in section]
-            weight_sections = [[weight for _, weight in section] for section in sections]
-            weight = FlatVariable([weight.value for _, weight in group], weight_sections)
+            segments = grouped(group, lambda pair: regularised(pair[1]))
+            group = [pair for segment in segments for pair in segment]
+            weight_segments = [[weight for _, weight in segment] for segment in segments]
+            weight = FlatVariable([weight.value for _, weight in group], weight_segments)
             gradient = weight.join([g for g, _ in group])
         new_gradients.append(gradient)
         new_weights.append(weight)
@@ -265,7 +265,7 @@ def updates_joined(
                 if not weights or any(gradient is None for gradient in grads):
                     apply(optimizer, grads, weights or None, finite)
                 else:
-                    parts = packed(grads, weights, optimizer, lambda _: False, True)
+                    parts = flatten_updates(grads, weights, optimizer, lambda _: False, True)
                     apply(optimizer, *parts, finite)
 
             vars(optimizer).pop("apply")  # Keras' own, from here on
@@ -305,7 +305,7 @@ def kind_of(variable: tf.Variable) -> tuple | None:
     return variable.device, variable.dtype
 
 
-def joined(variables: Sequence[tf.Variable]) -> Any:
+def as_flat(variables: Sequence[tf.Variable]) -> Any:
     """Return variables of one kind as a `FlatVariable`, a single one as it is."""
     return FlatVariable(variables) if len(variables) > 1 else variables[0]
 
@@ -330,7 +330,7 @@ def restore_unless(
         return
     pairs = list(zip(variables, before, strict=True))
     for group in grouped(pairs, lambda pair: kind_of(pair[0])):
-        now = joined([variable for variable, _ in group])
+        now = as_flat([variable for variable, _ in group])
         old = [value for _, value in group]
         with tf.device(now.device):
             now.assign(tf.where(wanted, now, now.join(old) if len(old) > 1 else old[0]))

@@ -235,7 +235,7 @@ def _replica_update(
     new_values = [pair for pair in pairs if pair[1].overwrite_with_gradient]
     pairs = [pair for pair in pairs if not pair[1].overwrite_with_gradient]
     parts = zip(*pairs, strict=True)
-    gradients, weights = fused_update.packed(*parts, optimizer, decayed, squares_rows)
+    gradients, weights = fused_update.flatten_updates(*parts, optimizer, decayed, squares_rows)
     if loss_scale is not None:
         # A power of 2: nothing is rounded.
         gradients = _each(lambda g, _: scaled(g, 1.0 / loss_scale), gradients, weights)
@@ -403,7 +403,8 @@ def update_averages(
     rate = 1.0 - decay ** (rules.batch_size / EMA_EXAMPLES)
     pairs = [(variable.value, average) for variable, average in masters.averages]
     for pairs_of_kind in fused_update.grouped(pairs, lambda pair: fused_update.kind_of(pair[1])):
-        variable, average = (fused_update.joined(each) for each in zip(*pairs_of_kind, strict=True))
+        pairs_of = zip(*pairs_of_kind, strict=True)
+        variable, average = (fused_update.as_flat(each) for each in pairs_of)
         with tf.device(average.device):
             value = tf.convert_to_tensor(variable)
             change = (value - average) * tf.cast(rate, value.dtype)
