@@ -531,6 +531,16 @@ def test_a_step_with_layers_where_towers_cannot_meet_runs_on_one_device(name):
     assert fits.differences(fits.fit(build, given, epochs=2), found) == {}
 
 
+@pytest.mark.extended
+def test_a_refusal_inside_of_another_error_is_one_too():
+    """As where a batch that is taken in parts is computed again inside of tf.vectorized_map."""
+    given = {"x": X[:16], "y": Y[:16], "batch_size": 8}
+    build = functools.partial(inner, "a jacobian")
+    with pytest.warns(UserWarning, match="train_step of .* runs on one device: .*BatchNorm"):
+        found = fits.fit(build, given, 2, epochs=1, accumulate_steps=2)
+    assert fits.differences(fits.fit(build, given, epochs=1), found) == {}
+
+
 @pytest.mark.parametrize("name", released(INNER, "a jacobian"))
 def test_a_step_with_layers_in_loops_runs_on_towers_if_these_need_not_meet(name):
     build = functools.partial(inner, name, keras.layers.LayerNormalization)

@@ -278,8 +278,9 @@ class _Steps:
                 try:
                     result = fn(*args)
                     attributes.refuse_uses()
-                except InputError as error:
-                    self._refused = name, error
+                except Exception as error:
+                    if refusal := _refusal_in(error):
+                        self._refused = name, refusal
                     raise
             return result
 
@@ -547,6 +548,13 @@ class _Steps:
                 "was traced before, as in predict or fit of a model that has them, too: call "
                 "towers.parallelize before that"
             ])  # fmt: skip
+
+
+def _refusal_in(error: BaseException | None) -> InputError | None:
+    """Return the error of towers that led to an error, as tf.vectorized_map raises another."""
+    while error is not None and not isinstance(error, InputError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _has_slots(optimizer: keras.optimizers.Optimizer) -> bool:
