@@ -281,6 +281,27 @@ def test_a_step_with_batch_norm_in_a_loop_runs_on_one_device_and_says_so(tmp_pat
     tiny.assert_close({name: saved[name] for name in of_one}, of_one, 1e-6)
 
 
+def test_a_test_step_that_runs_on_one_device_is_told_by_train_and_evaluate(tmp_path, capsys):
+    class Mapped(keras.Sequential):
+        def test_step(self, data):
+            x, y = data
+            slopes = tf.gradients(self(x, training=True), x)
+            return {"bent": tf.reduce_mean(tf.gradients(slopes, x)[0] ** 2)}
+
+    def build():
+        norm = keras.layers.BatchNormalization()
+        model = Mapped([keras.Input([4]), norm, keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        return model
+
+    run(tmp_path, build)
+    (line,) = [ln for ln in capsys.readouterr().out.splitlines() if "runs on one device" in ln]
+    assert "test_step" in line and "batch_norm" in line
+    given = dict(train_dir=str(tmp_path), model=build, dataset=numbers, num_towers=2)
+    towers.evaluate(**given)
+    assert line in capsys.readouterr().out
+
+
 def test_its_objective_is_a_figure_of_the_evaluation_and_a_variable_beside_is_told(
     tmp_path, capsys
 ):
