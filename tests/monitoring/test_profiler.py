@@ -34,21 +34,19 @@ def step():
 
 
 class Run:
-    """A train loop with a profiler: calls of up to `most` steps, at any of which a signal comes."""
+    """A profiled train loop of 40 steps: calls of up to 4, in any of which a signal comes."""
 
-    def __init__(self, folder, step, steps=None, *, last_step=40, most=4):
-        self.folder, self.last_step, self.most = folder, last_step, most
-        self.make_step = step
-        self.said, self.calls = [], []
-        self.profiler = Profiler(folder, steps, last_step=last_step, say=self.said.append)
+    def __init__(self, folder, step, steps=None):
+        self.folder, self.make_step, self.said, self.calls = folder, step, [], []
+        self.profiler = Profiler(folder, steps, last_step=40, say=self.said.append)
 
-    def __call__(self, first=0, stop=None, signals=()):
+    def __call__(self, first=0, stop=40, signals=()):
         """Run from step `first`; signals come during the calls that start at these steps."""
         step = first
         with self.profiler as profiler:
-            while step < (stop or self.last_step):
+            while step < stop:
                 profiler.begin(step)
-                most = min(self.most, (stop or self.last_step) - step)
+                most = min(4, stop - step)
                 num_steps = next((n for n in range(1, most) if profiler.due(step + n)), most)
                 with profiler.trace(step):
                     for _ in range(num_steps):
@@ -61,27 +59,23 @@ class Run:
         return self
 
     def traces(self):
-        """Return the last words of the folders of traces."""
-        found = self.folder.glob("train/plugins/profile/*/*.xplane.pb")
-        return sorted(path.parent.name.partition("_steps_")[2] for path in found)
+        """Return {steps in a trace's name: the host's part of it}."""
+        found = {}
+        for path in self.folder.glob("train/plugins/profile/*/*.xplane.pb"):
+            space = xplane_pb2.XSpace.FromString(path.read_bytes())
+            plane = next(plane for plane in space.planes if plane.name == "/host:CPU")
+            found[path.parent.name.partition("_steps_")[2]] = plane
+        return found
 
 
-def plane_of(path):
-    """Return the host's part of a trace."""
-    space = xplane_pb2.XSpace.FromString(path.read_bytes())
-    return next(plane for plane in space.planes if plane.name == "/host:CPU")
-
-
-def num_matmuls(folder, steps):
-    [path] = folder.glob(f"train/plugins/profile/*_steps_{steps}/*.xplane.pb")
-    plane = plane_of(path)
-    product = re.compile(r".*:(_Mkl(Native)?)?MatMul(#.*)?")
-    products = {m.id for m in plane.event_metadata.values() if product.fullmatch(m.name)}
-    return sum(event.metadata_id in products for line in plane.lines for event in line.events)
+def events_of(plane, name):
+    """Return the events of a trace whose names match."""
+    kinds = {m.id for m in plane.event_metadata.values() if re.fullmatch(name, m.name)}
+    return [event for line in plane.lines for event in line.events if event.metadata_id in kinds]
 
 
 @pytest.mark.parametrize(
-    ("steps", "given", "signals", "traces"),
+    ("steps", "given", "signals", "expected"),
     [
         (None, {}, (), []),
         (None, {}, (0, 4, 4, 22), ["14_24", "24_34", "4_14"]),  # the next one after this one
@@ -93,30 +87,24 @@ def num_matmuls(folder, steps):
         ((40, 50), {}, (), []),
     ],
 )
-def test_exactly_the_steps_asked_for(tmp_path, step, steps, given, signals, traces):
+def test_exactly_the_steps_asked_for(tmp_path, step, steps, given, signals, expected):
     before = handler()
     run = Run(tmp_path, step, steps)(**given, signals=signals)
-    assert run.traces() == traces
+    traces = run.traces()
+    assert sorted(traces) == expected
     assert handler() == before
-    for name in traces:
+    for name, plane in traces.items():
         first, last = map(int, name.split("_"))
-        assert num_matmuls(tmp_path, name) == 2 * (last - first)
+        products = events_of(plane, r".*:(_Mkl(Native)?)?MatMul(#.*)?")
+        assert len(products) == 2 * (last - first)
+        # the plugin is told of the calls as its steps
+        number = {m.name: m.id for m in plane.stat_metadata.values()}["step_num"]
+        stats = [stat for event in events_of(plane, "train") for stat in event.stats]
+        told = sorted(stat.int64_value for stat in stats if stat.metadata_id == number)
+        assert told == [start for start, end in run.calls if first <= start < last]
     if not traces:
         assert len(run.said) == (steps is not None)  # a plan that could not be is told
         assert not list(tmp_path.iterdir())
-
-
-def test_the_steps_asked_for_are_in_the_trace_and_the_plugin_is_told_of_them(tmp_path, step):
-    run = Run(tmp_path, step, (6, 11))()
-    assert {(0, 4), (4, 6), (6, 10), (10, 11), (11, 15)} <= set(run.calls)
-    assert run.traces() == ["6_11"] and num_matmuls(tmp_path, "6_11") == 2 * 5
-    [path] = tmp_path.glob("train/plugins/profile/*/*.xplane.pb")
-    plane = plane_of(path)
-    names = {m.name: m.id for m in plane.event_metadata.values()}
-    events = [e for line in plane.lines for e in line.events if e.metadata_id == names["train"]]
-    number = {m.name: m.id for m in plane.stat_metadata.values()}["step_num"]
-    shown = [s.int64_value for e in events for s in e.stats if s.metadata_id == number]
-    assert sorted(shown) == [6, 10]
 
 
 def test_another_thread_takes_no_signal(tmp_path, step):
@@ -132,7 +120,7 @@ def test_another_thread_takes_no_signal(tmp_path, step):
     thread.start()
     thread.join()
     assert seen == [before]
-    assert run.traces() == ["2_5"]
+    assert [*run.traces()] == ["2_5"]
 
 
 @pytest.mark.parametrize(("num_steps", "traces"), [(1, ["0_1"]), (0, [])])
@@ -144,8 +132,8 @@ def test_an_error_passes_and_the_steps_before_it_are_written(tmp_path, step, num
             run.make_step()
             profiler.end(done + 1)
         raise ZeroDivisionError
-    assert run.traces() == traces
-    assert Run(tmp_path / "next", step, (0, 2))().traces() == ["0_2"]
+    assert [*run.traces()] == traces
+    assert [*Run(tmp_path / "next", step, (0, 2))().traces()] == ["0_2"]
 
 
 def test_another_profiler_is_running_or_a_trace_cannot_be_written(tmp_path, step):
@@ -159,4 +147,4 @@ def test_another_profiler_is_running_or_a_trace_cannot_be_written(tmp_path, step
     assert len(busy.said) == 1 and "Another profiler is running" in busy.said[0]
     assert "steps 2 to 5 failed" in full.said[-1]
     for run in busy, full:
-        assert run.calls[-1][1] == 40 and run.traces() == []
+        assert run.calls[-1][1] == 40 and run.traces() == {}

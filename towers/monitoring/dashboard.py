@@ -18,8 +18,8 @@ from typing import Any
 
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+from tensorboard.plugins.hparams import api_pb2
+from tensorboard.plugins.hparams.summary import experiment_pb, session_end_pb
 from tensorboard.plugins.hparams.summary_v2 import Metric, hparams_pb
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
@@ -127,13 +127,10 @@ def close_root(folder: Path, result: Mapping[str, Any], step: int) -> None:
     evaluated = [name for name in result if name.startswith(("test_", "validation_"))]
     values = {name: number(result, name) for name in dict.fromkeys([*evaluated, *_FIGURES])}
     scalars = [scalar_pb(f"result/{n}", value) for n, value in values.items() if value is not None]
-    done = plugin_data_pb2.SessionEndInfo(
-        status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time()
-    )
-    end = _hparams_summary(metadata.SESSION_END_INFO_TAG, session_end_info=done)
+    scalars.append(session_end_pb(api_pb2.STATUS_SUCCESS))
     with _one_line_errors(folder):
         path = next(folder.glob(_FILES), _new_path(folder))  # it may have been deleted
-        events.append(path, _event([*scalars, end], step))
+        events.append(path, _event(scalars, step))
 
 
 def text_summary(tag: str, lines: Iterable[str]) -> Any:
@@ -159,7 +156,7 @@ def hparams_of(options: Options) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def _experiment(first: Collection[str], figures: Collection[str]) -> Summary:
+def _experiment(first: Collection[str], figures: Collection[str]) -> Any:
     """Return the Summary that declares the table's columns, flags in `first` before others.
 
     TensorBoard reads the columns from one run, so they must be the same in all. No column lists its
@@ -179,15 +176,7 @@ def _experiment(first: Collection[str], figures: Collection[str]) -> Summary:
     figures = [name for figure in figures for name in (figure, f"{figure}_ema")]
     columns = dict.fromkeys([*figures[:2], *_FIGURES[:2], *figures, *_FIGURES])
     metrics = [Metric(f"result/{name}", display_name=name).as_proto() for name in columns]
-    declared = api_pb2.Experiment(
-        hparam_infos=flags, metric_infos=metrics, time_created_secs=time.time()
-    )
-    return _hparams_summary(metadata.EXPERIMENT_TAG, experiment=declared)
-
-
-def _hparams_summary(tag: str, **content: Any) -> Summary:
-    about = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(**content))
-    return Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)])
+    return experiment_pb(flags, metrics)
 
 
 def _event(summaries: Iterable[Any], step: int = 0) -> Event:

@@ -6,12 +6,12 @@
 Damaged events are skipped with a warning: curves must never stop training.
 """
 
-import dataclasses
 import math
 import struct
 import sys
 from collections.abc import Callable, Container
 from pathlib import Path
+from typing import NamedTuple
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -57,8 +57,7 @@ def append(path: Path, *events: Event) -> None:
             writer.write(event.SerializeToString())
 
 
-@dataclasses.dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """An event, and its bytes in the file."""
 
     event: Event
@@ -83,15 +82,15 @@ def load(path: Path, say: Say = note) -> list[Record]:
         begin, end = place + _HEADER.size, place + _HEADER.size + length
         if end + _SUM.size > len(data):
             break
-        whole, content = data[place : end + _SUM.size], data[begin:end]
-        place = end + _SUM.size
         (checksum,) = _SUM.unpack_from(data, end)
         try:
-            if length <= _CHECKED_BYTES and masked_crc32c(content) != checksum:
+            if length <= _CHECKED_BYTES and masked_crc32c(data[begin:end]) != checksum:
                 raise ValueError("the checksum is another one")
-            records.append(Record(Event.FromString(content), whole))
+            event = Event.FromString(data[begin:end])
+            records.append(Record(event, data[place : end + _SUM.size]))
         except Exception:  # also protobuf's DecodeError
             damaged = True
+        place = end + _SUM.size
     if damaged:
         say(f"{path} is damaged: some of its points or pictures are lost")
     return records
@@ -118,12 +117,11 @@ def read(
         except OSError as error:
             say(f"{path} cannot be read: {error.strerror}")
             continue
-        for event in (record.event for record in records if record.event.step >= 0):
-            for value in event.summary.value:
-                if tags is None or value.tag in tags:
-                    number = _number(value)
-                    if math.isfinite(number):
-                        fresh.setdefault(event.step, {})[value.tag] = number
+        for event, _ in records:
+            for value in event.summary.value if event.step >= 0 else ():
+                wanted = tags is None or value.tag in tags
+                if wanted and math.isfinite(number := _number(value)):
+                    fresh.setdefault(event.step, {})[value.tag] = number
         first = min(fresh, default=math.inf)
         points = {x: scalars for x, scalars in points.items() if x < first} | fresh
     return dict(sorted(points.items()))
@@ -145,12 +143,12 @@ def cut(folder: Path, x: int, scalars_x: int | None = None, say: Say = note) -> 
     for path in (path for run in runs(folder) for path in paths(run)):
         try:
             remaining = []
-            for record in load(path, say):
-                values = record.event.summary.value
+            for event, data in load(path, say):
+                values = event.summary.value
                 scalar = values and values[0].metadata.plugin_data.plugin_name == "scalars"
-                if values and record.event.step >= (scalars_x if scalar else x):
+                if values and event.step >= (scalars_x if scalar else x):
                     break
-                remaining.append(record.data)
+                remaining.append(data)
             if len(remaining) < 2:
                 path.unlink()  # only its header is left
             elif sum(map(len, remaining)) < path.stat().st_size:

@@ -30,7 +30,8 @@ class Profiler:
         say: Callable[[str], None],
     ):
         """Plan a profile of `steps`, (first, last), if any; start nothing."""
-        self._train_dir, self._last_step, self._print = train_dir, last_step, say
+        self._folder, self._last_step = train_dir / "train", last_step
+        self._say = lambda line: say(f"profile     {line}")
         self._plan, self._running, self._asked, self._step = steps, None, False, 0
 
     def __enter__(self) -> "Profiler":
@@ -71,12 +72,11 @@ class Profiler:
         last = min(last, self._last_step)
         try:
             tf.test.experimental.sync_devices()  # else it shows kernels of the step before
-            tf.profiler.experimental.start(str(self._train_dir / "train"))
+            tf.profiler.experimental.start(str(self._folder))
+            self._running = step, last
+            self._say(f"of steps {step} to {last} has started")
         except Exception as error:  # a profile must not stop the run
             self._say(f"none of steps {step} to {last}: {first_line(error, 300)}")
-            return
-        self._running = step, last
-        self._say(f"of steps {step} to {last} has started")
 
     def trace(self, step: int) -> contextlib.AbstractContextManager:
         """Return a context for the call at `step`, which the plugin shows as a step."""
@@ -93,21 +93,16 @@ class Profiler:
         if self._running is None:
             return
         (first, _), self._running = self._running, None
-        last, folder = self._step, self._train_dir / "train" / "plugins" / "profile"
+        last, traces = self._step, self._folder / "plugins" / "profile"
         try:
-            try:
-                tf.test.experimental.sync_devices()
-            finally:
-                tf.profiler.experimental.stop(save=last > first)
+            tf.test.experimental.sync_devices()
+            tf.profiler.experimental.stop(save=last > first)
             if last > first:
-                trace = max(folder.glob("*/*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
+                trace = max(traces.glob("*/*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
                 named = trace.parent.with_name(f"{trace.parent.name}_steps_{first}_{last}")
                 self._say(f"steps {first} to {last}: {trace.parent.rename(named) / trace.name}")
         except Exception as error:  # a profile must not stop the run
             self._say(f"steps {first} to {last} failed: {first_line(error, 300)}")
-
-    def _say(self, line: str) -> None:
-        self._print(f"profile     {line}")
 
     def _ask(self, *_: object) -> None:
         self._asked = True
