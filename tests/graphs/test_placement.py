@@ -14,6 +14,7 @@ import tensorflow as tf
 import towers
 from scripts import matpow
 from tests import tiny
+from tests.runs import rare
 from towers import cli
 from towers.builder import device_types
 from towers.errors import InputError
@@ -195,22 +196,21 @@ def command(tmp_path, capsys):
 
 @pytest.mark.run
 @pytest.mark.parametrize(
-    "model, num_towers",
-    [("tests.tiny:cnn", 2), pytest.param("models.cnn:cnn", 3, marks=pytest.mark.extended)],
+    "model, flags",
+    [
+        ("tests.tiny:cnn", HARD),
+        rare("models.cnn:cnn", f"--num_towers=3 {HARD}"),
+        ("tests.tiny:cnn", "--devices=/cpu:1,/cpu:2 --variables=replicated"),  # as of GPUs
+    ],
 )
-def test_a_model_that_chooses_no_device_passes_strict(tmp_path, command, model, num_towers):
-    code, out, err = command(model, f"--num_towers={num_towers}", "--placement=strict", HARD)
+def test_a_model_that_chooses_no_device_passes_strict(tmp_path, command, monkeypatch, model, flags):
+    """Also with BatchNorm over GPUs: what collectives count their calls by is of no tower."""
+    if "replicated" in flags:
+        monkeypatch.setenv(device_types.SWITCH, "1")
+    code, out, err = command(model, "--placement=strict", *flags.split())
     assert (code, err) == (0, "")
     assert tiny.saved_steps(tmp_path / "run")[-1] == 5
     assert "ops in towers, each on its tower's device" in out
-
-
-@pytest.mark.run
-def test_batch_norm_over_gpus_passes_strict(tmp_path, command, monkeypatch):
-    """What collectives count their calls by is of no tower."""
-    monkeypatch.setenv(device_types.SWITCH, "1")
-    towers = "--devices=/cpu:1,/cpu:2", "--variables=replicated", "--num_towers=2"
-    assert command("tests.tiny:cnn", *towers, "--placement=strict")[0] == 0
 
 
 @pytest.mark.run

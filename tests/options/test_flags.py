@@ -1,6 +1,7 @@
 """Flags: the frozen command line, flagfiles, and the way from options to a flagfile and back."""
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -192,29 +193,24 @@ def test_the_ways_to_write_a_flag(line, values):
     assert flags.parse([*line.split(), "--train_dir=a b"]).train_dir == "a b"
 
 
-def test_gpus_on_cpus_are_refused():
-    for devices in "cpu", "/cpu:0,/cpu:1", "CPU":
-        said = refusal("train", "--num_gpus=2", f"--devices={devices}")
-        assert "exclude each other: type --num_towers=2" in said
-        with pytest.raises(towers.InputError, match="exclude each other: type --num_towers=2"):
-            flags.options_from_call(None, {"num_gpus": 2, "devices": devices}, verb="train")
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_two_names_of_one_number_are_refused(order):
-    typed = ["--num_gpus=2", "--num_towers=4"][::order]
-    assert "exclude each other: type one of them" in refusal("train", *typed)
-    with pytest.raises(towers.InputError, match="num_gpus and num_towers exclude each other"):
-        flags.options_from_call(None, {"num_gpus": 2, "num_towers": 4}, verb="train")
+@pytest.mark.parametrize(
+    "given, typed, called",
+    [({"num_gpus": 2, "devices": d}, *["exclude each other: type --num_towers=2"] * 2)
+     for d in ("cpu", "/cpu:0,/cpu:1", "CPU")]
+    + [(dict(given), "exclude each other: type one of them", "num_gpus and num_towers exclude each")
+       for given in itertools.permutations({"num_gpus": 2, "num_towers": 4}.items())]
+)  # fmt: skip
+def test_what_contradicts_num_gpus_is_refused(given, typed, called):
+    assert typed in refusal("train", *(f"--{name}={value}" for name, value in given.items()))
+    assert called in runs.refusal(flags.options_from_call, None, given)
 
 
 def test_in_python_too_num_gpus_are_gpus(folder):
     fields = {"num_gpus": 2, "train_dir": str(folder / "run")}
     for base in None, Options():
-        options = flags.options_from_call(base, fields, verb="train")
+        options = flags.options_from_call(base, fields)
         assert (options.num_towers, options.devices) == (2, "gpu")
-    with pytest.raises(towers.InputError, match="flags by name"):
-        flags.options_from_call(None, {"flagfile": "a.cfg"}, verb="train")
+    assert "flags by name" in runs.refusal(flags.options_from_call, None, {"flagfile": "a.cfg"})
 
 
 def test_folders_may_lie_at_home(folder, monkeypatch):
@@ -251,19 +247,20 @@ def test_the_folder_of_a_run_stands_for_its_flags(folder, verb):
     assert cli.parse(verb, ["--train_dir=other", "--seed=4"]).run.seed == 4  # as typed for train
 
 
-def test_what_is_wrong_in_a_flagfile_is_one_line(folder):
-    (folder / "a.cfg").write_text("--seed=1\n--batchsize=1\n")
-    (folder / "outer.cfg").write_text("\n--flagfile=missing.cfg")
-    (folder / "binary").write_bytes(b"--seed=1\n\xff\xfe")
-    assert refusal("train", "--flagfile=a.cfg").endswith("did you mean --batch_size?")
-    for name in "missing.cfg", "outer.cfg":
-        found = refusal("train", f"--flagfile={name}")
-        assert found == "--flagfile=missing.cfg: no such file or directory"
-    assert "is a directory" in refusal("train", f"--flagfile={folder}")
-    assert "--flagfile=binary is no text in UTF-8" in refusal("train", "--flagfile=binary")
-    (folder / "itself.cfg").write_text("--seed=1\n--flagfile=itself.cfg\n")
-    assert "--flagfile=itself.cfg includes itself" in refusal("train", "--flagfile=itself.cfg")
-    assert "type towers train --help" in refusal("train", "--help=x")
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (b"--seed=1\n--batchsize=1\n", "did you mean --batch_size?"),
+        (b"\n--flagfile=missing.cfg", "--flagfile=missing.cfg: no such file or directory"),
+        (b"--flagfile=.", "is a directory"),
+        (b"--seed=1\n\xff\xfe", "--flagfile=a.cfg is no text in UTF-8"),
+        (b"--seed=1\n--flagfile=a.cfg\n", "--flagfile=a.cfg includes itself"),
+        (b"--help=x", "type towers train --help"),
+    ],
+)
+def test_what_is_wrong_in_a_flagfile_is_one_line(folder, content, says):
+    (folder / "a.cfg").write_bytes(content)
+    assert says in refusal("train", "--flagfile=a.cfg")
     (folder / "marked.cfg").write_text("--seed=3\n", encoding="utf-8-sig")
     assert flags.parse(["--flagfile=marked.cfg"]).seed == 3
 

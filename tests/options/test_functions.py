@@ -36,7 +36,6 @@ def test_a_function_of_a_module(write):
 
 
 def test_the_form_of_a_name(write):
-    write("net.py", "def build():\n    pass\n")
     for name in "net: :build : .net:build a..b:c net.:build".split() + [""]:
         for flag, such in ("model", "models.cnn:cnn"), ("callbacks", "my_callbacks:make"):
             assert refusal(name, flag) == f"--{flag}={name} must be module:function, such as {such}"
@@ -170,15 +169,13 @@ def test_the_current_folder_is_searched_for_what_was_named_and_after_pythons_own
 
 @pytest.mark.parametrize("name", ["builtins:dict", "time:time", "functools:partial"])
 def test_what_does_not_tell_how_it_is_called_is_refused(name):
-    for flag in ("model", "dataset", "loss"):
-        with pytest.raises(InputError, match=f"^--{flag}={name} does not tell which arguments"):
-            load_function(flag, name)
+    assert refusal(name, "loss").startswith(f"--loss={name} does not tell which arguments")
 
 
 def test_a_function_that_is_called_without_arguments_needs_none(folder):
     assert functions.call_without_arguments("dataset", "os:getcwd") == str(folder)
-    with pytest.raises(InputError, match="^--optimizer=math:sin is called without arguments, and"):
-        functions.call_without_arguments("optimizer", "math:sin")
+    said = runs.refusal(functions.call_without_arguments, "optimizer", "math:sin")
+    assert said.startswith("--optimizer=math:sin is called without arguments, and")
 
 
 # What a program gives in place of names: options stay texts, and each has its own functions.
@@ -216,8 +213,8 @@ def test_any_other_is_known_to_its_options_alone(value, name):
     assert options.model == f"given_in_python:{name}"
     assert load_function("model", options.model) is value
     assert f"--model={options.model}" in options.to_flagfile().splitlines()
-    with pytest.raises(InputError, match=f"--model=given_in_python:{name} was given in Python"):
-        load_function("model", str(options.model))  # as flags.cfg has it
+    said = refusal(str(options.model))  # as flags.cfg has it
+    assert said.startswith(f"--model=given_in_python:{name} was given in Python")
 
 
 def test_two_functions_of_one_name_are_not_mixed_up():
@@ -259,9 +256,8 @@ def test_each_item_of_a_list_may_be_a_function():
     [dict(model=5), dict(model=None), dict(dataset=None), dict(devices=[None]), {"seed": []}],
 )
 def test_what_has_no_name_is_refused(given):
-    (name,) = given
-    with pytest.raises(InputError, match=f"{name}=.*needed"):
-        Options(**given)
+    said = runs.refusal(Options, **given)
+    assert said.startswith((*given, *(f"--{name}" for name in given))) and "needed" in said
 
 
 # Whose code raised an error: the user's innermost line, whatever library raised below it.

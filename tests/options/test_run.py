@@ -220,11 +220,11 @@ def test_visible_gpus():
         assert refusal(GpuOptions, visible_gpus=text).startswith(expected)
 
 
-@pytest.mark.parametrize("name", MEMORY)
-def test_what_must_be_set_before_tensorflow_starts(name):
-    options = GpuOptions(visible_gpus="1", allow_soft_placement=False, **{name: MEMORY[name]})
-    assert options.demands() == {"visible_gpus": "1", name: MEMORY[name]}
+def test_what_must_be_set_before_tensorflow_starts():
     assert GpuOptions(allow_soft_placement=False).demands() == {}
+    for name, value in MEMORY.items():
+        options = GpuOptions(visible_gpus="1", allow_soft_placement=False, **{name: value})
+        assert options.demands() == {"visible_gpus": "1", name: value}
 
 
 def test_a_number_of_gpus_memory_is_refused_with_an_example():
