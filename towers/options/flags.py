@@ -156,13 +156,13 @@ def options_from_call(
         raise InputError("num_gpus and num_towers exclude each other: give one of them")
     if fields.get("num_gpus"):
         _take_gpus_only(fields["num_gpus"], values)
-    if options is not None and not isinstance(options, Options):
+    if isinstance(options, Options):
+        return dataclasses.replace(options, **values)
+    if options is not None:
         raise InputError(
             f"{options!r} is no towers.Options: options are given by name, a run's folder as "
             "train_dir=..."
         )
-    if options is not None:
-        return dataclasses.replace(options, **values)
     for name, value in values.items():
         if _RUN_FIELDS[name].type is str:
             values[name] = option_text(name, value)
@@ -257,11 +257,9 @@ def _read_argv(
         if name != positional:
             define = {bool: flags.DEFINE_bool, tuple: flags.DEFINE_multi_string}
             define.get(field.type, flags.DEFINE_string)(name, None, "", flag_values=defined)
-            if "alias" in field.metadata:
-                flags.DEFINE(_Alias(defined[name]), field.metadata["alias"], None, "", defined)
-    for old, name in RENAMED.items():
+    for alias, name in _ALIASES.items():
         if name in fields:
-            flags.DEFINE(_Alias(defined[name]), old, None, "", defined)
+            flags.DEFINE(_Alias(defined[name]), alias, None, "", defined)
     try:
         others = defined(["towers", *argv])[1:]
     except flags.UnrecognizedFlagError as error:
