@@ -95,11 +95,10 @@ def seen_by_towers(
             images = augment.train_images(images, draws, kind, dtype)
         return images, labels
 
-    seen, num_towers = [], len(builder.devices)
-    slices = split(builder, batch, builder.accumulate_steps)
+    seen, slices = [], split(builder, batch, builder.accumulate_steps)
     for tower, device in enumerate(builder.devices):
         with tf.device(device):
-            of_slices = [see(*part.batch) for part in slices[tower::num_towers]]
+            of_slices = [see(*part.batch) for part in slices[tower :: len(builder.devices)]]
         seen.append(tuple(np.concatenate(values)[:num] for values in zip(*of_slices, strict=True)))
     return seen
 
@@ -130,16 +129,15 @@ class Gallery:
         """Show the batch after `step` updates as the towers see it, and the first filters."""
 
         def make() -> list[Summary]:
-            options = self._timetable.options
+            filters, options = pictures.filter_images(self._model), self._timetable.options
             if self._data.image_shape is None:
-                return pictures.filter_images(self._model)
+                return filters
             names = self._data.class_names or [""]  # no labels without classes
             (images, *targets), draws = self._batch(step)
             labels = targets[0] if self._data.class_names else tf.zeros(len(images), tf.int32)
             batch = images, labels, draws
             seen = seen_by_towers(self._builder, options, batch, pictures.NUM_IMAGES)
-            shown = pictures.tower_images(seen, names, options.augment != "off")
-            return shown + pictures.filter_images(self._model)
+            return pictures.tower_images(seen, names, options.augment != "off") + filters
 
         self._show("pictures", step, make)
 

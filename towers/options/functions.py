@@ -130,8 +130,7 @@ def _import(flag: str, name: str) -> Callable:
         if not f"{module_name}.".startswith(f"{error.name}."):  # a module that it imports
             raise
         raise _no_module(flag, name) from None
-    function = getattr(module, function_name, None)
-    if callable(function):
+    if callable(function := getattr(module, function_name, None)):
         return function
     if function is not None and function_name.isidentifier():
         raise InputError(

@@ -6,6 +6,7 @@ where functions and data may replace names: model=build, dataset=((x, y), (x_tes
 
 import contextlib
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -41,6 +42,7 @@ _run = group("The run", affects="call")
 _model, _data = group("Model"), group("Data")
 _towers = group("Towers", affects="speed")
 _workers = group(MANY_MACHINES, affects="machine")
+_gpus = functools.partial(copy_field, GpuOptions)
 _length, _update = group("Length", minimum=0), group("Update", minimum=0)
 _when = group("When", affects="report", minimum=0)
 _nan = group("What may go wrong")
@@ -215,15 +217,13 @@ class Options:
         "it answers again; or stop, after saving.", choices=("continue", "stop"),
     )  # fmt: skip
 
-    visible_gpus: str = copy_field(GpuOptions, "visible_gpus")
-    per_process_gpu_memory_fraction: float = copy_field(
-        GpuOptions, "per_process_gpu_memory_fraction"
-    )
-    gpu_memory_limit_mib: int = copy_field(GpuOptions, "gpu_memory_limit_mib")
-    allow_growth: bool = copy_field(GpuOptions, "allow_growth")
-    allow_soft_placement: bool = copy_field(GpuOptions, "allow_soft_placement")
-    tf32: bool = copy_field(GpuOptions, "tf32")
-    deterministic: bool = copy_field(GpuOptions, "deterministic")
+    visible_gpus: str = _gpus("visible_gpus")
+    per_process_gpu_memory_fraction: float = _gpus("per_process_gpu_memory_fraction")
+    gpu_memory_limit_mib: int = _gpus("gpu_memory_limit_mib")
+    allow_growth: bool = _gpus("allow_growth")
+    allow_soft_placement: bool = _gpus("allow_soft_placement")
+    tf32: bool = _gpus("tf32")
+    deterministic: bool = _gpus("deterministic")
 
     num_epochs: float = _length(
         0.0, "Passes over the training set, up to a full batch; 0: as max_steps says, else 10.",
