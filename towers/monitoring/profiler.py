@@ -95,8 +95,10 @@ class Profiler:
         (first, _), self._running = self._running, None
         last, traces = self._step, self._folder / "plugins" / "profile"
         try:
-            tf.test.experimental.sync_devices()
-            tf.profiler.experimental.stop(save=last > first)
+            try:
+                tf.test.experimental.sync_devices()
+            finally:
+                tf.profiler.experimental.stop(save=last > first)
             if last > first:
                 trace = max(traces.glob("*/*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
                 named = trace.parent.with_name(f"{trace.parent.name}_steps_{first}_{last}")
