@@ -62,19 +62,19 @@ _PREDICT_FLAGS = (
     f"{_WORKER_FLAGS}"
 )
 _VERBS = (
-    Entry("train", "train a model over towers, or continue a run", completes=True, begins=True,
+    Entry("train", "train a model over towers, or continue a run", run_flags="if_any",
           function="towers.training.train:train", tensorflow="options"),
     Entry("evaluate", "evaluate the newest checkpoint of a run on the test set",
-          takes=(*_EVALUATE_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
+          takes=(*_EVALUATE_FLAGS.split(), *GpuOptions.__dataclass_fields__), run_flags="always",
           function="towers.training.evaluate:evaluate", tensorflow="options"),
     Entry("verify", "prove on your model that N towers compute what one device computes",
-          reads_run=True,
+          run_flags="if_typed",
           options="towers.commands.verify.options:VerifyOptions", tensorflow="options"),
     Entry("benchmark", "measure speed and scaling, also beside other programs",
-          reads_run=True,
+          run_flags="if_typed",
           options="towers.commands.benchmark.options:BenchmarkOptions", tensorflow="options"),
     Entry("plan", "say before a run what it would move, hold and launch on GPUs",
-          reads_run=True,
+          run_flags="if_typed",
           options="towers.commands.plan.options:PlanOptions", tensorflow="cpu"),
     Entry("doctor", "check this machine: versions, GPUs, memory, computing, data, folders",
           takes=(*"train_dir json dataset data_dir visible_gpus".split(), *_WORKER_FLAGS.split())),
@@ -88,12 +88,12 @@ _VERBS = (
           takes=("train_dir", "port"), tensorflow="import"),
     Entry("predict", "say what a run's trained model makes of files of your own, over towers",
           options="towers.commands.predict.options:PredictOptions", tensorflow="options",
-          takes=(*_PREDICT_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True),
+          takes=(*_PREDICT_FLAGS.split(), *GpuOptions.__dataclass_fields__), run_flags="always"),
     Entry("export", "write a run's trained model to a file of Keras or TensorFlow",
           options="towers.commands.export.options:ExportOptions",
-          takes=("train_dir", "overwrite", "json", "trust"), completes=True, tensorflow="cpu"),
+          takes=("train_dir", "overwrite", "json", "trust"), run_flags="always", tensorflow="cpu"),
     Entry("replay", "make the step of a run that was infinite or NaN again, seen layer by layer",
-          takes=(*_REPLAY_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
+          takes=(*_REPLAY_FLAGS.split(), *GpuOptions.__dataclass_fields__), run_flags="always",
           tensorflow="options"),
     Entry("init", "write a model, data and flags to begin with",
           options="towers.commands.init.command:InitOptions"),
@@ -260,8 +260,6 @@ def _run(verb: Entry, options: Any, start: float) -> int:
         with contextlib.suppress(ValueError):  # not in the main thread
             # SIGUSR2 requests a profile; outside of the steps it must not end the run.
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    if verb.name == "tensorboard":
-        options.check()  # before it waits for TensorFlow
     if verb.tensorflow == "import":
         with quiet_start(3):  # for a worker the loss of a program is not an error
             import tensorflow  # noqa: F401

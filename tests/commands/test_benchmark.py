@@ -1,6 +1,5 @@
 """`towers benchmark`: what is measured, in which order, and that nothing is left behind."""
 
-import contextlib
 import json
 import os
 import signal
@@ -14,9 +13,8 @@ import tensorflow as tf
 
 from tests import leftovers, tiny
 from towers import cli
-from towers.commands.benchmark import command, own_run, results, runners
-from towers.commands.benchmark.options import BenchmarkOptions
-from towers.commands.benchmark.own_run import make_control
+from towers.commands.benchmark import command, own_run, results, runner
+from towers.errors import RunError
 from towers.options.run import Options
 from towers.training.run.setup import prepare
 
@@ -135,33 +133,30 @@ def test_the_command_line_with_peers(folder, capsys):
         assert row["shared"] == (number > 1)
 
 
-class FakeRunner:
+class FakeRunner(runner.Runner):
     """Writes down when it was asked for what; fails from its `last` turn on."""
 
-    def __init__(self, name, asked, last=99):
-        self.name, self.asked, self.last = name, asked, last
-        self.ready, self.windows = {"batch_size": 8}, {"": [1.0]}
+    def __init__(self, name, asked, last=99, scaling="", **ready):
+        self.name, self.asked, self.last, self.scaling, self.failed = name, asked, last, scaling, ""
+        self.ready, self.windows = {"ready": True} | ready, {"": [], "control": []}
 
     def train(self, seconds, part):
         if self.last == 0:
-            raise runners.RunnerError("crashed")
+            self.failed = "crashed"
+            return
         self.last -= 1
         self.asked.append((self.name, seconds, part))
 
 
 def test_runners_take_turns_window_by_window_and_every_other_backwards():
-    asked = []
-    options = BenchmarkOptions(windows=3)
-    given = runners.InterleavedRuns(options, contextlib.ExitStack(), lambda line: None)
-    given.own.append(FakeRunner("own", asked))
-    given.peers += [FakeRunner("a", asked), FakeRunner("b", asked, last=1)]
-    given.take_turns()
+    asked, lines = [], []
+    given = [FakeRunner("own", asked, scaling="weak"), FakeRunner("a", asked)]
+    given += [FakeRunner("b", asked, last=1), FakeRunner("c", asked)]
+    given[3].ready = {"skipped": "no"}
+    runner.take_turns(given, 3, 2.0, lines.append)
     forwards = [("own", 1.0, "control"), ("own", 2.0, ""), ("a", 2.0, "")]
     assert asked == [*forwards, ("b", 2.0, ""), *forwards[::-1], *forwards]
-    assert given.failed == {"b": "crashed"} and [peer.name for peer in given.peers] == ["a"]
-    given.own[0].last = 0
-    with pytest.raises(runners.RunnerError, match="crashed"):
-        given.take_turns()
+    assert lines[0] == "measuring   3 rounds of 7 s at least, a window each in turn"
 
 
 @pytest.mark.process
@@ -176,17 +171,17 @@ def test_a_runner_that_hangs_or_ends_is_ended_with_all_that_it_started(
     folder, monkeypatch, start, message
 ):
     write_peer(folder, "peer", start)
-    runner = runners.Runner("peer", [sys.executable, "scripts/peers/peer.py", "{}"], os.environ)
-    monkeypatch.setattr(runners, "WAIT_SECONDS", 1.0)
-    with pytest.raises(runners.RunnerError, match=message):
-        runner.wait_ready()
-    runner.close()
+    monkeypatch.setattr(runner, "WAIT_SECONDS", 1.0)
+    for scaling in "", "strong":
+        started = runner.Runner("peer", ["scripts/peers/peer.py"], {}, scaling)
+        if scaling:
+            with pytest.raises(RunError, match=f"^the benchmark's own run failed: {message}$"):
+                started.wait_ready()
+        else:
+            started.wait_ready()
+        started.close()
+        assert started.failed == message and not started.ready
     assert log(folder)[0] == "start" and nobody_is_left()
-
-
-OWN = FakeRunner("own", [])
-OWN.ready |= {"image_shape": [8, 8, 3], "num_classes": 3, "num_towers": 1, "devices": ["/cpu:0"]}
-OWN.ready |= {"augment": "off"}
 
 
 @pytest.mark.process
@@ -195,7 +190,9 @@ def test_an_interrupt_ends_all(folder, number, monkeypatch, capsys):
     """The signal comes while a peer starts, which has a child; our own process is left out."""
     stop = f"os.kill(os.getppid(), {int(number)}); time.sleep(1000)"
     write_peer(folder, "mirrored", CHILD + stop)
-    monkeypatch.setattr(runners.InterleavedRuns, "start_own", lambda self, *_: self.own.append(OWN))
+    ours = {"image_shape": [8, 8, 3], "num_classes": 3, "num_towers": 1, "devices": ["/cpu:0"]}
+    own = FakeRunner("own", [], augment="off", batch_size=8, **ours)
+    monkeypatch.setattr(command, "start_own", lambda *_: [own])
     assert cli.main(["benchmark", "--against=mirrored", "--num_towers=1"]) == 128 + number
     assert number.name in capsys.readouterr().err.splitlines()[-1]
     assert log(folder) == ["start", "child"] and nobody_is_left()
@@ -230,7 +227,7 @@ def counting(num_classes, image_shape):
 def test_the_control_computes_each_gradient_in_each_step_and_changes_nothing(variables):
     given = tiny.options("unused", model=f"{__name__}:counting", num_towers=2, variables=variables)
     run = prepare(given)
-    loop = make_control(run)
+    loop = own_run.make_control(run)
 
     def state():
         return {name: v.numpy() for name, v in run.masters.variables().items()}
@@ -259,10 +256,10 @@ def test_a_run_trains_as_long_as_it_was_asked_to(monkeypatch):
 
 
 def test_a_result_is_made_of_the_windows():
-    ready = {"shared": False, "num_towers": 2, "scaling": "strong", "devices": []}
-    ready |= {"batch_size": 100, "peak_memory_mib": 0}
-    windows = {"": [1.0, 2.0, 4.0], "control": [0.5, 1.0, 3.0]}
-    result = results.result_of(ready, windows)
+    ready = dict(shared=False, num_towers=2, devices=[], batch_size=100, peak_memory_mib=0)
+    own = FakeRunner("own", [], scaling="strong", **ready)
+    own.windows = {"": [1.0, 2.0, 4.0], "control": [0.5, 1.0, 3.0]}
+    result = results.result_of(own)
     assert result["examples_per_second"] == {"median": 50.0, "min": 25.0, "max": 100.0}
     assert result["control"]["median"] == 100.0
     assert result["efficiency"] == 0.5  # of 0.5, 0.5 and 0.75

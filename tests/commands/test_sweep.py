@@ -111,19 +111,24 @@ def entry(rate, seed, result):
     return dict(name=f"{rate},{seed}", flags=flags, status=status, result=result, seconds=2.0)
 
 
+def report_of(entries):
+    """Return the content of sweep.json and the closing lines."""
+    options = cli.parse("sweep", ["--sweep_dir=S", "--vary=learning_rate:1,2"])
+    document = sweep_report.document(options, entries)
+    return document, sweep_report.closing_lines(document)
+
+
 @pytest.mark.unit
 def test_the_average_counts_where_there_is_one_and_a_failure_puts_a_row_last():
     found = [(1, 1, 0.9), (1, 2, None), (2, 1, 0.5), (3, 1, None)]
-    rows = sweep_report.summarise(
+    document, lines = report_of(
         [
             entry(rate, seed, average and {"test_accuracy": 0.1, "test_accuracy_ema": average})
             for rate, seed, average in found
-        ],
-        ("test_accuracy", "max"),
+        ]
     )
-    assert [row["flags"]["learning_rate"] for row in rows] == [2, 1, 3]
-    assert rows[0]["objective"]["std"] is None and rows[2]["objective"] is None
-    assert [line.split() for line in sweep_report.table_lines(rows, "accuracy")][1:] == [
+    assert [row["flags"]["learning_rate"] for row in document["summary"]] == [2, 1, 3]
+    assert [line.split() for line in lines[2:5]] == [
         "2 0.5000 - 0.5000 0.5000 1 - 0".split(),
         "1 0.9000 - 0.9000 0.9000 1 - 1".split(),
         "3 - - - - 0 - 1".split(),
@@ -137,17 +142,15 @@ def test_the_objective_is_that_of_the_runs_and_may_be_better_when_it_is_lower():
         entry(rate, 1, mae | {"validation_mae": error, "test_loss": error})
         for rate, error in ((1, 0.5), (2, 0.25))
     ]
-    options = cli.parse("sweep", ["--sweep_dir=S", "--vary=learning_rate:1,2"])
     assert sweep_report.line_of(entries[0], 1, 2) == "run 1 of 2 1,1: mae 0.5000 (2 s)"
-    document = sweep_report.document(options, entries)
+    document, lines = report_of(entries)
     assert (document["objective"], document["direction"]) == ("validation_mae", "min")
     assert document["best"]["flags"] == {"learning_rate": 2}
-    lines = sweep_report.closing_lines(document)
     assert lines[1].split()[:2] == ["learning_rate", "mae"]
     assert any(line.startswith("mae: on the validation data, of the") for line in lines)
     assert "best        learning_rate=2: mae 0.2500" in lines
     entries[0]["result"] = {"test_accuracy": 0.5, "test_loss": 0.5}
-    lines = sweep_report.closing_lines(sweep_report.document(options, entries))
+    _, lines = report_of(entries)
     assert "best        learning_rate=2: loss 0.2500" in lines
     assert any(line.startswith("the runs have different objectives") for line in lines)
 

@@ -74,17 +74,13 @@ def test_it_takes_no_gpu(event_dir, monkeypatch):
     assert seen["CUDA_VISIBLE_DEVICES"] == ""
 
 
-@pytest.mark.parametrize("folder", ["absent", "."])
-def test_a_folder_with_nothing_to_show_is_refused(tmp_path, folder):
-    folder = f"{tmp_path}/{folder}"
-    with pytest.raises(InputError, match=f"--train_dir={folder}: there are no event files"):
-        tensorboard.start(TensorboardOptions(train_dir=folder))
-
-
-def test_a_folder_that_nobody_typed_is_said_to_be_the_default(tmp_path, monkeypatch):
+def test_a_folder_with_nothing_to_show_is_refused(tmp_path, monkeypatch):
+    for folder in f"{tmp_path}/absent", f"{tmp_path}/.":
+        with pytest.raises(InputError, match=f"--train_dir={folder}: there are no event files"):
+            TensorboardOptions(train_dir=folder)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="no run in runs/train, .* no --train_dir is given"):
-        tensorboard.start(TensorboardOptions())
+        TensorboardOptions()  # nobody has typed that folder
 
 
 def test_all_points_of_a_long_curve_are_shown(tmp_path):

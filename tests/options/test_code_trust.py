@@ -69,7 +69,7 @@ def test_the_flagfile_of_a_foreign_run_names_no_code_that_runs(folder, monkeypat
     cli.parse(verb, ["--flagfile=theirs.cfg"])
 
 
-@pytest.mark.parametrize("verb", [v.name for v in cli.VERBS.values() if v.completes])
+@pytest.mark.parametrize("verb", [v.name for v in cli.VERBS.values() if v.run_flags])
 def test_a_foreign_run_names_no_code_that_runs(folder, monkeypatch, verb):
     make_run("run", **MINE)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "other"))  # somebody else's

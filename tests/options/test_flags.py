@@ -237,14 +237,24 @@ def test_flagfiles_nest_count_where_they_stand_and_take_comments_and_blank_lines
         assert options == Options(**values)
 
 
-@pytest.mark.parametrize("verb", ["verify", "benchmark", "plan"])
+WITHOUT = {"verify": [], "benchmark": ["--workers="], "plan": []}
+
+
+@pytest.mark.parametrize("verb", WITHOUT)
 def test_the_folder_of_a_run_stands_for_its_flags(folder, verb):
     (folder / "run").mkdir()
-    (folder / "run/flags.cfg").write_text("--batch_size=24\n--seed=3\n--num_towers=0\n")
-    for typed in ["--train_dir=run"], ["--train_dir", "run"]:
-        found = cli.parse(verb, ["--batch_size=12", *typed]).run
-        assert (found.batch_size, found.seed) == (12, 3)
+    path = folder / "run/flags.cfg"
+    for number, shown in ("0", {"verify": "1,2,3,4", "benchmark": "", "plan": 0}[verb]), ("2", "2"):
+        lines = f"--batch_size=24\n--seed=3\n--num_towers={number}\n--workers=a:1\n"
+        path.write_text(code_trust.signed(lines))
+        for typed in ["--train_dir=run"], ["--train_dir", "run"]:
+            found = cli.parse(verb, ["--batch_size=12", *typed, *WITHOUT[verb]])
+            assert (found.run.batch_size, found.run.seed) == (12, 3)
+            assert str(found.num_towers) == str(shown)
+            assert found.run.workers == ("" if WITHOUT[verb] else "a:1")
     assert cli.parse(verb, ["--train_dir=other", "--seed=4"]).run.seed == 4  # as typed for train
+    (folder / "my.cfg").write_text("--train_dir=run\n")  # the folder of a run to come
+    assert cli.parse(verb, ["--flagfile=my.cfg"]).run.seed == 0
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,9 @@ class Command:
     # training and every later use of the run.
     takes: Sequence[str] | None = None
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {option: the reason}
-    completes: bool = False  # whether defaults come from the flags.cfg of --train_dir
-    begins: bool = False  # whether --train_dir may be a new run
-    reads_run: bool = False  # whether --train_dir=RUN, if typed, is --flagfile=RUN/flags.cfg first
+    # When what is not given comes from the flags.cfg of the run in --train_dir: "" never; "always",
+    # so that there must be one; "if_any": it may be a new run; "if_typed": if --train_dir is typed.
+    run_flags: str = ""
 
     def fields(self) -> dict[str, dataclasses.Field]:
         """Return {name: field} in the order of the help."""
@@ -110,10 +110,6 @@ def parse(argv: Sequence[str], verb: Command = _TRAIN) -> Any:
             of an existing one.
     """
     _check_taken(argv, verb)
-    if verb.reads_run:
-        folders = re.findall(r"^--?train_dir[=\n](.+)$", "\n".join(argv), re.MULTILINE)
-        of_runs = [Path(folder).expanduser() / "flags.cfg" for folder in folders]
-        argv = [*(f"--flagfile={path}" for path in of_runs if path.exists()), *argv]
     foreign: dict[str, str] = {}
     values = _read_argv(argv, verb, foreign)
     if foreign:
@@ -121,17 +117,21 @@ def parse(argv: Sequence[str], verb: Command = _TRAIN) -> Any:
         untrusted = {name: value for name, value in values.items() if trusted.get(name) != value}
         for path, text in () if trusted.get("trust") else foreign.items():
             code_trust.check(f"--flagfile={path}", text, untrusted)
+    typed = any(re.match("--?train_dir(=|$)", argument) for argument in argv)
+    if verb.run_flags == "if_typed" and not typed:
+        verb = dataclasses.replace(verb, run_flags="")
     return _complete(values, verb)
 
 
 def _complete(values: dict[str, Any], verb: Command) -> Any:
     # `values` as the verb's options; the rest is as in the run's flags.cfg, if the verb reads it.
-    if verb.completes and not (verb.begins and values.get("overwrite")):
+    if verb.run_flags and not (verb.run_flags == "if_any" and values.get("overwrite")):
         values = _options_of_run(values, verb) | values
-    if values.get("num_towers") == "0":  # from a run's flags.cfg; the verb takes a list
-        values = {name: value for name, value in values.items() if name != "num_towers"}
     kind = verb.options_class()
     kinds = {field.name: field.type for field in dataclasses.fields(kind)}
+    if kinds.get("num_towers") is str:  # a list, in place of the number in a run's flags.cfg
+        number = text_of(values.pop("num_towers", 0))
+        values |= {"num_towers": number} if number != "0" else {}
     if "run" in kinds:
         of_run = {name: values.pop(name) for name in values.keys() - kinds.keys()}
         values["run"] = kinds["run"](**of_run)
@@ -167,7 +167,7 @@ def options_from_call(
         if _RUN_FIELDS[name].type is str:
             values[name] = option_text(name, value)
         check_value(_RUN_FIELDS[name], values[name])
-    return _complete(values, Command(verb, completes=True, begins=verb == "train"))
+    return _complete(values, Command(verb, run_flags="if_any" if verb == "train" else "always"))
 
 
 def option_name(flag: str) -> str:
@@ -210,7 +210,7 @@ def _check_taken(argv: Sequence[str], verb: Command) -> None:
         reason = verb.refuses.get(name, "")
         if verb.takes is not None and name in _RUN_FIELDS and name not in verb.takes:
             reason = f"it takes {', '.join(f'--{taken}' for taken in verb.takes)}"
-            reason += ", and the rest from the run's flags.cfg" if verb.completes else ""
+            reason += ", and the rest from the run's flags.cfg" if verb.run_flags else ""
         if reason:
             raise InputError(f"towers {verb.name} takes no --{typed}: {reason}")
 
@@ -337,7 +337,7 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
         is_run, has_flags = files.is_run(Path(train_dir)), path.exists()
     except OSError as error:
         raise InputError(f"--train_dir={train_dir}: {error.strerror}") from None
-    if not is_run and not verb.begins:
+    if not is_run and verb.run_flags == "always":
         if "train_dir" not in given:
             raise InputError(NO_TRAIN_DIR)
         raise InputError(
@@ -355,10 +355,12 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
             f"{path} is damaged: {error}; mend it, or remove it and give the run's flags yourself"
         ) from None
     of_run = {n: v for n, v in of_run.items() if _RUN_FIELDS[n].metadata["affects"] != "call"}
-    if verb.begins or verb.name == "evaluate":
-        _check_identity(train_dir, of_run, given, verb.begins)
+    if verb.run_flags == "if_any" or verb.name == "evaluate":
+        _check_identity(train_dir, of_run, given, verb.run_flags == "if_any")
     replaced = _replaced_options(of_run, given)
-    if not verb.begins:  # the workers and GPUs of training may be gone
+    if verb.run_flags == "if_typed":  # its --num_towers says nothing of the run's devices
+        replaced = set()
+    elif verb.run_flags == "always":  # the workers and GPUs of training may be gone
         replaced |= _OF_MACHINES | ({"devices"} if of_run.get("devices") == "gpu" else set())
     taken = {name: value for name, value in of_run.items() if name not in replaced}
     text = _read_text(path)
@@ -436,9 +438,9 @@ def verb_help(verb: Command) -> str:
     lines = [f"towers {verb.name}: {verb.help}", "", usage]
     examples = getattr(verb.options_class(), "EXAMPLES", "")
     lines += ["", *examples.splitlines()] if examples else []
-    if verb.completes:
-        whose = "a run's flags.cfg, if it goes on" if verb.begins else "the run's flags.cfg"
-        lines.append(f"What is not given is as in {whose}.")
+    sources = {"if_any": "a run's flags.cfg, if it goes on", "always": "the run's flags.cfg"}
+    if verb.run_flags in sources:
+        lines.append(f"What is not given is as in {sources[verb.run_flags]}.")
     groups: dict[str, list[str]] = {}
     for name, field in fields.items():
         if (verb.takes is None or name in verb.takes) and name not in verb.refuses:

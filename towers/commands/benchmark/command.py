@@ -7,6 +7,7 @@ window, while this process is idle.
 """
 
 import contextlib
+import dataclasses
 import os
 import tempfile
 from collections.abc import Callable
@@ -16,13 +17,18 @@ from typing import Any
 from towers import devices
 from towers.commands.benchmark.options import BenchmarkOptions
 from towers.commands.benchmark.results import collect, draw, lines
-from towers.commands.benchmark.runners import InterleavedRuns, RunnerError
-from towers.errors import InputError, RunError
+from towers.commands.benchmark.runner import Runner, take_turns
+from towers.errors import InputError
+from towers.formatting import count
 from towers.options import search_path
+from towers.options.augmentation import parse
 from towers.options.fields import parse_tower_numbers
 
 PEER_FOLDER = Path(search_path.CHECKOUT, "scripts", "peers")
 PROGRAMS = {"jax": "jax_loop", "mirrored_own_layers": "mirrored"}  # {peer: program}
+PEER_OPTIONS = (
+    "model dtype optimizer learning_rate momentum weight_decay ema_decay steps_per_loop seed"
+)
 
 
 def run(options: BenchmarkOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -44,25 +50,87 @@ def run(options: BenchmarkOptions, say: Callable[[str], None] = print) -> dict[s
                 f"--against={name}: there is no {program}: it comes with a checkout of towers; "
                 "install that with pip install -e, or leave --against out"
             )
-    numbers = parse_tower_numbers(options.num_towers) or default_numbers(options.run.devices)
+    run_options = options.run
+    grow = not run_options.per_process_gpu_memory_fraction + run_options.gpu_memory_limit_mib
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         exported = programs and options.dataset != "synthetic"
         images = os.path.join(folder, "train.npz") if exported else ""
-        runs = InterleavedRuns(options, stack, say)
-        try:
-            runs.start_own(numbers, images)
-            runs.start_peers(programs, images)
-            runs.take_turns()
-        except RunnerError as error:
-            raise RunError(f"the benchmark's own run failed: {error}") from None
-        result = collect(runs)
+
+        def start(name: str, *what: Any) -> Runner:
+            say(f"starting    {name} ...")
+            runner = Runner(name, *what, grow=grow)  # all share the GPUs' memory
+            stack.callback(runner.close)
+            runner.wait_ready()
+            return runner
+
+        runners = start_own(options, images, start)
+        ours, why = runners[0].ready, ""
+        if images and not os.path.exists(images):
+            why = f"--dataset={options.dataset} holds no images as bytes, with one class each"
+        if parse(ours["augment"]).parts:
+            why = f"--augment={ours['augment']} has parts that other programs do not do"
+        for name, program in programs.items() if not why else ():
+            runners.append(start(name, [str(program)], _peer_config(options, name, ours, images)))
+        take_turns(runners, options.windows, options.seconds, say)
+        result = collect(runners)
+    result["skipped"] |= dict.fromkeys(programs, why) if why else {}
     for line in lines(options, result):
         say(line)
     if options.plot:
         draw(result, options.plot)
         say(f"plot        {options.plot}")
     return result
+
+
+def start_own(
+    options: BenchmarkOptions, images: str, start: Callable[..., Runner]
+) -> list[Runner]:
+    """Start our runners; peers are compared with the first.
+
+    Args:
+        options: the options of the benchmark.
+        images: file to which the first writes the training set, or "".
+        start: starts a `Runner` of these arguments.
+
+    Raises:
+        InputError: a runner refuses its options.
+    """
+    run, runners = options.run, []
+    numbers = parse_tower_numbers(options.num_towers) or default_numbers(run.devices)
+    plan = [(n, "strong", run.batch_size) for n in reversed(numbers)]
+    plan += [(n, "weak", run.batch_size * n) for n in reversed(numbers) if n > 1]
+    for num_towers, scaling, batch_size in plan:
+        changes = {"dataset": options.dataset, "num_towers": num_towers, "batch_size": batch_size}
+        if run.devices.strip().lower() == "cpu":
+            changes["visible_gpus"] = run.visible_gpus or "none"  # left to others
+        else:
+            changes["devices"] = ",".join(run.devices.split(",")[:num_towers])
+        changed = dataclasses.asdict(dataclasses.replace(run, **changes))
+        config = {"options": changed, "export": "" if runners else images}
+        name = f"{count(num_towers, 'tower')}, {scaling}, batch size {batch_size}"
+        runner = start(name, ["-m", "towers.commands.benchmark.own_run"], config, scaling)
+        if "skipped" in runner.ready:
+            raise InputError(runner.ready["skipped"])
+        runners.append(runner)
+    return runners
+
+
+def _peer_config(
+    options: BenchmarkOptions, name: str, ours: dict[str, Any], images: str
+) -> dict[str, Any]:
+    run = options.run
+    return {option: getattr(run, option) for option in PEER_OPTIONS.split()} | {
+        "model_args": run.model_keywords(),
+        "image_shape": ours["image_shape"],
+        "num_classes": ours["num_classes"],
+        "batch_size": ours["batch_size"],
+        "num_devices": 1 if name == "fit" else ours["num_towers"],
+        "gpus": ours["devices"][0].startswith("/gpu"),
+        "data": images,
+        "augment": ours["augment"],
+        "own_layers": name == "mirrored_own_layers",
+    }
 
 
 def default_numbers(named: str) -> list[int]:

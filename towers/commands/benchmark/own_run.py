@@ -3,7 +3,7 @@ r"""The process of one of our own configurations, which `towers benchmark` measu
     python -m towers.commands.benchmark.own_run \
         '{"options": {"num_towers": 2, ...}, "export": ""}'
 
-`runners` describes the lines that it reads and prints. The control is each tower's forward and
+`runner` describes the lines that it reads and prints. The control is each tower's forward and
 backward pass with weights of its own, without gather, update or input: the speed of perfect scaling
 on this machine.
 """
@@ -38,7 +38,7 @@ WARM_UP_SECONDS = 1.0
 
 
 class OwnRun:
-    """A warmed-up run of one configuration; `ready` describes it."""
+    """A run of one configuration; `ready` describes it."""
 
     def __init__(self, options: Options):
         """Build the run and warm it up."""
@@ -118,10 +118,8 @@ def make_control(run: RunContext) -> Callable[[tf.Tensor], tf.Tensor]:
             copies.append([tf.Variable(v.value, trainable=False) for v in variables])
     batches = run.data.train.train_batches(run.options.batch_size, seed=run.options.seed)
     repeated = iter(tf.data.Dataset.from_tensors(tuple(next(iter(batches)))).repeat())
-    with tf.device("/cpu:0"):
-        sink = tf.Variable(0.0, trainable=False)
 
-    def backward(copied: Sequence[tf.Variable], *part: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+    def backward(copied: Sequence[tf.Variable], *part: tf.Tensor) -> tf.Tensor:
         pairs = [(v, tf.convert_to_tensor(copy)) for v, copy in zip(variables, copied, strict=True)]
         weights = [value for v, value in pairs if id(v) in trainable]
         with (
@@ -133,32 +131,25 @@ def make_control(run: RunContext) -> Callable[[tf.Tensor], tf.Tensor]:
             tape.watch(weights)
             loss = tf.reduce_sum(run.task.loss(*part))
         with keras.StatelessScope():  # recomputed layers may assign again
-            return loss, tape.gradient(loss, weights)
-
-    def sum_of_first_elements(results: Sequence[Any]) -> tf.Tensor:
+            results = [loss, *tape.gradient(loss, weights)]
         # Use every result: TensorFlow prunes ops whose values are unused, even with a control
         # dependency on them.
-        sums = []
-        for device, result in zip(builder.devices, results, strict=True):
-            leaves = tf.nest.flatten(result, expand_composites=True)
-            with tf.device(device):
-                firsts = [tf.reshape(leaf, [-1])[:1] for leaf in leaves if leaf is not None]
-                numbers = [tf.cast(first, tf.float32) for first in firsts]
-                sums.append(tf.reduce_sum(tf.concat(numbers, axis=0)))
-        return tf.add_n(sums)
+        leaves = tf.nest.flatten(results, expand_composites=True)
+        firsts = [tf.reshape(leaf, [-1])[:1] for leaf in leaves if leaf is not None]
+        numbers = [tf.cast(first, tf.float32) for first in firsts]
+        return tf.reduce_sum(tf.concat(numbers, axis=0))
 
     @tf.function(autograph=False)
     def loop(iterator: tf.data.Iterator, num_steps: tf.Tensor) -> tf.Tensor:
-        def body(i: tf.Tensor) -> list[tf.Tensor]:
+        def body(i: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             with tf.device("/cpu:0"):
                 example, draws = iterator.get_next()
-            results = builder.map(backward, PerTower(copies), *example, draws)
-            sink.assign_add(sum_of_first_elements(results))
-            return [i + 1]
+            sums = builder.map(backward, PerTower(copies), *example, draws)
+            with tf.device("/cpu:0"):
+                return i + 1, tf.add_n([total, *sums])
 
-        start = [tf.constant(0)]
-        tf.while_loop(lambda i: i < num_steps, body, start, parallel_iterations=1)
-        return sink.read_value()
+        start = tf.constant(0), tf.constant(0.0)
+        return tf.while_loop(lambda i, _: i < num_steps, body, start, parallel_iterations=1)[1]
 
     return lambda num_steps: loop(repeated, num_steps)
 
@@ -204,7 +195,7 @@ def main(config: dict[str, Any]) -> None:
         if config["export"]:
             export(own_run.run.data.train, config["export"])
     except InputError as error:
-        print(json.dumps({"refused": str(error)}), file=answers)
+        print(json.dumps({"skipped": str(error)}), file=answers)
         return
     except RunError as error:
         sys.exit(str(error))

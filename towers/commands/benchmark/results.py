@@ -7,20 +7,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from towers.commands.benchmark.options import BenchmarkOptions
-from towers.commands.benchmark.runners import InterleavedRuns
+from towers.commands.benchmark.runner import Runner
 from towers.devices import host
 from towers.formatting import count, markdown
 
-_COPIED = "num_towers scaling batch_size devices shared peak_memory_mib".split()
+_COPIED = "num_towers batch_size devices shared peak_memory_mib".split()
 
 
-def collect(runs: InterleavedRuns) -> dict[str, Any]:
-    """Return the result of a benchmark, and end its peers."""
-    results = [result_of(runner.ready, runner.windows) for runner in runs.own]
-    ready, ours = runs.own[-1].ready, runs.own[-1].windows[""]
-    ratios = {peer.name: _ratios(peer.windows[""], ours) for peer in runs.peers}
+def collect(runners: Sequence[Runner]) -> dict[str, Any]:
+    """Return the result of a benchmark, and end the other programs.
+
+    Args:
+        runners: after their turns; peers are compared with the first.
+    """
+    ready, ours = runners[0].ready, runners[0].windows[""]
+    own = [result_of(runner) for runner in runners if runner.scaling]
+    failed = {r.name: r.failed for r in runners if r.failed}
+    skipped = {r.name: r.ready["skipped"] for r in runners if "skipped" in r.ready}
+    peers = [r for r in runners if not (r.scaling or r.failed or r.name in skipped)]
+    ratios = {peer.name: _ratios(peer.windows[""], ours) for peer in peers}
     return {
-        "results": sorted(results, key=lambda r: (r["scaling"], r["num_towers"])),
+        "results": sorted(own, key=lambda r: (r["scaling"], r["num_towers"])),
         "ratios": {name: ratio["median"] for name, ratio in ratios.items()},
         "ratio_ranges": ratios,
         "peers": {
@@ -29,7 +36,7 @@ def collect(runs: InterleavedRuns) -> dict[str, Any]:
                 "peak_memory_mib": peer.finish(),
                 "versions": peer.ready["versions"],
             }
-            for peer in runs.peers
+            for peer in peers
         },
         "machine": {
             "processor": host.processor(),
@@ -39,8 +46,19 @@ def collect(runs: InterleavedRuns) -> dict[str, Any]:
             "device_names": ready["device_names"],
         },
         "versions": ready["versions"],
-        "skipped": runs.skipped,
-        "failed": runs.failed,
+        "skipped": skipped,
+        "failed": failed,
+    }
+
+
+def result_of(runner: Runner) -> dict[str, Any]:
+    """Return the entry of a runner of ours in "results"."""
+    ready, windows = runner.ready, runner.windows
+    return {name: ready[name] for name in _COPIED} | {
+        "scaling": runner.scaling,
+        "examples_per_second": _rates(ready, windows[""]),
+        "control": _rates(ready, windows["control"]),
+        "efficiency": _ratios(windows["control"], windows[""])["median"],
     }
 
 
@@ -53,20 +71,6 @@ def _ratios(longer: Sequence[float], shorter: Sequence[float]) -> dict[str, floa
 def _rates(ready: Mapping[str, Any], seconds: Sequence[float]) -> dict[str, float]:
     """Return median, min and max of examples/s, from each window's seconds per step."""
     return _ratios([ready["batch_size"]] * len(seconds), seconds)
-
-
-def result_of(ready: Mapping[str, Any], windows: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return one configuration's entry in "results".
-
-    Args:
-        ready: `Runner.ready` of it, with "scaling".
-        windows: `Runner.windows` of it.
-    """
-    return {name: ready[name] for name in _COPIED} | {
-        "examples_per_second": _rates(ready, windows[""]),
-        "control": _rates(ready, windows["control"]),
-        "efficiency": _ratios(windows["control"], windows[""])["median"],
-    }
 
 
 def lines(options: BenchmarkOptions, result: Mapping[str, Any]) -> Iterator[str]:

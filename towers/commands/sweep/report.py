@@ -120,7 +120,14 @@ def closing_lines(result: Mapping[str, Any]) -> list[str]:
         test = result["objective"].startswith("test_")
         where = "on the test set" if test else "on the validation data"
         note = f"{objective}: {where}, of the moving average where there is one; mean over n seeds"
-        lines += ["", *table_lines(result["summary"], objective), "", note]
+        names, rows = list(result["summary"][0]["flags"]), []
+        for row in result["summary"]:
+            spread, rate = row["objective"] or {}, row["examples_per_second"] or {}
+            cells = [text_of(row["flags"][name]) for name in names]
+            cells += [_digits(spread.get(key)) for key in ("mean", "std", "min", "max")]
+            rows.append([*cells, row["finished"], _digits(rate.get("mean"), 1), row["failed"]])
+        header = [*names, objective, "std", "min", "max", "n", "examples/s", "failed"]
+        lines += ["", *table(header, rows), "", note]
         lines += [result["note"]] if result["note"] else []
     if best := result["best"]:
         flags = describe(best["flags"]) or "as the flags are"
@@ -130,23 +137,6 @@ def closing_lines(result: Mapping[str, Any]) -> list[str]:
         done = f"{result['finished']} of {result['total']} runs are finished"
         lines.append(f"stopped     {done}; the same command goes on")
     return lines
-
-
-def table_lines(rows: Sequence[Mapping[str, Any]], objective: str) -> list[str]:
-    """Return the lines of the table of a sweep.
-
-    Args:
-        rows: rows of `summarise`.
-        objective: heading of the metric's column.
-    """
-    names = list(rows[0]["flags"])
-    lines = []
-    for row in rows:
-        spread, rate = row["objective"] or {}, row["examples_per_second"] or {}
-        figures = [_digits(spread.get(key)) for key in ("mean", "std", "min", "max")]
-        ends = [row["finished"], _digits(rate.get("mean"), 1), row["failed"]]
-        lines.append([text_of(row["flags"][name]) for name in names] + figures + ends)
-    return table([*names, objective, "std", "min", "max", "n", "examples/s", "failed"], lines)
 
 
 def _digits(value: float | None, number: int = 4) -> str | None:

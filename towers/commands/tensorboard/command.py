@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from towers.errors import InputError
-from towers.options.fields import CheckedOptions, option
+from towers.options.fields import check_values, option
 from towers.options.flags import NO_TRAIN_DIR
 from towers.options.run import Options
 
@@ -20,7 +20,7 @@ SAMPLES = "scalars=1000000,images=50,histograms=200"
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorboardOptions(CheckedOptions):
+class TensorboardOptions:
     """Options of `towers tensorboard`; `run` holds the other flags of a flagfile."""
 
     run: Options = dataclasses.field(default_factory=Options)
@@ -32,8 +32,9 @@ class TensorboardOptions(CheckedOptions):
         "given, the next free one; 0: any free one.", minimum=0, maximum=65535,
     )  # fmt: skip
 
-    def check(self) -> None:
-        """Raise InputError if there is nothing to show."""
+    def __post_init__(self) -> None:
+        """Raise InputError for a value out of range, or if there is nothing to show."""
+        check_values(self)
         there = f"--train_dir={self.train_dir}: there are"
         try:
             has_events = any(glob.iglob("**/*tfevents*", root_dir=self.train_dir, recursive=True))
@@ -66,7 +67,6 @@ def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict
 
 def start(options: TensorboardOptions) -> str:
     """Start a server in threads of this process; return its URL."""
-    options.check()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it may load TensorFlow; leave the GPUs to runs
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from tensorboard import default, program
