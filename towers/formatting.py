@@ -52,6 +52,16 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def first_of(texts: Sequence[str], most: int = 5) -> str:
+    """Return the first texts on one line, as "a, b, ...".
+
+    Args:
+        texts: any number.
+        most: how many are shown.
+    """
+    return ", ".join(texts[:most]) + ", ..." * (len(texts) > most)
+
+
 # Text that TensorFlow puts around the actual message, such as the traceback of the op.
 _AROUND = re.compile(
     r'(?m)^Graph execution error.*|^Detected at node.*\n(\s*(File ".*", line \d+.*)?\n)*|^<stack.*'

@@ -47,17 +47,14 @@ def as_arrays(name: str, parts: Sequence[object]) -> Structure:
     with np.errstate(over="ignore"):  # of float64: becomes an infinity
         result = stored(example, stored_spec(tf.nest.map_structure(spec_of, example)))
     for (path, array), (_, original) in zip(leaves(result), leaves(example), strict=True):
-        if array.dtype.kind == "f":
-            finite = np.isfinite(array).reshape(len(array), -1).all(axis=1)
-            row = int(np.argmin(finite))
-            where = f"{name} {path}: row {row} (counted from 0) has"
-            if not finite[row] and np.isfinite(np.asarray(original[row], float)).all():
-                raise InputError(
-                    f"{where} a number beyond {array.dtype.name}, "
-                    f"{np.finfo(array.dtype).max:.1e}: scale these, or leave that row out"
-                )
-            if not finite[row]:
-                raise InputError(f"{where} a NaN or an infinity")
+        if array.dtype.kind != "f" or np.isfinite(array).all():
+            continue
+        row = int(np.argmin(np.isfinite(array).reshape(len(array), -1).all(axis=1)))
+        has = "a NaN or an infinity"
+        if np.isfinite(np.asarray(original[row], float)).all():
+            most = f"{array.dtype.name}, {np.finfo(array.dtype).max:.1e}"
+            has = f"a number beyond {most}: scale these, or leave that row out"
+        raise InputError(f"{name} {path}: row {row} (counted from 0) has {has}")
     return result
 
 

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -30,6 +31,7 @@ from towers.data import arrays, augment_ops
 from towers.data.pipeline import NUM_DRAWS as NUM_DRAWS
 from towers.data.pipeline import Data, Structure
 from towers.errors import InputError
+from towers.formatting import first_of
 from towers.options.augmentation import BASES as names
 from towers.options.augmentation import parse
 
@@ -125,7 +127,7 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
         if data.columns:
             sources = collections.Counter(column.partition("=")[0] for column in data.columns)
             named_sources = [f"{n} ({num} texts)" if num > 1 else n for n, num in sources.items()]
-            lines[0] += f", not scaled: {_some(named_sources)}"
+            lines[0] += f", not scaled: {first_of(named_sources, _SHOWN)}"
         if isinstance(x, tf.TensorSpec) and x.shape.rank == 2 and x.dtype == tf.uint8:
             lines[0] += "; as images they would need an axis of channels, x[..., None]"
     else:
@@ -138,14 +140,10 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
     if data.num_classes:
         plural = "es" * (data.num_classes > 1)
         names = [repr(name) if "," in name else name for name in data.class_names]
-        lines.append(f"targets     {data.num_classes} class{plural}: {_some(names)}")
+        lines.append(f"targets     {data.num_classes} class{plural}: {first_of(names, _SHOWN)}")
     elif rest:
         lines.append(f"targets     {named(rest[0])}")
     return lines + [f"weights     {named(weights)}" for weights in rest[1:]]
-
-
-def _some(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:_SHOWN]) + ", ..." * (len(texts) > _SHOWN)
 
 
 def train_images(
@@ -168,16 +166,16 @@ def train_images(
     def augmented(images: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
         if plan.base in ("none", "off") and not plan.parts:
             return eval_images(images, plan.base, dtype)
-        stored, contrast = images.dtype, 1.0
+        stored, standardise = images.dtype, _standardised
         if plan.base != "none":
             images = _random_crop_and_flip(images, draws, plan.base)
         images = augment_ops.on_values(tf.cast(images, dtype), draws, plan, stored)
         if plan.base == "tutorial":
             low, high = _CONTRAST_RANGE
             contrast = low + (high - low) * tf.cast(draws[:, _CONTRAST], dtype)[:, None, None, None]
-        return augment_ops.on_standardised(
-            _scaled(images, plan.base, stored, contrast), draws, plan
-        )
+            standardise = functools.partial(_standardised, contrast=contrast)
+        images = _scaled(images, plan.base, stored, standardise)
+        return augment_ops.on_standardised(images, draws, plan)
 
     if not plan.mixes:
         return augmented(images, draws)
@@ -187,13 +185,22 @@ def train_images(
     )
 
 
-def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32) -> tf.Tensor:
+def eval_images(
+    images: tf.Tensor,
+    kind: str,
+    dtype: tf.DType | str = tf.float32,
+    cast: Callable = tf.cast,
+    standardise: Callable | None = None,
+) -> tf.Tensor:
     """Prepare a batch for evaluation: `train_images` without randomness.
 
     Args:
-        images: `[b, H, W, C]`, uint8 or float.
+        images: `[b, H, W, C]`, uint8 or float; with the two functions below also symbolic.
         kind: one of `names`; parts after it have no effect.
         dtype: of the result and of all arithmetic.
+        cast: `tf.cast` or a function like it.
+        standardise: `tf.image.per_image_standardization` of batches of any float, or a function
+            like it; None: TensorFlow's ops.
 
     Raises:
         ValueError: `kind` is unknown, or "auto".
@@ -201,7 +208,8 @@ def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32
     height, width, _ = output_shape(images.shape[1:], kind)
     top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
     images = images[:, top : top + height, left : left + width]
-    return _scaled(tf.cast(images, dtype), parse(kind).base, images.dtype)
+    base, stored = parse(kind).base, images.dtype
+    return _scaled(cast(images, dtype), base, stored, standardise or _standardised)
 
 
 def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int, int]:
@@ -288,18 +296,18 @@ def _crop_by_transform(
     )
 
 
-def _scaled(
-    images: tf.Tensor, base: str, stored: tf.DType, contrast: tf.Tensor | float = 1.0
-) -> tf.Tensor:
-    """Return images in the range of the model's inputs; `stored` is their dtype in the data set.
+def _scaled(images: tf.Tensor, base: str, stored: Any, standardise: Callable) -> tf.Tensor:
+    # In the range of the model's inputs; `stored` is their dtype in the data set.
+    if base == "shift" and stored == "uint8":
+        return (images - 128.0) / 64.0  # exact, in any way
+    return images if base in ("off", "shift") else standardise(images)
 
-    Standardisation is `tf.image.adjust_contrast`, then `tf.image.per_image_standardization`, in one
-    pass less: the adjusted image's mean and variance follow from those of its channels.
+
+def _standardised(images: tf.Tensor, contrast: tf.Tensor | float = 1.0) -> tf.Tensor:
+    """Apply `tf.image.adjust_contrast`, then `tf.image.per_image_standardization`.
+
+    In one pass less: the adjusted image's mean and variance follow from those of its channels.
     """
-    if base == "off":
-        return images
-    if base == "shift":
-        return (images - 128.0) / 64.0 if stored == tf.uint8 else images  # exact, in any way
     height, width, channels = images.shape[1:]
     num = height * width * channels
     channel_mean = tf.reduce_mean(images, [1, 2], keepdims=True)

@@ -62,9 +62,7 @@ class Cifar:
         """
         from towers.data.pipeline import ArraySplit, Data  # `find` needs no TensorFlow
 
-        if not self.find(data_dir):
-            self._download(data_dir)
-        paths = self.find(data_dir)
+        paths = self.find(data_dir) or self._download(data_dir)
         try:
             images, labels, differing = map(list, zip(*map(self.read, paths), strict=True))
         except InputError as error:
@@ -115,8 +113,9 @@ class Cifar:
         Raises:
             InputError: the file is damaged; it is named.
         """
-        name, num = os.path.basename(path), self.num_records
-        most = _MOST_OF_A_PICKLE * max(num.values()) * _PICTURE_BYTES
+        name = os.path.basename(path)
+        num, most = self.num_records[name.removesuffix(".bin")], max(self.num_records.values())
+        most *= _MOST_OF_A_PICKLE * _PICTURE_BYTES
         try:
             check_is_file(path)
             with open(path, "rb") as file:
@@ -127,7 +126,7 @@ class Cifar:
         if len(content) > most:
             raise InputError(f"{path} has more than {most:,} bytes")
         read = self._binary if path.endswith(".bin") else self._pickle
-        planes, columns = read(path, content, num[name.removesuffix(".bin")])
+        planes, columns = read(path, content, num)
         for column, (key, num_classes) in zip(columns, self.labels.items(), strict=True):
             wrong = np.flatnonzero((column < 0) | (column >= num_classes))
             if wrong.size:
@@ -143,13 +142,13 @@ class Cifar:
 
     def _binary(self, path: str, content: bytes, num: int) -> tuple[np.ndarray, np.ndarray]:
         # The pictures' planes, uint8 [N, 3072], and a row of labels for each key.
-        num_labels, size = len(self.labels), len(self.labels) + _PICTURE_BYTES
+        size = len(self.labels) + _PICTURE_BYTES
         if len(content) != num * size:
             raise InputError(
                 f"{path} has {len(content):,} bytes; expected {num:,} records of {size} bytes"
             )
         records = np.frombuffer(content, np.uint8).reshape(-1, size)
-        return records[:, num_labels:], records[:, :num_labels].T
+        return records[:, -_PICTURE_BYTES:], records[:, :-_PICTURE_BYTES].T
 
     def _pickle(self, path: str, content: bytes, num: int) -> tuple[np.ndarray, np.ndarray]:
         expected = f"data, uint8 [{num}, {_PICTURE_BYTES}], and as many {' and '.join(self.labels)}"
@@ -168,7 +167,7 @@ class Cifar:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise InputError(f"{path} is no pickle of {self.title}: {reason}") from None
 
-    def _download(self, data_dir: str) -> None:
+    def _download(self, data_dir: str) -> list[str]:
         import keras
 
         folder = os.path.join(data_dir, self.folder)
@@ -179,17 +178,13 @@ class Cifar:
                 contextlib.redirect_stdout(sys.stderr),  # where the JSON of --json is not
             ):
                 path = keras.utils.get_file(
-                    "archive",
-                    self.url,
-                    cache_dir=temporary,
-                    cache_subdir="",
-                    file_hash=self.md5,
-                    hash_algorithm="md5",
-                    extract=True,
-                )
+                    "archive", self.url, cache_dir=temporary, cache_subdir="", extract=True,
+                    file_hash=self.md5, hash_algorithm="md5",
+                )  # fmt: skip
                 # In one move, when it is complete; another process may have done it meanwhile.
                 if not self.find(data_dir):
                     os.replace(os.path.join(path, self.folder), folder)
+                return self.find(data_dir)
         except Exception as error:  # Keras raises many kinds, the plain Exception among them
             reason = " ".join(str(error).split()) or type(error).__name__
             first, *_, last = self.num_records
@@ -214,7 +209,7 @@ def _folders(top: str) -> Iterator[tuple[str, list[str]]]:
 
 _FILES_OF_10 = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 _CLASSES_OF_10 = "airplane automobile bird cat deer dog frog horse ship truck"
-_FINE = (
+_FINE = (  # of the 100, and below their 20 groups
     "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus "
     "butterfly camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch "
     "crab crocodile cup dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo "
@@ -232,28 +227,23 @@ _COARSE = (
     "vehicles_2"
 )
 _HOME = "https://www.cs.toronto.edu/~kriz"
-
-
-def _of_100(name: str, class_names: str, key: str) -> Cifar:
-    return Cifar(
-        name,
-        "CIFAR-100",
-        tuple(class_names.split()),
-        num_records={"train": 50_000, "test": 10_000},
-        labels={"coarse_labels": 20, "fine_labels": 100},
-        key=key,
-        url=f"{_HOME}/cifar-100-binary.tar.gz",
-        md5="03b5dce01913d631647c71ecec9e9cb8",
-        folder="cifar-100-binary",
-        # The sums of the binary files have one public source only and are left out.
-        md5_of={
-            "train": "16019d7e3df5f24257cddd939b257f8d",
-            "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
-        },
-        sign="cifar",
-    )
-
-
+_SET_OF_100 = Cifar(
+    "cifar100",
+    "CIFAR-100",
+    tuple(_FINE.split()),
+    num_records={"train": 50_000, "test": 10_000},
+    labels={"coarse_labels": 20, "fine_labels": 100},
+    key="fine_labels",
+    url=f"{_HOME}/cifar-100-binary.tar.gz",
+    md5="03b5dce01913d631647c71ecec9e9cb8",
+    folder="cifar-100-binary",
+    # The sums of the binary files have one public source only and are left out.
+    md5_of={
+        "train": "16019d7e3df5f24257cddd939b257f8d",
+        "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
+    },
+    sign="cifar",
+)
 SETS = {
     "cifar10": Cifar(
         "cifar10",
@@ -280,6 +270,8 @@ SETS = {
             "test_batch": "40351d587109b95175f43aff81a1287e",
         },
     ),
-    "cifar100": _of_100("cifar100", _FINE, "fine_labels"),
-    "cifar100_coarse": _of_100("cifar100_coarse", _COARSE, "coarse_labels"),
+    "cifar100": _SET_OF_100,
+    "cifar100_coarse": dataclasses.replace(
+        _SET_OF_100, name="cifar100_coarse", class_names=tuple(_COARSE.split()), key="coarse_labels"
+    ),
 }

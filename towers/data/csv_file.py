@@ -20,11 +20,10 @@ from towers import files
 from towers.data import user_data
 from towers.data.pipeline import Data
 from towers.errors import InputError
-from towers.formatting import is_number
+from towers.formatting import first_of, is_number
 
 _MAX_CLASSES = 1000
 _MAX_LINE = 2**24  # characters
-_SHOWN = 5  # names of columns in a line
 _FIRST_LINE = "the first line names the columns, with commas between them"
 _COMMAS = "write commas between them"
 _OWN_CODE = "read the file in a function of your own, --dataset=my_data:load"
@@ -55,7 +54,7 @@ def load(dataset: str, paths: Sequence[str], target: str, categories: str) -> Da
     for name in targets:
         if name not in train.places:
             raise InputError(
-                f"--target={target}: {paths[0]} has no column {name!r}; it has {_some(names)}"
+                f"--target={target}: {paths[0]} has no column {name!r}; it has {first_of(names)}"
             )
     features = [name for name in names if name not in targets]
     if not features:
@@ -66,12 +65,17 @@ def load(dataset: str, paths: Sequence[str], target: str, categories: str) -> Da
         if name not in features or clash:
             has = f"a column {clash[0]!r}" if clash else f"no feature {name!r}"
             raise InputError(
-                f"--categories={categories}: {paths[0]} has {has}; it has {_some(features)}"
+                f"--categories={categories}: {paths[0]} has {has}; it has {first_of(features)}"
             )
         of_categories[name] = [f"{name}={text}" for text in train._texts(name, "category")]
     others = [name for name in features if name not in of_categories]
     if texts := [name for name in others if not any(map(is_number, train.column(name)))]:
-        raise train._no_numbers(texts[0], [*of_categories, *texts])
+        cell = train.column(texts[0])[0]
+        raise InputError(
+            f"{train.path}, line {train.lines[0]}, column {texts[0]}: {cell!r} is text, and "
+            f"features are numbers; type --categories={','.join([*of_categories, *texts])}, leave "
+            f"the column out, write numbers in it, or {_OWN_CODE}"
+        )
     columns = [column for name in features for column in of_categories.get(name, [name])]
     y, class_names, no_classes = _targets(tables, targets)
     x = [table.features(columns, of_categories) for table in tables]
@@ -128,7 +132,7 @@ class CsvTable:
                     empty = ": its first line is empty" if first else " is empty"
                     raise InputError(f"{path}{empty}; {_FIRST_LINE}")
                 if all(map(is_number, self.names)):
-                    problem = f"the first line is numbers, {_some(self.names)}"
+                    problem = f"the first line is numbers, {first_of(self.names)}"
                     raise InputError(f"{path}: {problem}; {_FIRST_LINE}")
                 for row in filter(None, rows):  # an empty line is none
                     self._rows.append(row)
@@ -179,7 +183,7 @@ class CsvTable:
     def column(self, name: str) -> list[str]:
         """Return the cells of a column; raise InputError if it is missing or a cell is empty."""
         if name not in self.places:
-            raise InputError(f"{self.path} has no column {name}; it has {_some(self.names)}")
+            raise InputError(f"{self.path} has no column {name}; it has {first_of(self.names)}")
         cells = [row[self.places[name]].strip() for row in self._rows]
         if "" in cells:
             rows = sum("" in map(str.strip, row) for row in self._rows)
@@ -206,7 +210,7 @@ class CsvTable:
             if cell not in places:
                 raise InputError(
                     f"{self.path}, line {line}, column {name}: {cell!r} is in none of the training "
-                    f"examples; they have {_some(list(map(repr, known)))}: write one of them, or "
+                    f"examples; they have {first_of([*map(repr, known)])}: write one of them, or "
                     "leave the row out"
                 )
         return np.array([places[cell] for cell in cells], np.int32)
@@ -241,14 +245,3 @@ class CsvTable:
             f"{self.path}, line {self.lines[wrong[0]]}, column {name}: {cells[wrong[0]]!r} is no "
             "finite number; mend it"
         )
-
-    def _no_numbers(self, name: str, categories: Sequence[str]) -> InputError:
-        return InputError(
-            f"{self.path}, line {self.lines[0]}, column {name}: {self.column(name)[0]!r} is text, "
-            f"and features are numbers; type --categories={','.join(categories)}, leave the column "
-            f"out, write numbers in it, or {_OWN_CODE}"
-        )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)

@@ -21,7 +21,7 @@ from towers.data.pipeline import ArraySplit, Split, Structure
 from towers.devices import memory, remote
 
 _SHARE = 0.25  # of a device's free memory
-_STORED_DTYPE = {tf.int32: tf.int64}  # TensorFlow cannot gather int32 on a GPU
+_STORED_DTYPE = {tf.int32: tf.int64}  # else as it is: TensorFlow cannot gather int32 on a GPU
 _CHUNK_BYTES = 64 * 2**20  # sent at once to another machine: a message must have less than 2 GiB
 
 
@@ -87,8 +87,10 @@ def cache_on_devices(split: Split, names: Sequence[str]) -> DeviceCache | None:
 
 def num_bytes(split: ArraySplit) -> int:
     """Return the bytes of a split on a device."""
-    leaves = tf.nest.flatten(split.spec)
-    return split.size * sum(s.shape.num_elements() * _stored_dtype(s.dtype).size for s in leaves)
+    row_bytes = 0
+    for leaf in tf.nest.flatten(split.spec):
+        row_bytes += leaf.shape.num_elements() * _STORED_DTYPE.get(leaf.dtype, leaf.dtype).size
+    return split.size * row_bytes
 
 
 def _free(name: str, limits: dict[str, int]) -> float:
@@ -106,12 +108,8 @@ def _free_on_host(worker: str) -> int:
     return int(match[1]) * 2**10 if match else 0
 
 
-def _stored_dtype(dtype: tf.DType) -> tf.DType:
-    return _STORED_DTYPE.get(dtype, dtype)
-
-
 def _copy(array: tf.Tensor, home: str) -> tf.Variable:
-    dtype = _stored_dtype(array.dtype)
+    dtype = _STORED_DTYPE.get(array.dtype, array.dtype)
     with tf.device(home):
         if not machine_of(home):
             return tf.Variable(tf.cast(array, dtype), trainable=False)

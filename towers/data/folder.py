@@ -17,6 +17,7 @@ from towers.data import encoded_images
 from towers.data.pipeline import Data
 from towers.data.registry import DATA_SETS
 from towers.errors import InputError
+from towers.formatting import first_of
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
 _EXPECTED = f"expected {DATA_SETS['folder'].layout}"
@@ -35,27 +36,24 @@ def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data
             not, sizes differ and `size` is None, or a decoded image is damaged.
     """
     train = os.path.join(folder, "train")
-    tests = [name for name in ("test", "validation", "val")
-             if os.path.isdir(os.path.join(folder, name))]  # fmt: skip
-    if not tests:
-        missing = "test, validation or val"
-        if not os.path.isdir(train):
-            missing = f"train, and none named {missing}"
+    names = [n for n in ("test", "validation", "val") if os.path.isdir(os.path.join(folder, n))]
+    if not names:
+        missing = "" if os.path.isdir(train) else "train, and none named "
         raise InputError(
-            f"--data_dir={folder} has no folder {missing}; {_EXPECTED}: put a part of each class's "
-            "images into test"
+            f"--data_dir={folder} has no folder {missing}test, validation or val; {_EXPECTED}: put "
+            "a part of each class's images into test"
         )
-    paths = {"train": train, "test": os.path.join(folder, tests[0])}
-    if tests[0] == "test" and len(tests) > 1:
-        paths["validation"] = os.path.join(folder, tests[1])
+    paths = {"train": train, "test": os.path.join(folder, names[0])}
+    if names[0] == "test" and len(names) > 1:
+        paths["validation"] = os.path.join(folder, names[1])
     class_names, sources = _class_names(train), {}
     for split, path in paths.items():
         names, labels = [], []
         for name in _class_names(path):
             of_class = os.path.join(path, name)
             if name not in class_names:
-                some = ", ".join(class_names[:5]) + ", ..." * (len(class_names) > 5)
-                raise InputError(f"{of_class} is a class that {train} has not; it has {some}")
+                has = first_of(class_names)
+                raise InputError(f"{of_class} is a class that {train} has not; it has {has}")
             images = [image[len(path) + 1 :] for image in images_below(of_class)]
             if not images:
                 raise InputError(
@@ -87,10 +85,10 @@ class _ImageFiles:
         start = os.path.join(folder, self._folder, "")
         names = encoded_images.on_program_host(self._names.tolist())
 
-        def path(row: tf.Tensor) -> tf.Tensor:
-            return start + tf.gather(names, row)
-
-        return encoded_images.Reader(lambda row: tf.io.read_file(path(row)), path)
+        return encoded_images.Reader(
+            read=lambda row: tf.io.read_file(start + tf.gather(names, row)),
+            path=lambda row: start + tf.gather(names, row),
+        )
 
     def sample_rows(self, num: int) -> np.ndarray:
         return encoded_images.evenly_spaced(len(self.labels), num)

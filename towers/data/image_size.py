@@ -25,8 +25,17 @@ def check_pixels(name: str, content: bytes, most: int) -> None:
         InputError: it names the image, its pixels and the flag.
         ValueError: the header cannot be read.
     """
+    pictures = 1
     try:
-        width, height, pictures = _size(content)
+        if content.startswith(b"\x89PNG"):  # Pillow would also read text chunks
+            width, height = struct.unpack_from(">II", content, 16)
+        else:
+            (kind,) = (kind for start, kind in _PLUGINS.items() if content.startswith(start))
+            plugin = importlib.import_module(f"PIL.{kind}ImagePlugin")
+            with getattr(plugin, f"{kind}ImageFile")(io.BytesIO(content)) as image:
+                width, height = image.size
+                # To reach the first picture of a GIF, a decoder reads all of them.
+                pictures = image.n_frames if kind == "Gif" else 1
     except Exception:  # Pillow raises many kinds
         raise ValueError("no PNG, JPEG, BMP, GIF or WebP, or its header is damaged") from None
     pixels = width * height * pictures
@@ -36,13 +45,3 @@ def check_pixels(name: str, content: bytes, most: int) -> None:
             f"{name} has {pixels:,} pixels, {height}x{width} (height x width){several}, and "
             f"--max_image_pixels={most:,} are allowed: make it smaller, or allow more"
         )
-
-
-def _size(content: bytes) -> tuple[int, int, int]:
-    if content.startswith(b"\x89PNG"):  # at a fixed offset: Pillow would also read text chunks
-        return *struct.unpack_from(">II", content, 16), 1
-    (kind,) = (kind for start, kind in _PLUGINS.items() if content.startswith(start))
-    plugin = importlib.import_module(f"PIL.{kind}ImagePlugin")
-    with getattr(plugin, f"{kind}ImageFile")(io.BytesIO(content)) as image:
-        # To reach the first picture of a GIF, a decoder reads all of them.
-        return *image.size, image.n_frames if kind == "Gif" else 1

@@ -79,16 +79,17 @@ def load(
         if value and kind != "csv_file":
             raise InputError(f"--{flag} is for --dataset=FILE.csv, not {dataset}: leave it out")
     module = importlib.import_module(f"towers.data.{kind}")
-    if kind == "csv_file":
-        data = module.load(dataset, paths, target, categories)
-    elif kind in ("npz", "user_data"):
-        data = module.load(dataset, *paths)
-    elif kind == "cifar":
-        data = module.SETS[dataset].load(*paths)
-    elif kind == "shapes":
-        data = module.load(*paths)
-    else:
-        data = module.load(*paths, image_size, max_image_pixels or Options.max_image_pixels)
+    if kind == "cifar":
+        module = module.SETS[dataset]
+    most = max_image_pixels or Options.max_image_pixels
+    arguments = {
+        "csv_file": (dataset, paths, target, categories),
+        "npz": (dataset, *paths),
+        "user_data": (dataset,),
+        "folder": (*paths, image_size, most),
+        "tfrecord": (*paths, image_size, most),
+    }
+    data = module.load(*arguments.get(kind, paths))
     if not validation_fraction:
         return data
     if data.validation:
@@ -141,27 +142,25 @@ def cache_dir() -> str:
 
 def _look_up(dataset: str, data_dir: str | None) -> tuple[str, list[str]]:
     # The module that loads a data set, and its files or its folder.
-    names = dataset.lower().split(",")
-    if all(name.endswith(".csv") for name in names):
-        return "csv_file", _files(dataset, data_dir, dataset.split(","))
-    if dataset.lower().endswith((".npz", ".csv")):
-        return dataset[-3:].lower().replace("csv", "csv_file"), _files(dataset, data_dir, [dataset])
+    names, ending = dataset.split(","), dataset[-4:].lower()
+    if ending in (".csv", ".npz"):
+        several = all(name.lower().endswith(".csv") for name in names)
+        paths = _files(dataset, data_dir, names if several else [dataset])
+        return ending[1:].replace("csv", "csv_file"), paths
     if ":" in dataset:
         return "user_data", []
+    if os.path.isdir(dataset) and dataset not in DATA_SETS:
+        raise InputError(
+            f"--dataset={dataset} is a folder: for its images type --dataset=folder "
+            f"--data_dir={dataset}"
+        )
     if dataset not in DATA_SETS:
         close = difflib.get_close_matches(dataset.lower(), DATA_SETS, n=1)
         module = dataset.removesuffix(".py")
         close = [f"{module}:load"] if os.path.isfile(f"{module}.py") else close
-        if os.path.isdir(dataset):
-            raise InputError(
-                f"--dataset={dataset} is a folder: for its images type --dataset=folder "
-                f"--data_dir={dataset}"
-            )
-        raise InputError(
-            f"--dataset={dataset} is unknown"
-            + (f", did you mean {close[0]}?" if close else "")
-            + f"; allowed are {', '.join(DATA_SETS)}, FILE.npz, FILE.csv and module:function"
-        )
+        meant = f", did you mean {close[0]}?" if close else ""
+        allowed = f"{', '.join(DATA_SETS)}, FILE.npz, FILE.csv and module:function"
+        raise InputError(f"--dataset={dataset} is unknown{meant}; allowed are {allowed}")
     path, layout = os.path.expanduser(data_dir or cache_dir()), DATA_SETS[dataset].layout
     if layout and not data_dir:
         raise InputError(f"--dataset={dataset} needs your files; type --data_dir=DIR with {layout}")
@@ -183,9 +182,7 @@ def _files(dataset: str, data_dir: str | None, names: list[str]) -> list[str]:
         paths = [os.path.join(folder, os.path.expanduser(name)) for folder in folders]
         there = [p for p in paths if os.path.exists(p) and not os.path.isdir(p)]
         if not there:
-            raise InputError(
-                f"--dataset={dataset}: there is no file {' or '.join(paths)}; name one "
-                "that is there"
-            )
+            missing = f"there is no file {' or '.join(paths)}"
+            raise InputError(f"--dataset={dataset}: {missing}; name one that is there")
         existing.append(there[0])
     return existing

@@ -183,37 +183,32 @@ class _Arrays:
 
 class _Dataset:
     def __init__(self, name: str, dataset: tf.data.Dataset, size: object = None):
-        self.name, self._dataset = name, dataset
-        self.spec = stored_spec(self._checked_spec(dataset.element_spec))
+        self.name, self._dataset, spec = name, dataset, dataset.element_spec
+        if not isinstance(spec, tuple) or len(spec) not in (1, 2, 3):
+            raise InputError(
+                f"{name} dataset gives {arrays.describe(spec)}; give single examples, (x, y), "
+                "(x, y, sample_weight) or (x,)"
+            )
+        for path, leaf in arrays.leaves(spec):
+            if not (isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined()):
+                element = f"{path} as {arrays.describe(leaf)}"
+                remedy = _REMEDIES.get(type(leaf), _SINGLE)
+                raise InputError(f"{name} dataset gives {element}; {remedy}")
+        x, y, *_ = (*spec, None)
+        image = isinstance(x, tf.TensorSpec) and x.shape.rank == 3 and x.dtype.is_integer
+        if image and x.dtype != tf.uint8 and is_label(y):
+            element = f"x as {arrays.describe(x)}"
+            raise InputError(f"{name} dataset gives {element}; give images as uint8 or float")
         known = int(dataset.cardinality())
-        self.size = known if size is None else size
-        unlike = known not in (self.size, tf.data.UNKNOWN_CARDINALITY)
-        if unlike or not isinstance(self.size, numbers.Integral) or self.size < 1:
+        num = known if size is None else size
+        unlike = known not in (num, tf.data.UNKNOWN_CARDINALITY)
+        if unlike or not isinstance(num, numbers.Integral) or num < 1:
             says = {-1: "is endless", -2: "does not know its size"}
             raise InputError(
                 f"{name} dataset {says.get(known, f'has {known} examples')}, the size given is "
                 f"{size!r}; return (dataset.take(size), size), with 1 example or more"
             )
-        self.size = int(self.size)
-
-    def _checked_spec(self, spec: object) -> Structure:
-        if not isinstance(spec, tuple) or len(spec) not in (1, 2, 3):
-            raise InputError(
-                f"{self.name} dataset gives {arrays.describe(spec)}; give single examples, (x, y), "
-                "(x, y, sample_weight) or (x,)"
-            )
-        for path, leaf in arrays.leaves(spec):
-            known = isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined()
-            if not known:
-                remedy = _REMEDIES.get(type(leaf), _SINGLE)
-                element = f"{path} as {arrays.describe(leaf)}"
-                raise InputError(f"{self.name} dataset gives {element}; {remedy}")
-        x, y, *_ = (*spec, None)
-        image = isinstance(x, tf.TensorSpec) and x.shape.rank == 3 and x.dtype.is_integer
-        if image and x.dtype != tf.uint8 and is_label(y):
-            element = f"x as {arrays.describe(x)}"
-            raise InputError(f"{self.name} dataset gives {element}; give images as uint8 or float")
-        return spec
+        self.spec, self.size = stored_spec(spec), int(num)
 
     def largest_label(self) -> tuple[int, str]:
         labels = self._dataset.map(lambda *example: tf.reshape(tf.cast(example[1], tf.int64), []))

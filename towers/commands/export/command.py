@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import os
 import re
 import shutil
@@ -20,7 +21,6 @@ from towers.commands.export.options import ENDINGS, ExportOptions
 from towers.data import augment
 from towers.errors import InputError, RunError
 from towers.formatting import first_line
-from towers.options import augmentation
 from towers.options.functions import SHIPPED
 from towers.training.load import TrainedModel, load_run
 from towers.training.run.model import floatx_of
@@ -106,28 +106,20 @@ def _raw_model(trained: TrainedModel) -> keras.Model:
 
 
 def eval_images(images: keras.KerasTensor, kind: str, dtype: str) -> keras.KerasTensor:
-    """Crop and standardise images by Keras ops only, for `augment.eval_images`.
+    """Return `augment.eval_images` by Keras ops alone, which a Keras file can hold.
 
     Args:
         images: `[B, H, W, C]`, as stored.
         kind: a value of --augment.
         dtype: dtype of the result.
     """
-    base = augmentation.parse(kind).base
-    stored = images.shape[1:]
-    height, width, channels = augment.output_shape(stored, kind)
-    top, left = (stored[0] - height) // 2, (stored[1] - width) // 2
-    if (height, width) != stored[:2]:
-        images = images[:, top : top + height, left : left + width]
-    stored_dtype, images = images.dtype, ops.cast(images, dtype)
-    if base == "shift" and stored_dtype == "uint8":
-        return (images - 128.0) / 64.0
-    if base in ("off", "shift"):
-        return images
-    num = height * width * channels
-    centred = images - ops.mean(images, [1, 2, 3], keepdims=True)
-    deviation = ops.sqrt(ops.sum(ops.square(centred), [1, 2, 3], keepdims=True))
-    return centred * (num**0.5 / ops.maximum(deviation, 1.0))
+
+    def standardise(images: keras.KerasTensor) -> keras.KerasTensor:
+        centred = images - ops.mean(images, [1, 2, 3], keepdims=True)
+        deviation = ops.sqrt(ops.sum(ops.square(centred), [1, 2, 3], keepdims=True))
+        return centred * (math.prod(images.shape[1:]) ** 0.5 / ops.maximum(deviation, 1.0))
+
+    return augment.eval_images(images, kind, dtype, ops.cast, standardise)
 
 
 def _random_examples(spec: Any) -> Inputs:
