@@ -57,8 +57,8 @@ def _network_bytes(machine: str) -> tuple[int, int] | None:
 
     The loopback interface counts only for a worker on this machine.
     """
-    text, cluster = remote.read_text(machine, _COUNTERS), remote.current_cluster()
-    local = bool(cluster) and cluster.is_on_loopback(machine)
+    text, worker = remote.read_text(machine, _COUNTERS), remote.find_machine(machine)
+    local = worker is not None and worker.is_on_loopback()
     rows = re.findall(r"^\s*(\S+):\s*(.*)$", text or "", re.MULTILINE)
     used = [[int(n) for n in row.split()] for name, row in rows if (name == "lo") == local]
     return (sum(row[0] for row in used), sum(row[8] for row in used)) if rows else None
