@@ -1,6 +1,7 @@
 """Devices of other machines: the interface of `towers.workers` for the rest of the library.
 
-Without other machines `current_cluster()` is None, and nothing here does anything.
+Without other machines `current_cluster()` is None, and nothing here does anything. `MACHINE` and
+`MACHINES` are what messages and curves call them.
 """
 
 from typing import Any
@@ -15,6 +16,7 @@ __getattr__ = lazily(
     __name__,
     {
         "Recovery": "towers.workers.recovery",
+        "MACHINE_CHARTS": "towers.workers.machine_metrics",
         "MachineCurves": "towers.workers.machine_metrics",
         "alternating_devices": "towers.workers.cluster",
         "check_network": "towers.workers.network_test",
@@ -22,7 +24,8 @@ __getattr__ = lazily(
         "connect_run": "towers.workers.cluster",
     },
 )
-_cluster: Any = None  # a `towers.workers.cluster.Cluster`
+MACHINE, MACHINES = "worker", "workers"
+_cluster: Any = None  # the `Cluster` of this program
 
 
 class DevicesChanged(Exception):

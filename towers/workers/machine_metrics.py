@@ -11,6 +11,14 @@ from towers.builder.device_types import machine_of
 from towers.devices import memory, remote
 
 _COUNTERS = "/proc/net/dev"  # a row for each interface; 1st number: bytes received, 9th: sent
+MACHINE_CHARTS = {  # {chart: tags}; {} stands for each worker
+    "seconds of each worker's slowest tower": "worker_{}/step_seconds",
+    "seconds that it waits for the slowest of all": "worker_{}/wait_seconds",
+    "memory of each worker's process, MiB": "worker_{}/memory_mib worker_{}/peak_memory_mib",
+    "bytes of a step, as its network interfaces count": (
+        "worker_{}/received_bytes worker_{}/sent_bytes"
+    ),
+}
 
 
 class MachineCurves:
