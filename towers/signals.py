@@ -97,8 +97,7 @@ class Listener:
     def answering(self, tick: Callable[[], None]) -> Iterator[None]:
         """Enter a block that polls `asked`, in which signals raise nothing.
 
-        Args:
-            tick: called twice a second, in the listening thread.
+        The listening thread calls `tick` twice a second.
         """
         before, self._tick = self._tick, tick
         try:
@@ -169,14 +168,15 @@ class Listener:
             ready, _, _ = select.select([self._reading], [], [], _TICK_SECONDS)
             numbers = os.read(self._reading, 512) if ready else b""
             for number in numbers:
-                self._pass_on(number)
+                if number and self._wakeup_before >= 0:  # an event loop, as of a notebook
+                    with contextlib.suppress(OSError):
+                        os.write(self._wakeup_before, bytes([number]))
                 if number == SAVING:
                     self.save_asked = self._tick is not None  # otherwise nothing can be saved
                 if number in ENDING and self._note(number) and self.owner:
                     code, _ = interrupted(number)
                     self.leave(code, f"ended at once, by a second signal ({_name(number)})")
-            tick = self._tick
-            if tick is not None:
+            if tick := self._tick:
                 try:
                     tick()
                 except Exception:  # keep listening
@@ -185,12 +185,6 @@ class Listener:
                 allowed = _UNWINDING_SECONDS if self._answered_at else GRACE_SECONDS
                 if self.waited() > allowed:
                     self.leave(*self.stopping(self.asked))
-
-    def _pass_on(self, number: int) -> None:
-        """Pass a signal on to an event loop that listened before, as in a notebook."""
-        if number and self._wakeup_before >= 0:
-            with contextlib.suppress(OSError):
-                os.write(self._wakeup_before, bytes([number]))
 
 
 @contextlib.contextmanager

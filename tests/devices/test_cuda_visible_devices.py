@@ -4,6 +4,7 @@ import pytest
 
 from tests.fake_gpus import CUDA_BUILD, uuid
 from towers.devices import cuda_visible_devices
+from towers.devices.cuda_visible_devices import visible_in
 from towers.devices.nvml import DriverGpu
 from towers.errors import InputError
 from towers.options.gpu import GpuOptions
@@ -40,9 +41,7 @@ def variable(value):
     ],
 )  # fmt: skip
 def test_numbers_and_uuids(value, indices):
-    assert [
-        gpu.index for gpu in cuda_visible_devices.visible_in(variable(value), DRIVER)
-    ] == indices
+    assert [gpu.index for gpu in visible_in(variable(value), DRIVER)] == indices
 
 
 @pytest.mark.parametrize(
@@ -54,9 +53,7 @@ def test_numbers_and_uuids(value, indices):
     ],
 )  # fmt: skip
 def test_a_process_sees_the_first_part_and_nothing_beside_it(value, key):
-    assert [gpu.key for gpu in cuda_visible_devices.visible_in(variable(value), PARTS)] == [
-        key
-    ] * bool(key)
+    assert [gpu.key for gpu in visible_in(variable(value), PARTS)] == [key] * bool(key)
 
 
 # ---------------------------------------------------------------------------- --visible_gpus
@@ -72,15 +69,10 @@ def test_a_process_sees_the_first_part_and_nothing_beside_it(value, key):
     ],
 )  # fmt: skip
 def test_others_are_hidden_and_quotes_are_taken_off(asked, before, after):
-    environ = variable(before)
-    cuda_visible_devices.set_visible(GpuOptions(visible_gpus=asked), DRIVER, environ)
-    assert environ == variable(after) | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-
-
-def test_numbers_are_the_drivers_whatever_the_order_was():
-    environ = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
-    cuda_visible_devices.set_visible(GpuOptions(visible_gpus="1"), DRIVER, environ)
-    assert environ == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1"}
+    for order in {}, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"} if asked else {}:
+        environ = variable(before) | order
+        cuda_visible_devices.set_visible(GpuOptions(visible_gpus=asked), DRIVER, environ)
+        assert environ == variable(after) | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 @pytest.mark.parametrize(
@@ -108,9 +100,10 @@ def test_a_gpu_that_cannot_be_seen(asked, driver, value, says):
 
 def test_a_session_sees_only_the_part_that_cuda_shows():
     options = GpuOptions(visible_gpus="MIG-b")
-    assert cuda_visible_devices.visible_positions(options, PARTS, variable("MIG-b")) == [0]
+    shown = visible_in(variable("MIG-b"), PARTS)
+    assert cuda_visible_devices.choose(options, PARTS, variable("MIG-b"), shown) == shown
     with pytest.raises(InputError, match="here MIG-a .*: type export CUDA_VISIBLE_DEVICES=MIG-b$"):
-        cuda_visible_devices.visible_positions(options, PARTS, {})
+        cuda_visible_devices.choose(options, PARTS, {}, visible_in({}, PARTS))
 
 
 # ---------------------------------------------------------------------------- TensorFlow's choice
@@ -144,9 +137,6 @@ UNKNOWN, LOST = DriverGpu(0, name="A100"), DriverGpu(0)
 def test_each_of_tensorflows_gpus_has_the_drivers(listed, visible, matched):
     found = cuda_visible_devices.match(listed, visible)
     assert found == [n if n is None else visible[n] for n in matched]
-    left = [gpu for n, gpu in enumerate(visible) if n not in matched]
-    assert cuda_visible_devices.skipped(listed, visible) == left
-    assert cuda_visible_devices.skipped([], visible) == visible
 
 
 # ---------------------------------------------------------------------------- Why some are skipped

@@ -42,7 +42,7 @@ class DeviceCache:
         size = f"{self.bytes / 2**20:.1f} MiB"
         if are_gpus(self.homes):
             return f"{size} on each GPU: the host sends the numbers of rows"
-        return f"sent to the workers once, {size} each: then the numbers of rows"
+        return f"sent to the {remote.MACHINES} once, {size} each: then the numbers of rows"
 
     def example(self, rows: tf.Tensor) -> Structure:
         """Return a batch that a `TowerBuilder` splits without moving its examples."""
@@ -66,7 +66,7 @@ def cache_on_devices(split: Split, names: Sequence[str]) -> DeviceCache | None:
 
     Returns:
         None if it is no array or has texts, if a tower is on a CPU of this machine, which has it
-        already, or if a GPU here, or a worker, has less than four times its size of free memory.
+        already, or if a GPU here, or a machine, has less than four times its size of free memory.
     """
     if not isinstance(split, ArraySplit):
         return None
@@ -75,11 +75,11 @@ def cache_on_devices(split: Split, names: Sequence[str]) -> DeviceCache | None:
     size, limits = num_bytes(split), tf_internals.device_memory_bytes()
     homes, free_on_host = [], functools.cache(_free_on_host)
     for name in names:
-        worker = machine_of(name)
+        machine = machine_of(name)
         if is_gpu(name) and size <= _SHARE * _free(name, limits):
             homes.append(name)
-        elif worker and size <= _SHARE * free_on_host(worker):
-            homes.append(f"{worker}/cpu:0")
+        elif machine and size <= _SHARE * free_on_host(machine):
+            homes.append(f"{machine}{HOST}")
         else:
             return None
     return DeviceCache(split, homes)
@@ -103,8 +103,8 @@ def _free(name: str, limits: dict[str, int]) -> float:
     return limit - (used[0] * memory.MIB if used else 0)
 
 
-def _free_on_host(worker: str) -> int:
-    match = re.search(r"MemAvailable:\s*(\d+)", remote.read_text(worker, "/proc/meminfo") or "")
+def _free_on_host(machine: str) -> int:
+    match = re.search(r"MemAvailable:\s*(\d+)", remote.read_text(machine, "/proc/meminfo") or "")
     return int(match[1]) * 2**10 if match else 0
 
 

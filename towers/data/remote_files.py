@@ -1,11 +1,11 @@
-"""Encoded images that each worker reads itself, from its own copies of the program's files.
+"""Encoded images that each machine reads itself, from its own copies of the program's files.
 
-    files = remote_files.find(split, devices, batch_size=128)   # None: a worker has no such files
-    for rows, draws in files.train_batches(128, seed=1): ...    # the workers begin to read
+    files = remote_files.find(split, devices, batch_size=128)   # None: a machine has no such files
+    for rows, draws in files.train_batches(128, seed=1): ...    # the machines begin to read
     example = files.example(rows)                               # in a step: once for each batch
 
-A worker computes the order of examples itself, a pure function of seed and step, and reads ahead.
-The program sends each step's row numbers, and the worker compares them with its own.
+A machine computes the order of examples itself, a pure function of seed and step, and reads ahead.
+The program sends each step's row numbers, and the machine compares them with its own.
 
 Before the start fingerprints of some 256 images are compared, spread over the training set, with
 the first and the last of each TFRecord file. A missing file is found when it is read at the latest.
@@ -27,18 +27,18 @@ from towers.devices import remote
 from towers.errors import InputError
 
 _NUM_COMPARED = 256  # images
-# Errors of a record that differs there; others mean that the worker is lost.
+# Errors of a record that differs there; others mean that the machine is lost.
 _DIFFERENT_FILE = (
     tf.errors.DataLossError, tf.errors.InvalidArgumentError, tf.errors.OutOfRangeError,
 )  # fmt: skip
-_numbers = itertools.count()  # of iterators: each has a unique name on its worker
+_numbers = itertools.count()  # of iterators: each has a unique name on its machine
 
 
 class RemoteReader:
-    """A split that workers read, in batches of one size."""
+    """A split that other machines read, in batches of one size."""
 
     def __init__(self, split: EncodedSplit, names: Sequence[str], batch_size: int, num_rounds: int):
-        """Assign the slices of a batch to the workers of the towers' devices, `names`."""
+        """Assign the slices of a batch to the machines of the towers' devices, `names`."""
         self._split, self._slices = split, slices_of(batch_size, len(names), num_rounds)
         slices: dict[str, list[tuple[int, int]]] = {}
         for part, name in zip(self._slices, itertools.cycle(names)):
@@ -47,12 +47,12 @@ class RemoteReader:
 
     def __str__(self) -> str:
         """Return the line that the start of a run prints."""
-        return f"read by the workers from {self._split.source.files()[0]}"
+        return f"read by the {remote.MACHINES} from {self._split.source.files()[0]}"
 
     def train_batches(
         self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
     ) -> tf.data.Dataset:
-        """Return `IndexedSplit.train_rows`; the workers begin to read.
+        """Return `IndexedSplit.train_rows`; the machines begin to read.
 
         Args:
             batch_size: that of the reader.
@@ -65,7 +65,7 @@ class RemoteReader:
         return self._split.train_rows(batch_size, seed=seed, step=step, examples=examples)
 
     def example(self, rows: tf.Tensor) -> Structure:
-        """Return the next batch, which has these rows; its images are on the workers."""
+        """Return the next batch, which has these rows; its images are on the machines."""
         parts = {}
         for reader in self._readers:
             parts |= reader.next(rows)
@@ -77,7 +77,7 @@ class RemoteReader:
 def find(
     split: Split, names: Sequence[str], batch_size: int, num_rounds: int = 1
 ) -> RemoteReader | None:
-    """Return a reader for the workers of these devices; None if one lacks the files.
+    """Return a reader for the machines of these devices; None if one lacks the files.
 
     Args:
         split: the training set; None is returned unless it is of encoded images, without partners.
@@ -86,17 +86,17 @@ def find(
         num_rounds: parts in which a batch is computed, one after the other.
 
     Raises:
-        InputError: a file on a worker differs.
+        InputError: a file on a machine differs.
     """
-    workers = list(dict.fromkeys(map(machine_of, names)))
-    if not isinstance(split, EncodedSplit) or split.paired or not all(workers):
-        return None  # partners are mostly on other workers
+    machines = list(dict.fromkeys(map(machine_of, names)))
+    if not isinstance(split, EncodedSplit) or split.paired or not all(machines):
+        return None  # partners are mostly on other machines
     source = split.source
     rows = source.sample_rows(_NUM_COMPARED)
     here = _fingerprints(split, f"{PROGRAM}{HOST}", "")(tf.constant(rows))
-    for worker in workers:
-        folder = remote.folder_of(worker)
-        there = _fingerprints(split, f"{worker}{HOST}", folder)
+    for machine in machines:
+        folder = remote.folder_of(machine)
+        there = _fingerprints(split, f"{machine}{HOST}", folder)
         try:
             fingerprints = there(tf.constant(rows))
         except tf.errors.NotFoundError:
@@ -107,17 +107,18 @@ def find(
         if different.size:
             name = posixpath.join(folder, source.name(int(rows[different[0]])))
             raise InputError(
-                f"{name} is another one on {remote.name_of(worker)} than here: copy the data "
-                "there, or let the program send them, from a --data_dir that workers do not have"
+                f"{name} is another one on {remote.name_of(machine)} than here: copy the data "
+                f"there, or let the program send them, from a --data_dir that {remote.MACHINES} do "
+                "not have"
             )
     return RemoteReader(split, names, batch_size, num_rounds)
 
 
 class _Reader:
-    """Reads the slices, (start, size), of each batch on one worker."""
+    """Reads the slices, (start, size), of each batch on one machine."""
 
-    def __init__(self, split: EncodedSplit, worker: str, slices: Sequence[tuple[int, int]]):
-        self._split, self._worker, self._slices = split, worker, slices
+    def __init__(self, split: EncodedSplit, machine: str, slices: Sequence[tuple[int, int]]):
+        self._split, self._machine, self._slices = split, machine, slices
         spans = [np.arange(start, start + size) for start, size in slices]
         self._places = np.concatenate(spans).astype(np.int64)
         image = split.spec[0]
@@ -133,10 +134,10 @@ class _Reader:
 
         @tf.function(autograph=False)
         def make() -> None:
-            with tf.device(f"{self._worker}{HOST}"):
+            with tf.device(f"{self._machine}{HOST}"):
                 batches = shuffled_rows(batch_size, size, seed, examples)
                 rows = batches.map(lambda rows: tf.gather(rows, places))
-                where = remote.folder_of(self._worker), remote.name_of(self._worker)
+                where = remote.folder_of(self._machine), remote.name_of(self._machine)
                 images = self._split.read_there(rows, len(places), *where)
                 variant = tf.data.experimental.to_variant(prefetched(images))
                 tf.raw_ops.MakeIterator(dataset=variant, iterator=self._iterator())
@@ -147,10 +148,11 @@ class _Reader:
         """Return {slice: its images} of the next batch, which has these rows."""
         with tf.device(HOST):
             expected = tf.gather(rows, self._places)
-        with tf.device(f"{self._worker}{HOST}"):
+        with tf.device(f"{self._machine}{HOST}"):
             rows_read, images = tf.raw_ops.IteratorGetNext(iterator=self._iterator(), **self._spec)
             same = tf.debugging.Assert(
-                tf.reduce_all(rows_read == expected), ["a worker's order is not the program's"]
+                tf.reduce_all(rows_read == expected),
+                [f"a {remote.MACHINE}'s order is not the program's"],
             )
             with tf.control_dependencies([same]):
                 parts = tf.split(images, [size for _, size in self._slices])
@@ -162,7 +164,7 @@ class _Reader:
 
 
 class _RemoteBatch(DeviceResidentBatch):
-    """The images of a batch as slices, {(start, size): images}, each on the worker of its tower."""
+    """The images of a batch as slices, {(start, size): images}, each on its tower's machine."""
 
     def __init__(self, parts: dict[tuple[int, int], tf.Tensor], rows: tf.Tensor):
         first = next(iter(parts.values()))

@@ -46,34 +46,28 @@ def set_visible(
     tidy(environ)
     if options.chosen() is None:
         return
-    chosen = _choose(options, driver, environ, listed_in(environ, driver))
+    chosen = choose(options, driver, environ, listed_in(environ, driver))
     environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.key for gpu in chosen) or "-1"
 
 
-def visible_positions(
-    options: GpuOptions, driver: Sequence[DriverGpu], environ: Mapping[str, str]
-) -> list[int]:
-    """Return the position of each GPU of `visible_gpus` among those that CUDA shows now.
-
-    Args:
-        options: `visible_gpus` is read.
-        driver: all GPUs of the machine.
-        environ: CUDA_VISIBLE_DEVICES is read.
-
-    Raises:
-        InputError: a GPU does not exist, or is hidden.
-    """
-    visible = visible_in(environ, driver)
-    return [visible.index(gpu) for gpu in _choose(options, driver, environ, visible)]
-
-
-def _choose(
+def choose(
     options: GpuOptions,
     driver: Sequence[DriverGpu],
     environ: Mapping[str, str],
     visible: Sequence[DriverGpu],
 ) -> list[DriverGpu]:
+    """Return the GPUs of `visible_gpus`.
+
+    Args:
+        options: `visible_gpus` is read.
+        driver: all GPUs of the machine.
+        environ: CUDA_VISIBLE_DEVICES is read, for messages.
+        visible: the GPUs to choose from.
+
+    Raises:
+        InputError: a GPU does not exist, or is hidden.
+    """
     flag, chosen = f"--visible_gpus={options.visible_gpus}", []
     for entry in options.chosen() or []:
         named = _named(entry, driver)
@@ -169,26 +163,12 @@ def match(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGpu 
         return list(visible)
     rest, matches = list(visible), []
     for name, capability in gpus:
-        same = [
-            gpu
-            for gpu in rest
-            if name in (None, gpu.name)
-            and (capability is None or gpu.compute_capability in (None, capability))
-        ]
-        matches.append(same[0] if same else None)
-        rest = rest[rest.index(same[0]) + 1 :] if same else rest
+        alike = [gpu for gpu in rest if name in (None, gpu.name)]
+        if capability:
+            alike = [gpu for gpu in alike if gpu.compute_capability in (None, capability)]
+        matches.append(alike[0] if alike else None)
+        rest = rest[rest.index(alike[0]) + 1 :] if alike else rest
     return matches
-
-
-def skipped(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGpu]:
-    """Return the visible GPUs that TensorFlow does not list.
-
-    Args:
-        gpus: as for `match`.
-        visible: as for `match`.
-    """
-    matched = match(gpus, visible)
-    return [gpu for gpu in visible if gpu not in matched]
 
 
 def why_skipped(

@@ -14,7 +14,7 @@ from towers.errors import InputError, RunError
 from towers.options.gpu import GpuOptions
 
 _THREAD_MODE = "TF_GPU_THREAD_MODE"
-_TF32_CAPABILITY = _BFLOAT16_CAPABILITY = (8, 0)
+_AMPERE = (8, 0)  # the first compute capability with TF32, and with fast bfloat16
 _in_force = GpuOptions()  # set once, before TensorFlow starts
 
 
@@ -75,14 +75,12 @@ def _set_before_start(asked: GpuOptions) -> None:
     visible = visible_gpus(driver)
     gpus = tf.config.list_physical_devices("GPU")
     if asked.chosen() and (missing := missing_gpus(visible)):
-        cause, remedy = cuda_visible_devices.why_skipped(
-            missing, len(gpus), tf.sysconfig.get_build_info()
-        )
-        names = ", ".join(map(str, missing))
+        build, names = tf.sysconfig.get_build_info(), ", ".join(map(str, missing))
+        cause, remedy = cuda_visible_devices.why_skipped(missing, len(gpus), build)
         flag = f"--visible_gpus={asked.visible_gpus}"
         raise InputError(f"{flag}: TensorFlow does not list GPU {names}: {cause}; {remedy}")
     limits = []
-    for seen in cuda_visible_devices.match(_names_and_capabilities(gpus), visible):
+    for seen in _match(gpus, visible):
         limits.append(_limit_mib(asked, seen))
         if seen and seen.free_bytes is not None:
             _check_free_memory(seen, limits[-1], choice)
@@ -162,16 +160,15 @@ def read_back() -> list[str]:
 def precision() -> list[str]:
     """Return a line on whether TF32 is on, if there is a GPU that has it."""
     gpus = _names_and_capabilities(tf.config.get_visible_devices("GPU"))
-    if not any((capability or (0,)) >= _TF32_CAPABILITY for _, capability in gpus):
+    if not any((capability or (0,)) >= _AMPERE for _, capability in gpus):
         return []
     if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
-        return ["precision   TF32 is off, by NVIDIA_TF32_OVERRIDE=0"]
-    if not tf.config.experimental.tensor_float_32_execution_enabled():
-        return ["precision   TF32 is off: float32 products are of all 23 bits of their factors"]
-    return [
-        "precision   TF32 is on: float32 products are of 10 bits of their factors; --tf32=false "
-        "for all 23"
-    ]
+        how = "off, by NVIDIA_TF32_OVERRIDE=0"
+    elif tf.config.experimental.tensor_float_32_execution_enabled():
+        how = "on: float32 products are of 10 bits of their factors; --tf32=false for all 23"
+    else:
+        how = "off: float32 products are of all 23 bits of their factors"
+    return [f"precision   TF32 is {how}"]
 
 
 def precision_advice(dtype: str) -> list[str]:
@@ -180,7 +177,7 @@ def precision_advice(dtype: str) -> list[str]:
     slow = [
         f"/gpu:{i} ({name}, compute capability {'.'.join(map(str, capability))})"
         for i, (name, capability) in enumerate(gpus)
-        if capability and capability < _BFLOAT16_CAPABILITY
+        if capability and capability < _AMPERE
     ]
     if dtype != "mixed_bfloat16" or not slow:
         return []
@@ -223,21 +220,21 @@ def visible_gpus(driver: Sequence[DriverGpu]) -> list[DriverGpu]:
 def driver_gpus(gpus: Sequence[tf.config.PhysicalDevice]) -> list[DriverGpu | None]:
     """Return the driver's view of each of TensorFlow's GPUs."""
     everything = tf.config.list_physical_devices("GPU")
-    seen = cuda_visible_devices.match(
-        _names_and_capabilities(everything), visible_gpus(nvml.gpus())
-    )
+    seen = _match(everything, visible_gpus(nvml.gpus()))
     return [seen[everything.index(gpu)] for gpu in gpus]
 
 
 def missing_gpus(visible: Sequence[DriverGpu]) -> list[DriverGpu]:
     """Return the driver's GPUs that TensorFlow does not list."""
-    gpus = tf.config.list_physical_devices("GPU")
-    return cuda_visible_devices.skipped(_names_and_capabilities(gpus), visible)
+    matched = _match(tf.config.list_physical_devices("GPU"), visible)
+    return [gpu for gpu in visible if gpu not in matched]
 
 
-def _names_and_capabilities(
-    gpus: Sequence[tf.config.PhysicalDevice],
-) -> list[cuda_visible_devices.Seen]:
+def _match(gpus: Sequence[tf.config.PhysicalDevice], visible: Sequence[DriverGpu]) -> list:
+    return cuda_visible_devices.match(_names_and_capabilities(gpus), visible)
+
+
+def _names_and_capabilities(gpus: Sequence[tf.config.PhysicalDevice]) -> list:
     details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
     return [(d.get("device_name"), d.get("compute_capability")) for d in details]
 
@@ -268,14 +265,12 @@ def config_proto(
     gpu_options.allow_growth = asked.allow_growth
     gpu_options.per_process_gpu_memory_fraction = asked.per_process_gpu_memory_fraction
     driver = nvml.gpus()
-    num_visible = len(visible_gpus(driver))
+    chosen = visible = visible_gpus(driver)
     if asked.visible_gpus:
-        places = cuda_visible_devices.visible_positions(asked, driver, os.environ)
-        gpu_options.visible_device_list = ",".join(map(str, places))
-        num_visible = config.device_count["GPU"] = len(places)
-    if asked.gpu_memory_limit_mib:
-        for _ in range(num_visible or 1):
-            gpu_options.experimental.virtual_devices.add(
-                memory_limit_mb=[asked.gpu_memory_limit_mib]
-            )
+        chosen = cuda_visible_devices.choose(asked, driver, os.environ, visible)
+        gpu_options.visible_device_list = ",".join(str(visible.index(gpu)) for gpu in chosen)
+        config.device_count["GPU"] = len(chosen)
+    if limit := asked.gpu_memory_limit_mib:
+        for _ in chosen or [None]:
+            gpu_options.experimental.virtual_devices.add(memory_limit_mb=[limit])
     return config

@@ -1,6 +1,7 @@
 """Devices of other machines: the interface of `towers.workers` for the rest of the library.
 
-Without other machines `current_cluster()` is None, and nothing here does anything.
+Without other machines `current_cluster()` is None, and nothing here does anything. `MACHINE` and
+`MACHINES` are what messages and curves call them.
 """
 
 from typing import Any
@@ -15,6 +16,7 @@ __getattr__ = lazily(
     __name__,
     {
         "Recovery": "towers.workers.recovery",
+        "MACHINE_CHARTS": "towers.workers.machine_metrics",
         "MachineCurves": "towers.workers.machine_metrics",
         "alternating_devices": "towers.workers.cluster",
         "check_network": "towers.workers.network_test",
@@ -22,7 +24,8 @@ __getattr__ = lazily(
         "connect_run": "towers.workers.cluster",
     },
 )
-_cluster: Any = None  # a `towers.workers.cluster.Cluster`
+MACHINE, MACHINES = "worker", "workers"
+_cluster: Any = None  # the `Cluster` of this program
 
 
 class DevicesChanged(Exception):
@@ -40,24 +43,29 @@ def current_cluster() -> Any:
     return _cluster
 
 
+def find_machine(name: str) -> Any:
+    """Return a machine, by its name in devices, "/job:worker/task:1"; None if unknown."""
+    machines = _cluster.workers if _cluster else ()
+    return next((machine for machine in machines if machine.name == name), None)
+
+
 def name_of(machine: str) -> str:
-    """Return a machine's name for messages; `machine` is "/job:worker/task:1"."""
-    worker = _machine(machine)
-    return str(worker) if worker else machine
+    """Return a machine's name for messages."""
+    return str(find_machine(machine) or machine)
 
 
 def folder_of(machine: str) -> str:
     """Return the folder of a machine's relative paths."""
-    worker = _machine(machine)
-    return worker.info.folder if worker else ""
+    found = find_machine(machine)
+    return found.info.folder if found else ""
 
 
 def device_info(device: str) -> Any:
     """Return a machine's `DeviceInfo` of one of its devices, None if unknown."""
-    if not (owner := _machine(machine_of(device))):
+    if not (machine := find_machine(machine_of(device))):
         return None
     kind, _, number = device.rpartition("/")[2].partition(":")
-    infos = [d for d in owner.info.devices if f"/{kind}:" in d.name]
+    infos = [d for d in machine.info.devices if f"/{kind}:" in d.name]
     return infos[min(int(number), len(infos) - 1)] if infos else None
 
 
@@ -69,7 +77,7 @@ def memory_of(device: str) -> int | None:
     info = device_info(device)
     if not info or info.memory_bytes is None:
         return None
-    num_towers = 1 if is_gpu(device) else len(_machine(machine_of(device)).devices)
+    num_towers = 1 if is_gpu(device) else len(find_machine(machine_of(device)).devices)
     return info.memory_bytes // max(num_towers, 1)
 
 
@@ -105,8 +113,3 @@ def read_file(device: str, path: str) -> bytes:
             text = tf.raw_ops.ReadFile(filename=path)
         with tf.device(PROGRAM + HOST):
             return tf.identity(text).numpy()
-
-
-def _machine(name: str) -> Any:
-    machines = _cluster.workers if _cluster else ()
-    return next((machine for machine in machines if machine.name == name), None)

@@ -11,10 +11,12 @@ from typing import Any
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import summary as layout_summary
 
+from towers.devices.remote import MACHINE_CHARTS, MACHINES
+
 _EVALUATED = "(test/|validation/)?"  # before a metric's name; absent in older runs
 _EXACT = "learning_rate", "progress/epoch", "progress/examples"  # not to be smoothed
 
-# {category: {chart: tags}}. A tag with {} stands for each tower, worker or GPU.
+# {category: {chart: tags}}. A tag with {} stands for each tower, machine or GPU.
 CHARTS = {
     "run": {
         "loss": f"loss/data loss/total {_EVALUATED}loss {_EVALUATED}loss_ema",
@@ -37,14 +39,7 @@ CHARTS = {
         "memory of each tower, MiB": "tower_{}/memory_mib",
         "peak memory of each tower, MiB": "tower_{}/peak_memory_mib",
     },
-    "workers": {
-        "seconds of each worker's slowest tower": "worker_{}/step_seconds",
-        "seconds that it waits for the slowest of all": "worker_{}/wait_seconds",
-        "memory of each worker's process, MiB": "worker_{}/memory_mib worker_{}/peak_memory_mib",
-        "bytes of a step, as its network interfaces count": (
-            "worker_{}/received_bytes worker_{}/sent_bytes"
-        ),
-    },
+    MACHINES: MACHINE_CHARTS,
     "GPUs": {
         "utilisation, %": "gpu_{}/utilisation_percent",
         "memory utilisation, %": "gpu_{}/memory_utilisation_percent",
@@ -73,10 +68,10 @@ def layout(gpus: bool, metrics: Sequence[str], *, remote: bool = False) -> Any:
         gpus: whether there are GPUs; else their charts are collapsed.
         metrics: names of charts: "validation auc" shows validation/auc, validation/auc_ema and the
             training curves auc or batch/auc.
-        remote: whether towers are on workers; else their charts are collapsed.
+        remote: whether towers are on other machines; else their charts are collapsed.
     """
     dashboard = layout_pb2.Layout()
-    empty = {title for title, there in (("workers", remote), ("GPUs", gpus)) if not there}
+    empty = {title for title, there in ((MACHINES, remote), ("GPUs", gpus)) if not there}
     for title, charts in CHARTS.items():
         category = dashboard.category.add(title=title, closed=title in empty)
         for name, tags in charts.items():

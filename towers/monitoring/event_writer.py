@@ -3,8 +3,8 @@
 writer = EventWriter(train_dir, max_mib=200)
 writer.write_scalars("train", 1000, {"loss/total": 0.5, "tower_0/loss": 0.25})
 
-TensorBoard gives each run, that is each folder, a colour and a name. So every tower, worker and GPU
-is a run, and one chart shows them all: tower_0/loss is written as tower/loss of run train/tower_0.
+TensorBoard gives each run, that is each folder, a colour and a name. So every tower, machine and
+GPU is a run, and one chart shows them all: tower_0/loss is tower/loss of the run train/tower_0.
 A failure to write is printed and does not stop training.
 """
 
@@ -22,6 +22,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
+from towers.devices.remote import MACHINE
 from towers.errors import RunError
 from towers.formatting import reason
 from towers.monitoring import events
@@ -30,7 +31,7 @@ HEAVY, POINT = "pictures and histograms", "curves"
 _SHARE = {HEAVY: 0.5, POINT: 1.0}  # share of the size that a kind may fill
 _OVERHEAD_BYTES = 64  # of an event
 PARTS = "train", "eval"
-_OWN = re.compile(r"((tower|worker|gpu)_\d+)/(.+)")  # tags with a run of their own
+_OWN = re.compile(rf"((tower|{MACHINE}|gpu)_\d+)/(.+)")  # tags with a run of their own
 _NUMBERS = itertools.count()  # of the files of a process
 
 

@@ -28,7 +28,7 @@ from towers.errors import InputError, RunError
 from towers.options import augmentation, code_trust
 from towers.options.fields import EXCLUSIVE, check_value, likely_name
 from towers.options.inline_objects import may_be_same_object, option_text
-from towers.options.run import MANY_MACHINES, Options, text_of
+from towers.options.run import MACHINES, MANY_MACHINES, Options, text_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,7 +360,7 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
     replaced = _replaced_options(of_run, given)
     if verb.run_flags == "if_typed":  # its --num_towers says nothing of the run's devices
         replaced = set()
-    elif verb.run_flags == "always":  # the workers and GPUs of training may be gone
+    elif verb.run_flags == "always":  # the machines and GPUs of training may be gone
         replaced |= _OF_MACHINES | ({"devices"} if of_run.get("devices") == "gpu" else set())
     taken = {name: value for name, value in of_run.items() if name not in replaced}
     text = _read_text(path)
@@ -378,7 +378,7 @@ def _replaced_options(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> se
     names = {n for group in EXCLUSIVE if any(map(given.get, group)) for n in group}
     if given.get("num_epochs"):
         names.add("max_steps")  # an earlier end; schedules follow num_epochs
-    if given.get("workers"):
+    if given.get(MACHINES):
         names |= {"num_towers", "devices"}
     if given.get("num_towers") or given.get("devices"):
         names |= _OF_MACHINES

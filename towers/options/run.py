@@ -37,6 +37,7 @@ OF_COMPILED = (
 )  # fmt: skip
 
 MANY_MACHINES = "More than one machine"
+MACHINES = "workers"  # the option that names machines to connect to
 
 _run = group("The run", affects="call")
 _model, _data = group("Model"), group("Data")
@@ -352,6 +353,23 @@ class Options:
         self.image_height_width()
         self.profile_range()
         self.gpu_options()
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the towers are to be on other machines."""
+        return bool(self.workers)
+
+    def check_benchmark(self) -> None:
+        """Raise InputError if the towers are to be on other machines."""
+        if self.workers:
+            raise InputError(
+                f"--workers={self.workers}: a benchmark is of this machine's devices; leave it "
+                "out, or read the speed of a run over workers in its own lines"
+            )
+
+    def on_this_machine(self, num_towers: int) -> "Options":
+        """Return the same run with so many towers on this machine."""
+        return dataclasses.replace(self, workers="", num_towers=num_towers)
 
     def gpu_options(self) -> GpuOptions:
         """Return the GPU options; no GPU is visible if the towers are on workers."""

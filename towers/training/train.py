@@ -58,7 +58,7 @@ def train(
             are given as such or as "module:function", data also as the function's result.
 
     Returns:
-        The contents of result.json, or None if a signal, or the loss of a worker, stopped the run,
+        The contents of result.json, or None if a signal, or the loss of a machine, stopped the run,
         which is saved then.
 
     Raises:

@@ -8,12 +8,14 @@
     find_workers("TF_CONFIG", os.environ)          the workers of TensorFlow's own variable
 """
 
+import contextlib
 import itertools
 import json
 import math
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from towers.errors import InputError
 
@@ -35,26 +37,26 @@ def find_workers(text: str, environ: Mapping[str, str]) -> list[str]:
         InputError: an address is malformed or named twice, or the environment lacks a variable.
     """
 
+    def refusal(problem: str) -> InputError:
+        return InputError(f"--workers={text}: {problem}")
+
     def read(name: str) -> str:
         if not (value := environ.get(name, "").strip()):
-            problem = f"{name} is not in the environment; set it, {_REMEDY}"
-            raise InputError(f"--workers={text}: {problem}")
+            raise refusal(f"{name} is not in the environment; set it, {_REMEDY}")
         return value
 
     source, _, port = text.partition(":")
     if source == "slurm":
         nodes = read("SLURM_JOB_NODELIST")
         try:
-            hosts = _expand_node_list(nodes)
+            parts = [f"{host}:{port or PORT}" for host in _expand_node_list(nodes)]
         except ValueError:
             problem = f"SLURM_JOB_NODELIST={nodes} is no list of nodes; {_REMEDY}"
-            raise InputError(f"--workers={text}: {problem}") from None
-        parts = [f"{host}:{port or PORT}" for host in hosts]
+            raise refusal(problem) from None
     elif source == "kubernetes":  # the DNS names of an indexed Job's pods
         job, number, service = map(read, ("JOB_NAME", "JOB_COMPLETIONS", "JOB_SERVICE"))
         if not re.fullmatch("[1-9][0-9]{0,4}", number):
-            problem = f"JOB_COMPLETIONS={number} is no number of pods; {_REMEDY}"
-            raise InputError(f"--workers={text}: {problem}")
+            raise refusal(f"JOB_COMPLETIONS={number} is no number of pods; {_REMEDY}")
         parts = [f"{job}-{i}.{service}:{port or PORT}" for i in range(int(number))]
     elif text == "TF_CONFIG":
         value = read("TF_CONFIG")
@@ -63,21 +65,21 @@ def find_workers(text: str, environ: Mapping[str, str]) -> list[str]:
         except (ValueError, TypeError, KeyError, RecursionError):
             parts = None
         if not isinstance(parts, list) or not parts:
-            problem = 'TF_CONFIG has no {"cluster": {"worker": ["host:port", ...]}}; ' + _REMEDY
-            raise InputError(f"--workers={text}: {problem}")
+            needed = '{"cluster": {"worker": ["host:port", ...]}}'
+            raise refusal(f"TF_CONFIG has no {needed}; {_REMEDY}")
     else:
         parts = text.split(",")
 
     addresses: list[str] = []
     for part in parts:
         if not isinstance(part, str) or not part.strip():
-            raise InputError(f"--workers={text}: an address is empty; {_REMEDY}")
+            raise refusal(f"an address is empty; {_REMEDY}")
         host, number = parse_address(part.strip(), "workers")
         address = join_address(host.lower(), number)
         if number == 0:
-            raise InputError(f"--workers={text}: {part} has no port; a worker prints its own")
+            raise refusal(f"{part} has no port; a worker prints its own")
         if address in addresses:
-            raise InputError(f"--workers={text}: {address} is named twice; name each worker once")
+            raise refusal(f"{address} is named twice; name each worker once")
         addresses.append(address)
     return addresses
 
@@ -138,6 +140,14 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def resolve(address: str) -> list[tuple[socket.AddressFamily, Any]]:
+    """Return (family, socket address) of each IP address of a worker; [] for an unknown host."""
+    with contextlib.suppress(OSError):
+        where = parse_address(address, "workers")
+        return [(info[0], info[4]) for info in socket.getaddrinfo(*where, type=socket.SOCK_STREAM)]
+    return []
+
+
 def check_distinct(addresses: Sequence[str]) -> None:
     """Raise InputError for two names of one worker, as localhost:2222 and 127.0.0.1:2222.
 
@@ -145,12 +155,8 @@ def check_distinct(addresses: Sequence[str]) -> None:
     """
     seen: dict[tuple[str, int], str] = {}
     for address in addresses:
-        host, port = parse_address(address, "workers")
-        try:
-            resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError:
-            continue
-        for ip in {where[0].removeprefix("::ffff:") for *_, where in resolved}:
+        for _, (ip, port, *_) in resolve(address):
+            ip = ip.removeprefix("::ffff:")
             # TensorFlow listens on the port at all addresses of a machine.
             other = seen.setdefault(("" if is_here(ip) else ip, port), address)
             if other != address:
@@ -162,11 +168,11 @@ def check_distinct(addresses: Sequence[str]) -> None:
 
 def is_here(ip: str) -> bool:
     """Return whether an IP address is one of this machine's."""
-    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as tried:
-        try:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as tried:
             tried.bind((ip, 0))
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True
 
 

@@ -39,7 +39,7 @@ from towers.errors import InputError, RunError
 from towers.formatting import count, first_line, table
 from towers.options.run import Options
 from towers.workers import bind_filter, rendezvous
-from towers.workers.addresses import check_distinct, find_workers, parse_address, responds
+from towers.workers.addresses import check_distinct, find_workers, resolve, responds
 from towers.workers.rendezvous import Message, Owner, Reservation, WorkerInfo
 
 TIMEOUT_SECONDS = 15.0
@@ -71,6 +71,7 @@ class Worker:
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # held during calls
     problem: str = ""  # why it is lost or not available
     busy_until: float = 0.0  # by time.monotonic: when to ask it again
+    heartbeat: threading.Thread | None = None
 
     @property
     def name(self) -> str:
@@ -80,7 +81,11 @@ class Worker:
     @property
     def host(self) -> str:
         """Return the device on which the worker's files are read."""
-        return f"{self.name}/cpu:0"
+        return self.name + HOST
+
+    def is_on_loopback(self) -> bool:
+        """Return whether the worker is reached by the loopback interface."""
+        return _address_towards(self.address) in ("127.0.0.1", "[::1]")
 
     def __str__(self) -> str:
         """Return the name for people."""
@@ -107,18 +112,12 @@ class Cluster:
         self._id = secrets.token_hex(8)
         self._own_address = _address_towards(addresses[0])
         self._port, self._is_filtered = 0, False  # of this program; the workers connect to it
-        self._heartbeats: dict[int, threading.Thread] = {}
         self._closing = threading.Event()
 
     @property
     def devices(self) -> list[str]:
         """Return the devices of the towers on the workers that are alive, worker by worker."""
         return [device for worker in self.alive() for device in worker.devices]
-
-    def is_on_loopback(self, machine: str) -> bool:
-        """Return whether a machine, "/job:worker/task:1", is reached by the loopback interface."""
-        named = [worker.address for worker in self.workers if worker.name == machine]
-        return bool(named) and _address_towards(named[0]) in ("127.0.0.1", "[::1]")
 
     def alive(self) -> list[Worker]:
         """Return the workers that this program has."""
@@ -186,18 +185,25 @@ class Cluster:
 
         Variables on the other workers are lost, too: the caller must rebuild everything.
         """
+
+        def ownership_problem(worker: Worker) -> str:
+            try:
+                owner = self._read(worker, rendezvous.OWNER_FILE, Owner)
+            except tf.errors.OpError as error:
+                return f"does not answer: {first_line(error)}"
+            return "" if owner and owner.id == self._id else "was started again"
+
         dropped, lost = [], [worker for worker in self.alive() if worker.problem]
         while True:
             for worker in lost:
                 worker.is_alive = False
             with self.cut_off(lost):
                 for worker in lost:
-                    if thread := self._heartbeats.pop(worker.task, None):
-                        thread.join()
+                    worker.heartbeat.join()
                 self._connect()
             dropped += lost
             # A worker that was restarted does not know this program any more.
-            for worker, problem in _ask_each(self.alive(), self._ownership_problem):
+            for worker, problem in _ask_each(self.alive(), ownership_problem):
                 worker.problem = worker.problem or problem
             if not (lost := [worker for worker in self.alive() if worker.problem]):
                 return dropped
@@ -239,46 +245,54 @@ class Cluster:
             with contextlib.suppress(tf.errors.OpError):
                 self._write_reservation(worker, released=True)
         with self.cut_off([worker for worker in self.workers if worker.problem]):
-            for thread in self._heartbeats.values():
-                thread.join()
-            self._heartbeats.clear()
+            for worker in self.workers:
+                if worker.heartbeat:
+                    worker.heartbeat.join()
             self._connect()
         if remote.current_cluster() is self:
             remote.set_cluster(None)
         atexit.unregister(self.close)
 
     def _reserve(self, wanted: Sequence[Worker], patience: float = _PATIENCE_SECONDS) -> None:
-        """Reserve the available ones of these workers; set `problem` of the others.
-
-        A worker whose server ends just now, as another program has released it, is asked again.
-        """
+        """Reserve the available ones of these workers; set `problem` of the others."""
         until, left = time.monotonic() + patience, list(wanted)
-        while left:
-            self._reserve_answering(left, max(until - time.monotonic(), 0.0))
-            left = [w for w in left if w.info == WorkerInfo() and time.monotonic() < until]
-        for worker in wanted:
-            if worker.is_alive:
-                self._start_heartbeat(worker)
-
-    def _reserve_answering(self, wanted: Sequence[Worker], patience: float) -> None:
-        # A worker that does not answer at any point has an empty `info`.
-        until, answered = time.monotonic() + patience, []
 
         def wait(worker: Worker) -> bool:
             while not (answer := responds(worker.address, 2.0)) and time.monotonic() < until:
                 time.sleep(0.2)
             return answer
 
-        for worker, answer in _ask_each(wanted, wait):
-            worker.info = WorkerInfo()
-            worker.problem = "" if answer else _NO_ANSWER.format(worker.address)
-            if answer:
-                answered.append(worker)
+        while left:
+            answered = []
+            for worker, answer in _ask_each(left, wait):
+                worker.info = WorkerInfo()  # it stays empty if the worker stops to answer
+                worker.problem = "" if answer else _NO_ANSWER.format(worker.address)
+                if answer:
+                    answered.append(worker)
+            answered = self._connect_servers(answered)
+            for worker, problem in _ask_each(answered, self._reserve_one):
+                worker.problem, worker.is_alive = problem, not problem
+                if problem and worker.info != WorkerInfo():  # it does not fit, or is another's
+                    worker.busy_until = time.monotonic() + _BUSY_SECONDS
+            if refused := [worker for worker in answered if not worker.is_alive]:
+                with self.cut_off(refused, after=_PARTING_SECONDS):
+                    self._connect()
+            # One whose server ends just now, as another program has released it, is asked again.
+            left = [w for w in left if w.info == WorkerInfo() and time.monotonic() < until]
+        for worker in wanted:
+            if worker.is_alive:
+                name, given = f"worker {worker.task}", (worker,)
+                beat = threading.Thread(target=self._beat, args=given, name=name, daemon=True)
+                worker.heartbeat = beat
+                beat.start()
+
+    def _connect_servers(self, answered: list[Worker]) -> list[Worker]:
+        """Connect to those workers that are TensorFlow's servers, and return them."""
         with self.cut_off(answered, after=self.timeout_seconds):
-            while True:  # until only TensorFlow's servers are left
+            while True:
                 try:
                     self._connect(*answered)
-                    break
+                    return answered
                 except tf.errors.OpError as error:
                     if not answered:
                         raise
@@ -288,13 +302,6 @@ class Cluster:
                     for worker in foreign:
                         worker.problem = problem
                     answered = [worker for worker in answered if worker not in foreign]
-        for worker, problem in _ask_each(answered, self._reserve_one):
-            worker.problem, worker.is_alive = problem, not problem
-            if problem and worker.info != WorkerInfo():  # somebody else has it, or it does not fit
-                worker.busy_until = time.monotonic() + _BUSY_SECONDS
-        if refused := [worker for worker in answered if not worker.is_alive]:
-            with self.cut_off(refused, after=_PARTING_SECONDS):
-                self._connect()
 
     def _reserve_one(self, worker: Worker) -> str:
         """Reserve a connected worker; return why it is not available, "" if it is."""
@@ -348,38 +355,26 @@ class Cluster:
                     worker.clock_seconds = float(tf.identity(clock)) - (sent + time.time()) / 2
         return ""
 
-    def _ownership_problem(self, worker: Worker) -> str:
-        try:
-            owner = self._read(worker, rendezvous.OWNER_FILE, Owner)
-        except tf.errors.OpError as error:
-            return f"does not answer: {first_line(error)}"
-        return "" if owner and owner.id == self._id else "was started again"
-
-    def _start_heartbeat(self, worker: Worker) -> None:
-        def beat() -> None:
-            pause = self.timeout_seconds / _HEARTBEATS
-            while worker.is_alive:
-                until = time.monotonic() + pause
-                if self._closing.wait(pause):
-                    return
-                # Time in which Python's lock was held, as while TensorFlow registers a large
-                # function, does not count.
-                worker.last_answer += max(time.monotonic() - until, 0.0)
-                try:
-                    self._write_reservation(worker)
-                except tf.errors.OpError:
-                    silent = time.monotonic() - worker.last_answer
-                    if silent > self.timeout_seconds:
-                        worker.problem = worker.problem or f"has not answered for {silent:.0f} s"
-                        while worker.is_alive and not self._closing.wait(_SHUT_SECONDS):
-                            _shut_connections([worker.address])  # others may wait for it still
-                    pause = _SHUT_SECONDS
-                    continue
-                worker.last_answer, pause = time.monotonic(), self.timeout_seconds / _HEARTBEATS
-
-        thread = threading.Thread(target=beat, name=f"worker {worker.task}", daemon=True)
-        self._heartbeats[worker.task] = thread
-        thread.start()
+    def _beat(self, worker: Worker) -> None:
+        pause = self.timeout_seconds / _HEARTBEATS
+        while worker.is_alive:
+            until = time.monotonic() + pause
+            if self._closing.wait(pause):
+                return
+            # Time in which Python's lock was held, as while TensorFlow registers a large function,
+            # does not count.
+            worker.last_answer += max(time.monotonic() - until, 0.0)
+            try:
+                self._write_reservation(worker)
+            except tf.errors.OpError:
+                silent = time.monotonic() - worker.last_answer
+                if silent > self.timeout_seconds:
+                    worker.problem = worker.problem or f"has not answered for {silent:.0f} s"
+                    while worker.is_alive and not self._closing.wait(_SHUT_SECONDS):
+                        _shut_connections([worker])  # others may wait for it still
+                pause = _SHUT_SECONDS
+                continue
+            worker.last_answer, pause = time.monotonic(), self.timeout_seconds / _HEARTBEATS
 
     def _read(self, worker: Worker, name: str, kind: type[Message]) -> Message | None:
         with self._asking(worker):
@@ -444,7 +439,7 @@ class Cluster:
                     pause = _STARVED_SECONDS  # an answer may wait to be read
                     continue
                 pause = _SHUT_SECONDS
-                _shut_connections([worker.address for worker in workers])
+                _shut_connections(workers)
 
         if not workers:
             yield
@@ -572,23 +567,17 @@ def _ask_each(
 
 def _address_towards(address: str) -> str:
     # The address of this machine at which a worker can reach it.
-    try:
-        resolved = socket.getaddrinfo(*parse_address(address, "workers"), type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, where = resolved[0]
-        with socket.socket(family, kind, protocol) as route:
-            route.connect(where)  # sends nothing
-            ip = route.getsockname()[0]
-    except OSError:  # connecting to the worker will fail
-        return "127.0.0.1"
-    return f"[{ip}]" if ":" in ip else ip
+    with contextlib.suppress(OSError):  # connecting to the worker will fail
+        for family, where in resolve(address)[:1]:
+            with socket.socket(family, socket.SOCK_DGRAM) as route:
+                route.connect(where)  # sends nothing
+                ip = route.getsockname()[0]
+            return f"[{ip}]" if ":" in ip else ip
+    return "127.0.0.1"
 
 
-def _shut_connections(addresses: Sequence[str]) -> None:
-    peers = set()
-    for address in addresses:
-        with contextlib.suppress(OSError):
-            infos = socket.getaddrinfo(*parse_address(address, "workers"), type=socket.SOCK_STREAM)
-            peers |= {where[:2] for *_, where in infos}
+def _shut_connections(workers: Sequence[Worker]) -> None:
+    peers = {where[:2] for worker in workers for _, where in resolve(worker.address)}
     for connection in bind_filter.open_sockets():
         with contextlib.suppress(OSError):
             host, port = connection.getpeername()[:2]

@@ -11,6 +11,14 @@ from towers.builder.device_types import machine_of
 from towers.devices import memory, remote
 
 _COUNTERS = "/proc/net/dev"  # a row for each interface; 1st number: bytes received, 9th: sent
+MACHINE_CHARTS = {  # {chart: tags}; {} stands for each worker
+    "seconds of each worker's slowest tower": "worker_{}/step_seconds",
+    "seconds that it waits for the slowest of all": "worker_{}/wait_seconds",
+    "memory of each worker's process, MiB": "worker_{}/memory_mib worker_{}/peak_memory_mib",
+    "bytes of a step, as its network interfaces count": (
+        "worker_{}/received_bytes worker_{}/sent_bytes"
+    ),
+}
 
 
 class MachineCurves:
@@ -57,8 +65,8 @@ def _network_bytes(machine: str) -> tuple[int, int] | None:
 
     The loopback interface counts only for a worker on this machine.
     """
-    text, cluster = remote.read_text(machine, _COUNTERS), remote.current_cluster()
-    local = bool(cluster) and cluster.is_on_loopback(machine)
+    text, worker = remote.read_text(machine, _COUNTERS), remote.find_machine(machine)
+    local = worker is not None and worker.is_on_loopback()
     rows = re.findall(r"^\s*(\S+):\s*(.*)$", text or "", re.MULTILINE)
     used = [[int(n) for n in row.split()] for name, row in rows if (name == "lo") == local]
     return (sum(row[0] for row in used), sum(row[8] for row in used)) if rows else None

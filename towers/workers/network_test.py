@@ -10,6 +10,7 @@ import os
 import socket
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -61,8 +62,7 @@ def check_network(options: Options, say: Callable[[str], None]) -> Iterator[Chec
             remedy = f"start `towers worker --address={address}` there, or open the port to this "
             name = f"worker {address}"
             yield WorkerCheck(name, PROBLEM, problem, f"{remedy}machine", address)
-    reached = [address for address in named if not problems[address]]
-    if not reached:
+    if not (reached := [address for address in named if not problems[address]]):
         return
     cluster = Cluster(reached, options.towers_per_worker, options.worker_timeout_seconds)
     with contextlib.suppress(InputError):  # `problem` of each says why
@@ -82,18 +82,12 @@ def check_network(options: Options, say: Callable[[str], None]) -> Iterator[Chec
         if sound:
             yield _check_copies(cluster, [worker for worker, _ in sound])
             header = "worker", "host", "towers", "clock s", "round trip ms", "to MB/s", "from MB/s"
-            rows = [
-                (
-                    worker.address,
-                    worker.info.host,
-                    len(worker.devices),
-                    f"{worker.clock_seconds:+.3f}",
-                    f"{check.round_trip_seconds * 1e3:.2f}",
-                    f"{check.to_bytes_per_second / 1e6:.0f}",
-                    f"{check.from_bytes_per_second / 1e6:.0f}",
-                )
-                for worker, check in sound
-            ]
+            rows = []
+            for worker, check in sound:
+                where = worker.address, worker.info.host, len(worker.devices)
+                times = f"{worker.clock_seconds:+.3f}", f"{check.round_trip_seconds * 1e3:.2f}"
+                speeds = check.to_bytes_per_second, check.from_bytes_per_second
+                rows.append((*where, *times, *(f"{speed / 1e6:.0f}" for speed in speeds)))
             for line in table(header, rows):
                 say(f"  {line}")
     finally:
@@ -129,17 +123,21 @@ def _check_worker(cluster: Cluster, worker: Worker) -> WorkerCheck:
     with tf.device(cluster.home):
         here, one = tf.constant(numbers), tf.constant(1.0)
 
-    def send() -> tf.Tensor:
-        sent = _copy(here, worker.host)
+    def send(value: tf.Tensor) -> tf.Tensor:
+        with tf.device(worker.host):
+            return tf.identity(value)
+
+    def send_all() -> tf.Tensor:
+        sent = send(here)
         with tf.device(worker.host):
             sent[0].numpy()  # wait until it has arrived
         return sent
 
     try:
         with cluster.cut_off([worker], _COPY_SECONDS):
-            round_trip = _median_seconds(lambda: _copy(one, worker.host).numpy(), _ROUND_TRIPS)
-            to = _median_seconds(send, _COPIES)
-            there = iter([send() for _ in range(_COPIES + 1)])  # a fetched tensor is cached
+            round_trip = _median_seconds(lambda: send(one).numpy(), _ROUND_TRIPS)
+            to = _median_seconds(send_all, _COPIES)
+            there = iter([send_all() for _ in range(_COPIES + 1)])  # a fetched tensor is cached
             back = _median_seconds(lambda: next(there).numpy(), _COPIES)
     except tf.errors.OpError as error:
         problem, remedy = first_line(error), "look at its log, and at the network between"
@@ -172,16 +170,6 @@ def _check_copies(cluster: Cluster, workers: Sequence[Worker]) -> Check:
     return Check(name, OK, f"{count(len(routes), 'way')}, bit for bit")
 
 
-def _copy(value: tf.Tensor, device: str) -> tf.Tensor:
-    with tf.device(device):
-        return tf.identity(value)
-
-
 def _median_seconds(call: Callable[[], object], number: int) -> float:
-    # The median of `number` calls, after one that warms up.
-    taken = []
-    for _ in range(number + 1):
-        start = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
+    call()  # warms up
+    return statistics.median(timeit.repeat(call, repeat=number, number=1))

@@ -92,7 +92,7 @@ def serve(
         end = time.monotonic() + 10
         while problem := _port_problem(ip, port):
             if time.monotonic() > end:
-                raise RunError(f"port {port} is not free again: {problem.strerror}")
+                raise RunError(f"port {port} is not free again: {os.strerror(problem.errno)}")
             time.sleep(_POLL_SECONDS)
 
 
@@ -109,7 +109,7 @@ def _lend(folder: Path, process: multiprocessing.Process, say: Callable[[str], N
                 time.sleep(_PARTING_SECONDS)
                 return why
             if process.exitcode is not None:
-                return f"the server ended ({_exit_text(process.exitcode)})"
+                return f"the server ended ({_ending(process)})"
             time.sleep(_POLL_SECONDS)
     except OSError as error:  # a program can do anything there
         return f"its folder cannot be used any more: {error.strerror}"
@@ -157,21 +157,17 @@ class Reservations:
         timeouts = (now - self._last_changes[self.owner.id][0]) / wanted.timeout_seconds
         # While TensorFlow registers a large function, it holds Python's lock, and the program
         # cannot write. Its server still answers; that of a stopped process does not.
-        if timeouts <= 1.0 or (timeouts <= _MAX_TIMEOUTS and _program_responds(wanted.address)):
-            return ""
+        with contextlib.suppress(InputError):  # the program's address may be malformed
+            if timeouts <= 1.0 or (
+                timeouts <= _MAX_TIMEOUTS and responds(wanted.address, _RESPONSE_SECONDS)
+            ):
+                return ""
         return f"no word from the program for {wanted.timeout_seconds:g} s"
 
     def _publish(self) -> None:
         temporary = self._folder / f".{rendezvous.OWNER_FILE}"
         temporary.write_text(rendezvous.to_text(self.owner), encoding="utf-8")
         temporary.replace(self._folder / rendezvous.OWNER_FILE)  # read whole, or not at all
-
-
-def _program_responds(address: str) -> bool:
-    try:
-        return bool(address) and responds(address, _RESPONSE_SECONDS)
-    except InputError:  # the program's address may be malformed
-        return False
 
 
 def _find_address(host: str, port: int, any_address: bool) -> tuple[str, int]:
@@ -193,9 +189,8 @@ def _find_address(host: str, port: int, any_address: bool) -> tuple[str, int]:
         if isinstance(problem, PermissionError):
             raise InputError(f"{flag}: ports below 1024 are root's; take another")
         if not is_here(ip):
-            raise InputError(
-                f"{flag}: {ip} is no address of this machine ({problem.strerror}); see hostname -I"
-            )
+            why = os.strerror(problem.errno)
+            raise InputError(f"{flag}: {ip} is no address of this machine ({why}); see hostname -I")
     raise InputError(
         f"{flag}: the port is taken by another process, perhaps another worker; give another port"
     )
@@ -203,15 +198,11 @@ def _find_address(host: str, port: int, any_address: bool) -> tuple[str, int]:
 
 def _port_problem(ip: str, port: int) -> OSError | None:
     # TensorFlow listens at all addresses. Old connections of a server that was killed do not count.
-    everywhere = ("::", socket.AF_INET6) if socket.has_dualstack_ipv6() else ("", socket.AF_INET)
-    for host, family in [(ip, socket.AF_INET6 if ":" in ip else socket.AF_INET), everywhere]:
+    dual = socket.has_dualstack_ipv6()
+    for host in ip, "::" if dual else "":
+        family, both = socket.AF_INET6 if ":" in host else socket.AF_INET, dual and host == "::"
         try:
-            with socket.socket(family, socket.SOCK_STREAM) as tried:
-                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if host == "::":
-                    tried.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-                tried.bind((host, port))
-                tried.listen()
+            socket.create_server((host, port), family=family, dualstack_ipv6=both).close()
         except OSError as error:
             return error
     return None
@@ -275,8 +266,7 @@ def _server(
             answer = receiving.recv()
         except EOFError:
             process.join()
-            ending = _exit_text(process.exitcode)
-            raise RunError(f"the server ended ({ending}) as it started") from None
+            raise RunError(f"the server ended ({_ending(process)}) as it started") from None
         if isinstance(answer, Exception):
             raise answer
         yield process, answer
@@ -355,6 +345,6 @@ def _introduction(info: WorkerInfo, ip: str, any_address: bool) -> list[str]:
     return lines
 
 
-def _exit_text(exitcode: int | None) -> str:
-    negative = exitcode is not None and exitcode < 0
-    return signal.Signals(-exitcode).name if negative else f"exit code {exitcode}"
+def _ending(process: multiprocessing.Process) -> str:
+    code = process.exitcode
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -35,11 +35,7 @@ class BenchmarkOptions:
     def __post_init__(self) -> None:
         """Raise InputError for a value out of range."""
         check_values(self)
-        if self.run.workers:
-            raise InputError(
-                f"--workers={self.run.workers}: a benchmark is of this machine's devices; leave it "
-                "out, or read the speed of a run over workers in its own lines"
-            )
+        self.run.check_benchmark()
         self.run.check_tower_numbers(self.num_towers)
         for name in self.peers():
             if name not in PEERS:

@@ -40,15 +40,15 @@ def run(options: Options, say: Callable[[str], None]) -> list[Check]:
     """Check versions, folder, data, GPUs and their results.
 
     Args:
-        options: `train_dir`, `dataset`, `data_dir` and the GPU options are used; with `workers`
-            only these and the network are checked.
+        options: `train_dir`, `dataset`, `data_dir` and the GPU options are used; with other
+            machines only these and the network are checked.
         say: called with each finding as soon as it is known, then with a summary.
 
     Returns:
         The findings, at least one.
     """
     findings, checks = [], _checks(options, dict(os.environ))
-    if options.workers:
+    if options.is_remote:
         from towers.devices import remote  # which needs TensorFlow
 
         checks = remote.check_network(options, say)
@@ -195,8 +195,9 @@ def _check_gpus(
         none = "no GPU here, only its driver" if version else "no GPU and no NVIDIA driver here"
         return Check("GPUs", OK, f"{none}: towers run on the CPU")
     says = f"the driver ({version}) has {', '.join(map(str, driver))}; TensorFlow"
-    missing = cuda_visible_devices.skipped(gpus, cuda_visible_devices.visible_in(environ, driver))
-    if missing:
+    visible = cuda_visible_devices.visible_in(environ, driver)
+    matched = cuda_visible_devices.match(gpus, visible)
+    if missing := [gpu for gpu in visible if gpu not in matched]:
         cause, remedy = cuda_visible_devices.why_skipped(missing, len(gpus), build)
         names = ", ".join(map(str, missing))
         return Check("GPUs", PROBLEM, f"{says} leaves out {names}: {cause}", remedy)

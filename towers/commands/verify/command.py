@@ -50,7 +50,7 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     names = remote.alternating_devices(of_run, numbers)
     names = names or devices.tower_devices(most, of_run.devices)
     dataset = load_data(of_run, say)
-    native = dataclasses.replace(of_run, workers="", num_towers=most)
+    native = of_run.on_this_machine(most)
     exact = dataclasses.replace(native, dtype="float64")
     scaled = of_run.dtype == "mixed_float16"
     say(
@@ -69,7 +69,7 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
 
     def one_device(options: Options) -> TrainRunner:
         options = dataclasses.replace(options, variables="cpu", jit_compile=False)
-        # A plain CPU if CPUs emulate GPUs; workers are compared with this machine.
+        # A plain CPU if CPUs emulate GPUs; other machines are compared with this one.
         one = ["/cpu:0"] if device_types.stand_in() else names[:1]
         one = devices.tower_devices(0)[:1] if device_types.are_remote(names) else one
         reference = runner(options, one, plain=True)

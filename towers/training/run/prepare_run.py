@@ -16,6 +16,7 @@ from towers import devices, files, tf_internals
 from towers.builder import exactness_checks
 from towers.builder.device_types import are_gpus, are_remote
 from towers.data import Data
+from towers.devices import remote
 from towers.errors import InputError, RunError
 from towers.formatting import count, first_line
 from towers.graphs import placement_report
@@ -228,7 +229,7 @@ def begin(
     if run.on_towers:
         say(f"data        {run.on_towers}")
     elif are_remote(run.builder.devices):
-        say("data        sent to the workers with each step")
+        say(f"data        sent to the {remote.MACHINES} with each step")
     sampler = Sampler(run.data.train, options)
     with user_facing_errors(options), preemption, preemption.first_batch():
         batch = sampler.batch(step, examples)
