@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import towers
 from tests import runs, tiny
+from tests.training.test_unusual_programs import inner
 from towers.errors import InputError
 from towers.options.inline_objects import option_text
 from towers.training.run.setup import prepare
@@ -254,23 +255,7 @@ def test_a_train_step_of_the_models_own_is_made_on_towers_and_resumed(tmp_path, 
 
 
 def test_a_step_with_batch_norm_in_a_loop_runs_on_one_device_and_says_so(tmp_path, capsys):
-    class Mapped(keras.Sequential):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                both = tf.map_fn(lambda v: self(v, training=True), tf.stack([x, 2 * x]))
-                loss = tf.reduce_mean((both - y) ** 2)
-            grads = tape.gradient(loss, self.trainable_weights)
-            self.optimizer.apply(grads, self.trainable_weights)
-            return {"loss": loss}
-
-    def build():
-        norm = keras.layers.BatchNormalization()
-        first = keras.layers.Dense(5, use_bias=False)
-        model = Mapped([keras.Input([4]), first, norm, keras.layers.Dense(1)])
-        model.compile("adam", "mse")
-        return model
-
+    build = inner("map_fn", size=4)
     run(tmp_path, build)
     (line,) = [ln for ln in capsys.readouterr().out.splitlines() if "runs on one device" in ln]
     assert "train_step" in line and "batch_norm" in line
