@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from tests import runs, tiny
 from tests.runs import command
-from tests.training.test_variables import Shrinking
 from towers.builder import device_types
 from towers.errors import InputError, RunError
 from towers.training.train import train
@@ -118,6 +117,14 @@ def normalized(num_classes):
     """Its last layer is called again by the loss: a step assigns its state twice."""
     NORM[:] = [keras.layers.BatchNormalization()]
     return keras.Sequential([keras.Input([6]), Refusing(), keras.layers.Dense(num_classes), *NORM])
+
+
+class Shrinking(keras.layers.Dense):
+    """Assigns its own kernel at each call, as SpectralNormalization does."""
+
+    def call(self, inputs):
+        self.kernel.assign(0.5 * self.kernel)
+        return super().call(inputs)
 
 
 def shrinking(num_classes):
