@@ -144,7 +144,7 @@ def test_flags_cfg_repeats_the_run_and_calls_of_other_lengths_change_no_bit(
 def test_a_run_in_parts_is_the_run_in_one(whole, tmp_path, monkeypatch, capsys):
     """It is ended by --max_steps, in an evaluation, by a crash after all steps, and not at all."""
     handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    own = dict(checkpoint_every_steps=0, histogram_every_epochs=0.5, train_dir=str(tmp_path))
+    own = dict(checkpoint_every_steps=0, histogram_every_epochs=0, train_dir=str(tmp_path))
     flags = f"--flagfile={whole}/flags.cfg", *(f"--{n}={v}" for n, v in own.items()), "--json"
     train(tiny.options(**GIVEN | own, max_steps=8))
     assert tiny.saved_steps(tmp_path) == [0, 8]
@@ -201,7 +201,7 @@ def test_a_run_in_parts_is_the_run_in_one(whole, tmp_path, monkeypatch, capsys):
 
 def test_a_run_goes_on_with_other_towers_and_places_and_shows_the_same_loss(tmp_path, capsys):
     """That of all towers; the tutorial shows the last one's. A checkpoint knows no place."""
-    given = GIVEN | dict(model="tests.tiny:dense", model_args="", dtype="float64")
+    given = GIVEN | dict(model="tests.tiny:dense", model_args="", dtype="float64", augment="none")
     given |= dict(evaluate_every_epochs=0, checkpoint_every_steps=0, log_every_steps=1)
     train(tiny.options(tmp_path / "whole", **given))
     shown = re.findall(r"loss = (\S+),", capsys.readouterr().out)
