@@ -1,6 +1,7 @@
 """`fit` on one device beside `fit` over towers: what a user can read of both, in float64."""
 
 import contextlib
+import warnings
 
 import keras
 import numpy as np
@@ -57,6 +58,24 @@ def fit(build, given, num_towers=0, *, epochs=2, plain_first=False, devices="", 
             "optimizer": [(v.name, v.numpy()) for v in model.optimizer.variables],
             "predictions": [(f"output {i}", x) for i, x in enumerate(outputs)],
         }
+
+
+def compare(build, given, num_towers=3, **options):
+    """Return what differs from plain Keras, and the lines that towers alone say.
+
+    Args:
+        build: as for `fit`.
+        given: returns the arguments of fit.
+        num_towers: the towers beside one device.
+        **options: of both, and of parallelize.
+    """
+    epochs = {"epochs": options.pop("epochs", 1)}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        expected = fit(build, given(), **epochs)
+        found = fit(build, given(), num_towers, **epochs, **options)
+    lines = [str(one.message) for one in told if "/towers/" in one.filename]
+    return differences(expected, found), lines
 
 
 def of_step(step, optimizer="sgd", **parts):

@@ -29,13 +29,10 @@ class Subclassed(keras.Model):
         return self.head(inputs)
 
 
-def test_the_last_activation_is_seen():
+def test_the_last_activation_is_seen_of_models_of_every_kind():
     for ending, (parts, expected) in ENDINGS.items():
         found = final_activation(keras.Sequential([keras.Input((3,)), *parts]))
         assert found == expected, ending
-
-
-def test_models_of_every_kind_are_looked_at():
     inputs = keras.Input((3,))
     logits = layers.Dense(3)(inputs)
     assert final_activation(keras.Model(inputs, keras.ops.softmax(logits))) == "softmax"

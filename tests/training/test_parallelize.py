@@ -3,12 +3,10 @@
 Models are the examples, and what others write: steps, losses, optimizers and inputs of their own.
 """
 
-import contextlib
 import copy
 import functools
 import importlib
 import pickle
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,10 +19,7 @@ import tensorflow as tf
 import towers
 from tests import fits
 from tests.fits import layer_of, of_step
-from tests.runs import rare, released
-from towers.builder import gather
-from towers.builder.rng import ReplicaRng
-from towers.builder.tower import TowerBuilder
+from tests.runs import rare
 from towers.training import parallelize
 from towers.training.parallelize import builder_of
 
@@ -132,148 +127,122 @@ def scaled():
     return model
 
 
-class LayerByLayer(keras.Model):
-    """Calls its layers in the step, one by one, so that a mask goes from one to the next."""
+def model_of(methods, loss="mse", optimizer="sgd", **parts):
+    """Return a function that makes a compiled model of methods and of parts that are made anew."""
 
-    def __init__(self):
-        super().__init__()
-        self.embedding = keras.layers.Embedding(9, 3, mask_zero=True)
-        self.rnn, self.top = keras.layers.SimpleRNN(2), dense(1)
+    def build():
+        model = type("Own", (keras.Model,), methods)()
+        for name, make in parts.items():
+            setattr(model, name, make())
+        model.compile(optimizer, loss)
+        return model
 
-    def call(self, x):
-        return self.top(self.rnn(self.embedding(x)))
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = keras.ops.mean((self.top(self.rnn(self.embedding(x))) - y) ** 2)
-        update(tape, loss, self.optimizer, self.trainable_variables)
-        return {"loss": loss}
+    return build
 
 
-class LongestOfBatch(LayerByLayer):
-    """Fails of no example: it makes a loop over the longest row of a batch."""
-
-    train_step = keras.Model.train_step
-
-    def call(self, x):
-        return super().call(x.to_tensor())
-
-
-class Gan(keras.Model):
-    """Two networks, two optimizers, noise, and a penalty on the critic's slope."""
-
-    def __init__(self):
-        super().__init__()
-        self.generator = small(3, 5, keras.layers.BatchNormalization())
-        self.critic = small(5, 1, dropout(0.3, seed=1))
-        self.noise = keras.random.SeedGenerator(2)
-        self.optimizers = keras.optimizers.Adam(), keras.optimizers.Adam()
-
-    def _slopes(self, x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            scores = self.critic(x, training=True)
-        return tf.norm(tape.gradient(scores, x), axis=1)
-
-    def train_step(self, data):
-        real = data[0]
-        noise = keras.random.normal((tf.shape(real)[0], 3), seed=self.noise)
-        with tf.GradientTape() as tape:
-            fake = self.generator(noise, training=True)
-            apart = tf.reduce_mean(self.critic(fake, training=True) - self.critic(real))
-            loss = apart + tf.reduce_mean((self._slopes((real + fake) / 2) - 1) ** 2)
-        update(tape, loss, self.optimizers[0], self.critic.trainable_variables)
-        with tf.GradientTape() as tape:
-            deceit = -tf.reduce_mean(self.critic(self.generator(noise, training=True)))
-        update(tape, deceit, self.optimizers[1], self.generator.trainable_variables)
-        return {"critic": loss, "generator": deceit}
+def layer_by_layer(self, data):
+    """Call the layers in the step, one by one, so that a mask goes from one to the next."""
+    x, y = data
+    with tf.GradientTape() as tape:
+        loss = keras.ops.mean((self.top(self.mean(self.embedding(x))) - y) ** 2)
+    update(tape, loss, self.optimizer, self.trainable_variables)
+    return {"loss": loss}
 
 
-class Student(keras.Model):
-    """Learns from a frozen teacher, in a loss of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.student, self.teacher = small(5, 1, dropout(0.3, seed=1)), small(5, 1)
-        self.teacher.trainable = False
-
-    def call(self, x, training=False):
-        return self.student(x, training=training)
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        loss = super().compute_loss(x, y, y_pred, sample_weight)
-        return loss + tf.reduce_mean(SQUARES(y_pred, self.teacher(x)))
+def longest_of_batch(self, x):
+    """Fail of no example: a loop is made over the longest row of a batch."""
+    return self.top(self.rnn(self.embedding(x.to_tensor())))
 
 
-class TwoSteps(keras.Model):
-    """Goes up the gradient and back within a step (sharpness-aware), and is not built before."""
+EMBEDDING = {"embedding": lambda: keras.layers.Embedding(9, 3, mask_zero=True)}
 
-    def __init__(self):
-        super().__init__()
-        self.hidden, self.out = dense(5, use_bias=False), dense(1)
-        self.norm = keras.layers.BatchNormalization()
 
-    def call(self, x, training=False):
-        return self.out(tf.tanh(self.norm(self.hidden(x), training=training)))
+def gan_step(self, data):
+    """Train two networks by two optimizers, with noise and a penalty on the critic's slope."""
+    real = data[0]
+    noise = keras.random.normal((tf.shape(real)[0], 3), seed=self.noise)
+    with tf.GradientTape() as tape:
+        fake = self.generator(noise, training=True)
+        apart = tf.reduce_mean(self.critic(fake, training=True) - self.critic(real))
+        between = (real + fake) / 2
+        with tf.GradientTape() as inner:
+            inner.watch(between)
+            scores = self.critic(between, training=True)
+        slopes = tf.norm(inner.gradient(scores, between), axis=1)
+        loss = apart + tf.reduce_mean((slopes - 1) ** 2)
+    update(tape, loss, self.optimizers[0], self.critic.trainable_variables)
+    with tf.GradientTape() as tape:
+        deceit = -tf.reduce_mean(self.critic(self.generator(noise, training=True)))
+    update(tape, deceit, self.optimizers[1], self.generator.trainable_variables)
+    return {"critic": loss, "generator": deceit}
 
-    def _loss(self, x, y):
+
+def frozen():
+    teacher = small(5, 1)
+    teacher.trainable = False
+    return teacher
+
+
+def call_student(self, x, training=False):
+    return self.student(x, training=training)
+
+
+def loss_of_a_student(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+    loss = keras.Model.compute_loss(self, x, y, y_pred, sample_weight)
+    return loss + tf.reduce_mean(SQUARES(y_pred, self.teacher(x)))
+
+
+def call_normalized(self, x, training=False):
+    return self.out(tf.tanh(self.norm(self.hidden(x), training=training)))
+
+
+def two_steps(self, data):
+    """Go up the gradient and back within a step (sharpness-aware)."""
+    x, y = data
+
+    def loss_and_gradients():
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(SQUARES(self(x, training=True), y))
         return loss, tape.gradient(loss, self.trainable_variables)
 
-    def train_step(self, data):
-        x, y = data
-        loss, gradients = self._loss(x, y)
-        steps = [0.05 * tf.math.l2_normalize(gradient) for gradient in gradients]
-        for weight, step in zip(self.trainable_variables, steps, strict=True):
-            weight.assign_add(step)
-        _, gradients = self._loss(x, y)
-        for weight, step in zip(self.trainable_variables, steps, strict=True):
-            weight.assign_sub(step)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss}
+    loss, gradients = loss_and_gradients()
+    steps = [0.05 * tf.math.l2_normalize(gradient) for gradient in gradients]
+    for weight, step in zip(self.trainable_variables, steps, strict=True):
+        weight.assign_add(step)
+    _, gradients = loss_and_gradients()
+    for weight, step in zip(self.trainable_variables, steps, strict=True):
+        weight.assign_sub(step)
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return {"loss": loss}
 
 
-class Compiled(keras.Model):
-    """Its step is a `tf.function` with a loop in it, whose trace is kept between calls of `fit`."""
+@tf.function
+def with_a_loop(self, data):
+    """Make two updates in a function whose trace is kept between calls of `fit`."""
+    x, y = data
+    variables = self.network.trainable_variables
 
-    def __init__(self):
-        super().__init__()
-        self.network = small(5, 1)
-        self.optimizer_within = keras.optimizers.SGD(0.1)
+    def body(i, _):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(SQUARES(self.network(x), y))
+        update(tape, loss, self.optimizer_within, variables)
+        return i + 1, loss
 
-    @tf.function
-    def train_step(self, data):
-        x, y = data
-        variables = self.network.trainable_variables
-
-        def body(i, _):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(SQUARES(self.network(x), y))
-            update(tape, loss, self.optimizer_within, variables)
-            return i + 1, loss
-
-        zero = tf.constant(0.0, tf.float64)
-        return {"loss": tf.while_loop(lambda i, _: i < 2, body, (0, zero))[1]}
+    zero = tf.constant(0.0, tf.float64)
+    return {"loss": tf.while_loop(lambda i, _: i < 2, body, (0, zero))[1]}
 
 
-class Unequal(keras.Model):
-    """Takes rows of unequal lengths and texts, by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.words = keras.layers.StringLookup(vocabulary=["a", "b"])
-        self.table, self.out = keras.layers.Embedding(3, 4), dense(1)
-
-    def call(self, inputs):
-        sums = tf.reduce_sum(inputs["rows"], axis=1, keepdims=True)
-        return self.out(tf.concat([sums, self.table(self.words(inputs["text"]))], axis=1))
+def unequal(self, inputs):
+    """Take rows of unequal lengths and texts, by name."""
+    sums = tf.reduce_sum(inputs["rows"], axis=1, keepdims=True)
+    return self.out(tf.concat([sums, self.table(self.words(inputs["text"]))], axis=1))
 
 
 def of_sparse():
     inputs = keras.Input((5,), sparse=True)
-    return keras.Model(inputs, dense(1)(dense(3, activation="tanh")(inputs)))
+    model = keras.Model(inputs, dense(1)(dense(3, activation="tanh")(inputs)))
+    model.compile("sgd", "mse")
+    return model
 
 
 # The table.
@@ -288,23 +257,12 @@ class Case(NamedTuple):
     rare: bool = False  # tried by `scripts/test --all` alone
 
 
-def compiled(make, optimizer="sgd", loss=None):
-    """Return a function that makes a compiled model of a class."""
-
-    def build():
-        model = make()
-        model.compile(optimizer, loss)
-        return model
-
-    return build
-
-
 def with_dropout():
     return network(lambda: dropout(0.3), optimizer="adam")
 
 
-def foreign(make, data=in_tf_data, numbers=(3,), rare=False):
-    return Case(compiled(make, "sgd", "mse"), data, numbers, plain_first=True, rare=rare)
+def foreign(build, data=in_tf_data, numbers=(3,), rare=False):
+    return Case(build, data, numbers, plain_first=True, rare=rare)
 
 
 def example(name, *numbers):
@@ -317,7 +275,6 @@ CASES = {
     "added losses, BatchNorm": Case(
         lambda: network(adds_losses, keras.layers.BatchNormalization, metrics=["mae"]),
         validated,
-        numbers=(4,),
     ),
     "several steps at once, clipped once": Case(
         lambda: network(
@@ -327,17 +284,39 @@ CASES = {
     "parts": Case(with_dropout, numbers=(2,), options={"accumulate_steps": 3}),
     "XLA": Case(with_dropout, numbers=(2,), options={"jit_compile": True}, rare=True),
     "sharded": Case(with_dropout, numbers=(2,), options={"variables": "sharded"}, rare=True),
-    "own step": Case(own_step, numbers=(4,)),
-    "masks in a step": Case(compiled(LayerByLayer), tokens, (2,)),
-    "fewer examples than towers": Case(
-        compiled(LongestOfBatch, "adam", "mse"), few_ragged_rows, (2,)
-    ),
-    "gan": foreign(Gan, numbers=(2,)),
-    "teacher": foreign(Student, rare=True),
-    "two steps": foreign(TwoSteps, rare=True),
-    "tf.function": foreign(Compiled),
+    "own step": Case(own_step),
+    "masks in a step": Case(model_of(
+        {"train_step": layer_by_layer}, loss=None, **EMBEDDING, top=lambda: dense(1),
+        mean=keras.layers.GlobalAveragePooling1D,
+    ), tokens, (2,)),
+    "fewer examples than towers": Case(model_of(
+        {"call": longest_of_batch}, optimizer="adam", **EMBEDDING, top=lambda: dense(1),
+        rnn=lambda: keras.layers.SimpleRNN(2),
+    ), few_ragged_rows, (2,)),
+    "gan": foreign(model_of(
+        {"train_step": gan_step},
+        generator=lambda: small(3, 5, keras.layers.BatchNormalization()),
+        critic=lambda: small(5, 1, dropout(0.3, seed=1)),
+        noise=lambda: keras.random.SeedGenerator(2),
+        optimizers=lambda: (keras.optimizers.Adam(), keras.optimizers.Adam()),
+    ), numbers=(2,)),
+    "teacher": foreign(model_of(
+        {"call": call_student, "compute_loss": loss_of_a_student},
+        student=lambda: small(5, 1, dropout(0.3, seed=1)), teacher=frozen,
+    ), rare=True),
+    "two steps": foreign(model_of(  # of a model that is not built before
+        {"call": call_normalized, "train_step": two_steps}, out=lambda: dense(1),
+        hidden=lambda: dense(5, use_bias=False), norm=keras.layers.BatchNormalization,
+    ), rare=True),
+    "tf.function": foreign(model_of(
+        {"train_step": with_a_loop}, network=lambda: small(5, 1),
+        optimizer_within=lambda: keras.optimizers.SGD(0.1),
+    )),
     "scalar argument": Case(scaled, options={"accumulate_steps": 2}, rare=True),
-    "ragged and texts": foreign(Unequal, ragged_and_texts),
+    "ragged and texts": foreign(model_of(
+        {"call": unequal}, words=lambda: keras.layers.StringLookup(vocabulary=["a", "b"]),
+        table=lambda: keras.layers.Embedding(3, 4), out=lambda: dense(1),
+    ), ragged_and_texts),
     "sparse": foreign(of_sparse, sparse, rare=True),
     "example images": example("images", 1, 3, 4),
     "example pairs": example("pairs", 3),
@@ -345,17 +324,12 @@ CASES = {
     "example table": example("table", 3),
     "example text": example("text", 3),
     "example two_outputs": example("two_outputs", 1, 2, 4),
-}
+}  # fmt: skip
 
 
 @functools.cache
 def by_keras(build, data, plain_first=False):
     return fits.fit(build, data(), plain_first=plain_first)
-
-
-def by_towers(case, num_towers, **options):
-    given = {"plain_first": case.plain_first, **case.options, **options}
-    return fits.fit(case.build, case.data(), num_towers, **given)
 
 
 def of_table():
@@ -369,7 +343,9 @@ def of_table():
 def test_towers_have_the_numbers_of_one_device(name, num_towers):
     case = CASES[name]
     expected = by_keras(case.build, case.data, case.plain_first)
-    assert fits.differences(expected, by_towers(case, num_towers)) == {}
+    given = {"plain_first": case.plain_first, **case.options}
+    found = fits.fit(case.build, case.data(), num_towers, **given)
+    assert fits.differences(expected, found) == {}
 
 
 def saturated(end):
@@ -400,169 +376,6 @@ def test_a_small_difference_is_seen_in_each_part(part):
     assert fits.differences(found, found) == {}
     changed = [*found[part][:1], ("it", np.array([-3.0, 1.0 + 6e-9]))]
     assert list(fits.differences(found, found | {part: changed})) == [part]
-
-
-def forgets_a_tower(monkeypatch):
-    add = TowerBuilder.add
-    monkeypatch.setattr(TowerBuilder, "add", staticmethod(lambda values: add(values[:1])))
-
-
-def joins_in_another_order(monkeypatch):
-    join = gather.join
-    monkeypatch.setattr(gather, "join", lambda values: join(values[::-1]))
-
-
-def each_tower_draws_from_the_start(monkeypatch):
-    monkeypatch.setattr(ReplicaRng, "drawing", lambda self: contextlib.nullcontext())
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "name, fault, options",
-    [
-        ("example table", forgets_a_tower, {}),
-        ("example pairs", joins_in_another_order, {}),
-        ("example two_outputs", each_tower_draws_from_the_start, {}),
-        ("example images", lambda _: None, {"batch_norm": "local"}),
-    ],
-)
-def test_a_fault_is_seen(name, fault, options, monkeypatch):
-    case = CASES[name]
-    expected = by_keras(case.build, case.data)
-    fault(monkeypatch)
-    found = set(fits.differences(expected, by_towers(case, 2, **options)))
-    assert found - {"metrics"} == {"losses", "weights", "optimizer", "predictions"}
-    assert options or "metrics" in found
-
-
-# What runs on one device, is said.
-
-
-UNDIVIDED = {
-    "no row for each example": lambda _, x: keras.ops.mean(x, axis=0, keepdims=True),
-    "eight examples": lambda _, x: keras.ops.reshape(x, (8, 6)),
-    "draws": lambda _, x: keras.ops.mean(
-        x + tf.random.normal(tf.shape(x), dtype=x.dtype), 0, keepdims=True
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", released(UNDIVIDED, "no row for each example", "draws"))
-def test_what_cannot_be_called_with_a_part_of_the_batch_runs_on_one_device(kind):
-    given = {"x": X[:16], "y": Y[:16], "batch_size": 8}
-    layer, loss = lambda: layer_of(UNDIVIDED[kind]), lambda _, outputs: keras.ops.sum(outputs**2)
-    build = functools.partial(network, layer, loss=loss)
-    with pytest.warns(UserWarning, match="sequential.* runs on one device") as told:
-        found = fits.fit(build, given, 2, epochs=1)
-    assert len(told) == 1  # and nothing else is said
-    if kind != "draws":
-        assert fits.differences(fits.fit(build, given, epochs=1), found) == {}
-
-
-def test_a_model_that_gives_a_number_for_each_pair_runs_on_one_device():
-    """Towers of equal slices would join rows of their own pairs."""
-
-    def build():
-        pairs = layer_of(lambda _, x: keras.ops.matmul(x, keras.ops.transpose(x)))
-        model = keras.Sequential([keras.Input((5,)), dense(6), pairs])
-        model.compile("adam", lambda _, outputs: keras.ops.mean(outputs**4, axis=-1))
-        return model
-
-    given = {"x": X[:16], "y": Y[:16], "batch_size": 8}
-    with pytest.warns(UserWarning, match="sequential.* runs on one device: its output 0"):
-        found = fits.fit(build, given, 2, epochs=1)
-    assert fits.differences(fits.fit(build, given, epochs=1), found) == {}
-
-
-def slope(model, x, jacobian=False):
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        outputs = model(x, training=True)
-    return outputs + (
-        tape.batch_jacobian(outputs, x)[:, 0] if jacobian else tape.gradient(outputs, x)
-    )
-
-
-# What a step computes from a model that has BatchNorm, under a tape.
-INNER = {
-    "a loop": lambda model, x: tf.while_loop(
-        lambda i, _: i < 2,
-        lambda i, total: (i + 1, total + model(x * total, training=True)),
-        (0, tf.ones_like(x[:, :1])),
-    )[1],
-    "map_fn": lambda model, x: tf.map_fn(lambda v: model(v, training=True), tf.stack([x, 2 * x])),
-    "scan": lambda model, x: tf.scan(
-        lambda a, v: a + model(v, training=True), tf.stack([x, 2 * x]), tf.zeros_like(x[:, :1])
-    ),
-    "a branch": lambda model, x: tf.cond(
-        x[0, 0] > 0, lambda: model(x, training=True), lambda: model(-x, training=True)
-    ),
-    "vectorized_map": lambda model, x: tf.vectorized_map(
-        lambda v: model(v, training=True), tf.stack([x, 2 * x])
-    ),
-    "a function": lambda model, x: tf.function(lambda x: model(x, training=True))(x),
-    "a gradient": slope,
-    "a jacobian": functools.partial(slope, jacobian=True),
-}
-
-
-def inner(name, norm=keras.layers.BatchNormalization):
-    class Inner(keras.Sequential):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((INNER[name](self, x) - y) ** 2)
-            update(tape, loss, self.optimizer, self.trainable_variables)
-            return {"loss": loss}
-
-    model = Inner([keras.Input((5,)), dense(4, activation="tanh"), norm(), dense(1)])
-    model.compile("adam", "mse")
-    return model
-
-
-@pytest.mark.parametrize("name", released(INNER, "a loop", "a gradient"))
-def test_a_step_with_layers_where_towers_cannot_meet_runs_on_one_device(name):
-    given = {"x": X[:16], "y": Y[:16], "batch_size": 8, "validation_data": (X[16:], Y[16:])}
-    build = functools.partial(inner, name)
-    said = "train_step of .* runs on one device: .*BatchNorm"
-    with pytest.warns(UserWarning, match=said) as told:
-        found = fits.fit(build, given, 2, epochs=2)
-    assert len(told) == 1
-    assert fits.differences(fits.fit(build, given, epochs=2), found) == {}
-
-
-@pytest.mark.extended
-def test_a_refusal_inside_of_another_error_is_one_too():
-    """As where a batch that is taken in parts is computed again inside of tf.vectorized_map."""
-    given = {"x": X[:16], "y": Y[:16], "batch_size": 8}
-    build = functools.partial(inner, "a jacobian")
-    with pytest.warns(UserWarning, match="train_step of .* runs on one device: .*BatchNorm"):
-        found = fits.fit(build, given, 2, epochs=1, accumulate_steps=2)
-    assert fits.differences(fits.fit(build, given, epochs=1), found) == {}
-
-
-@pytest.mark.parametrize("name", released(INNER, "a jacobian"))
-def test_a_step_with_layers_in_loops_runs_on_towers_if_these_need_not_meet(name):
-    build = functools.partial(inner, name, keras.layers.LayerNormalization)
-    given = {"x": X[:16], "y": Y[:16], "batch_size": 8}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = fits.fit(build, given, 3, epochs=1)
-    assert fits.differences(fits.fit(build, given, epochs=1), found) == {}
-
-
-@pytest.mark.filterwarnings("ignore:Even though:UserWarning")  # TensorFlow's, of tf.data
-@pytest.mark.parametrize("way", ["compile", "TensorFlow"])
-def test_a_model_that_runs_eagerly_says_that_it_runs_on_one_device(way):
-    build = functools.partial(network, optimizer="adam", run_eagerly=way == "compile")
-    given = {"x": X[:16], "y": Y[:16], "batch_size": 8}
-    tf.config.run_functions_eagerly(way == "TensorFlow")
-    try:
-        with pytest.warns(UserWarning, match="run_eagerly"):
-            found = fits.fit(build, given, 2, epochs=1)
-        assert fits.differences(fits.fit(build, given, epochs=1), found) == {}
-    finally:
-        tf.config.run_functions_eagerly(False)
 
 
 def cubed(model, data):
@@ -610,12 +423,6 @@ def test_a_step_that_is_set_on_a_model_is_its_step(when):
     assert "cube" in expected and expected.keys() == found.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-6)
-
-
-def test_a_layer_in_which_examples_see_each_other_is_named():
-    centred = keras.layers.Lambda(lambda x: x - keras.ops.mean(x, axis=0), name="centred")
-    with pytest.warns(UserWarning, match="mixed examples: layer .*centred"):
-        fits.fit(lambda: network(lambda: centred), ARRAYS, 2, epochs=1)
 
 
 # The model stays Keras'.

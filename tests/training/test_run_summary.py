@@ -38,41 +38,33 @@ def test_the_rule_book_in_full():
 
 
 def line(start, **changes):
-    (found,) = [
-        x for x in run_summary(prepare(tiny.options("t", **changes))) if x.startswith(start)
-    ]
-    return found
+    found = run_summary(prepare(tiny.options("t", **changes)))
+    return next(line for line in found if line.startswith(start))
 
 
-def test_slices_are_told_as_they_are():
-    assert "(3 x 2 and 1 x 1 per tower)" in line("batch", num_towers=4)
-    assert "(1 x 7 per tower)" in line("batch")
-    assert "(2 x 1 and 2 x 0 per tower)" in line("batch", num_towers=4, batch_size=2)
-    assert "8 global (4 x 2 per tower)" in line("batch", num_towers=4, batch_size=8)
+TOLD = [
+    ("batch", dict(num_towers=4), "(3 x 2 and 1 x 1 per tower)"),
+    ("batch", {}, "(1 x 7 per tower)"),
+    ("batch", dict(num_towers=4, batch_size=2), "(2 x 1 and 2 x 0 per tower)"),
+    ("batch", dict(num_towers=4, batch_size=8), "8 global (4 x 2 per tower)"),
+    ("saved", dict(checkpoint_every_steps=40), "every 40 steps, at the end, and when stopped"),
+    ("  2", dict(optimizer="adamw", weight_decay=0.01), "weight decay 0.01 (adamw, apart from"),
+    ("  3", dict(dtype="mixed_float16"), "loss scale from 32768"),
+    ("  4", dict(clip_norm=0.5), "clip_norm=0.5, after"),
+    ("  4", dict(clip_global_norm=2), "clip_global_norm=2, after"),
+    ("  5", dict(seed=9), "seed 9"),
+    ("  6", dict(batch_norm="local"), "local, moments over a tower's slice;"),
+    ("  6", dict(accumulate_steps=4), "over the global batch in 4 parts;"),
+    ("  7", dict(optimizer="adamw", learning_rate=0.5, schedule="constant", ema_decay=0.9),
+     "adamw, learning rate 0.5 constant, EMA 0.9"),
+    ("model", dict(model_args="width=2,l2=0.5"),
+     "tests.tiny:dense(width=2,l2=0.5): 395 trainable weights"),
+]  # fmt: skip
 
 
-def test_when_it_is_saved_is_told():
-    assert "every 40 steps, at the end, and when stopped" in line(
-        "saved", checkpoint_every_steps=40
-    )
-
-
-def test_the_options_of_the_update_are_told():
-    assert "weight decay 0.01 (adamw, apart from" in line(
-        "  2", optimizer="adamw", weight_decay=0.01
-    )
-    assert "loss scale from 32768" in line("  3", dtype="mixed_float16")
-    assert "clip_norm=0.5, after" in line("  4", clip_norm=0.5)
-    assert "clip_global_norm=2, after" in line("  4", clip_global_norm=2)
-    assert "seed 9" in line("  5", seed=9)
-    assert "local, moments over a tower's slice;" in line("  6", batch_norm="local")
-    assert "over the global batch in 4 parts;" in line("  6", accumulate_steps=4)
-    assert "adamw, learning rate 0.5 constant, EMA 0.9" in line(
-        "  7", optimizer="adamw", learning_rate=0.5, schedule="constant", ema_decay=0.9
-    )
-    assert line("model", model_args="width=2,l2=0.5").endswith(
-        "tests.tiny:dense(width=2,l2=0.5): 395 trainable weights"
-    )
+def test_options_are_told_as_they_are():
+    for start, changes, words in TOLD:
+        assert words in line(start, **changes)
 
 
 def test_the_length_is_told_and_is_never_nothing():

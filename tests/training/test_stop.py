@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 SOON = 15  # seconds; on a machine of one's own it is 3
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
-    "train --model=tests.blocking:net --dataset=tests.blocking:data --batch_size=8 --num_towers=2 "
+    "train --model=tests.blocking:net --dataset=tests.blocking:data --batch_size=8 --num_towers=1 "
     "--num_epochs=5 --log_every_steps=1"
 ).split()
 

@@ -91,28 +91,6 @@ def test_a_run_leaves_these_files(trained):
     assert {f"--train_dir={folder}", "--variables=default"} <= set(flags)
 
 
-@runs.by_the_clock
-def test_tensorboard_shows_training_and_evaluation(trained):
-    folder = trained("classes")
-    of_a_tower = "loss gradient_norm cosine_to_mean step_seconds memory_mib peak_memory_mib"
-    tags = {tag for _, tag, _ in tiny.events(folder / "train")}
-    assert tags - {"noise_scale/examples"} == {  # which cannot always be told
-        *("loss/data", "loss/regularisation", "loss/total", "learning_rate", "gradient_norm"),
-        *("progress/examples", "progress/epoch"),
-        *("speed/examples_per_second", "speed/seconds_per_step"),
-        *(f"speed/{name}_seconds" for name in ("input_wait", "compute", "gather", "update")),
-        *("noise_scale/trace", "noise_scale/squared_norm"),
-        *(f"tower_{i}/{name}" for i in (0, 1) for name in of_a_tower.split()),
-    }
-    # A point stands at the updates before its step; the last step has one, too.
-    assert [step for step, _ in points(folder / "train")] == [0, 4, 8, 12, 16, 17]
-    assert points(folder / "train", "progress/examples")[1] == (4, 35)
-    of_eval = {f"test/{name}" for name in ("accuracy", "accuracy_ema", "loss", "loss_ema")}
-    assert {tag for _, tag, _ in tiny.events(folder / "eval")} == of_eval
-    # Half an epoch is 30 examples: passed after 5, 9, 13 and 18 steps.
-    assert [step for step, _ in points(folder / "eval", "test/accuracy")] == [5, 9, 13, 18]
-
-
 def test_flags_cfg_repeats_the_run_and_calls_of_other_lengths_change_no_bit(
     whole, tmp_path, monkeypatch, capsys
 ):
@@ -166,7 +144,7 @@ def test_flags_cfg_repeats_the_run_and_calls_of_other_lengths_change_no_bit(
 def test_a_run_in_parts_is_the_run_in_one(whole, tmp_path, monkeypatch, capsys):
     """It is ended by --max_steps, in an evaluation, by a crash after all steps, and not at all."""
     handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    own = dict(checkpoint_every_steps=0, histogram_every_epochs=0.5, train_dir=str(tmp_path))
+    own = dict(checkpoint_every_steps=0, histogram_every_epochs=0, train_dir=str(tmp_path))
     flags = f"--flagfile={whole}/flags.cfg", *(f"--{n}={v}" for n, v in own.items()), "--json"
     train(tiny.options(**GIVEN | own, max_steps=8))
     assert tiny.saved_steps(tmp_path) == [0, 8]
@@ -221,15 +199,15 @@ def test_a_run_in_parts_is_the_run_in_one(whole, tmp_path, monkeypatch, capsys):
     assert [session["flags"]["max_steps"] for session in ours["sessions"]] == [8, 0, 0, 0]
 
 
-def test_a_run_goes_on_and_shows_the_same_loss_with_another_number_of_towers(tmp_path, capsys):
-    """That of all towers; the tutorial shows the last one's."""
-    given = GIVEN | dict(model="tests.tiny:dense", model_args="", dtype="float64")
+def test_a_run_goes_on_with_other_towers_and_places_and_shows_the_same_loss(tmp_path, capsys):
+    """That of all towers; the tutorial shows the last one's. A checkpoint knows no place."""
+    given = GIVEN | dict(model="tests.tiny:dense", model_args="", dtype="float64", augment="none")
     given |= dict(evaluate_every_epochs=0, checkpoint_every_steps=0, log_every_steps=1)
     train(tiny.options(tmp_path / "whole", **given))
     shown = re.findall(r"loss = (\S+),", capsys.readouterr().out)
-    for num_towers, steps in (3, 5), (1, 0):
-        parts = given | dict(num_towers=num_towers)
-        train(tiny.options(tmp_path / "parts", **parts, max_steps=steps))
+    for num_towers, variables, steps in (3, "sharded", 5), (2, "replicated", 11), (1, "cpu", 0):
+        parts = dict(num_towers=num_towers, variables=variables, placement="strict")
+        train(tiny.options(tmp_path / "parts", **given | parts, max_steps=steps))
     whole, parts = tiny.saved(tmp_path / "whole"), tiny.saved(tmp_path / "parts")
     tiny.assert_close(parts, whole, 1e-10)
     assert parts["step"] == LAST
