@@ -91,38 +91,36 @@ def leaves(model, x):
     return math.prod(scale for scale in scales if scale is not None)
 
 
-@pytest.mark.parametrize("num_towers", [1, 3])
-def test_fit_has_the_numbers_of_one_device(num_towers):
+def fitted(leave, use, num_towers=0):
     def build():
-        model = Leaving(leaves, lambda m: sum(use(m) for _, use in LEAVING.values()))
+        model = Leaving(leave, use)
         model.compile("sgd")
         return model
 
-    assert not fits.differences(fits.fit(build, DATA), fits.fit(build, DATA, num_towers))
+    return fits.fit(build, DATA, num_towers)
 
 
-WAYS = {
-    "eager": {},
-    "function": {},
-    "parts": {"accumulate_steps": 2},
-    "XLA": {"jit_compile": True, "batch_norm": "local"},
-    "XLA, parts": {"jit_compile": True, "batch_norm": "local", "accumulate_steps": 2},
-}
+@pytest.mark.parametrize("num_towers", [1, 3])
+def test_fit_has_the_numbers_of_one_device(num_towers):
+    parts = leaves, lambda m: sum(use(m) for _, use in LEAVING.values())
+    assert not fits.differences(fitted(*parts), fitted(*parts, num_towers))
+
+
+PARTS, BY_XLA = {"accumulate_steps": 2}, {"jit_compile": True, "batch_norm": "local"}
 
 
 @pytest.mark.parametrize(
-    ("way", "name"),
+    ("compiled", "name", "options"),
     [
-        ("eager", "a list"), ("function", "rows"), ("parts", "a list"), ("XLA", "a list"),
-        rare("XLA, parts", "a list"),
+        (lambda fn: fn, "a list", {}), (tf.function, "rows", {}), (tf.function, "a list", PARTS),
+        (tf.function, "a list", BY_XLA), rare(tf.function, "a list", BY_XLA | PARTS),
     ],
 )  # fmt: skip
-def test_the_builder_by_hand_joins_them(way, name, float64):
+def test_the_builder_by_hand_joins_them(compiled, name, options, float64):
     leave, use = LEAVING[name]
     x, y = (tf.constant(DATA[key][:7]) for key in "xy")
     model = Leaving(leave, use)
-    builder = TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"], **WAYS[way])
-    compiled = tf.function if way != "eager" else lambda fn: fn
+    builder = TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"], **options)
 
     def joined(call):
         with tf.GradientTape() as tape:
@@ -209,20 +207,11 @@ def seen(model, x):
     ],
 )
 def test_a_step_that_uses_what_cannot_be_joined_runs_on_one_device(leave, use, said):
-    def build():
-        model = Leaving(leave, use)
-        model.compile("sgd")
-        return model
-
     with pytest.warns(UserWarning, match=f"train_step of .* runs on one device: .*{said}"):
-        found = fits.fit(build, DATA, 2)
-    assert not fits.differences(fits.fit(build, DATA), found)
+        found = fitted(leave, use, 2)
+    assert not fits.differences(fitted(leave, use), found)
 
 
 def test_what_cannot_be_joined_and_is_not_used_is_no_fault():
-    def build():
-        model = Leaving(spread, lambda m: 0.0)
-        model.compile("sgd")
-        return model
-
-    assert not fits.differences(fits.fit(build, DATA), fits.fit(build, DATA, 2))
+    parts = spread, lambda m: 0.0
+    assert not fits.differences(fitted(*parts), fitted(*parts, 2))

@@ -1,6 +1,7 @@
 """BatchNorm over the global batch, fused, in parts and on GPUs; `test_equality` has the rest."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.builder import test_equality as equality
-from tests.builder.test_equality import GPUS, THREE, assert_equal, of_towers
+from tests.builder.test_equality import GPUS, LOCAL, THREE, assert_equal, of_towers
 from tests.runs import rare
 from towers import TowerBuilder
 from towers.builder.device_types import cpus_for_gpus
@@ -26,15 +27,12 @@ DEVICES = ["/cpu:1", "/cpu:2", "/cpu:3"]
 )
 def test_batches_and_maps_of_unknown_size_are_normalised_by_the_fused_kernels(shape, on_gpus):
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input([*[None] * (len(shape) - 1), 3])])
-    model.add(layers.Dense(3, use_bias=False))
-    model.add(layers.BatchNormalization(momentum=0.5))
-    model.add(layers.Dense(3, "softplus", use_bias=False))  # the gradient meets again in the first
-    model.add(layers.BatchNormalization(momentum=0.5))
-    pools = {2: layers.GlobalMaxPooling1D, 3: layers.GlobalMaxPooling2D}
-    for pool in filter(None, [pools.get(len(shape))]):
-        model.add(pool())
-    model.add(layers.Dense(2))
+    pools = {2: [layers.GlobalMaxPooling1D()], 3: [layers.GlobalMaxPooling2D()]}
+    first, second = (layers.BatchNormalization(momentum=0.5) for _ in range(2))
+    # The gradient meets again in the first.
+    body = layers.Dense(3, use_bias=False), first, layers.Dense(3, "softplus", use_bias=False)
+    body = *body, second, *pools.get(len(shape), []), layers.Dense(2)
+    model = keras.Sequential([keras.Input([*[None] * (len(shape) - 1), 3]), *body])
     before = [v.numpy() for v in model.non_trainable_variables]
     loss_fn = equality.cubes(lambda x: model(x, training=True))
 
@@ -42,7 +40,8 @@ def test_batches_and_maps_of_unknown_size_are_normalised_by_the_fused_kernels(sh
         for v, value in zip(model.non_trainable_variables, before, strict=True):
             v.assign(value)
         loss, gradients = step(x)
-        return [loss, *gradients, *(v.numpy() for v in model.non_trainable_variables)]
+        found = [loss, *gradients, *(v.numpy() for v in model.non_trainable_variables)]
+        return dict(enumerate(found))
 
     builder = TowerBuilder(DEVICES, batch_norm="sync")
     step = tf.function(
@@ -53,9 +52,8 @@ def test_batches_and_maps_of_unknown_size_are_normalised_by_the_fused_kernels(sh
     for size in (7, 2) if len(shape) > 1 else (7,):  # of two, a tower gets none
         x = tf.random.stateless_normal([size, *shape], [1, 2], 30.0, 2.0)
         with cpus_for_gpus() if on_gpus else contextlib.nullcontext():
-            found = dict(enumerate(outcome(step, x)))
-        expected = dict(enumerate(outcome(plain, x)))
-        assert_equal(found, expected)
+            found = outcome(step, x)
+        assert_equal(found, outcome(plain, x))
     ops = {op.type for op in step.get_concrete_function().graph.get_operations()}
     assert "FusedBatchNormV3" in ops
 
@@ -102,8 +100,8 @@ def test_without_being_asked_moments_are_those_of_all_towers_or_it_is_said(way):
 
 def in_16_bits():
     keras.config.set_dtype_policy("mixed_bfloat16")
-    norms = [layers.BatchNormalization(momentum=0.5), layers.BatchNormalization(scale=False)]
-    body = norms[0], layers.Dense(5, "tanh"), norms[1], layers.Flatten(), layers.Dense(4)
+    first, second = layers.BatchNormalization(momentum=0.5), layers.BatchNormalization(scale=False)
+    body = first, layers.Dense(5, "tanh"), second, layers.Flatten(), layers.Dense(4)
     x = tf.cast(equality.images(16), tf.float32)
     return equality.of_model(equality.sequential((4, 4, 3), *body), x)
 
@@ -119,35 +117,23 @@ def test_mixed_precision_computes_in_16_bits(way):
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=2e-2 * size)
 
 
-def equal_parts():
-    """Return a case of parts with equal moments; the variance that is kept is that of a part."""
-    case = equality.batch_norm()
-    images = case.batch[0]
-    return case._replace(batch=[tf.concat([images, images[::-1]], axis=0)], state=[])
-
-
-def test_on_gpus_equal_parts_are_what_one_device_computes():
-    way = GPUS._replace(parts=2, known=False)
-    assert_equal(of_towers(equal_parts, way), equality.of_one_device(equal_parts))
-
-
-LOCAL, PARTS = dict(batch_norm="local"), dict(parts=2)
+PARTS, MOMENTS = THREE._replace(parts=2), equality.moments_of_several_layers
+of_cpus = functools.cache(of_towers)
 
 
 @pytest.mark.parametrize(
-    ("make", "changes"),
+    ("make", "way", "changes"),
     [
-        (equality.moments_of_several_layers, PARTS),
-        (equality.moments_of_several_layers, LOCAL),
-        (equality.fused_maps, PARTS | dict(joined=True)),
-        rare(equality.moments_of_several_layers, LOCAL | dict(by_xla=True)),
-        rare(equality.fused_maps, LOCAL | PARTS),
+        (MOMENTS, PARTS._replace(known=False), dict(on_gpus=True)),
+        (MOMENTS, LOCAL, dict(on_gpus=True)), (MOMENTS, LOCAL, dict(by_xla=True)),
+        (equality.fused_maps, PARTS._replace(joined=True), dict(on_gpus=True)),
+        rare(MOMENTS, LOCAL, dict(on_gpus=True, by_xla=True)),
+        rare(equality.fused_maps, LOCAL._replace(parts=2), dict(on_gpus=True)),
     ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_numbers_that_depend_on_the_towers_are_those_of_cpus(make, changes):
-    way = THREE._replace(**changes)
-    assert_equal(of_towers(make, way._replace(on_gpus=True)), of_towers(make, way))
+)  # fmt: skip
+def test_numbers_that_depend_on_the_towers_are_those_of_cpus_without_xla(make, way, changes):
+    """Those of parts on CPUs: test_equivalence."""
+    assert_equal(of_towers(make, way._replace(**changes)), of_cpus(make, way))
 
 
 @pytest.mark.parametrize("call", [

@@ -51,10 +51,10 @@ def float8(*between):
     return quantized(model)
 
 
-def rows_of(layer):
+def rows_of(layer, twice=False):
     inputs = keras.Input((4,))
-    outputs = layers.Dense(1)(layers.Flatten()(layer(layers.Reshape((2, 2))(inputs))))
-    return quantized(keras.Model(inputs, outputs))
+    rows = [layers.Reshape((2, 2))(inputs)] * (1 + twice)
+    return quantized(keras.Model(inputs, layers.Dense(1)(layers.Flatten()(layer(*rows)))))
 
 
 def einsum():
@@ -62,16 +62,14 @@ def einsum():
 
 
 def attention():
-    inner = layers.MultiHeadAttention(2, 3)
-    return rows_of(lambda rows: inner(rows, rows))
+    return rows_of(layers.MultiHeadAttention(2, 3), twice=True)
 
 
 def own(aggregation="none"):
     return keras.Sequential([keras.Input((4,)), Follows(aggregation), layers.Dense(1)])
 
 
-def own_mean():
-    return own("mean")
+own_mean = functools.partial(own, "mean")
 
 
 RARE = [pytest.param(make, marks=pytest.mark.extended) for make in (own_mean, einsum, attention)]
@@ -79,10 +77,6 @@ MODELS = [float8, own, *RARE]
 
 
 @functools.cache
-def of_one_device(make, **options):
-    return trained(make, **options)
-
-
 def trained(make, way="", number=0, **options):
     """Return losses and weights of three steps of an own loop."""
     with fits.in_float64():
@@ -116,7 +110,7 @@ def trained(make, way="", number=0, **options):
 def test_own_loops(make, way):
     for number, options in (2, {}), (3, {"accumulate_steps": 2}):
         found = trained(make, way, number, **options)
-        for own, value in zip(found, of_one_device(make), strict=True):
+        for own, value in zip(found, trained(make), strict=True):
             np.testing.assert_allclose(own, value, rtol=1e-6, atol=1e-9)
 
 
@@ -142,16 +136,20 @@ def test_joined_outputs_of_float8_are_not_left_to_xla_in_silence():
     assert len(told) == 1 and "leave jit_compile out" in told[0]
 
 
-def test_fit_does_not_leave_float8_to_xla():
+def fitted(make, number=0, **options):
     def build():
-        model = float8()
-        model.compile("sgd", "mse", jit_compile=False)
+        model = make()
+        model.compile("sgd", "mse")  # of gradients that are rounding alone Adam makes steps
         return model
 
-    given = {"x": X, "y": Y, "batch_size": 4, "shuffle": False}
+    given = {"x": X, "y": Y, "batch_size": 5, "shuffle": False}
+    return fits.fit(build, given, number, **options)
+
+
+def test_fit_does_not_leave_float8_to_xla():
     with pytest.warns(UserWarning, match="runs on one device: jit_compile: XLA leaves out"):
-        found = fits.fit(build, given, 2, jit_compile=True, batch_norm="local")
-    assert not fits.differences(fits.fit(build, given), found)
+        found = fitted(float8, 2, jit_compile=True, batch_norm="local")
+    assert not fits.differences(fitted(float8), found)
 
 
 def test_a_bias_that_is_rounded_to_16_bits_is_no_fault():
@@ -167,12 +165,6 @@ def test_a_bias_that_is_rounded_to_16_bits_is_no_fault():
 
 @pytest.mark.parametrize("make", MODELS[:-1])  # a bias of attention's keys is rounding alone
 def test_fit(make):
-    def build():
-        model = make()
-        model.compile("sgd", "mse")  # of gradients that are rounding alone Adam makes steps
-        return model
-
-    given = {"x": X, "y": Y, "batch_size": 5, "shuffle": False}
-    expected = fits.fit(build, given)
+    expected = fitted(make)
     for number, options in (2, {}), (3, {"accumulate_steps": 2}):
-        assert not fits.differences(fits.fit(build, given, number, **options), expected, 1e-6)
+        assert not fits.differences(fitted(make, number, **options), expected, 1e-6)

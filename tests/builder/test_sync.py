@@ -11,49 +11,36 @@ DEVICES = ["/cpu:1", "/cpu:2", "/cpu:3"]
 
 
 def on_towers(fn, *values):
-    """Run `fn(all_gather, value)` for each value on a tower of its own."""
+    """Return a step that calls `fn(group, value)` for each value on a tower of its own."""
 
     @tf.function
-    def step():
-        exchange = SyncGroup([None] * len(values), DEVICES[: len(values)])
-        results = []
-        for i, (device, value) in enumerate(zip(DEVICES, values, strict=False)):
-            with tf.device(device):
-                results.append(fn(exchange.handle(i).all_gather, tf.identity(value)))
+    def step(*values):
+        exchange, results = SyncGroup([None] * len(values), DEVICES[: len(values)]), []
+        for i, value in enumerate(values):
+            with tf.device(DEVICES[i]):
+                results.append(fn(exchange.handle(i), value))
         exchange.join("/cpu:0")
         return results
 
-    return step()
+    return step.get_concrete_function(*values)
 
 
 def test_values_are_put_together_once_on_the_gather_device():
-    @tf.function
-    def step(x, y):
-        exchange, results = SyncGroup([None] * 2, DEVICES[:2]), []
-        for i, value in enumerate([x, y]):
-            with tf.device(DEVICES[i]):
-                results.append(exchange.handle(i).all_sum(value) * 2)
-        exchange.join("/cpu:0")
-        return results
-
-    found = step(tf.constant(1.0), tf.constant(2.0))
-    np.testing.assert_array_equal(found, [6.0, 6.0])
-    graph = step.get_concrete_function(tf.constant(1.0), tf.constant(2.0)).graph
-    (added,) = [op for op in graph.get_operations() if op.type == "AddN"]
+    values = tf.constant(1.0), tf.constant(2.0)
+    step = on_towers(lambda tower, value: tower.all_sum(value) * 2, *values)
+    np.testing.assert_array_equal(step(*values), [6.0, 6.0])
+    (added,) = [op for op in step.graph.get_operations() if op.type == "AddN"]
     assert added.device.endswith("CPU:0")
 
 
 def test_towers_that_make_other_calls_are_refused():
-    def of_other_shapes(all_gather, value):
-        return all_gather(value)
-
     with pytest.raises(ValueError, match="2 of 2 towers met with values of 2 shapes"):
-        on_towers(of_other_shapes, tf.zeros([2]), tf.zeros([3]))
+        on_towers(lambda tower, value: tower.all_gather(value), tf.zeros([2]), tf.zeros([3]))
     calls = []
 
-    def only_the_first(all_gather, value):
+    def only_the_first(tower, value):
         calls.append(value)
-        return all_gather(value) if len(calls) == 1 else value
+        return tower.all_gather(value) if len(calls) == 1 else value
 
     with pytest.raises(ValueError, match="1 of 2 towers met"):
         on_towers(only_the_first, tf.zeros([2]), tf.zeros([2]))

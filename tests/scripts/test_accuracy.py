@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import types
 
 import pytest
 
@@ -60,11 +61,11 @@ def test_bad_input_is_one_line(accuracy, tmp_path, capsys, argv, line):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.process
-def test_a_run_that_fails_says_so(accuracy, tmp_path, capfd):
-    flags = f"--max_steps=2 --devices=cpu --model=models.cnn:none --runs={tmp_path}"
-    assert accuracy.main(["configs/quickstart.cfg", *flags.split()]) == 2
-    assert "seed_0 ended with exit code 2" in capfd.readouterr().err
+def test_a_run_that_fails_says_so(accuracy, tmp_path, capfd, monkeypatch):
+    ended = types.SimpleNamespace(returncode=75)
+    monkeypatch.setattr(accuracy.subprocess, "run", lambda *_, **__: ended)
+    assert accuracy.main(["configs/quickstart.cfg", f"--runs={tmp_path}"]) == 75
+    assert "seed_0 ended with exit code 75" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.cfg")), ids=lambda p: p.name)
