@@ -22,18 +22,10 @@ from towers.commands.doctor.command import Check
 from towers.errors import InputError, RunError
 from towers.options import flags
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("folder")]
 
 WRITTEN = "flags are written --name=value"
 RESULT = {"accuracy": 0.5, "step": 3}
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """Stand in an empty folder, and leave the search path as it was."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return tmp_path
 
 
 def shell(*argv, **given):
@@ -54,15 +46,10 @@ def call(argv):
 
 # Bad command lines.
 
-VERBS = (
-    "train|evaluate|verify|benchmark|plan|doctor|sweep|compare|tensorboard|predict|export|replay|init|"
-    "worker"
-)
+VERBS = "|".join(cli.VERBS)
 MESSAGES = {
     "tran": "there is no verb 'tran': towers train",
     "xyz": f"there is no verb 'xyz': towers {VERBS} --flag=value ...",
-    "train --num_gpus=2 --num_towers=4": "--num_gpus and --num_towers exclude each other: type one "
-    "of them",
     "resume": "there is no verb 'resume': towers train --train_dir=RUN goes on with a run",
     "fine-tune": "there is no verb 'fine-tune': towers train --init_from=RUN begins with the "
     "weights of a run",
@@ -75,9 +62,6 @@ MESSAGES = {
     "train --train_dir --overwrite": "--train_dir needs a value: --train_dir=...",
     "train -": f"unexpected argument '-': {WRITTEN}",
     "sweep": "towers sweep needs a flag to vary, as --vary=learning_rate:0.05,0.1,0.2",
-    "doctor --num_gpus=2": "towers doctor takes no --num_gpus: it takes --train_dir, --json, "
-    "--dataset, --data_dir, --visible_gpus, --workers, --towers_per_worker, "
-    "--worker_timeout_seconds, --min_workers",
     "sweep --vary=seed:1 --overwrite": "towers sweep takes no --overwrite: runs lie in --sweep_dir",
     "compare": "towers compare needs the folders of runs: towers compare RUN RUN, or that of a "
     "sweep",

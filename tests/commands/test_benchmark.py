@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests import leftovers, tiny
+from tests.runs import command as command_line
 from towers import cli
 from towers.commands.benchmark import command, own_run, results, runner
 from towers.errors import RunError
@@ -53,29 +53,24 @@ json.dump(config, open('config', 'w'))
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(folder, monkeypatch):
     """Stand in a folder that has scripts/peers."""
-    (tmp_path / "scripts" / "peers").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(command, "PEER_FOLDER", tmp_path / "scripts" / "peers")
-    return tmp_path
+    (folder / "scripts/peers").mkdir(parents=True)
+    monkeypatch.setattr(command, "PEER_FOLDER", folder / "scripts/peers")
+    return folder
 
 
 def write_peer(folder, program, start=""):
-    (folder / "scripts" / "peers" / f"{program}.py").write_text(PEER.format(start))
+    (folder / f"scripts/peers/{program}.py").write_text(PEER.format(start))
 
 
-def log(folder):
-    return (folder / "log").read_text().split()
-
-
-def nobody_is_left():
-    """Wait a little for what was killed to be gone; tell whether all that was started is."""
+def log_of_the_last(folder):
+    """Wait a little for what was killed to be gone; return the words that peers have noted."""
     end = time.monotonic() + 10
-    while (left := leftovers.marked(os.environ[leftovers.VARIABLE])) and time.monotonic() < end:
+    while leftovers.marked(os.environ[leftovers.VARIABLE]):
+        assert time.monotonic() < end
         time.sleep(0.05)
-    return not left
+    return (folder / "log").read_text().split()
 
 
 @pytest.mark.extended
@@ -89,8 +84,8 @@ def test_the_command_line_with_peers(folder, capsys):
         "--batch_size=8 --model_args=width=3 --against=mirrored,fit,jax,mirrored_own_layers "
         "--plot=a.png --dataset=tests.tiny:images --augment=none --optimizer=adamw"
     )
-    assert cli.main(argv.split()) == cli.EXIT_FAILED  # a peer has failed
-    out, err = capsys.readouterr()
+    code, out, err = command_line(capsys, *argv.split())
+    assert code == 1  # a peer has failed
     result = json.loads(out)
     found = [(r["scaling"], r["num_towers"], r["batch_size"]) for r in result["results"]]
     assert found == [("strong", 1, 8), ("strong", 2, 8), ("weak", 2, 16)]
@@ -110,8 +105,7 @@ def test_the_command_line_with_peers(folder, capsys):
     assert result["versions"]["tensorflow"] == tf.__version__
     assert "| strong | 2 | 8 |" in err and "failed      jax: exit code 3" in err
     assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert log(folder).count("0.02") == 4  # turns of peers
-    assert nobody_is_left()
+    assert log_of_the_last(folder).count("0.02") == 4  # turns of peers
     # No train_dir; peers train what we train, on the same images.
     assert {p.name for p in folder.iterdir()} == {"scripts", "log", "a.png", "config"}
     config = json.loads((folder / "config").read_text())
@@ -181,7 +175,7 @@ def test_a_runner_that_hangs_or_ends_is_ended_with_all_that_it_started(
             started.wait_ready()
         started.close()
         assert started.failed == message and not started.ready
-    assert log(folder)[0] == "start" and nobody_is_left()
+    assert log_of_the_last(folder)[0] == "start"
 
 
 @pytest.mark.process
@@ -195,7 +189,7 @@ def test_an_interrupt_ends_all(folder, number, monkeypatch, capsys):
     monkeypatch.setattr(command, "start_own", lambda *_: [own])
     assert cli.main(["benchmark", "--against=mirrored", "--num_towers=1"]) == 128 + number
     assert number.name in capsys.readouterr().err.splitlines()[-1]
-    assert log(folder) == ["start", "child"] and nobody_is_left()
+    assert log_of_the_last(folder) == ["start", "child"]
 
 
 COUNTS = []
@@ -279,10 +273,9 @@ def test_a_result_is_made_of_the_windows():
     ],
 )
 def test_bad_input_is_one_line(folder, capsys, given, words):
-    assert cli.main(["benchmark", *given.split()]) == cli.EXIT_USAGE
-    out, err = capsys.readouterr()
+    code, out, err = command_line(capsys, "benchmark", *given.split())
     line = err.splitlines()[-1]
-    assert line.startswith(f"towers: {given.split('=')[0]}=") and words in line
+    assert code == 2 and line.startswith(f"towers: {given.split('=')[0]}=") and words in line
     assert not list(folder.rglob("*.png")) and "measuring" not in out
 
 

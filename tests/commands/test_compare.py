@@ -10,6 +10,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from tests import tiny
+from tests.runs import command as command_line
 from towers import cli
 from towers.commands.compare import command
 from towers.monitoring import events
@@ -183,8 +184,8 @@ def test_empty_and_failed_runs_are_named():
 def test_a_folder_of_runs_stands_for_all_of_them_once_and_in_order(capsys):
     for number in (3, 2, 1):
         make_run(f"S/seed={number}", [0.5], seed=number)
-    assert cli.main(["compare", "S", "S/seed=2", "--json"]) == 0
-    out, err = capsys.readouterr()
+    code, out, err = command_line(capsys, "compare", "S", "S/seed=2", "--json")
+    assert code == 0
     runs = json.loads(out)["runs"]
     assert [run["name"] for run in runs] == ["seed=1", "seed=2", "seed=3"]
     assert runs[1]["flags"] == {"seed": "2"} and "flags that differ" in err
@@ -211,9 +212,8 @@ def test_bad_input_gets_one_line(folder, capsys, argv, message):
     Path("empty").mkdir()
     Path("file").touch()
     before = tiny.files(folder)
-    assert cli.main(["compare", *argv.split()]) == 2
-    out, err = capsys.readouterr()
-    assert not out and message in err and err.count("\n") == 1
+    code, out, err = command_line(capsys, "compare", *argv.split())
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
     assert tiny.files(folder) == before
 
 

@@ -16,11 +16,9 @@ NAMES = ["my_data.py", "my_net.py", "my_run.cfg"]
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """Stand in an empty folder, and leave modules and their search path as they were."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield tmp_path
+def modules(folder):
+    """Stand in an empty folder, and leave modules as they were."""
+    yield
     for name in "my_data", "my_net":
         sys.modules.pop(name, None)
 

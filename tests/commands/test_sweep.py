@@ -32,11 +32,10 @@ TINY = (
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(folder, monkeypatch):
     """Stand in an empty folder, where processes find towers and the tests."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return tmp_path
+    return folder
 
 
 def run_fake(*argv):

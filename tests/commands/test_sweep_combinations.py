@@ -8,16 +8,7 @@ from hypothesis import strategies as st
 
 from tests import runs
 from towers import cli
-from towers.commands.sweep.options import (
-    MAX_NAME,
-    Varied,
-    describe,
-    grid,
-    name_of,
-    parse,
-    plan,
-    sample,
-)
+from towers.commands.sweep.options import MAX_NAME, Varied, describe, name_of, parse, plan, sample
 from towers.errors import InputError
 from towers.options.run import Options
 
@@ -131,7 +122,6 @@ def test_samples_differ_and_there_must_be_so_many():
     }
     with pytest.raises(InputError, match="--samples=7: only 6 different .* or --samples=6"):
         sample(varied, 7, 0)
-    assert sorted(c["seed"] for c in grid([parse("seed:1,2,3")])) == [1, 2, 3]
 
 
 def test_draws_are_even_in_their_range_or_its_logarithm():

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -191,12 +192,9 @@ def _arrays_part(path: str, arrays: Sequence[np.ndarray], trained: TrainedModel)
     return Part(path, len(arrays[0]), read)
 
 
-def _leaf_names(spec: Any, name: str = "") -> list[str]:
+def _leaf_names(spec: Any) -> list[str]:
     """Return a name such as "a.b" for each tensor of a structure, "" for a single one."""
-    if not tf.nest.is_nested(spec):
-        return [name]
-    items = sorted(spec.items()) if isinstance(spec, dict) else enumerate(spec)
-    return [leaf for key, part in items for leaf in _leaf_names(part, f"{name}.{key}".lstrip("."))]
+    return [".".join(map(str, path)) for path, _ in keras.tree.flatten_with_path(spec)]
 
 
 def _describe(spec: Any) -> str:

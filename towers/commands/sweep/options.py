@@ -101,8 +101,14 @@ def plan(options: SweepOptions) -> list[PlannedRun]:
         raise InputError(f"--vary={twice[0]}:... is given twice: write all its values in one")
     if options.samples:
         combinations = sample(varied, options.samples, options.sweep_seed)
-    else:
-        combinations = grid(varied)
+    elif ranges := [v.flag for v in varied if not v.values]:
+        raise InputError(
+            f"--vary={ranges[0]} is a range: give the number of random combinations too, as "
+            "--samples=20"
+        )
+    else:  # all of them; the last flag changes fastest
+        products = itertools.product(*(v.values for v in varied))
+        combinations = [dict(zip(names, values, strict=True)) for values in products]
     gpus_asked = any(re.match(r"\s*-*num_gpus:", text) for text in options.vary)
     base = ({"devices": "gpu"} if gpus_asked else {}) | options.run
     runs = []
@@ -140,17 +146,6 @@ def parse(text: str) -> Varied:
         return Varied(flag, tuple(dict.fromkeys(parsed)))
     except InputError as error:
         raise InputError(f"--vary={text}: {error}") from None
-
-
-def grid(varied: Sequence[Varied]) -> list[dict[str, Any]]:
-    """Return all combinations of lists; the last flag changes fastest."""
-    if ranges := [v.flag for v in varied if not v.values]:
-        raise InputError(
-            f"--vary={ranges[0]} is a range: give the number of random combinations too, as "
-            "--samples=20"
-        )
-    products = itertools.product(*([(v.flag, value) for value in v.values] for v in varied))
-    return [dict(pairs) for pairs in products]
 
 
 def sample(varied: Sequence[Varied], number: int, seed: int) -> list[dict[str, Any]]:

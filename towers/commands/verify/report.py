@@ -62,8 +62,15 @@ def verify_runners(
     differences = list(compare(reference, runners, *how))
     rows = largest_by_array(differences, "relative_difference")
     largest, first_difference = largest_by_towers(rows), None
-    for line in table_lines(rows):
-        say(line)
+    lines = {}
+    for kind in KINDS:
+        if group := {name: row for name, row in rows.items() if kind_of(name) == kind}:
+            title = kind if len(group) == 1 else f"{kind}, of {len(group)}"
+            lines[title] = largest_by_towers(group)
+    shown = [*lines.items(), *itertools.islice(rows.items(), SHOWN)]
+    cells = [[name, *(f"{value:.1e}" for value in row.values())] for name, row in shown]
+    for line in table(["largest relative difference, towers:", *largest], cells, widest=100):
+        say(f"  {line}")
     if failed := [d for d in differences if not d.relative_difference <= tolerance]:
         first = min(failed, key=lambda d: d.step)  # the order within a step is kept
         cause = _likely_cause(reference, runners, next(iter(batches)), first)
@@ -104,19 +111,6 @@ def largest_by_towers(rows: Mapping[str, Mapping[str, float]]) -> dict[str, floa
     """Return {"2": the largest difference on two towers} of any array."""
     numbers = next(iter(rows.values()))
     return {number: max(row[number] for row in rows.values()) for number in numbers}
-
-
-def table_lines(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return a table: the largest difference of each kind, then the arrays that differ most."""
-    lines = {}
-    for kind in KINDS:
-        if group := {name: row for name, row in rows.items() if kind_of(name) == kind}:
-            title = kind if len(group) == 1 else f"{kind}, of {len(group)}"
-            lines[title] = largest_by_towers(group)
-    shown = [*lines.items(), *itertools.islice(rows.items(), SHOWN)]
-    cells = [[name, *(f"{value:.1e}" for value in row.values())] for name, row in shown]
-    header = ["largest relative difference, towers:", *largest_by_towers(rows)]
-    return [f"  {line}" for line in table(header, cells, widest=100)]
 
 
 def _likely_cause(
