@@ -49,12 +49,6 @@ def assert_is(folder, name):
         assert_same(all_of(split), (images, labels.astype(np.int32)))
 
 
-@pytest.mark.parametrize(("name", "write"), FORMS)
-def test_it_is_found_anywhere_in_any_form(tmp_path, name, write):
-    write(tmp_path / "there/some/where/below")
-    assert_is(tmp_path / "there", name)
-
-
 def test_the_names_of_the_classes_which_what_stands_in_has_too(few_shapes, tmp_path):
     stand_ins = {name: data.stand_in(name) for name in dict(FORMS)}
     known = {name: found.class_names for name, found in stand_ins.items()}
@@ -75,19 +69,20 @@ def test_the_names_of_the_classes_which_what_stands_in_has_too(few_shapes, tmp_p
 # Where it is found
 
 
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [("cifar10", write_binaries), ("cifar10", write_pickles), ("cifar100", pickles_of_100)],
-)
-def test_files_that_are_not_the_published_ones_are_named_and_taken(
+@pytest.mark.parametrize(("name", "write"), FORMS)
+def test_it_is_found_anywhere_and_files_that_are_not_the_published_ones_are_named_and_taken(
     tmp_path, capsys, publish, name, write
 ):
-    write(tmp_path)
+    folder = tmp_path / "some/where/below"
+    write(folder)
     assert_is(tmp_path, name)
-    differ = f"in {tmp_path} differ from the published files of "
+    differ = f"in {folder} differ from the published files of "
     line = capsys.readouterr().err
-    assert line.startswith("warning: ") and differ in line and line.count("\n") == 1
-    sums = {path.name: md5(path) for path in tmp_path.iterdir()}
+    if write is of_100:  # of these the sums are not known
+        assert line == ""
+    else:
+        assert line.startswith("warning: ") and differ in line and line.count("\n") == 1
+    sums = {path.name: md5(path) for path in folder.iterdir()}
     last = max(sums)
     publish(name, md5_of=sums)
     data.load(name, str(tmp_path))
@@ -310,38 +305,12 @@ def source(tmp_path, publish):
     return path
 
 
-@pytest.fixture
-def server(publish):
-    """Serve on 127.0.0.1 what the test puts into `answer`."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.server.answer(self)
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
-        publish("cifar10", url=f"http://127.0.0.1:{server.server_port}/cifar.tar.gz")
-        yield server
-        server.shutdown()
-
-
-def send(handler, content=b"", length=None):
-    handler.send_response(200)
-    handler.send_header("Content-Length", str(len(content) if length is None else length))
-    handler.end_headers()
-    handler.wfile.write(content)
-
-
-def test_downloads_what_is_nowhere(tmp_path, source, server, capsys):
-    server.answer = functools.partial(send, content=source.read_bytes())
+def test_downloads_what_is_nowhere(tmp_path, source, capsys):
     folder = tmp_path / "new/folder"
     assert_is(folder, "cifar10")
     assert os.listdir(folder) == [FOLDER]
     assert capsys.readouterr().out == ""  # where --json writes
-    server.answer = None  # the second time needs no server
+    source.unlink()  # the second time needs no server
     assert_is(folder, "cifar10")
 
 
@@ -353,15 +322,31 @@ def assert_download_fails(folder, reason):
     assert os.listdir(folder) == []
 
 
+class Failing(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if "closed" in self.path:
+            self.connection.close()
+        elif "short" in self.path:
+            self.send_response(200)
+            self.send_header("Content-Length", "5000")
+            self.end_headers()
+            self.wfile.write(bytes(1000))
+        else:
+            self.send_error(404)
+
+    def log_message(self, *_):
+        pass
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Keras' sockets
-def test_a_failing_server(tmp_path, server):
-    for answer, reason in [
-        (lambda handler: send(handler, bytes(1000), length=5000), "1000 out of 5000 bytes"),
-        (lambda handler: handler.connection.close(), "closed connection without response"),
-        (lambda handler: handler.send_error(404), "Not Found"),
-    ]:
-        server.answer = answer
-        assert_download_fails(tmp_path / "data", reason)
+def test_a_failing_server(tmp_path, publish):
+    answers = {"short": "1000 out of 5000 bytes", "closed": "closed connection without response"}
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Failing) as server:
+        threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
+        for name, reason in (answers | {"none": "Not Found"}).items():
+            publish("cifar10", url=f"http://127.0.0.1:{server.server_port}/{name}.tar.gz")
+            assert_download_fails(tmp_path / "data", reason)
+        server.shutdown()
     gc.collect()
 
 

@@ -1,6 +1,5 @@
 """Folders of images and TFRecord files: what is found, decoded, kept, and refused in one line."""
 
-import json
 import os
 import pickle
 import threading
@@ -12,7 +11,8 @@ import tensorflow as tf
 from tests.data import image_files
 from tests.data.image_files import CLASSES, SHAPE, WRITE, image, numbers_of, png, write_records
 from tests.data.splits import all_of, assert_same, flat, refusal, run, take
-from towers import cli, data
+from tests.runs import command
+from towers import data
 from towers.data import encoded_images, tfrecord
 
 pytestmark = pytest.mark.graph
@@ -233,21 +233,13 @@ def test_few_images_are_all_tried_before_a_run(kind, tmp_path, number):
 
 @pytest.mark.run
 @pytest.mark.parametrize("kind", ["tfrecord"], indirect=True)
-def test_the_verbs_take_it_and_name_a_damaged_image(kind, folder, tmp_path, capsys):
-    where = f"--train_dir={tmp_path}/run"
-    given = ["--dataset=tfrecord", "--model=tests.tiny:dense", "--augment=none", "--batch_size=7"]
-    more = f"--data_dir={folder}", "--max_steps=2", "--num_towers=2", "--json"
-    assert cli.main(["train", where, *given, *more]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert cli.main(["evaluate", where, "--batch_size=3", "--num_towers=1", "--json"]) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert again["accuracy"] == result["test_accuracy"] and again["examples"] == len(TEST)
+def test_a_run_names_a_damaged_image(kind, tmp_path, capsys):
     # Number 4 is not one of those that are tried.
     write(kind, tmp_path / "data", 60, encode=one(4, damaged(png(image(4)))))
-    more = f"--data_dir={tmp_path}/data", f"--train_dir={tmp_path}/other", "--max_steps=30"
-    assert cli.main(["train", *given, *more]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("towers: --dataset=tfrecord cannot be read at step ")
+    given = "--dataset=tfrecord", f"--data_dir={tmp_path}/data", "--model=tests.tiny:dense"
+    more = "--augment=none", "--batch_size=7", "--max_steps=30"
+    code, _, error = command(capsys, "train", f"--train_dir={tmp_path}/run", *given, *more)
+    assert code == 1 and error.startswith("towers: --dataset=tfrecord cannot be read at step ")
     assert "-00000-of-00003.tfrecord: record 4 " in error
     assert error.endswith("mend or remove it\n") and error.count("\n") == 1
 
