@@ -30,8 +30,6 @@ from towers.monitoring.monitor import Monitor
 
 pytestmark = pytest.mark.run
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1"}
 SMALL = dict(
     augment="none", schedule="constant", batch_size=7, max_steps=4, evaluate_every_epochs=0
 )
@@ -41,17 +39,13 @@ def build(num_classes, image_shape):
     return tiny.dense(num_classes, image_shape)
 
 
-def data():
-    return tiny.arrays(60), tiny.arrays(23, seed=1), 3
-
-
 def handlers():
-    return [signal.getsignal(number) for number in SIGNALS]
+    return [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)]
 
 
 def train(folder, **fields):
     """Train with functions that no import finds."""
-    fields = dict(model=lambda **given: build(**given), dataset=data()) | SMALL | fields
+    fields = dict(model=lambda **given: build(**given), dataset=tiny.images()) | SMALL | fields
     return towers.train(train_dir=folder, **fields)
 
 
@@ -111,7 +105,7 @@ def test_a_call_that_is_made_again_finds_it_finished_and_more_steps_continue_it(
     folder = shutil.copytree(given[0], tmp_path / "run")
     assert train(folder) == given[1] | {"train_dir": str(folder)}
     assert "finished " in capsys.readouterr().out
-    again = dict(model=lambda **given: build(**given), dataset=data())
+    again = dict(model=lambda **given: build(**given), dataset=tiny.images())
     more = towers.train(train_dir=folder, max_steps=6, **again)  # the rest as in flags.cfg
     assert more["steps"] == 6 and more["batch_size"] == 7
     assert "6/6" not in capsys.readouterr().err
@@ -135,7 +129,7 @@ def test_what_flags_cfg_cannot_name_is_given_again(given, tmp_path, capsys):
     assert cli.main(["evaluate", run, *names]) == 0
     assert cli.main(["train", run, "--max_steps=5", *names]) == 0
     with pytest.raises(towers.InputError, match="goes on with it; for another run name another"):
-        towers.train(train_dir=tmp_path / "run", model=data)
+        towers.train(train_dir=tmp_path / "run", model=tiny.images)
 
 
 @pytest.mark.unit
@@ -261,7 +255,7 @@ def test_the_page_and_the_docstrings_run_in_a_new_process(tmp_path):
         for name, address in zip(("host1:2222", "host2:2222"), addresses, strict=True):
             program = program.replace(name, address)
         (tmp_path / "program.py").write_text(program)
-        done = python("program.py", cwd=tmp_path, variables=NO_GPU)
+        done = python("program.py", cwd=tmp_path, variables={"CUDA_VISIBLE_DEVICES": "-1"})
     assert done.stdout.endswith("all of it\n"), done.stderr
     assert not re.search(r"^W\d{4}.*", done.stderr, re.M), done.stderr  # of TensorFlow's
     assert "did you mean --learning_rate?" in done.stdout

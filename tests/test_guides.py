@@ -23,6 +23,7 @@ pytestmark = pytest.mark.graph
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PRODUCT = [[22.0, 28.0], [49.0, 64.0]]
+CARDS = [dataclasses.replace(fake_gpus.A100, name=f"card {i}") for i in range(4)]
 
 
 @pytest.fixture(autouse=True)
@@ -139,8 +140,7 @@ def test_the_options_of_a_session_in_one_call_are_the_same_flag(monkeypatch):
 
 
 def test_the_variable_in_a_program_still_works(monkeypatch):
-    cards = [dataclasses.replace(fake_gpus.A100, name=f"card {i}") for i in range(4)]
-    fake_gpus.install(monkeypatch, *cards)
+    fake_gpus.install(monkeypatch, *CARDS)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     exec(ENVIRON.strip("`"), {"os": os})
     devices.configure(allow_growth=True)
@@ -156,7 +156,6 @@ def test_a_session_sees_the_gpus_that_are_chosen(monkeypatch):
 
 @pytest.mark.parametrize("left", VARIABLES)
 def test_a_variable_is_a_flag_and_still_works(left, monkeypatch):
-    cards = [dataclasses.replace(fake_gpus.A100, name=f"card {i}") for i in range(4)]
     value = re.search(r'CUDA_VISIBLE_DEVICES="?([\d,]*)"? ', left)[1]
 
     def seen_with(**options):
@@ -164,10 +163,10 @@ def test_a_variable_is_a_flag_and_still_works(left, monkeypatch):
         return [row.name for row in devices.describe()]
 
     with monkeypatch.context() as patch:
-        fake_gpus.install(patch, *cards)
+        fake_gpus.install(patch, *CARDS)
         by_flag = seen_with(visible_gpus=typed(left).visible_gpus)
     with monkeypatch.context() as patch:
-        fake_gpus.install(patch, *cards)
+        fake_gpus.install(patch, *CARDS)
         patch.setenv("CUDA_VISIBLE_DEVICES", value)
         by_variable = seen_with()
     expected = [f"card {i}" for i in value.split(",")] if value else None

@@ -253,13 +253,9 @@ def test_the_lines_that_stand_for_those_of_other_programs_run():
     for line in coming_from():
         model = a_model()
         names = run(
-            line,
-            model=model,
-            build=a_model,
-            builder=towers.TowerBuilder(["/cpu:0", "/cpu:1"]),
+            line, model=model, build=a_model, builder=towers.TowerBuilder(["/cpu:0", "/cpu:1"]),
             loss_fn=lambda x, y, model=model: tf.reduce_mean((model(x) - y) ** 2, axis=1),
-            variables=model.trainable_variables,
-            images=tf.constant(X, tf.float32),
+            variables=model.trainable_variables, images=tf.constant(X, tf.float32),
             labels=tf.constant(Y[:, :3], tf.float32),
-        )
+        )  # fmt: skip
         assert {"losses", "grads"} & set(names) or len(builder_of(names["model"]).devices) == 2

@@ -311,16 +311,9 @@ def test_an_optimizer_tells_what_it_decays():
 ALL = dict(momentum=0.9, weight_decay=0.1, clipnorm=1.0, use_ema=True, ema_momentum=0.5)
 
 
-@pytest.mark.parametrize(
-    "more, dtype, tolerance",
-    [
-        (dict(), "float64", 1e-12),
-        (dict(momentum=0.9), "float32", 2e-6),
-        (dict(momentum=0.9, nesterov=True), "float64", 1e-12),
-        (ALL, "float64", 1e-12),
-    ],
-)
-def test_sgd_in_one_pass_computes_what_keras_does(more, dtype, tolerance):
+@pytest.mark.parametrize("more", [{}, dict(momentum=0.9), dict(momentum=0.9, nesterov=True), ALL])
+def test_sgd_in_one_pass_computes_what_keras_does(more):
+    dtype, tolerance = ("float32", 2e-6) if more == {"momentum": 0.9} else ("float64", 1e-12)
     draws = np.random.default_rng(0)
     start, gradients = draws.normal(size=[4, 3]), draws.normal(size=[5, 4, 3])
     rows = tf.IndexedSlices(tf.ones([2, 3], dtype), tf.constant([0, 2]), tf.constant([4, 3]))
@@ -613,9 +606,8 @@ def test_what_records_is_seen_and_does_so_where_init_scope_has_stopped_that():
     assert not tf_internals.is_recording()
     with tf.autodiff.ForwardAccumulator(x, x):
         assert tf_internals.is_recording() and tf_internals.is_recording([x])
-        assert not tf_internals.is_recording([2 * tf.ones([2])]) and not tf_internals.are_followed(
-            [v]
-        )
+        assert not tf_internals.is_recording([2 * tf.ones([2])])
+        assert not tf_internals.are_followed([v])
     with tf.autodiff.ForwardAccumulator(v, x):
         assert tf_internals.are_followed([v])
     restarted = tf_internals.recording_restarted

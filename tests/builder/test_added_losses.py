@@ -11,6 +11,7 @@ from tests import fits
 from towers import TowerBuilder
 
 X = np.random.default_rng(0).normal(size=(7, 3))
+THREE = ["/cpu:0", "/cpu:1", "/cpu:2"]
 layers, ops = keras.layers, keras.ops
 pytestmark = pytest.mark.run
 
@@ -20,15 +21,14 @@ def dense(units, **keywords):
 
 
 class Adds(layers.Layer):
-    """Adds what a function makes of its inputs."""
+    """Adds what functions make of its inputs."""
 
     def __init__(self, *losses):
         super().__init__(dtype="float64")
         self.of_inputs = losses
 
     def call(self, x):
-        for loss in self.of_inputs:
-            self.add_loss(loss(x))
+        self.add_loss([loss(x) for loss in self.of_inputs])
         return x
 
 
@@ -73,6 +73,9 @@ def checked(x):
     return tf.reduce_sum(tf.debugging.check_numerics(x**2, "not finite"))
 
 
+SUM_AND_MEAN = "a sum beside a mean"
+
+
 def weights_too():
     model = network(
         dense(3, activity_regularizer="l2", kernel_regularizer="l1"), bias_regularizer="l2"
@@ -82,7 +85,7 @@ def weights_too():
 
 
 MODELS = {
-    "a sum beside a mean": lambda: network(Adds(total, mean)),
+    SUM_AND_MEAN: lambda: network(Adds(total, mean)),
     "activity, weights, a frozen layer": weights_too,
     "a nested model, called twice": Twice,
     "a vector, of the columns": lambda: network(Adds(lambda x: ops.mean(x**3, axis=0))),
@@ -90,12 +93,10 @@ MODELS = {
     "one for each example": lambda: network(Adds(lambda x: ops.sum(x**2, axis=1), mean)),
     "shares of a mean": lambda: network(Adds(shares)),
     "alignments": lambda: network(Adds(alignments, mean)),
-    "what is checked while it runs": lambda: network(Adds(checked)),
+    "what is checked": lambda: network(Adds(checked)),
 }
-EXTENDED = (
-    "half a norm", "a vector, of the columns", "shares of a mean", "what is checked while it runs"
-)  # fmt: skip
-RARE_BY_EXAMPLE = "a nested model, called twice", "alignments"
+RARE = "half a norm", "a vector, of the columns", "shares of a mean", "what is checked"
+RARE_BY_EXAMPLE = *RARE, "a nested model, called twice", "alignments"
 
 
 def made(name):
@@ -141,12 +142,10 @@ def assert_same(found, expected, rtol=1e-10):
 
 
 CASES = [
-    pytest.param(way, name, id=f"{name}-{way}", marks=[pytest.mark.extended] * rare)
+    pytest.param(way, name, id=f"{name}-{way}", marks=[pytest.mark.extended] * (name in rare))
     for name in MODELS
-    for way, rare in {
-        "joined": name in EXTENDED, "by example": name in EXTENDED + RARE_BY_EXAMPLE
-    }.items()
-]  # fmt: skip
+    for way, rare in {"joined": RARE, "by example": RARE_BY_EXAMPLE}.items()
+]
 
 
 @pytest.mark.parametrize(("way", "name"), CASES)
@@ -160,45 +159,41 @@ def test_own_loops_have_the_losses_of_one_device(way, name):
 
 
 def test_joined_losses_without_a_tape_and_of_an_unknown_batch_size():
-    model, builder = made("a sum beside a mean"), TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"])
-    model(X)
+    model, builder = made(SUM_AND_MEAN), TowerBuilder(THREE)
     expected = [float(loss) for loss in model.losses]
     builder.concat(model, X)
     assert_same([float(loss) for loss in model.losses], expected)
-    step, plain = (step_of("joined", "a sum beside a mean", number) for number in (4, 0))
+    step, plain = (step_of("joined", SUM_AND_MEAN, number) for number in (4, 0))
     step = tf.function(step.python_function, [tf.TensorSpec([None, 3], tf.float64)])
     for size in (7, 2):
         assert_same(step(X[:size]), plain(X[:size]))
 
 
-def test_losses_of_examples_may_be_added_to_those_of_the_same_examples():
-    model = made("one for each example")
+def test_losses_are_added_to_those_of_their_examples_and_returned_by_stateless_calls():
+    model, other = made("one for each example"), made(SUM_AND_MEAN)
+    variables = other.trainable_variables, other.non_trainable_variables
 
-    def losses(x):
+    def of_examples(x):
         y = model(x)
         return tf.reduce_mean(y**2, axis=1) + model.losses[0]
 
-    builder = TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"])
-    assert_same(builder.gradients(losses, [], X)[0].numpy(), np.mean(losses(X)))
+    def stateless(x):
+        y, _, found = other.stateless_call(*variables, x, return_losses=True)
+        return tf.reduce_mean(y**2, axis=1) + sum(found)
+
+    for losses in of_examples, stateless:
+        found, _ = TowerBuilder(THREE).gradients(losses, [], X)
+        assert_same(found.numpy(), np.mean(losses(X)))
 
 
 def test_what_cannot_be_told_is_said_and_nothing_else():
-    def adding(fn):
-        def call(x):
-            layer.add_loss(fn(x))
-            return x
-
-        layer = layers.Layer()
-        return call
-
     def printed(x):
         tf.print("", end="")
         return tf.reduce_sum(x)
 
     def told(fn):
         found = []
-        builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=found.append)
-        builder.concat(adding(fn), tf.constant(X, tf.float32))
+        TowerBuilder(THREE[:2], on_warning=found.append).concat(Adds(fn), tf.constant(X))
         return "".join(found)
 
     assert not told(lambda x: tf.reduce_sum(x**2)) and not told(lambda x: tf.reduce_mean(x**3))
@@ -208,18 +203,6 @@ def test_what_cannot_be_told_is_said_and_nothing_else():
         assert "could not be tried (it is not finite" in told(
             lambda x, value=value: tf.reduce_mean(x) + value
         )
-
-
-def test_stateless_calls_return_the_losses():
-    model = made("a sum beside a mean")
-    weights, others = model.trainable_variables, model.non_trainable_variables
-
-    def losses(x):
-        y, _, found = model.stateless_call(weights, others, x, return_losses=True)
-        return tf.reduce_mean(y**2, axis=1) + sum(found)
-
-    builder = TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"])
-    assert_same(builder.gradients(losses, [], X)[0].numpy(), np.mean(losses(X)))
 
 
 class PartsOfTheLoss(keras.Model):

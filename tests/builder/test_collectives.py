@@ -17,22 +17,12 @@ GPUS = ["/gpu:0", "/gpu:1"]
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(
-    "devices, num_cards, num_gpus, hint",
-    [
-        (GPUS, 2, 2, "nccl"),
-        (GPUS, 8, 8, "nccl"),
-        (GPUS, 1, 2, "auto"),  # two logical devices of one card: NCCL takes one member on a card
-        (DEVICES, 0, 0, "auto"),
-        (["/gpu:0", "/cpu:1"], 1, 1, "auto"),
-    ],
-)
-def test_nccl_is_asked_for_between_cards(devices, num_cards, num_gpus, hint):
-    assert collectives.communication(devices, num_cards, num_gpus) == hint
-
-
-@pytest.mark.unit
-def test_gpus_of_their_own_meet():
+def test_gpus_of_their_own_meet_and_nccl_is_asked_for_between_cards():
+    for cards in 2, 8:
+        assert collectives.communication(GPUS, cards, cards) == "nccl"
+    # Two logical devices of one card: NCCL takes one member on a card.
+    others = (GPUS, 1, 2), (DEVICES, 0, 0), (["/gpu:0", "/cpu:1"], 1, 1)
+    assert {collectives.communication(*case) for case in others} == {"auto"}
     of_workers = ["/job:worker/task:0/gpu:0", "/job:worker/task:1/gpu:0"]
     others = ["/gpu:0"], ["/gpu:0", "/gpu:0"], ["/gpu:0", "/cpu:0"], of_workers
     for stand_in in contextlib.nullcontext, cpus_for_gpus:

@@ -24,28 +24,23 @@ def uniform(shape):
     return tf.random.stateless_uniform(shape, SEED)
 
 
+def rows(x):
+    return uniform([4 * tf.shape(x)[0], 6])
+
+
+def swapped(x):
+    return tf.transpose(x, [1, 0, 2])
+
+
 # Where the examples are in a draw: of x [B, 4, 6], in several layouts.
 LAYOUTS = {
     "first axis": (lambda x: x + uniform(tf.shape(x)), BatchAxis(0)),
-    "second axis": (
-        lambda x: x + tf.transpose(uniform([4, tf.shape(x)[0], 6]), [1, 0, 2]),
-        BatchAxis(1),
-    ),
+    "second axis": (lambda x: x + swapped(uniform([4, tf.shape(x)[0], 6])), BatchAxis(1)),
     "last axis": (lambda x: x + tf.transpose(uniform([6, 4, tf.shape(x)[0]])), BatchAxis(2)),
-    "batch * time": (
-        lambda x: x + tf.reshape(uniform([4 * tf.shape(x)[0], 6]), tf.shape(x)),
-        BatchAxis(0),
-    ),
-    "time * batch": (
-        lambda x: x
-        + tf.transpose(tf.reshape(uniform([4 * tf.shape(x)[0], 6]), [4, -1, 6]), [1, 0, 2]),
-        BatchAxis(0, 1),
-    ),
+    "batch * time": (lambda x: x + tf.reshape(rows(x), tf.shape(x)), BatchAxis(0)),
+    "time * batch": (lambda x: x + swapped(tf.reshape(rows(x), [4, -1, 6])), BatchAxis(0, 1)),
     "halves * batch * time": (
-        lambda x: x + tf.reshape(
-            tf.transpose(tf.reshape(uniform([4 * tf.shape(x)[0], 6]), [2, -1, 2, 6]), [1, 0, 2, 3]),
-            tf.shape(x),
-        ),
+        lambda x: x + tf.reshape(swapped(tf.reshape(rows(x), [2, -1, 12])), tf.shape(x)),
         BatchAxis(0, 2),
     ),
     "a mask": (
@@ -60,7 +55,7 @@ UNTOLD = {
     "one less": lambda x: x + tf.reduce_sum(uniform([2 * tf.shape(x)[0] - 1])),
     "what is positive": lambda x: x
     + tf.reduce_sum(uniform([tf.reduce_sum(tf.cast(x > 0, tf.int32))])),
-    "of all examples": lambda x: x + tf.reduce_sum(uniform([4 * tf.shape(x)[0], 6])),
+    "of all examples": lambda x: x + tf.reduce_sum(rows(x)),
 }
 
 
@@ -102,9 +97,8 @@ def test_draws_whose_layout_cannot_be_told_are_told_of(name):
 
 
 def test_doubts_are_warnings():
-    fn = per_example(UNTOLD["pairs"])
     with pytest.warns(UserWarning, match="ambiguous draw"):
-        TowerBuilder(DEVICES).gradients(fn, [], tf.constant(X))
+        TowerBuilder(DEVICES).gradients(per_example(UNTOLD["pairs"]), [], tf.constant(X))
 
 
 def test_nothing_is_told_of_a_metric_that_the_examples_tried_do_not_change():
@@ -144,16 +138,13 @@ def test_what_was_tried_on_a_batch_is_known_while_a_step_is_traced():
     told = []
     builder = TowerBuilder(["/cpu:0"] * 2, on_warning=told.append)
 
-    class Masked(keras.layers.Layer):
-        def call(self, x):
-            kept = tf.cast(x != -7.0, x.dtype)
-            self.add_loss(tf.reduce_sum(kept * x) / tf.maximum(tf.reduce_sum(kept), 1.0))
-            return x
-
-    layer, x = Masked(), tf.constant([[1.0], [-7.0], [2.0], [-7.0], [-7.0], [3.0]])
+    layer = keras.layers.Layer(name="masked")
+    x = tf.constant([[1.0], [-7.0], [2.0], [-7.0], [-7.0], [3.0]])
 
     def fn(x):
-        return layer(x)[:, 0]
+        kept = tf.cast(x != -7.0, x.dtype)
+        layer.add_loss(tf.reduce_sum(kept * x) / tf.maximum(tf.reduce_sum(kept), 1.0))
+        return x[:, 0]
 
     builder.analyze(fn, x, silent=True)
     assert not told
@@ -309,8 +300,7 @@ def test_a_tf_variable_cannot_be_assigned(compiled):
 
 
 def test_assignments_are_caught_by_every_method():
-    layer = layers.Dropout(0.5, seed=3)
-    plain = layers.Dropout(0.5, seed=3)
+    layer, plain = (layers.Dropout(0.5, seed=3) for _ in range(2))
     expected = [plain(tf.constant(X), training=True) for _ in range(2)]
     fn = lambda x: layer(x, training=True)  # noqa: E731
     builder = TowerBuilder(DEVICES)

@@ -16,12 +16,11 @@ DEVICES = ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
 SEED = (3, 4)
 EXAMPLES = tf.random.stateless_uniform([7, 6, 5], [0, 0])
 uniform, normal = tf.random.stateless_uniform, tf.random.stateless_normal
+truncated = tf.random.stateless_truncated_normal
 DRAWS = {
     "uniform": lambda shape, dtype: uniform(shape, SEED, dtype=dtype),
     "normal": lambda shape, dtype: normal(shape, SEED, dtype=dtype),
-    "truncated": lambda shape, dtype: tf.random.stateless_truncated_normal(
-        shape, SEED, dtype=dtype
-    ),
+    "truncated": lambda shape, dtype: truncated(shape, SEED, dtype=dtype),
     "integers": lambda shape, dtype: uniform(
         shape, SEED, 0, 1000, tf.int64 if dtype == tf.float64 else tf.int32
     ),
@@ -31,15 +30,13 @@ DRAWS = {
 }
 
 
+ROWS = st.integers(1, 9)
+
+
 @pytest.mark.parametrize("dtype", [tf.float32, tf.float64, tf.float16, tf.bfloat16])
 @pytest.mark.parametrize("name", DRAWS)
 @settings(deadline=None, max_examples=15)
-@given(
-    before=st.integers(0, 50),
-    size=st.integers(1, 9),
-    after=st.integers(0, 9),
-    row=st.integers(1, 9),
-)
+@given(before=st.integers(0, 50), size=ROWS, after=st.integers(0, 9), row=ROWS)
 def test_a_slice_gets_its_rows_of_the_whole_draw(name, dtype, before, size, after, row):
     whole = DRAWS[name]([before + size + after, row], dtype)
     with ReplicaRng(BatchSlice(before, size, before + size + after)).drawing():
@@ -88,10 +85,8 @@ LAYERS = {
 class Attention(keras.layers.Layer):
     def __init__(self):
         super().__init__()
-        initializer = keras.initializers.GlorotUniform(seed=0)
-        self.inner = keras.layers.MultiHeadAttention(
-            2, 3, dropout=0.5, seed=1, kernel_initializer=initializer
-        )
+        given = dict(seed=1, kernel_initializer=keras.initializers.GlorotUniform(seed=0))
+        self.inner = keras.layers.MultiHeadAttention(2, 3, dropout=0.5, **given)
 
     def call(self, x, training):
         return self.inner(x, x, training=training)

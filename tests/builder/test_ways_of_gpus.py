@@ -26,19 +26,19 @@ def gpus():
         yield
 
 
+def on_gpu(*body):
+    """Return a model whose variables lie on the first GPU."""
+    with tf.device(GPUS[0]):
+        return keras.Sequential([keras.Input((3,)), *body])
+
+
 def build(num_layers=1, *others):
     keras.utils.set_random_seed(0)
     body = []
     with tf.device(GPUS[0]):
         for _ in range(num_layers):
             body += [layers.Dense(3, "tanh"), layers.BatchNormalization(), layers.Dropout(0.3)]
-    return on_gpu(keras.Input((3,)), *others, *body, layers.Dense(2))
-
-
-def on_gpu(*parts):
-    """Return a model whose variables lie on the first GPU."""
-    with tf.device(GPUS[0]):
-        return keras.Sequential(list(parts))
+    return on_gpu(*others, *body, layers.Dense(2))
 
 
 def executed(model, num_towers, **keywords):
@@ -76,10 +76,9 @@ def executed(model, num_towers, **keywords):
     for node in (node for graph in graphs for node in graph.node):
         ops[place(node.device)][node.op] += 1
         if node.op == "_Send" and "/ctrl/" not in node.input[0]:
-            ends = [place(node.attr[end].s.decode()) for end in ("send_device", "recv_device")]
-            if ends[0] != ends[1]:
-                sent[tuple(ends)].append(tf.as_dtype(node.attr["T"].type).name)
-    return dict(sent), ops
+            ends = (place(node.attr[end].s.decode()) for end in ("send_device", "recv_device"))
+            sent[tuple(ends)].append(tf.as_dtype(node.attr["T"].type).name)
+    return {ends: types for ends, types in sent.items() if ends[0] != ends[1]}, ops
 
 
 def launches(ops):
@@ -115,7 +114,7 @@ def test_what_other_layers_keep_is_sent_once_for_each_way_to_put_it_together():
 
 
 def ops_of_layers(num_layers, num_towers, **keywords):
-    model = on_gpu(keras.Input((3,)), *(layers.Dense(3) for _ in range(num_layers)))
+    model = on_gpu(*(layers.Dense(3) for _ in range(num_layers)))
     return executed(model, num_towers, **keywords)[1][GPUS[0]]
 
 

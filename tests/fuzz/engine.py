@@ -49,14 +49,10 @@ class Template:
     files: dict[str, bytes]
     argv: tuple[str, ...]
     data = {
-        "npz": ("npz/data.npz", ""),
-        "csv": ("csv/train.csv,csv/test.csv", ""),
-        "folder": ("folder", "folder"),
-        "tfrecord": ("tfrecord", "tfrecord"),
-        "binaries": ("cifar10", "binaries"),
-        "pickles": ("cifar10", "pickles"),
-        "binaries100": ("cifar100", "binaries100"),
-        "pickles100": ("cifar100_coarse", "pickles100"),
+        "npz": ("npz/data.npz", ""), "csv": ("csv/train.csv,csv/test.csv", ""),
+        "folder": ("folder", "folder"), "tfrecord": ("tfrecord", "tfrecord"),
+        "binaries": ("cifar10", "binaries"), "pickles": ("cifar10", "pickles"),
+        "binaries100": ("cifar100", "binaries100"), "pickles100": ("cifar100_coarse", "pickles100"),
     }
 
 
@@ -77,9 +73,7 @@ def make_template(folder: Path) -> Template:
             code, _, err = _call(["train", f"--train_dir={name}", f"--seed={seed}", *argv])
             assert code == 0, err
         options = flags.parse([*argv[:2], "--augment=none"])
-        model = build_for(
-            options, num_classes=3, x=tf.TensorSpec([8, 8, 1]), image_shape=(8, 8, 1)
-        )
+        model = build_for(options, num_classes=3, x=tf.TensorSpec([8, 8, 1]), image_shape=(8, 8, 1))
         model.save_weights("weights.weights.h5")
         for name in "weights.keras", "weights.h5":
             model.save(name)

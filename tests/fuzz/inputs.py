@@ -243,22 +243,18 @@ def whole_runs(draw, template) -> Case:
         files[f"run/{part}"] = draw(st.sampled_from([b"", b"text", (LINK, "missing"), (LINK, ".")]))
     if draw(st.booleans()):
         files["x.npy"] = draw(_arrays() | st.just((PIPE,)))
-    argv = draw(
-        st.sampled_from(
-            [
-                ("train", "--train_dir=run", "--max_steps=6"),
-                ("train", "--train_dir=run", "--num_towers=2", "--max_steps=6"),
-                ("train", "--train_dir=run"),
-                ("train", "--train_dir=run", "--overwrite", *template.argv),
-                ("train", "--train_dir=new", "--init_from=run", *template.argv),
-                ("evaluate", "--train_dir=run", "--json"),
-                ("predict", "--train_dir=run", "--format=csv", "x.npy"),
-                ("export", "--train_dir=run", "--format=weights", "--output=out.weights.h5"),
-                ("compare", "run", "other"),
-            ]
-        )
-    )
-    return Case(files, argv)
+    commands = [
+        ("train", "--train_dir=run", "--max_steps=6"),
+        ("train", "--train_dir=run", "--num_towers=2", "--max_steps=6"),
+        ("train", "--train_dir=run"),
+        ("train", "--train_dir=run", "--overwrite", *template.argv),
+        ("train", "--train_dir=new", "--init_from=run", *template.argv),
+        ("evaluate", "--train_dir=run", "--json"),
+        ("predict", "--train_dir=run", "--format=csv", "x.npy"),
+        ("export", "--train_dir=run", "--format=weights", "--output=out.weights.h5"),
+        ("compare", "run", "other"),
+    ]
+    return Case(files, draw(st.sampled_from(commands)))
 
 
 # ---------------------------------------------------------------------------- Data files
@@ -343,16 +339,11 @@ def _tables(draw) -> bytes:
 
 def kinds() -> dict[str, Any]:
     """Return {kind: a function from a template to a strategy of cases}."""
-    return {
-        "command_lines": command_lines,
-        "flagfiles": flagfiles,
-        "foreign_flags": foreign_flags,
-        "texts_of_runs": texts_of_runs,
-        "event_files": event_files,
-        "data_files": data_files,
-        "weights": weights,
-        "whole_runs": whole_runs,
-    }
+    found = (
+        command_lines, flagfiles, foreign_flags, texts_of_runs, event_files, data_files, weights,
+        whole_runs,
+    )  # fmt: skip
+    return {function.__name__: function for function in found}
 
 
 # Of these the verbs do nothing: what is tried is how a command line is read.

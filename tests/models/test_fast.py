@@ -22,16 +22,11 @@ def gradients(convolve, x, kernel, upstream):
 @pytest.mark.parametrize(
     ("image", "kernel", "known"),
     [
-        ((1, 1), (1, 1), True),
-        ((1, 1), (7, 7), False),
-        ((2, 3), (5, 3), True),
-        ((2, 3), (7, 7), True),
-        ((7, 7), (3, 3), False),
-        ((11, 10), (1, 1), False),
-        ((11, 10), (5, 3), True),
-        ((11, 10), (7, 7), True),
+        ((1, 1), (1, 1), True), ((1, 1), (7, 7), False), ((2, 3), (5, 3), True),
+        ((2, 3), (7, 7), True), ((7, 7), (3, 3), False), ((11, 10), (1, 1), False),
+        ((11, 10), (5, 3), True), ((11, 10), (7, 7), True),
     ],
-)
+)  # fmt: skip
 def test_gradients_are_those_of_tensorflow(image, kernel, known):
     random = tf.random.Generator.from_seed(0)
     given = [

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models import cnn, resnet
+from models import cnn
 from tests.programs import ROOT, python
 from tests.runs import released
+from towers.options.functions import load_function
 
 pytestmark = pytest.mark.process
 
@@ -156,15 +157,14 @@ def test_tensorflows_normalization_is_the_same_function(module):
 
 @pytest.fixture(
     params=[
-        ("models.cnn:cnn", {}, cnn.cnn),
-        ("models.cnn:cnn", {"lrn": False}, cnn.cnn),
-        ("models.resnet:resnet20", {}, resnet.resnet20),
-        ("models.resnet:resnet", {"depth": 8, "width": 4}, resnet.resnet),
+        ("models.cnn:cnn", {}), ("models.cnn:cnn", {"lrn": False}), ("models.resnet:resnet20", {}),
+        ("models.resnet:resnet", {"depth": 8, "width": 4}),
     ]
-)
+)  # fmt: skip
 def ours(request):
     """Return the arguments of a configuration, our model with drawn weights, and images."""
-    name, arguments, function = request.param
+    name, arguments = request.param
+    function = load_function("model", name)
     shape = (32, 32, 3) if name.endswith("20") else ODD_SHAPE
     model = function(num_classes=4, image_shape=shape, **arguments)
     draw = np.random.default_rng(0)

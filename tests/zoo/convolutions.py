@@ -9,14 +9,9 @@ from tests.zoo.parts import of_images, on_images, on_maps, own
 layers = keras.layers
 
 first_cnn = on_images(SAME, "biases before BatchNorm: their gradients are zero in theory", lambda: [
-    layers.Conv2D(4, 3, padding="same"),
-    layers.BatchNormalization(),
-    layers.ReLU(),
-    layers.MaxPooling2D(),
-    layers.Conv2D(6, 3, padding="same"),
-    layers.BatchNormalization(),
-    layers.Activation("relu"),
-    layers.Dropout(0.5),
+    layers.Conv2D(4, 3, padding="same"), layers.BatchNormalization(), layers.ReLU(),
+    layers.MaxPooling2D(), layers.Conv2D(6, 3, padding="same"), layers.BatchNormalization(),
+    layers.Activation("relu"), layers.Dropout(0.5),
 ])
 
 @of_images(SAME, "strides, transposed convolution, a skip")

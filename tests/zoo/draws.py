@@ -11,12 +11,9 @@ from tests.zoo.parts import layer, of_images, on_features, on_images, on_maps, o
 layers, ops, random = keras.layers, keras.ops, keras.random
 
 dropouts = on_maps(SAME, "each of Keras' noise layers", lambda: [
-    layers.SpatialDropout2D(0.3),
-    layers.Conv2D(4, 3, padding="same"),
-    layers.Dropout(0.3, noise_shape=(None, 1, None, 1)),
-    layers.AlphaDropout(0.2),
-    layers.GaussianDropout(0.3),
-    layers.GaussianNoise(0.2),
+    layers.SpatialDropout2D(0.3), layers.Conv2D(4, 3, padding="same"),
+    layers.Dropout(0.3, noise_shape=(None, 1, None, 1)), layers.AlphaDropout(0.2),
+    layers.GaussianDropout(0.3), layers.GaussianNoise(0.2),
 ])
 entry(SAME, "a part has its own place", "--accumulate_steps=2")(dropouts)
 dropout_shared_by_all = on_maps(
@@ -40,12 +37,9 @@ def dropout_used_twice(images):
 # ------------------------------------------------------------------------------------ Augmentation
 
 flips_and_turns = on_images(SAME, "Keras' geometric augmentation", lambda: [
-    layers.RandomFlip("horizontal"),
-    layers.RandomTranslation(0.2, 0.2),
-    layers.RandomRotation(0.1, fill_mode="nearest"),
-    layers.RandomZoom(0.2),
-    layers.Conv2D(4, 3, activation="relu"),
-    layers.GlobalAveragePooling2D(),
+    layers.RandomFlip("horizontal"), layers.RandomTranslation(0.2, 0.2),
+    layers.RandomRotation(0.1, fill_mode="nearest"), layers.RandomZoom(0.2),
+    layers.Conv2D(4, 3, activation="relu"), layers.GlobalAveragePooling2D(),
 ])
 crop = on_images(SAME, "RandomCrop draws one place for the batch", lambda: [
     layers.RandomCrop(6, 6),  # of square images, in evaluation, Keras 3.15 crops nothing
@@ -53,13 +47,10 @@ crop = on_images(SAME, "RandomCrop draws one place for the batch", lambda: [
     layers.GlobalAveragePooling2D(),
 ])
 colours = on_images(SAME, "Keras' colour augmentation", lambda: [
-    layers.Rescaling(0.25, offset=0.5),
-    layers.RandomBrightness(0.2, value_range=(0, 1)),
+    layers.Rescaling(0.25, offset=0.5), layers.RandomBrightness(0.2, value_range=(0, 1)),
     layers.RandomContrast(0.4, value_range=(0, 1)),
-    layers.RandomSaturation(0.5, value_range=(0, 1)),
-    layers.RandomGrayscale(0.3),
-    layers.Conv2D(4, 3, activation="relu"),
-    layers.GlobalMaxPooling2D(),
+    layers.RandomSaturation(0.5, value_range=(0, 1)), layers.RandomGrayscale(0.3),
+    layers.Conv2D(4, 3, activation="relu"), layers.GlobalMaxPooling2D(),
 ])
 erasing = on_images(SAME, "places [B], and noise of whole images", lambda: [
     layers.RandomErasing(1.0, scale=(0.2, 0.6), value_range=(-2, 2)),

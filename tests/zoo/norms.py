@@ -20,11 +20,8 @@ def batch_norm_ranks(images):
 
 
 batch_norm_axes = on_maps(SAME, "BatchNorm of an axis that is not the last", lambda: [
-    BatchNorm(axis=1),
-    layers.Conv2D(4, 3, padding="same", activation="relu"),
-    BatchNorm(axis=2),
-    layers.Conv2D(4, 3, activation="relu"),
-    BatchNorm(axis=-1, center=False),
+    BatchNorm(axis=1), layers.Conv2D(4, 3, padding="same", activation="relu"), BatchNorm(axis=2),
+    layers.Conv2D(4, 3, activation="relu"), BatchNorm(axis=-1, center=False),
 ])
 class Padding(layers.Layer):
     """Masks the rows of pixels that are dark: not the same number in each example."""
@@ -112,11 +109,8 @@ batch_norm_after_dropout = on_features(
 )
 entry("local BatchNorm", "moments of a slice", LOCAL, quick=True)(batch_norm_after_dropout)
 by_example = on_maps(SAME, "LayerNorm, GroupNorm, UnitNorm, RMSNorm: one example alone", lambda: [
-    layers.LayerNormalization(axis=[1, 2, 3]),
-    layers.GroupNormalization(2),
-    layers.Conv2D(4, 3, padding="same"),
-    layers.UnitNormalization(),
-    layers.RMSNormalization(),
+    layers.LayerNormalization(axis=[1, 2, 3]), layers.GroupNormalization(2),
+    layers.Conv2D(4, 3, padding="same"), layers.UnitNormalization(), layers.RMSNormalization(),
     layers.GroupNormalization(-1),
 ])
 spectral = on_maps(SAME, "assigns its kernel and a vector, from weights alone", lambda: [

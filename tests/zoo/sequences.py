@@ -53,10 +53,8 @@ time_distributed = on_images(
     lambda: [
         layers.Reshape((4, 2, 8, 3)),
         layers.TimeDistributed(layers.Conv2D(3, (1, 3), activation="relu")),
-        layers.TimeDistributed(layers.Dropout(0.4)),
-        layers.TimeDistributed(layers.Flatten()),
-        layers.TimeDistributed(layers.Dense(4)),
-        layers.GRU(3),
+        layers.TimeDistributed(layers.Dropout(0.4)), layers.TimeDistributed(layers.Flatten()),
+        layers.TimeDistributed(layers.Dense(4)), layers.GRU(3),
     ],
 )
 masked_lstm = on_images(SAME, "times without input, unlike in number", lambda: [
