@@ -1,5 +1,6 @@
 """Folders of images and TFRecord files: what is found, decoded, kept, and refused in one line."""
 
+import json
 import os
 import pickle
 import threading
@@ -229,6 +230,19 @@ def test_few_images_are_all_tried_before_a_run(kind, tmp_path, number):
 
 
 # Runs
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("kind", ["tfrecord"], indirect=True)
+def test_train_and_evaluate_take_it(kind, folder, tmp_path, capsys):
+    where, *model = f"--train_dir={tmp_path}/run", "--model=tests.tiny:dense", "--augment=none"
+    given = *model, "--dataset=tfrecord", f"--data_dir={folder}", "--batch_size=7", "--max_steps=2"
+    code, out, _ = command(capsys, "train", where, *given, "--num_towers=2", "--json")
+    result = json.loads(out)
+    again = command(capsys, "evaluate", where, "--batch_size=3", "--num_towers=1", "--json")
+    evaluated = json.loads(again[1])
+    assert code == again[0] == 0 and evaluated["accuracy"] == result["test_accuracy"]
+    assert evaluated["examples"] == len(TEST)
 
 
 @pytest.mark.run
