@@ -100,8 +100,7 @@ def read_text(path: Path) -> str | None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, {} if it is absent or, with a warning, damaged."""
-    text = read_text(path)
-    if text is None:
+    if (text := read_text(path)) is None:
         return {}
     with contextlib.suppress(ValueError, RecursionError):  # of brackets within brackets
         if isinstance(content := json.loads(text), dict):
@@ -162,11 +161,10 @@ class Lock:
                 descriptor = os.open(path, os.O_RDONLY)
             except OSError:  # the process that creates the folder locks it
                 continue
-            about = os.fstat(descriptor)
-            if (about.st_dev, about.st_ino) in self._held:
+            if (inode := _inode_of(descriptor)) in self._held:
                 os.close(descriptor)
                 continue
-            self._held[about.st_dev, about.st_ino] = descriptor
+            self._held[inode] = descriptor
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -181,7 +179,7 @@ class Lock:
         """Return the current path of a locked folder, None if it is deleted or unknown."""
         with contextlib.suppress(KeyError, OSError):
             name = os.readlink(f"/proc/self/fd/{self._held[inode]}")
-            return name if _inode_of(Path(name)) == inode else None
+            return name if _inode_of(name) == inode else None
         return None
 
 
@@ -221,7 +219,7 @@ class RunDirectory:
                 temporary.write_bytes(self._kept[name])
 
 
-def _inode_of(path: Path) -> tuple[int, int] | None:
+def _inode_of(path: str | Path | int) -> tuple[int, int] | None:
     try:
         about = os.stat(path)
     except OSError:
@@ -264,17 +262,14 @@ def check_train_dir(folder: Path, overwrite: bool, flag: str = "--train_dir") ->
     except OSError as error:
         raise InputError(f"{named}: {error.strerror}") from None
     _check_path(folder.absolute() / ("x" * _LONGEST_NAME), named)
-    if moved and not is_run(folder):
-        raise InputError(
-            f"--overwrite: {folder} holds files but no run (no flags.cfg), and is not moved aside: "
-            "name another --train_dir"
-        )
-    if moved and Path.cwd().is_relative_to(folder.resolve()):
-        raise InputError(
-            f"--overwrite: {folder} cannot be moved aside, it holds the current folder: "
-            "name another --train_dir"
-        )
     if moved:
+        problem = ""
+        if not is_run(folder):
+            problem = "holds files but no run (no flags.cfg), and is not moved aside"
+        elif Path.cwd().is_relative_to(folder.resolve()):
+            problem = "cannot be moved aside, it holds the current folder"
+        if problem:
+            raise InputError(f"--overwrite: {folder} {problem}: name another --train_dir")
         _check_path(aside := _aside(folder), f"--overwrite: {folder} cannot be moved to {aside}")
     check_writable(folder.absolute().parent if moved else existing, named)
 
@@ -301,7 +296,7 @@ def check_writable(folder: Path, named: str) -> None:
 def _check_parts(folder: Path, named: str) -> None:
     for name in (*PARTS, *TEXTS):
         path, kind = folder / name, "folder" if name in PARTS else "file"
-        if os.path.lexists(path) and not (path.is_dir() if name in PARTS else path.is_file()):
+        if os.path.lexists(path) and not (path.is_dir() if kind == "folder" else path.is_file()):
             raise InputError(
                 f"{named}: {path} is no {kind}, as that of a run is; move it away, or name another "
                 "--train_dir"
@@ -325,11 +320,10 @@ def move_aside(folder: Path) -> Path | None:
         return None
     aside = _aside(folder)
     try:
-        folder.rename(aside)
+        return folder.rename(aside)
     except OSError as error:
         reason = f"{folder} cannot be moved to {aside}: {error.strerror}"
         raise InputError(f"--overwrite: {reason}") from None
-    return aside
 
 
 def _aside(folder: Path) -> Path:
@@ -341,8 +335,7 @@ def _aside(folder: Path) -> Path:
 
 def _check_path(path: Path, subject: str) -> None:
     try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(path)
     except OSError as error:
         raise InputError(f"{subject}: {error.strerror}; name another --train_dir") from None

@@ -11,16 +11,13 @@ from towers.devices import host, memory
 pytestmark = pytest.mark.unit
 
 
-def test_versions_are_those_in_use():
+def test_versions_and_the_machine_are_described():
     versions = host.versions()
     assert versions["python"] == platform.python_version()
     assert versions["tensorflow"] == tf.__version__
     named = {"keras", "numpy", "tensorboard", "towers", "cuda_build", "cudnn_build", "driver"}
     assert named < set(versions)
     assert all(value is None or isinstance(value, str) for value in versions.values())
-
-
-def test_the_machine_is_described():
     machine = host.machine()
     assert machine["cores"] == os.cpu_count() and 1 <= machine["usable_cores"] <= machine["cores"]
     assert machine["processor"] and machine["name"] == platform.node()
@@ -28,12 +25,8 @@ def test_the_machine_is_described():
 
 
 def test_variables_that_matter_are_read_and_no_others():
-    read = {
-        "CUDA_VISIBLE_DEVICES": "0,2",
-        "PYTHONHASHSEED": "1",
-        "TF_ENABLE_ONEDNN_OPTS": "0",
-        "XLA_FLAGS": "",
-    }
+    read = {"CUDA_VISIBLE_DEVICES": "0,2", "PYTHONHASHSEED": "1"}
+    read |= {"TF_ENABLE_ONEDNN_OPTS": "0", "XLA_FLAGS": ""}
     others = (
         "CUDA_SECRET_TOKEN TF_PASSWORD KERAS_API_KEY NVIDIA_NGC_API_KEY TF_CPP_MIN_LOG_LEVEL "
         "TF_CLI_CONFIG_FILE TF_LOG SOME_TF_FLAG PATH"  # TF_CLI, TF_LOG: Terraform's
@@ -51,13 +44,10 @@ def test_the_command_can_be_typed_again_but_shows_no_secret():
     assert "hush" not in hidden and hidden.endswith("--x=1") and hidden.count("***") == 3
 
 
-def test_a_cpu_device_has_the_memory_of_the_process():
+def test_a_cpu_device_has_the_memory_of_the_process_and_a_gpu_what_tensorflow_tells(monkeypatch):
     now, peak = memory.of_device("/cpu:1")
     assert 50 < now <= peak < 100_000
     assert peak == pytest.approx(memory.peak_mib(), rel=0.05)
-
-
-def test_a_gpu_has_what_tensorflow_tells(monkeypatch):
     assert memory.of_device("/gpu:7") is None
     assert {"current", "peak"} <= set(tf.config.experimental.get_memory_info("/cpu:1"))
     info = {"/gpu:1": {"current": 3 * 2**20, "peak": 5 * 2**20}}

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.unit
 def test_no_driver_no_gpus(monkeypatch):
     install(monkeypatch, A100, there=False)
     assert nvml.gpus() == []
-    assert nvml.driver_version() is None
+    assert nvml.driver_version() is nvml.driver_cuda_version() is None
+    assert nvml.peer_access([DriverGpu(0), DriverGpu(1)]) == {("0", "1"): None}
 
 
 def test_all_that_the_driver_tells(monkeypatch):
@@ -34,7 +35,7 @@ def test_all_that_the_driver_tells(monkeypatch):
         cuda_bytes=40960 * MIB,
     )
     assert second.processes == ("python (pid 17, 39000 MiB)", "blender (pid 18)")
-    assert nvml.driver_version() == "555.42.02"
+    assert nvml.driver_version() == "555.42.02" and nvml.driver_cuda_version() == (12, 5)
     assert not still_open
 
 
@@ -73,30 +74,26 @@ def test_a_gpu_that_mig_splits_is_there_by_its_parts(monkeypatch):
     assert "utilisation_percent" not in values
 
 
-def sample(monkeypatch, card):
-    install(monkeypatch, card)
-    with nvml.opened():
-        return nvml.sample(DriverGpu(0))
+def test_each_value_of_a_gpu_may_be_missing(monkeypatch):
+    def sampled(card):
+        install(monkeypatch, card)
+        with nvml.opened():
+            return set(nvml.sample(DriverGpu(0)))
+
+    for function, missing in {
+        "MemoryInfo": {"memory_used_mib"},
+        "UtilizationRates": {"utilisation_percent", "memory_utilisation_percent"},
+        "PowerUsage": {"power_watts"},
+        "Temperature": {"temperature_celsius"},
+        "ClockInfo": {"sm_clock_mhz", "memory_clock_mhz"},
+    }.items():
+        card = Card(silent=frozenset([f"nvmlDeviceGet{function}"]))
+        assert sampled(A100) - sampled(card) == missing
 
 
-@pytest.mark.parametrize(
-    "function, missing",
-    [
-        ("MemoryInfo", {"memory_used_mib"}),
-        ("UtilizationRates", {"utilisation_percent", "memory_utilisation_percent"}),
-        ("PowerUsage", {"power_watts"}),
-        ("Temperature", {"temperature_celsius"}),
-        ("ClockInfo", {"sm_clock_mhz", "memory_clock_mhz"}),
-    ],
-)
-def test_each_value_of_a_gpu_may_be_missing(monkeypatch, function, missing):
-    told = sample(monkeypatch, Card(silent=frozenset([f"nvmlDeviceGet{function}"])))
-    assert set(sample(monkeypatch, A100)) - set(told) == missing
-
-
-@pytest.mark.parametrize("free, full", [(0, True), (4, True), (5, False), (100, False)])
-def test_full_is_less_than_a_twentieth(free, full):
-    assert DriverGpu(0, total_bytes=100, free_bytes=free).full is full
+def test_full_is_less_than_a_twentieth():
+    gpus = [DriverGpu(0, total_bytes=100, free_bytes=free) for free in (0, 4, 5, 100)]
+    assert [gpu.full for gpu in gpus] == [True, True, False, False]
 
 
 def test_which_gpus_read_each_others_memory(monkeypatch):
@@ -109,15 +106,6 @@ def test_which_gpus_read_each_others_memory(monkeypatch):
     assert told["1", "2"] == "" and len(told) == 15
     install(monkeypatch, Card(silent=frozenset(["nvmlDeviceGetP2PStatus"])), A100)
     assert nvml.peer_access(nvml.gpus()) == {("0", "1"): None}
-    install(monkeypatch, A100, there=False)
-    assert nvml.peer_access([DriverGpu(0), DriverGpu(1)]) == {("0", "1"): None}
-
-
-def test_the_newest_cuda_of_a_driver(monkeypatch):
-    install(monkeypatch, A100)
-    assert nvml.driver_cuda_version() == (12, 5)
-    install(monkeypatch, A100, there=False)
-    assert nvml.driver_cuda_version() is None
 
 
 SOURCE = Path(nvml.__file__).read_text()

@@ -31,10 +31,7 @@ def test_without_gpus():
     assert tower_devices(devices="cpu") == ["/cpu:0"]
     assert tower_devices(devices="/cpu:2,/cpu:0") == ["/cpu:2", "/cpu:0"]
     assert describe() == [Device(0, "/cpu:0", CPU)]
-
-
-def test_cpus_that_stand_in_for_gpus_are_others_than_the_host():
-    with device_types.cpus_for_gpus():
+    with device_types.cpus_for_gpus():  # which are others than the host
         assert tower_devices() == ["/cpu:1"]
         assert tower_devices(3) == tower_devices(3, "cpu") == CPUS[1:]
 
@@ -87,13 +84,9 @@ def test_a_cpu_may_be_named_for_several_towers_and_one_that_is_not_there_for_non
         assert "there is no /cpu:4" in refusal(4)
 
 
-@pytest.mark.parametrize(
-    "args, given, missing",
-    [((0, "/gpu:0"), "/gpu:0", 0), ((2, ["/cpu:0", "GPU:1"]), "/cpu:0,GPU:1", 1)],
-)
-def test_a_gpu_that_is_not_there(args, given, missing):
-    assert refusal(*args) == (
-        f"--devices={given}: there is no /gpu:{missing}; TensorFlow sees {', '.join(CPUS)}, no "
+def test_a_gpu_that_is_not_there():
+    assert refusal(2, ["/cpu:0", "GPU:1"]) == (
+        f"--devices=/cpu:0,GPU:1: there is no /gpu:1; TensorFlow sees {', '.join(CPUS)}, no "
         "NVIDIA driver answers here; type --devices=/cpu:0, or --devices=cpu"
     )
 
@@ -195,14 +188,11 @@ def test_gpus_that_the_program_hides_do_not_count(install):
     assert tower_devices(2) == ["/cpu:0", "/cpu:1"]
 
 
-def test_the_parts_of_a_split_gpu_count_each(install):
+def test_the_logical_parts_of_a_gpu_count_each_and_of_those_that_mig_makes_one(install):
     install(A100, A100).split(0, 1024, 1024, 1024)
     assert tower_devices() == ["/gpu:0", "/gpu:1", "/gpu:2", "/gpu:3"]
     assert tower_devices(devices="/gpu:3") == ["/gpu:3"]
     assert "TensorFlow sees 4 GPUs" in refusal(5)
-
-
-def test_a_process_sees_one_part_of_a_gpu_that_mig_splits(install):
     install(SPLIT, A100)
     assert tower_devices() == ["/gpu:0"]
     assert [(d.driver_index, d.name, d.total_bytes) for d in describe()] == [

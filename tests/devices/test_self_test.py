@@ -129,12 +129,9 @@ def test_a_wrong_sum_names_the_device_and_a_failure_ends_the_sums(monkeypatch):
 
 
 @pytest.mark.process
-def test_an_all_sum_in_a_process_of_its_own(child):
+def test_an_all_sum_in_a_process_of_its_own():
     found = self_test.run_all_sum([*CPUS, "/cpu:2"])
     assert found == dict.fromkeys(self_test.SUM_TYPES)
-    child("print('float16: an all-sum', file=sys.stderr, flush=True)\ntime.sleep(600)")
-    found = self_test.run_all_sum(CPUS, timeout_seconds=2)
-    assert found == "gave no answer within 2 s: float16: an all-sum"
 
 
 def test_only_the_gpus_that_are_asked_for_are_seen(monkeypatch):

@@ -42,20 +42,15 @@ def test_it_is_reached_at_one_address_alone(listener, ip):
     assert not any(answers(other, port, PATIENCE_SECONDS) for other in others)
 
 
-def test_data_pass(listener):
+def test_data_pass_and_what_was_before_is_told(listener):
     port = listener.getsockname()[1]
-    only_to("127.0.0.1", port)
+    with socket.create_connection(("127.0.0.2", port)), listener.accept()[0]:
+        with pytest.raises(Reached, match="reached port .* at 127.0.0.2, not 127.0.0.1"):
+            only_to("127.0.0.1", port)
     with socket.create_connection(("127.0.0.1", port), 5) as client, listener.accept()[0] as server:
         client.sendall(b"x" * 2**17)
         client.shutdown(socket.SHUT_WR)
         assert sum(map(len, iter(lambda: server.recv(2**16), b""))) == 2**17
-
-
-def test_what_was_before_is_told(listener):
-    port = listener.getsockname()[1]
-    with socket.create_connection(("127.0.0.2", port)):
-        with pytest.raises(Reached, match="reached port .* at 127.0.0.2, not 127.0.0.1"):
-            only_to("127.0.0.1", port)
     listener.close()
     with pytest.raises(RunError, match="cannot be kept to 127.0.0.1"):  # nobody listens
         only_to("127.0.0.1", port)

@@ -9,6 +9,7 @@ from towers.workers.rendezvous import DeviceInfo, Owner, Reservation, WorkerInfo
 from towers.workers.server import Reservations
 
 pytestmark = pytest.mark.unit
+from_text, to_text = rendezvous.from_text, rendezvous.to_text
 
 OFFER = WorkerInfo("1.0", "2.21.0", address="h:1", devices=(DeviceInfo("/gpu:0", "A100", 2**30),))
 
@@ -17,26 +18,20 @@ OFFER = WorkerInfo("1.0", "2.21.0", address="h:1", devices=(DeviceInfo("/gpu:0",
     "notice", [OFFER, Reservation("a", "h", 3, "u", 2.0), Owner("a", "h", 3, "u")]
 )
 def test_what_is_written_is_read_and_half_of_it_is_nothing(notice):
-    text = rendezvous.to_text(notice)
-    assert rendezvous.from_text(type(notice), text) == notice
-    assert {rendezvous.from_text(type(notice), text[:end]) for end in range(len(text))} == {None}
+    text = to_text(notice)
+    assert from_text(type(notice), text) == notice
+    assert {from_text(type(notice), text[:end]) for end in range(len(text))} == {None}
 
 
-def test_a_free_worker_and_other_versions_are_understood_as_far_as_they_go():
-    assert rendezvous.to_text(None) == "{}" and rendezvous.from_text(Owner, b"{}").id == ""
-    newer = rendezvous.from_text(WorkerInfo, '{"towers": "0.9", "colour": "red"}')
+def test_messages_are_understood_as_far_as_they_go_and_no_claim_keeps_a_worker_for_ever():
+    assert to_text(None) == "{}" and from_text(Owner, b"{}").id == ""
+    newer = from_text(WorkerInfo, '{"towers": "0.9", "colour": "red"}')
     assert newer == WorkerInfo(towers="0.9")
-
-
-@pytest.mark.parametrize("text", ["[]", "1", '{"pid": "x"}', '{"id": null}', b"\xff", "[" * 9999])
-def test_what_is_no_claim_is_none(text):
-    assert rendezvous.from_text(Reservation, text) is None
-
-
-@pytest.mark.parametrize("seconds, then", [(-1, 15), ("NaN", 15), ("Infinity", 15), (1e9, 3600)])
-def test_no_claim_keeps_a_worker_for_ever(seconds, then):
-    claim = rendezvous.from_text(Reservation, f'{{"id": "a", "timeout_seconds": {seconds}}}')
-    assert claim.timeout_seconds == then
+    for text in "[]", "1", '{"pid": "x"}', '{"id": null}', b"\xff", "[" * 9999:
+        assert from_text(Reservation, text) is None
+    for seconds, then in (-1, 15), ("NaN", 15), ("Infinity", 15), (1e9, 3600):
+        claim = from_text(Reservation, f'{{"id": "a", "timeout_seconds": {seconds}}}')
+        assert claim.timeout_seconds == then
 
 
 def test_files_that_are_no_claims_and_odd_names_of_strangers():
@@ -53,17 +48,19 @@ def claim(folder, name, **values):
 
 
 def given_to(folder):
-    return rendezvous.from_text(Owner, (folder / rendezvous.OWNER_FILE).read_bytes()).id
+    return from_text(Owner, (folder / rendezvous.OWNER_FILE).read_bytes()).id
 
 
-def test_the_first_program_has_it_until_it_says_so(tmp_path):
+def test_the_first_whole_claim_has_it_until_it_says_so(tmp_path):
     reservations = Reservations(tmp_path, lambda: 0.0)
+    (tmp_path / "claim.half").write_text('{"id":')
+    claim(tmp_path, "gone", released=True)
     assert reservations.look() == "" and given_to(tmp_path) == ""
-    claim(tmp_path, "first")
-    assert reservations.look() == "" and given_to(tmp_path) == "first"
+    claim(tmp_path, "half")
+    assert reservations.look() == "" and given_to(tmp_path) == "half"
     claim(tmp_path, "another")  # which would come before it by name
-    assert reservations.look() == "" and given_to(tmp_path) == "first"
-    claim(tmp_path, "first", released=True)
+    assert reservations.look() == "" and given_to(tmp_path) == "half"
+    claim(tmp_path, "half", released=True)
     assert reservations.look() == "the program has released it"
 
 
@@ -79,12 +76,3 @@ def test_a_program_that_says_nothing_loses_it(tmp_path):
     assert reservations.look() == ""
     now = 20
     assert reservations.look() == "no word from the program for 10 s"
-
-
-def test_half_a_claim_and_one_that_is_released_get_nothing(tmp_path):
-    reservations = Reservations(tmp_path, lambda: 0.0)
-    (tmp_path / "claim.half").write_text('{"id":')
-    claim(tmp_path, "gone", released=True)
-    assert reservations.look() == "" and given_to(tmp_path) == ""
-    claim(tmp_path, "half")
-    assert reservations.look() == "" and given_to(tmp_path) == "half"

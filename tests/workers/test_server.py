@@ -15,9 +15,9 @@ import pytest
 import tensorflow as tf
 
 from tests.programs import ROOT, python
+from tests.runs import command, refusal
 from tests.worker_processes import Worker, started
-from towers import cli
-from towers.errors import InputError, RunError
+from towers.errors import RunError
 from towers.options.gpu import GpuOptions
 from towers.workers import rendezvous, server
 from towers.workers.rendezvous import Owner, Reservation, WorkerInfo
@@ -113,12 +113,6 @@ def test_a_program_has_it_alone_and_then_all_is_free_again(lent):
         session.run(tf.io.read_file(rendezvous.reservation_file("a")))
 
 
-def test_a_program_that_is_silent_loses_it(lent):
-    write(lent.address, Reservation("c", "node1", 1, "anna", timeout_seconds=0.5))
-    lent.read_until("taken")
-    assert "no word" in over(lent)
-
-
 def test_a_program_that_cannot_speak_but_whose_server_answers_keeps_it_for_a_while(lent, tmp_path):
     now = 0.0
     reservations = server.Reservations(tmp_path, clock=lambda: now)
@@ -203,28 +197,18 @@ def test_every_address_is_served_if_that_is_asked_for():
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(
-    "host, port, why",
-    [
-        ("0.0.0.0", 0, "every address of this machine"),
-        ("::", 0, "every address of this machine"),
-        ("192.0.2.1", 0, "no address of this machine"),
-        ("nobody.invalid", 2222, "no machine is known by the name"),
-    ],
-)
-def test_an_address_that_cannot_be_had_is_one_line(host, port, why):
-    with pytest.raises(InputError, match=why) as error:
-        server.serve(host, port, GpuOptions())
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("holder", ["127.0.0.2", "::"])
-def test_a_port_that_is_taken_is_one_line(holder):
-    family = socket.AF_INET6 if ":" in holder else socket.AF_INET
-    with socket.create_server((holder, 0), family=family, dualstack_ipv6=holder == "::") as taken:
-        with pytest.raises(InputError, match="the port is taken"):
-            server.serve("127.0.0.1", taken.getsockname()[1], GpuOptions())
+def test_an_address_that_cannot_be_had_is_one_line():
+    for host, why in {
+        "0.0.0.0": "every address of this machine",
+        "::": "every address of this machine",
+        "192.0.2.1": "no address of this machine",
+    }.items():
+        assert why in refusal(server.serve, host, 0, GpuOptions())
+    for holder in "127.0.0.2", "::":
+        family, both = socket.AF_INET6 if ":" in holder else socket.AF_INET, holder == "::"
+        with socket.create_server((holder, 0), family=family, dualstack_ipv6=both) as taken:
+            given = "127.0.0.1", taken.getsockname()[1], GpuOptions()
+            assert "the port is taken" in refusal(server.serve, *given)
 
 
 @pytest.mark.unit
@@ -243,16 +227,14 @@ def test_a_port_that_was_free_and_is_taken_is_not_the_only_one(monkeypatch, port
 
 
 def test_faults_of_the_command_line_are_one_line_and_exit_code_2(capsys):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        for flags, says in {
-            "": "needs --address=HOST:PORT",
-            "--address=a:b:c": "HOST:PORT is needed",
-            "--address=127.0.0.1 --batch_size=3": "takes no --batch_size",
-            f"--address=127.0.0.1:{taken.getsockname()[1]}": "taken",
-        }.items():
-            assert cli.main(["worker", *flags.split()]) == 2
-            out, err = capsys.readouterr()
-            assert out == "" and err.count("\n") == 1 and says in err
+    for flags, says in {
+        "": "needs --address=HOST:PORT",
+        "--address=a:b:c": "HOST:PORT is needed",
+        "--address=127.0.0.1 --batch_size=3": "takes no --batch_size",
+        "--address=nobody.invalid:2222": "no machine is known",
+    }.items():
+        code, out, err = command(capsys, "worker", *flags.split())
+        assert (code, out, err.count("\n")) == (2, "", 1) and says in err
 
 
 def test_a_fault_that_the_server_finds_is_one_line_and_exit_code_2():

@@ -86,13 +86,13 @@ def tower_devices(
         chosen = _first_devices(num_towers, gpus, kind == "gpu")
     else:
         chosen = _named_devices(num_towers, names)
-    is_set = "TF_NUM_INTRAOP_THREADS" in os.environ
-    is_set = is_set or tf.config.threading.get_intra_op_parallelism_threads()
+    threads = tf.config.threading
+    is_set = "TF_NUM_INTRAOP_THREADS" in os.environ or threads.get_intra_op_parallelism_threads()
     if divide_cores and len(chosen) > 1 and all("cpu" in name for name in chosen) and not is_set:
         # Else, on 2 cores, ResNet-20's step took 1.10 times as long with 2 towers, 1.19 with 4.
         share = -(-len(os.sched_getaffinity(0)) // len(chosen))
         with contextlib.suppress(RuntimeError):  # it has started
-            tf.config.threading.set_intra_op_parallelism_threads(share)
+            threads.set_intra_op_parallelism_threads(share)
     cpus = [f"/cpu:{i}" for i in range(_provide_cpus(chosen))]
     existing = gpus + cpus
     missing = [device for device in chosen if device not in existing]
@@ -178,11 +178,8 @@ def _logical_gpus() -> list[tf.config.PhysicalDevice]:
 def _first_devices(num_towers: int, gpus: list[str], only_gpus: bool) -> list[str]:
     # If TensorFlow sees none of the driver's GPUs and nobody hid them, CPUs are an error: a run
     # would silently take days.
-    driver = nvml.gpus()
-    on_purpose = cuda_visible_devices.hides_all(os.environ) or tf.config.list_physical_devices(
-        "GPU"
-    )
-    if not gpus and (on_purpose or not driver):
+    driver, listed = nvml.gpus(), tf.config.list_physical_devices("GPU")
+    if not gpus and (listed or not driver or cuda_visible_devices.hides_all(os.environ)):
         if only_gpus:
             asked = f"--num_gpus={num_towers}" if num_towers else "--devices=gpu"
             raise InputError(
@@ -214,10 +211,8 @@ def _driver_says(driver: Sequence[DriverGpu]) -> str:
     missing = missing_gpus(visible)
     says = f", the driver has {', '.join(map(str, driver))}"
     if missing:
-        listed = len(visible) - len(missing)
-        cause, remedy = cuda_visible_devices.why_skipped(
-            missing, listed, tf.sysconfig.get_build_info()
-        )
+        listed, build = len(visible) - len(missing), tf.sysconfig.get_build_info()
+        cause, remedy = cuda_visible_devices.why_skipped(missing, listed, build)
         return f"{says}: {cause}; {remedy}"
     if any(gpu.mig is not None for gpu in visible):
         return f"{says}: {cuda_visible_devices.ONE_PART}"

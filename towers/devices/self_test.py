@@ -66,29 +66,25 @@ def run_probe(
         done = subprocess.run(command, env=environ, timeout=timeout_seconds, **pipes)
     except subprocess.TimeoutExpired as expired:
         return f"gave no answer within {timeout_seconds:g} s: {_last_words(expired.stderr)}"
-    if done.returncode < 0:
-        return f"was ended by {signal.Signals(-done.returncode).name}: {_last_words(done.stderr)}"
-    if done.returncode > 0:
-        return f"ended with code {done.returncode}: {_last_words(done.stderr)}"
-    return json.loads(done.stdout.splitlines()[-1])
+    if not (code := done.returncode):
+        return json.loads(done.stdout.splitlines()[-1])
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return f"{how}: {_last_words(done.stderr)}"
 
 
 def run_all_sum(
-    devices: Sequence[str],
-    timeout_seconds: float = SUM_TIMEOUT_SECONDS,
-    environ: Mapping[str, str] | None = None,
+    devices: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> dict[str, str | None] | str:
     """Sum over all devices in a process of its own, once in each of SUM_TYPES.
 
     Args:
         devices: two or more, as for `run_probe`.
-        timeout_seconds: of the process.
         environ: environment of the process, by default os.environ.
 
     Returns:
         {type: None, or what was wrong}; if the process failed, how it ended, as `run_probe`.
     """
-    return run_probe(["--all_sum", *devices], timeout_seconds, environ)
+    return run_probe(["--all_sum", *devices], SUM_TIMEOUT_SECONDS, environ)
 
 
 def _last_words(output: bytes | None) -> str:
@@ -198,11 +194,10 @@ def probe_copy(source: str, target: str) -> str | None:
     words = np.random.default_rng(1).integers(0, 2**32, COPY_BYTES // 4, np.uint32)
     try:
         with tf.device("/cpu:0"):
-            here = tf.constant(words.view(np.float32))  # int32 would stay on the host
-        with tf.device(source):
-            there = tf.identity(here)
-        with tf.device(target):
-            copied = tf.identity(there)
+            copied = tf.constant(words.view(np.float32))  # int32 would stay on the host
+        for device in source, target:
+            with tf.device(device):
+                copied = tf.identity(copied)
         wrong = int((copied.numpy().view(np.uint32) != words).sum())
     except Exception as error:
         return first_line(error)
