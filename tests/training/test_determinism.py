@@ -1,13 +1,12 @@
 """--deterministic: all runs, the same bits come out, and no step reads a clock."""
 
-import json
-
 import pytest
 
 from tests import tiny
 from tests.programs import python
 from tests.runs import points, rare
 from tests.worker_processes import workers
+from towers.training.run import manifest
 
 pytestmark = pytest.mark.process
 PROGRAM = """
@@ -47,12 +46,13 @@ def test_runs_evaluations_and_fit_need_no_clock(tmp_path, given, variables):
     tags = {tag for _, tag, _ in tiny.events(tmp_path / "first" / "train")}
     assert {"loss/total", "tower_1/loss", "speed/examples_per_second"} <= tags
     assert not any(tag.endswith("_seconds") for tag in tags)
-    flags, said = (tmp_path / "first/flags.cfg").read_text(), bool(given)
-    assert f"--deterministic={str(said).lower()}" in flags
+    said = bool(given)
+    flags = (tmp_path / "first/flags.cfg").read_text().splitlines()
+    assert {f"--deterministic={str(said).lower()}", "--max_steps=9"} <= set(flags)
     assert "determinism ops give the same bits" in done.stdout
-    assert (
-        json.loads((tmp_path / "first/manifest.json").read_text())["flags"]["deterministic"] is said
-    )
+    found = manifest.read(tmp_path / "first")
+    assert found["flags"]["deterministic"] is said
+    assert [session["flags"]["max_steps"] for session in found["sessions"]] == [5, 9]
 
 
 @pytest.mark.extended
