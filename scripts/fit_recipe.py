@@ -26,11 +26,7 @@ with quiet_start(level=3):
 
 from towers import files  # noqa: E402
 from towers.errors import InputError, RunError  # noqa: E402
-from towers.options import (  # noqa: E402
-    augmentation,
-    code_trust,  # noqa: E402
-    flags,
-)
+from towers.options import augmentation, code_trust, flags  # noqa: E402
 from towers.options.run import Options  # noqa: E402
 from towers.training.run.compile_from_flags import compile_from_flags  # noqa: E402
 from towers.training.run.model import floatx_of  # noqa: E402
@@ -80,13 +76,9 @@ def train(options: Options) -> None:
     clock = Clock()
     # What comes after an epoch, and is written in its history, is before the averages are put in.
     history = model.fit(
-        batches,
-        steps_per_epoch=last,
-        shuffle=False,
-        validation_data=of_test,
-        callbacks=[clock],
+        batches, steps_per_epoch=last, shuffle=False, validation_data=of_test, callbacks=[clock],
         verbose=0,
-    ).history
+    ).history  # fmt: skip
     result = {
         "steps": last,
         "examples": last * options.batch_size,
@@ -127,12 +119,9 @@ def compiled(run: RunContext) -> keras.Model:
 
     on_gpu = tf.config.list_logical_devices("GPU")
     model.compile(
-        optimizer,
-        loss,
-        metrics=["accuracy"],
-        steps_per_execution=options.steps_per_loop,
+        optimizer, loss, metrics=["accuracy"], steps_per_execution=options.steps_per_loop,
         jit_compile="auto" if on_gpu else False,  # XLA's convolutions take 2.5 times as long
-    )
+    )  # fmt: skip
     return model
 
 

@@ -53,6 +53,11 @@ class Gpus:
         """The number of towers on all GPUs; a single GPU is split into two."""
         return max(self.number, 2)
 
+    @property
+    def flags(self) -> list[str]:
+        """The flag by which a dry run stays on the CPU."""
+        return ["--devices=cpu"] * self.dry
+
     def batch_size(self, towers: int) -> int:
         return (4 if self.dry else 64) * towers
 
@@ -103,7 +108,7 @@ def command(line: str) -> Callable[[Gpus], Iterator[Any]]:
         arguments = shlex.split(line.format(all=gpus.all))
         if "--num_towers=1" not in arguments and "--allow_growth" not in arguments:
             gpus.devices()
-        arguments += on_cpu(gpus)
+        arguments += gpus.flags
         printed = io.StringIO()
         print("towers", *arguments, "--json", file=sys.stderr)
         with contextlib.redirect_stdout(printed):
@@ -146,11 +151,6 @@ def few_images() -> tuple:
     return (images[:256], labels[:256]), (images[256:], labels[256:]), 10
 
 
-def on_cpu(gpus: Gpus) -> list[str]:
-    """Return the flag by which a dry run stays on the CPU."""
-    return ["--devices=cpu"] * gpus.dry
-
-
 def run_apart(*arguments: object, **environ: str) -> tuple[int, Any]:
     """Run `towers ... --json` in a process of its own; return its exit code and what it prints."""
     run = [sys.executable, "-m", "towers", *map(str, arguments), "--json"]
@@ -187,20 +187,12 @@ def fit(gpus: Gpus) -> Iterator[Any]:
     random = np.random.default_rng(0)
     x = random.standard_normal((steps * size, 32, 32, 3), np.float32)
     y = random.integers(0, 10, steps * size)
-    losses = {}
+    losses, layers = {}, keras.layers
     for title in ("plain", "towers"):
         keras.utils.set_random_seed(0)
-        layers = keras.layers
-        model = keras.Sequential(
-            [
-                keras.Input((32, 32, 3)),
-                layers.Conv2D(16, 3, use_bias=False),
-                layers.BatchNormalization(),
-                layers.ReLU(),
-                layers.GlobalAveragePooling2D(),
-                layers.Dense(10),
-            ]
-        )
+        body = [layers.Conv2D(16, 3, use_bias=False), layers.BatchNormalization(), layers.ReLU()]
+        last = [layers.GlobalAveragePooling2D(), layers.Dense(10)]
+        model = keras.Sequential([keras.Input((32, 32, 3)), *body, *last])
         if title == "towers":
             model = towers.parallelize(model, devices=names)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -253,7 +245,7 @@ def held(names: list[str]) -> dict[str, int]:
 
 def resume(gpus: Gpus) -> Iterator[Any]:
     """A run that is repeated, and one that was stopped and resumed, end with the same bits."""
-    common = [*["--deterministic"] * hasattr(Options(), "deterministic"), *on_cpu(gpus)]
+    common = ["--deterministic", *gpus.flags]
 
     def make(name: str, *max_steps: int) -> dict[str, np.ndarray]:
         folder = gpus.folder / "runs" / name
@@ -292,7 +284,7 @@ def evaluate(gpus: Gpus) -> Iterator[Any]:
     results = {}
     for number in dict.fromkeys((gpus.number, 1)):
         line = "evaluate", f"--train_dir={runs[0].parent}", f"--num_towers={number}"
-        code, results[number] = run_apart(*line, "--trust", *on_cpu(gpus))
+        code, results[number] = run_apart(*line, "--trust", *gpus.flags)
         expect(code == 0, f"the evaluation by {number} ended with exit code {code}")
         yield {"run": runs[0].parent.name, "num_towers": number, **results[number]}
     few, many = results[1], results[gpus.number]

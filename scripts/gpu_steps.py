@@ -234,15 +234,10 @@ def _make_sums(
         for name, value, token in zip(names, values, tokens, strict=True):
             with tf.device(name):
                 total = tf.raw_ops.CollectiveReduceV2(
-                    input=value.read_value(),
-                    group_size=len(names),
-                    group_key=group,
-                    instance_key=instance,
+                    input=value.read_value(), group_size=len(names), group_key=group,
+                    instance_key=instance, merge_op="Add", final_op="Id", communication_hint=hint,
                     ordering_token=[token.handle],  # one for all would order the GPUs
-                    merge_op="Add",
-                    final_op="Id",
-                    communication_hint=hint,
-                )
+                )  # fmt: skip
             totals.append(total)
         return totals
 

@@ -20,11 +20,7 @@ from towers.cli import quiet_start  # noqa: E402
 with quiet_start(level=3):
     import tensorflow as tf
 
-from towers import (  # noqa: E402
-    data,
-    devices,
-    formatting,  # noqa: E402
-)
+from towers import data, devices, formatting  # noqa: E402
 from towers.commands.plan import gpus  # noqa: E402
 from towers.options.run import Options  # noqa: E402
 

@@ -51,10 +51,7 @@ def linear(optimizer: keras.optimizers.Optimizer) -> keras.Model:
 def clipped(way: str) -> str:
     """Return the length of an update by clipped gradients that differ between the halves."""
     x = np.array([[10.0, 0.0], [0.0, 10.0]])
-
-    def make() -> keras.Model:
-        return linear(keras.optimizers.SGD(1.0, clipnorm=1.0))
-
+    make = lambda: linear(keras.optimizers.SGD(1.0, clipnorm=1.0))  # noqa: E731
     model = fitted(way, make, x, np.array([[10.0], [10.0]]))
     return f"{np.linalg.norm(model.get_weights()[0]):.4f}"
 
@@ -88,13 +85,12 @@ def main() -> None:
     """Print what each way gives."""
     towers.devices.tower_devices(2, "cpu")
     tf.get_logger().setLevel("ERROR")  # each step is a new function, on purpose
-    rows = []
-    for name, measure in (
-        ("length of an update, clipped to 1", clipped),
-        ("weights after an infinite gradient", infinite),
-        ("variance that BatchNorm saves of 0, 0, 2, 2", saved_variance),
-    ):
-        rows.append((name, *map(measure, WAYS)))
+    measures = {
+        "length of an update, clipped to 1": clipped,
+        "weights after an infinite gradient": infinite,
+        "variance that BatchNorm saves of 0, 0, 2, 2": saved_variance,
+    }
+    rows = [(name, *map(measure, WAYS)) for name, measure in measures.items()]
     print("\n".join(table(["", *WAYS], rows)))
 
 

@@ -38,8 +38,7 @@ def killed(run: Run, chance: random.Random) -> None:
     """Kill it at some moment."""
     run.start()
     any_moment(run, chance)
-    run.tell(signal.SIGKILL)
-    run.end(-signal.SIGKILL, 0)
+    run.kill(0)
 
 
 def killed_in_save(run: Run, chance: random.Random) -> None:
@@ -48,8 +47,7 @@ def killed_in_save(run: Run, chance: random.Random) -> None:
         run.start()
         run.until_saved(first + chance.randrange(0, STEPS // 2, SAVED_STEPS))
         run.until_saving()
-        run.tell(signal.SIGKILL)
-        run.end(-signal.SIGKILL, 0)
+        run.kill(0)
 
 
 def terminated(run: Run, chance: random.Random) -> None:
@@ -94,8 +92,7 @@ def saved_on_request(run: Run, chance: random.Random) -> None:
     if not run.wait(lambda: saved.search(run.printed()), seconds=STOP_SECONDS):
         raise Wrong("SIGUSR1 saved nothing")
     run.until_saved(int(saved.search(run.printed())[1]))
-    run.tell(signal.SIGKILL)
-    run.end(-signal.SIGKILL, 0)
+    run.kill(0)
 
 
 def disk_full(run: Run, chance: random.Random) -> None:
@@ -124,8 +121,7 @@ def damaged(run: Run, chance: random.Random) -> None:
     """Damage the newest checkpoint: the run is to name it, and go on from an older one."""
     run.start()
     run.until_saved(chance.randrange(2 * SAVED_STEPS, STEPS, SAVED_STEPS))
-    run.tell(signal.SIGKILL)
-    run.end(-signal.SIGKILL)
+    run.kill()
     (run.train_dir / "result.json").unlink(missing_ok=True)
     prefix = run.train_dir / f"checkpoints/ckpt-{run.steps()[-1]}"
     files = sorted(prefix.parent.glob(f"{prefix.name}.*"))  # data, index

@@ -33,16 +33,10 @@ KINDS = {  # {name: the flags that differ from those of all}
 PIPELINES = "tf_data", "generator"
 STEPS, SAVED_STEPS, TOWERS = 900, 30, 2
 OF_ALL = {
-    "model": f"{_MODELS}:net",
-    "dataset": f"{_MODELS}:images",
-    "augment": "none",
-    "batch_size": 8,
-    "num_towers": TOWERS,
-    "max_steps": STEPS,
-    "checkpoint_every_steps": SAVED_STEPS,
-    "evaluate_every_epochs": 20,
-    "log_every_steps": 100,
-}
+    "model": f"{_MODELS}:net", "dataset": f"{_MODELS}:images", "augment": "none", "batch_size": 8,
+    "num_towers": TOWERS, "max_steps": STEPS, "checkpoint_every_steps": SAVED_STEPS,
+    "evaluate_every_epochs": 20, "log_every_steps": 100,
+}  # fmt: skip
 
 STOPPED = 75
 RUN_SECONDS, STOP_SECONDS = 120, 15  # a machine may be busy; more is a hang
@@ -99,13 +93,9 @@ class Run:
         environment = {n: v for n, v in os.environ.items() if n != "TF_CPP_MIN_LOG_LEVEL"}
         with self._log("out").open("wb") as out, self._log("err").open("wb") as err:
             self.process = subprocess.Popen(
-                [*self.command, *flags],
-                cwd=ROOT,
+                [*self.command, *flags], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                 env=environment | {"PYTHONPATH": str(ROOT), BLOCK: str(self.block)},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-            )
+            )  # fmt: skip
 
     def printed(self) -> str:
         """Return all that the last start has printed, results first."""
@@ -182,6 +172,11 @@ class Run:
     def tell(self, number: int) -> None:
         """Send a signal, if there is still somebody to hear it."""
         self.process.send_signal(number)
+
+    def kill(self, *codes: int) -> None:
+        """End it by SIGKILL, if it has not come to one of these ends before."""
+        self.tell(signal.SIGKILL)
+        self.end(-signal.SIGKILL, *codes)
 
     def finish(self) -> None:
         """Let the same command go on until the run has its result."""

@@ -43,11 +43,9 @@ def make_model(config: Config) -> Model:
 
 
 def cnn(
-    image_shape: tuple[int, int, int],
-    num_classes: int,
-    lrn: bool = True,
+    image_shape: tuple[int, int, int], num_classes: int, lrn: bool = True,
     weight_decay: float = 0.004,
-) -> Model:
+) -> Model:  # fmt: skip
     """Return the convolutional network of TensorFlow's CIFAR-10 tutorial."""
     height, width, channels = image_shape
     flat = -(-height // 4) * -(-width // 4) * 64

@@ -16,8 +16,8 @@ with lane.package("tensorflow"):
     import tf_program
 
 
-def make_loop(config: lane.Config) -> tuple[Callable, tf.distribute.Strategy]:
-    """Return a function that makes `steps_per_loop` steps and returns the last loss, and where."""
+def make_loop(config: lane.Config) -> Callable:
+    """Return a function that makes `steps_per_loop` steps and returns the last loss."""
     strategy = tf.distribute.MirroredStrategy(
         tf_program.configure_devices(config, config.num_devices)
     )
@@ -45,12 +45,12 @@ def make_loop(config: lane.Config) -> tuple[Callable, tf.distribute.Strategy]:
         return loss
 
     iterator = iter(strategy.experimental_distribute_dataset(tf_program.make_dataset(config)))
-    return lambda: steps(iterator), strategy
+    return lambda: steps(iterator)
 
 
 def program(config: lane.Config) -> None:
     """Train as the lane protocol asks."""
-    loop, _ = make_loop(config)
+    loop = make_loop(config)
     note = "with models.cnn's own local response normalization" if config.own_layers else ""
     with lane.Lane(config, tf_program.versions(), note) as turns:
         loss = None

@@ -94,12 +94,10 @@ def build(config: lane.Config, path: str, num_images: int) -> tuple[tf.Operation
     kind = "gpu" if config.gpus else "cpu"
     with tf.device("/cpu:0"):
         global_step = tf.train.get_or_create_global_step()
-        momentum, nesterov = config.momentum, config.optimizer == "nesterov"
-        optimizer = tf.train.GradientDescentOptimizer(config.learning_rate)
+        rate, nesterov = config.learning_rate, config.optimizer == "nesterov"
+        optimizer = tf.train.GradientDescentOptimizer(rate)
         if config.optimizer != "sgd":
-            optimizer = tf.train.MomentumOptimizer(
-                config.learning_rate, momentum, use_nesterov=nesterov
-            )
+            optimizer = tf.train.MomentumOptimizer(rate, config.momentum, use_nesterov=nesterov)
         next_batch = make_input(config, path, num_images)
         tower_gradients = []
         with tf.variable_scope(tf.get_variable_scope()):
@@ -121,30 +119,19 @@ def make_input(config: lane.Config, path: str, num_images: int) -> Callable:
     """Return a function that gives a tower its images `[b, h, w, C]` and labels `[b]`."""
     size = config.slice_size()
     if not config.data:
-        images, labels = lane.synthetic_batch(config)
-        slices = iter(range(0, config.batch_size, size))
-
-        def next_slice() -> tuple[tf.Tensor, tf.Tensor]:
-            start = next(slices)
-            rows = slice(start, start + size)
-            # Variables: a constant would be copied into the graph, and what follows it folded.
-            values = {"images": images[rows], "labels": labels[rows]}
-            return tuple(
-                tf.Variable(value, trainable=False, name=f"{name}_{start}")
-                for name, value in values.items()
-            )
-
-        return next_slice
+        batch = lane.synthetic_batch(config)
+        # Variables: a constant would be copied into the graph, and what follows it folded.
+        slices = (
+            tuple(tf.Variable(part[start : start + size], trainable=False) for part in batch)
+            for start in range(0, config.batch_size, size)
+        )
+        return slices.__next__
     image, label = read_image(config, path)
     min_after_dequeue = int(num_images * MIN_QUEUE_FRACTION)
     batch = tf.train.shuffle_batch(
-        [augmented(image, config.augment), label],
-        size,
-        num_threads=NUM_THREADS,
-        capacity=min_after_dequeue + 3 * size,
-        min_after_dequeue=min_after_dequeue,
-        seed=config.seed,
-    )
+        [augmented(image, config.augment), label], size, min_after_dequeue + 3 * size,
+        min_after_dequeue, num_threads=NUM_THREADS, seed=config.seed,
+    )  # fmt: skip
     queue = tf.FIFOQueue(2 * config.num_devices, [t.dtype for t in batch], [t.shape for t in batch])
     tf.train.add_queue_runner(tf.train.QueueRunner(queue, [queue.enqueue(batch)]))
     return queue.dequeue
@@ -218,26 +205,15 @@ def program(config: lane.Config) -> None:
         with tf.Session(config=proto) as session:
             session.run(initializer)
             threads = tf.train.start_queue_runners(session, coordinator)
-            train(session, train_op, loss, config, note)
+            with lane.Lane(config, {"tensorflow": tf.__version__}, note) as turns:
+                value = None
+                while turns.more(value):
+                    for _ in range(config.steps_per_loop):
+                        _, value = session.run([train_op, loss])
             coordinator.request_stop()
-            session.run([queue.close(True) for queue in queues()])
+            runners = tf.get_collection(tf.GraphKeys.QUEUE_RUNNERS)
+            session.run([runner.queue.close(True) for runner in runners])
             coordinator.join(threads, stop_grace_period_secs=10)
-
-
-def train(
-    session: tf.Session, train_op: tf.Operation, loss: tf.Tensor, config: lane.Config, note: str
-) -> None:
-    """Make steps in turns."""
-    with lane.Lane(config, {"tensorflow": tf.__version__}, note) as turns:
-        value = None
-        while turns.more(value):
-            for _ in range(config.steps_per_loop):
-                _, value = session.run([train_op, loss])
-
-
-def queues() -> list:
-    """Return the queues of the graph."""
-    return [runner.queue for runner in tf.get_collection(tf.GraphKeys.QUEUE_RUNNERS)]
 
 
 if __name__ == "__main__":

@@ -47,22 +47,16 @@ class Cnn(nn.Module):
     """The convolutional network of TensorFlow's CIFAR-10 tutorial."""
 
     def __init__(
-        self,
-        height: int,
-        width: int,
-        channels: int,
-        num_classes: int,
-        lrn: bool = True,
+        self, height: int, width: int, channels: int, num_classes: int, lrn: bool = True,
         weight_decay: float = 0.004,
-    ):
+    ):  # fmt: skip
         """Create the weights; the arguments are those of `models.cnn:cnn`."""
         super().__init__()
         self.weight_decay = weight_decay
         self.conv1 = nn.Conv2d(channels, 64, 5, padding=2)
         self.conv2 = nn.Conv2d(64, 64, 5, padding=2)
         # PyTorch divides alpha by the number of neighbours, TensorFlow does not.
-        norm = nn.LocalResponseNorm(size=9, alpha=0.001, beta=0.75, k=1.0) if lrn else nn.Identity()
-        self.norm = norm
+        self.norm = nn.LocalResponseNorm(9, alpha=0.001, beta=0.75, k=1.0) if lrn else nn.Identity()
         self.pool1, height, width = _same_pool(height, width)
         self.pool2, height, width = _same_pool(height, width)
         self.dense1 = nn.Linear(height * width * 64, 384)

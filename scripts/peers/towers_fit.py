@@ -18,13 +18,8 @@ with lane.package("tensorflow"):
 def program(config: lane.Config) -> None:
     """Train on all devices."""
     devices = tf_program.configure_devices(config, config.num_devices)
-    note = f"Model.fit over {len(devices)} towers"
-    fit(
-        config,
-        tf.distribute.get_strategy(),
-        note,
-        lambda model: towers.parallelize(model, devices=devices),
-    )
+    note, strategy = f"Model.fit over {len(devices)} towers", tf.distribute.get_strategy()
+    fit(config, strategy, note, lambda model: towers.parallelize(model, devices=devices))
 
 
 if __name__ == "__main__":
