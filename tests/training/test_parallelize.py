@@ -3,6 +3,7 @@
 Models are the examples, and what others write: steps, losses, optimizers and inputs of their own.
 """
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -20,6 +21,9 @@ import towers
 from tests import fits
 from tests.fits import layer_of, of_step
 from tests.runs import rare
+from towers.builder import gather
+from towers.builder.rng import ReplicaRng
+from towers.builder.tower import TowerBuilder
 from towers.training import parallelize
 from towers.training.parallelize import builder_of
 
@@ -346,6 +350,39 @@ def test_towers_have_the_numbers_of_one_device(name, num_towers):
     given = {"plain_first": case.plain_first, **case.options}
     found = fits.fit(case.build, case.data(), num_towers, **given)
     assert fits.differences(expected, found) == {}
+
+
+def forgets_a_tower(monkeypatch):
+    add = TowerBuilder.add
+    monkeypatch.setattr(TowerBuilder, "add", staticmethod(lambda values: add(values[:1])))
+
+
+def joins_in_another_order(monkeypatch):
+    join = gather.join
+    monkeypatch.setattr(gather, "join", lambda values: join(values[::-1]))
+
+
+def each_tower_draws_from_the_start(monkeypatch):
+    monkeypatch.setattr(ReplicaRng, "drawing", lambda self: contextlib.nullcontext())
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("name", "fault", "options"),
+    [
+        ("example table", forgets_a_tower, {}),
+        ("example pairs", joins_in_another_order, {}),
+        ("example two_outputs", each_tower_draws_from_the_start, {}),
+        ("example images", lambda _: None, {"batch_norm": "local"}),
+    ],
+)
+def test_a_fault_is_seen(name, fault, options, monkeypatch):
+    case = CASES[name]
+    expected = by_keras(case.build, case.data)
+    fault(monkeypatch)
+    found = set(fits.differences(expected, fits.fit(case.build, case.data(), 2, **options)))
+    assert found - {"metrics"} == {"losses", "weights", "optimizer", "predictions"}
+    assert options or "metrics" in found
 
 
 def saturated(end):
