@@ -73,9 +73,10 @@ def test_the_commands_are_understood(words, monkeypatch, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     init.run(init.InitOptions((str(tmp_path),)), say=print)
     if words[1] != "train":  # which begins the run
-        for name in "fast", "mine":
+        for name in "fast", "mine", "quickstart":
             (tmp_path / "runs" / name).mkdir(parents=True)
             (tmp_path / "runs" / name / "flags.cfg").write_text(Options().to_flagfile())
+            (tmp_path / "runs" / name / "events.out.tfevents.0").touch()
     monkeypatch.chdir(tmp_path)
     cli.parse(words[1], words[2:])
 
