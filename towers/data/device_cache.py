@@ -89,7 +89,7 @@ def num_bytes(split: ArraySplit) -> int:
     """Return the bytes of a split on a device."""
     row_bytes = 0
     for leaf in tf.nest.flatten(split.spec):
-        row_bytes += leaf.shape.num_elements() * _STORED_DTYPE.get(leaf.dtype, leaf.dtype).size
+        row_bytes += leaf.shape.num_elements() * _stored_dtype(leaf.dtype).size
     return split.size * row_bytes
 
 
@@ -108,8 +108,12 @@ def _free_on_host(machine: str) -> int:
     return int(match[1]) * 2**10 if match else 0
 
 
+def _stored_dtype(dtype: tf.DType) -> tf.DType:
+    return _STORED_DTYPE.get(dtype, dtype)
+
+
 def _copy(array: tf.Tensor, home: str) -> tf.Variable:
-    dtype = _STORED_DTYPE.get(array.dtype, array.dtype)
+    dtype = _stored_dtype(array.dtype)
     with tf.device(home):
         if not machine_of(home):
             return tf.Variable(tf.cast(array, dtype), trainable=False)

@@ -85,10 +85,10 @@ class _ImageFiles:
         start = os.path.join(folder, self._folder, "")
         names = encoded_images.on_program_host(self._names.tolist())
 
-        return encoded_images.Reader(
-            read=lambda row: tf.io.read_file(start + tf.gather(names, row)),
-            path=lambda row: start + tf.gather(names, row),
-        )
+        def path(row: tf.Tensor) -> tf.Tensor:
+            return start + tf.gather(names, row)
+
+        return encoded_images.Reader(lambda row: tf.io.read_file(path(row)), path)
 
     def sample_rows(self, num: int) -> np.ndarray:
         return encoded_images.evenly_spaced(len(self.labels), num)

@@ -171,6 +171,17 @@ def match(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGpu 
     return matches
 
 
+def skipped(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGpu]:
+    """Return the visible GPUs that TensorFlow does not list.
+
+    Args:
+        gpus: as for `match`.
+        visible: as for `match`.
+    """
+    matched = match(gpus, visible)
+    return [gpu for gpu in visible if gpu not in matched]
+
+
 def why_skipped(
     missing: Sequence[DriverGpu], num_listed: int, build: Mapping[str, object]
 ) -> tuple[str, str]:

@@ -226,15 +226,17 @@ def driver_gpus(gpus: Sequence[tf.config.PhysicalDevice]) -> list[DriverGpu | No
 
 def missing_gpus(visible: Sequence[DriverGpu]) -> list[DriverGpu]:
     """Return the driver's GPUs that TensorFlow does not list."""
-    matched = _match(tf.config.list_physical_devices("GPU"), visible)
-    return [gpu for gpu in visible if gpu not in matched]
+    gpus = tf.config.list_physical_devices("GPU")
+    return cuda_visible_devices.skipped(_names_and_capabilities(gpus), visible)
 
 
 def _match(gpus: Sequence[tf.config.PhysicalDevice], visible: Sequence[DriverGpu]) -> list:
     return cuda_visible_devices.match(_names_and_capabilities(gpus), visible)
 
 
-def _names_and_capabilities(gpus: Sequence[tf.config.PhysicalDevice]) -> list:
+def _names_and_capabilities(
+    gpus: Sequence[tf.config.PhysicalDevice],
+) -> list[cuda_visible_devices.Seen]:
     details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
     return [(d.get("device_name"), d.get("compute_capability")) for d in details]
 

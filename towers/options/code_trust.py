@@ -16,7 +16,7 @@ from pathlib import Path
 from towers.errors import InputError
 from towers.options.functions import is_shipped
 from towers.options.inline_objects import PREFIX
-from towers.options.run import MACHINES
+from towers.options.run import MACHINES_OPTION
 
 # Options that may name a function.
 CODE = "model", "dataset", "loss", "metrics", "optimizer", "callbacks"
@@ -63,7 +63,7 @@ def check(source: str, text: str, of_run: Mapping[str, object]) -> None:
         InputError: it names code to run or machines to connect to, and is not this user's own.
     """
     named = [n for n in CODE if any(map(_is_code, str(of_run.get(n, "")).split(",")))]
-    reaching = [MACHINES] if of_run.get(MACHINES) else []
+    reaching = [MACHINES_OPTION] if of_run.get(MACHINES_OPTION) else []
     if not named + reaching or is_own(text):
         return
     names = " and ".join(f"--{name}" for name in [*named, *reaching])

@@ -28,7 +28,7 @@ from towers.errors import InputError, RunError
 from towers.options import augmentation, code_trust
 from towers.options.fields import EXCLUSIVE, check_value, likely_name
 from towers.options.inline_objects import may_be_same_object, option_text
-from towers.options.run import MACHINES, MANY_MACHINES, Options, text_of
+from towers.options.run import MACHINES_OPTION, MANY_MACHINES, Options, text_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,7 +378,7 @@ def _replaced_options(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> se
     names = {n for group in EXCLUSIVE if any(map(given.get, group)) for n in group}
     if given.get("num_epochs"):
         names.add("max_steps")  # an earlier end; schedules follow num_epochs
-    if given.get(MACHINES):
+    if given.get(MACHINES_OPTION):
         names |= {"num_towers", "devices"}
     if given.get("num_towers") or given.get("devices"):
         names |= _OF_MACHINES

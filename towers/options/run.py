@@ -37,7 +37,7 @@ OF_COMPILED = (
 )  # fmt: skip
 
 MANY_MACHINES = "More than one machine"
-MACHINES = "workers"  # the option that names machines to connect to
+MACHINES_OPTION = "workers"  # the option that names machines to connect to
 
 _run = group("The run", affects="call")
 _model, _data = group("Model"), group("Data")

@@ -59,7 +59,7 @@ def evaluate(
     run.masters.set_copies()
     with user_facing_errors(options):
         result = run.task.make_evaluator(run.data.test)()
-    for line in run.diagnostics:
+    for line in run.take_diagnostics():
         say(f"warning     {line}")
     num_towers = len(run.builder.devices)
     heading = f"step {step}, {result.examples} test examples, {count(num_towers, 'tower')}"

@@ -196,8 +196,7 @@ def _check_gpus(
         return Check("GPUs", OK, f"{none}: towers run on the CPU")
     says = f"the driver ({version}) has {', '.join(map(str, driver))}; TensorFlow"
     visible = cuda_visible_devices.visible_in(environ, driver)
-    matched = cuda_visible_devices.match(gpus, visible)
-    if missing := [gpu for gpu in visible if gpu not in matched]:
+    if missing := cuda_visible_devices.skipped(gpus, visible):
         cause, remedy = cuda_visible_devices.why_skipped(missing, len(gpus), build)
         names = ", ".join(map(str, missing))
         return Check("GPUs", PROBLEM, f"{says} leaves out {names}: {cause}", remedy)

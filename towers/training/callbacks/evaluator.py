@@ -33,7 +33,6 @@ class Evaluator:
         self._monitor, self._gallery = monitor, gallery
         self._preemption, self._callbacks = preemption, callbacks
         self._last, self._last_step = None, None
-        self._num_told = len(self._run.diagnostics)  # lines
         self._part = "validation" if self._run.data.validation else "test"
         evaluate = self._run.task.make_evaluator(self._run.splits()[self._part])
         self._evaluate = callbacks.around(evaluate)
@@ -43,9 +42,8 @@ class Evaluator:
         run, monitor = self._run, self._monitor
         with self._preemption.evaluation(step):
             self._last, self._last_step = self._evaluate(self._preemption), step
-            for line in run.diagnostics[self._num_told :]:  # of `test_step`, which is traced here
+            for line in run.take_diagnostics():  # of `test_step`, which is traced here
                 monitor.say(f"warning     {line}")
-            self._num_told = len(run.diagnostics)
             if self._last is None:
                 return False
             if not monitor.evaluated(step):  # else a process that crashed has written the curves

@@ -305,9 +305,9 @@ def _build_graph(
 
 def _check_numbers(run: RunContext, placement: Placement, batch: Batch, say: Say) -> list[str]:
     """Report what makes the numbers depend on the number of towers; return the lines."""
+    lines = run.take_diagnostics()
     if run.builder.num_slices == 1:
         return []
-    lines = list(run.diagnostics)
     on_one = [line for line in lines if " runs on one device: " in line]
     if not on_one:
         lines += exactness_checks.check(run.analyze(batch), tf.nest.flatten(batch))

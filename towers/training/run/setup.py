@@ -71,6 +71,11 @@ class RunContext:
     left_open: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lowered_at: Sequence[int] = ()
 
+    def take_diagnostics(self) -> list[str]:
+        """Return the warnings since the last call."""
+        lines, self.diagnostics[:] = list(self.diagnostics), []
+        return lines
+
     def train_loop(self, *, telemetry: bool = True) -> Callable:
         """Return the run's `TrainLoop`."""
         parts = self.builder, self.train_step(), self.task.step_names, self.masters

@@ -23,7 +23,7 @@ import tensorflow as tf
 from towers import files, tf_internals
 from towers.data import zip_sizes
 from towers.errors import InputError
-from towers.formatting import first_line
+from towers.formatting import first_line, first_of
 from towers.training.load import read_weights
 from towers.training.step.train_state import TrainState
 
@@ -85,7 +85,8 @@ def init_from(masters: TrainState, source: str) -> list[str]:
         if there is not None and not _fits(v, there)
     ]
     if not values:
-        examples = f"{_join(k.path or k.name for k in available)} there, {_join(missing or other)}"
+        known = first_of([k.path or k.name for k in available], _MOST_NAMES)
+        examples = f"{known} there, {first_of(missing or other, _MOST_NAMES)}"
         raise InputError(f"--init_from={source} has no weight of this model: {examples} here")
     for variable, value in values:
         variable.assign(value.astype(variable.dtype))
@@ -97,7 +98,11 @@ def init_from(masters: TrainState, source: str) -> list[str]:
     kinds = {"not there": missing, "of another shape": other, "of no use here": unused}
     return [
         f"init_from   {description}: {len(values)} of {len(pairs)} weights",
-        *(f"  {kind} ({len(names)}): {_join(names)}" for kind, names in kinds.items() if names),
+        *(
+            f"  {kind} ({len(names)}): {first_of(names, _MOST_NAMES)}"
+            for kind, names in kinds.items()
+            if names
+        ),
     ]
 
 
@@ -243,8 +248,3 @@ def _without_seeds(weights: Iterable[NamedWeight]) -> list[NamedWeight]:
 
 def _short_name(path: str) -> str:
     return "/".join(path.split("/")[-2:])
-
-
-def _join(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)

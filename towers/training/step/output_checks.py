@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from towers.errors import InputError
+from towers.formatting import first_of
 from towers.training.step.output_activation import OutputActivation
 
 # Losses of probabilities, with the activation that makes them.
@@ -36,7 +37,6 @@ _NUMBERS = (
 # These broadcast silently.
 _ELEMENTWISE = (*_NUMBERS, *_MASKS, "cosine_similarity", "kl_divergence", "hinge", "squared_hinge",
                 "categorical_hinge")  # fmt: skip
-_SHOWN = 5  # names of classes in a line
 _SLACK = 0.01  # rounding and resizing overshoot a little
 _RANGES = {"softmax": (0, 1), "sigmoid": (0, 1), "tanh": (-1, 1), "relu": (0, float("inf"))}
 
@@ -310,11 +310,10 @@ class OutputCheck:
         """Warn of a loss for numbers whose targets stand for texts."""
         names = self.class_names
         if not all(name.isdecimal() for name in names):
-            some = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
             self._warn(
-                f"the targets are the classes {some}, and {self.inputs.kind} learns their numbers, "
-                f"0 to {len(names) - 1}: take {_SPARSE[0]} with {len(names)} units, or, in a "
-                "table, a column of numbers by --target"
+                f"the targets are the classes {first_of(names)}, and {self.inputs.kind} learns "
+                f"their numbers, 0 to {len(names) - 1}: take {_SPARSE[0]} with {len(names)} units, "
+                "or, in a table, a column of numbers by --target"
             )
 
 
