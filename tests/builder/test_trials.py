@@ -160,6 +160,10 @@ INNOCENT = {
     "steps, read again": read_again("number", lambda v, x: v + 1),
     # The gradient of the shift is nothing but rounding.
     "shifted": lambda layer, x: ops.softmax(halved(ops.matmul(x, layer.weight)) + layer.shift),
+    # As of a deep network with the first moments of BatchNorm: rounding is more than a period.
+    "huge": of_inputs(
+        lambda x: 1e24 * tf.nn.silu(x * (1 + 1e-15 * ops.cast(ops.shape(x)[0], x.dtype)))
+    ),
 }
 
 

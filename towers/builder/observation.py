@@ -214,7 +214,8 @@ class Observer:
         ]
         gradients, weights = [], []
         if backward:
-            upstream = [_UPSTREAM * tf.stop_gradient(tf.cos(x)) for x in rows]  # all different
+            # All different. The logarithm of large results keeps their rounding below a period.
+            upstream = [_UPSTREAM * tf.stop_gradient(tf.cos(tf.asinh(x))) for x in rows]
             # A gradient that is a new value is not summed over towers.
             weights = [
                 (path, weight)
