@@ -48,7 +48,7 @@ def call(argv):
 
 VERBS = "|".join(cli.VERBS)
 MESSAGES = {
-    "tran": "there is no verb 'tran': towers train",
+    "tran": "there is no verb 'tran': did you mean towers train?",
     "xyz": f"there is no verb 'xyz': towers {VERBS} --flag=value ...",
     "resume": "there is no verb 'resume': towers train --train_dir=RUN goes on with a run",
     "fine-tune": "there is no verb 'fine-tune': towers train --init_from=RUN begins with the "

@@ -8,7 +8,7 @@ import pytest
 
 from tests import runs
 from towers import files
-from towers.errors import RunError
+from towers.errors import InputError, RunError
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("folder")]
 
@@ -151,6 +151,16 @@ def test_files_that_are_no_run_are_not_overwritten(things):
     message = refusal("thesis", overwrite=True)
     assert message.startswith("--overwrite: thesis holds files but no run (no flags.cfg)")
     assert message.endswith("name another --train_dir")
+
+
+def test_the_data_of_a_run_are_not_moved_aside(folder):
+    (make_run(folder / "a") / "images").mkdir()
+    (folder / "there").symlink_to("a/images")
+    for path in "a/images", "there", "a":
+        with pytest.raises(InputError, match=f"it holds the data of the run, {path}: name another"):
+            files.check_train_dir(Path("a"), True, needed=["missing", path])
+    files.check_train_dir(Path("a"), True, needed=["missing", "."])
+    files.check_train_dir(Path("a"), False, needed=["a/images"])
 
 
 @pytest.mark.parametrize("name", [".", "..", "../a", "../../runs/a"])

@@ -175,8 +175,9 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
         if name not in VERBS:
             close = difflib.get_close_matches(name, VERBS, n=1)
             hint = _FOREIGN_VERBS.get(name.lower().replace("-", "")) or "".join(close)
-            usage = hint or f"{'|'.join(VERBS)} --flag=value ..."
-            raise InputError(f"there is no verb {name!r}: towers {usage}")
+            usage = f"towers {hint}" if hint else f"towers {'|'.join(VERBS)} --flag=value ..."
+            usage = f"did you mean {usage}?" if hint in VERBS else usage
+            raise InputError(f"there is no verb {name!r}: {usage}")
         if {"--help", "-h", "-help"} & set(rest):
             print(flags.verb_help(VERBS[name]), end="")
             return 0

@@ -227,13 +227,16 @@ def _inode_of(path: str | Path | int) -> tuple[int, int] | None:
     return about.st_dev, about.st_ino
 
 
-def check_train_dir(folder: Path, overwrite: bool, flag: str = "--train_dir") -> None:
+def check_train_dir(
+    folder: Path, overwrite: bool, flag: str = "--train_dir", needed: Iterable[str] = ()
+) -> None:
     """Check that a run can be written in a folder.
 
     Args:
         folder: folder of the run, which need not exist.
         overwrite: whether a run that is there is to be moved aside, as by `move_aside`.
         flag: the flag that names the folder, for the error message.
+        needed: paths of the run's data, which may not be moved aside.
 
     Raises:
         InputError: it cannot be written, or what is there cannot be moved aside.
@@ -268,6 +271,9 @@ def check_train_dir(folder: Path, overwrite: bool, flag: str = "--train_dir") ->
             problem = "holds files but no run (no flags.cfg), and is not moved aside"
         elif Path.cwd().is_relative_to(folder.resolve()):
             problem = "cannot be moved aside, it holds the current folder"
+        for path in filter(os.path.exists, needed):
+            if Path(path).resolve().is_relative_to(folder.resolve()):
+                problem = f"cannot be moved aside, it holds the data of the run, {path}"
         if problem:
             raise InputError(f"--overwrite: {folder} {problem}: name another --train_dir")
         _check_path(aside := _aside(folder), f"--overwrite: {folder} cannot be moved to {aside}")
@@ -308,6 +314,14 @@ def _check_parts(folder: Path, named: str) -> None:
 def is_run(folder: Path) -> bool:
     """Return whether a folder is that of a run."""
     return (folder / "flags.cfg").exists() or (folder / "checkpoints").is_dir()
+
+
+def foreign_names(folder: Path) -> list[str]:
+    """Return the names of what is in a folder and not of a run; [] if there is no folder."""
+    own = re.compile("|".join((*PARTS, *map(re.escape, TEXTS), r"\..*", r"events\.out\..*")))
+    with contextlib.suppress(OSError):
+        return sorted(path.name for path in folder.iterdir() if not own.fullmatch(path.name))
+    return []
 
 
 def move_aside(folder: Path) -> Path | None:

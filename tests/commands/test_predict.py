@@ -1,6 +1,7 @@
 """`towers predict`: the user's own files, one line for each example, the same on any towers."""
 
 import csv
+import dataclasses
 import io
 import json
 import re
@@ -116,18 +117,20 @@ def test_npy_is_the_outputs_in_order(run, files, capsysbinary):
     np.testing.assert_allclose(tf.nn.softmax(found), chances(run, images), atol=1e-5)
 
 
-def test_images_of_another_size_are_resized_as_in_the_run_or_refused(
+def test_images_of_another_size_are_resized_which_is_said_if_the_run_has_not_done_it(
     run, trained, tmp_path, capsys
 ):
     (tmp_path / "a.png").write_bytes(image_files.png(image_files.image(0)))  # 6x5, as in training
-    code, out, _ = predict(capsys, run, tmp_path / "a.png", "--json")
+    code, out, err = predict(capsys, run, tmp_path / "a.png", "--json")
     image = tf.image.resize(image_files.image(0), (8, 8), antialias=True)
     row = chances(run, tf.cast(tf.round(image), tf.uint8)[None])[0]
     assert code == 0 and json.loads(out)[0]["probability"] == pytest.approx(row.max(), abs=1e-5)
-    code, out, err = predict(capsys, trained("classes"), tmp_path / "a.png")
-    assert (code, out) == (2, "") and err == (
-        f"towers: {tmp_path}/a.png is 6x5 (height x width), and this model takes 8x8: resize it\n"
-    )
+    assert "note" not in err
+    code, out, err = predict(capsys, trained("classes"), tmp_path / "a.png", "--json")
+    Image.fromarray(tf.cast(tf.round(image), tf.uint8).numpy()).save(tmp_path / "b.png")
+    _, same, quiet = predict(capsys, trained("classes"), tmp_path / "b.png", "--json")
+    assert code == 0 and json.loads(out)[0]["outputs"] == json.loads(same)[0]["outputs"]
+    assert "note" not in quiet and f"note: {tmp_path}/a.png: 6x5 resized to 8x8\n" in err
 
 
 def test_what_cannot_be_read_is_one_line_and_nothing_is_printed(run, files, tmp_path, capsys):
@@ -184,9 +187,12 @@ def test_a_table_without_its_target(tmp_path, monkeypatch, capsys):
     lines = printed(monkeypatch, capsys, of_run, path, format="csv")
     assert lines[0] == "file,index,output.0"
     assert lines[1:] == [f"{path},{i},{2 * i + 0.5}" for i in range(6)]
-    of_run.task["columns"] = ["area", "rooms"]
+    of_run.task["columns"] = ["area", "city=Oslo", "city=Rome", "a=b"]
+    of_run = dataclasses.replace(
+        of_run, options=dataclasses.replace(of_run.options, categories="city")
+    )
     (tmp_path / "a.png").touch()
-    with pytest.raises(InputError, match=r"name a \.csv file with its columns, area, rooms"):
+    with pytest.raises(InputError, match=r"name a \.csv file with its columns, area, city, a=b$"):
         inputs.find([str(tmp_path / "a.png")], of_run)
     of_run.task["columns"] = []
     for text, message in {
@@ -223,11 +229,14 @@ def test_columns_of_a_table_are_known_by_name_and_categories_are_texts(
         ",rooms,city,\n0,5,Rome,x\n0,2,Lima,y\n",
     ):
         new.write_text(text, encoding="utf-8")
-        found = printed(monkeypatch, capsys, of_run, new, format="csv")[-2:]
-        assert [float(line.split(",")[-1]) for line in found] == pytest.approx(wanted, rel=1e-6)
+        said = printed(monkeypatch, capsys, of_run, new, format="csv")
+        assert [float(line.split(",")[-1]) for line in said[-2:]] == pytest.approx(wanted, rel=1e-6)
+    new.write_text("rooms,size,city,price\n5,1,Rome,2\n")
+    assert inputs.find([str(new)], of_run)[0].note == "not read: size, price"
     for text, says in {
         "size,rooms\n2,5\n": "has no column city; it has size, rooms",
         "rooms,city\n5,Bonn\n": "'Bonn' is in none of the training examples; they have ",
+        "rooms,city\n5,\n": "the cell of column city is empty, .* by a text that training has",
         "rooms,city\n5\n": "line 2 has 1 cells, but the first line names 2 columns",
     }.items():
         new.write_text(text)

@@ -12,6 +12,7 @@ from tests import runs
 from tests.programs import python
 from towers import cli
 from towers.commands.compare.options import CompareOptions
+from towers.errors import InputError
 from towers.options import code_trust, fields, flags
 from towers.options.run import OPTIMIZERS, Options
 
@@ -252,7 +253,12 @@ def test_the_folder_of_a_run_stands_for_its_flags(folder, verb):
             assert (found.run.batch_size, found.run.seed) == (12, 3)
             assert str(found.num_towers) == str(shown)
             assert found.run.workers == ("" if WITHOUT[verb] else "a:1")
-    assert cli.parse(verb, ["--train_dir=other", "--seed=4"]).run.seed == 4  # as typed for train
+    (folder / "empty").mkdir()
+    for path in "rum", "empty", "my.cfg":  # a slip of the pen is not the default model
+        with pytest.raises(InputError, match=f"--train_dir={path}: there is no run; leave it out"):
+            cli.parse(verb, [f"--train_dir={path}", "--seed=4"])
+    typed_for_train = ["--train_dir=new", "--dataset=shapes", "--seed=4"]
+    assert cli.parse(verb, typed_for_train).run.seed == 4
     (folder / "my.cfg").write_text("--train_dir=run\n")  # the folder of a run to come
     assert cli.parse(verb, ["--flagfile=my.cfg"]).run.seed == 0
 

@@ -41,6 +41,8 @@ def test_the_form_of_a_name(write):
             assert refusal(name, flag) == f"--{flag}={name} must be module:function, such as {such}"
     close = {"a.net.build": "a.net:build", "net.py": "net:build", "net": "net:build"}
     close |= dict.fromkeys(["cnn", "models.cnn"], "models.cnn:cnn")
+    write("tools.py", "import os\ndef _own():\n    pass\ndef log():\n    pass\n")
+    close["tools"] = "tools:log"
     for name, meant in close.items():
         assert refusal(name).endswith(f"must be module:function; did you mean {meant}?")
 

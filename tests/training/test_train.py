@@ -260,6 +260,29 @@ def test_curves_go_on_over_what_they_began_with(tmp_path):
     assert points(tmp_path / "train", "progress/examples") == [(0, 7), (28, 35)]
 
 
+def test_a_checkpoint_is_also_written_when_minutes_have_passed(tmp_path, monkeypatch):
+    monkeypatch.setattr("towers.training.train._SAVE_SECONDS", 0.0)
+    given = dict(max_steps=3, log_every_steps=1, keep_checkpoints=9)
+    for name, every, on_nan, steps in (
+        ("by clock", 1000, "stop", [0, 1, 2, 3]),
+        ("at the end", 0, "stop", [0, 3]),
+        ("as on any machine", 1000, "rollback", [0, 3]),
+    ):
+        own = dict(checkpoint_every_steps=every, on_nan=on_nan)
+        train(tiny.options(tmp_path / name, **given, **own))
+        assert tiny.saved_steps(tmp_path / name) == steps
+
+
+def test_files_of_the_user_beside_a_new_run_are_named(tmp_path, capsys):
+    for name in "notes.txt", "data.csv", ".hidden":
+        (tmp_path / name).touch()
+    train(tiny.options(tmp_path, max_steps=1))
+    out = capsys.readouterr().out
+    assert f"{tmp_path} also holds data.csv, notes.txt, which a later --overwrite" in out
+    train(tiny.options(tmp_path, max_steps=2))
+    assert "also holds" not in capsys.readouterr().out
+
+
 def test_the_curves_of_another_program_are_left_alone(tmp_path):
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "events.out.tfevents.1.other").write_bytes(b"theirs")
@@ -299,7 +322,9 @@ def test_a_finished_run_says_so_and_is_left_alone_until_it_is_to_go_on(
     moved = shutil.copytree(whole, tmp_path / "moved here")
     assert train(tiny.options(moved, **GIVEN | dict(num_epochs=2.2)))["steps"] == 19
     first = tiny.files(moved)
+    capsys.readouterr()
     assert train(tiny.options(moved, seed=4, max_steps=1, overwrite=True))["steps"] == 1
+    assert f"moved aside {moved} to {moved}.1\n" in capsys.readouterr().out
     assert tiny.files(tmp_path / "moved here.1") == first
     assert "--seed=4" in (moved / "flags.cfg").read_text()
     assert len(list(tmp_path.iterdir())) == 2

@@ -58,7 +58,7 @@ class Losses(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self.numbers.append(epoch)
-        self.epochs.append([logs["loss"], logs.get("val_mae", 0.0)])
+        self.epochs.append([logs["loss"], logs.get("mae", 0.0), logs.get("val_mae", 0.0)])
 
 
 def train(folder, *callbacks, **options):
@@ -85,7 +85,7 @@ def test_each_hook_is_called_where_fit_calls_it(tmp_path):
     train(tmp_path, ours)
     without_logs = [call[:-2] for call in theirs.calls]
     assert [call[:-2] for call in ours.calls] == without_logs and len(without_logs) == 26
-    last = "on_train_batch_end", "on_test_end"
+    last = "on_train_batch_end", "on_test_end", "on_epoch_end"
     assert [c for c in ours.calls if c[0] in last] == [c for c in theirs.calls if c[0] in last]
     assert {call[-1] for call in ours.calls} == {3}
 
@@ -97,7 +97,7 @@ def test_the_numbers_are_those_of_fit(tmp_path):
     """
     rates = [keras.callbacks.LearningRateScheduler(lambda epoch: 0.125 / 2**epoch) for _ in "ab"]
     early = [
-        keras.callbacks.EarlyStopping("loss", 9.0, patience=2, restore_best_weights=True)
+        keras.callbacks.EarlyStopping("mae", 9.0, patience=2, restore_best_weights=True)
         for _ in "ab"
     ]
     ours, theirs = Losses(), Losses()
@@ -131,7 +131,7 @@ def test_one_that_stops_training_ends_the_run_and_its_weights_are_saved(tmp_path
     assert train(tmp_path, num_epochs=9)["steps"] == 18  # without callbacks it goes on
 
 
-@pytest.mark.parametrize("monitored", ["val_accuracy", "val_loss"])
+@pytest.mark.parametrize("monitored", ["accuracy", "val_accuracy", "val_loss"])
 def test_of_a_classifier_too_keras_knows_which_values_are_better(tmp_path, monitored):
     def plain():
         keras.utils.set_random_seed(0)
@@ -148,6 +148,24 @@ def test_of_a_classifier_too_keras_knows_which_values_are_better(tmp_path, monit
     )
     assert result["steps"] == 4 and (tmp_path / "best.keras").exists()
     assert result["train_loss"] == pytest.approx(losses.steps[-1])  # nothing was logged there
+
+
+def test_the_accuracy_of_training_is_that_of_fit(tmp_path):
+    def plain():
+        keras.utils.set_random_seed(0)
+        return keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
+
+    class Accuracies(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append([logs["accuracy"], logs["loss"]])
+
+    seen, labels = [], [(x, (y > 0).ravel().astype("int32")) for x, y in DATA]
+    given = dict(dataset=labels, max_steps=2, batch_size=7, num_towers=3, learning_rate=1e-9)
+    towers.train(train_dir=tmp_path / "run", model=plain, callbacks=Accuracies, **given)
+    model, loss = plain(), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.0), loss, metrics=["accuracy"])
+    model.fit(*labels[0], batch_size=7, callbacks=[Accuracies()], verbose=0)
+    np.testing.assert_allclose(seen[0], seen[1], rtol=1e-6)
 
 
 def test_a_run_that_goes_on_counts_its_epochs_on(tmp_path):
@@ -185,6 +203,11 @@ def hooked(hook, function):
         (lambda: keras.callbacks.BackupAndRestore("b"), "leave BackupAndRestore out"),
         (lambda: [keras.callbacks.ReduceLROnPlateau()], "ReduceLROnPlateau sets the learning rate"),
         (lambda: keras.callbacks.EarlyStopping("val_los"), "val_los; did you mean val_loss?"),
+        (lambda: keras.callbacks.EarlyStopping("val_maes"), "val_maes; did you mean val_mae?"),
+        (
+            lambda: keras.callbacks.ModelCheckpoint("b.keras", "f1", save_best_only=True),
+            "there are loss, mae, val_loss, val_mae",
+        ),
         (sets_rate, "on_train_batch_begin sets the learning rate"),
         (lambda a: [], "is called without arguments, .* default values"),
         (lambda: hooked("on_train_batch_end", lambda b, x: 0), r"\(self, batch, logs=None\)"),
@@ -232,7 +255,8 @@ def test_a_function_is_named_by_its_flag_and_that_of_a_foreign_run_is_asked_for(
     names = ["--model=tests.tiny:dense", "--dataset=tests.tiny:images"]
     assert cli.main(["train", *run, *names, "--callbacks=my_callbacks:log"]) == 0
     assert "\nrate 0.05" in capsys.readouterr().out  # of a model that is not compiled, too
-    assert (tmp_path / "log.csv").read_text().startswith("epoch,loss,val_accuracy,val_loss\n0,")
+    first, second = (tmp_path / "log.csv").read_text().splitlines()[:2]
+    assert first == "epoch,accuracy,loss,val_accuracy,val_loss" and second.startswith("0,")
     flags = tmp_path / "run/flags.cfg"
     flags.write_text(flags.read_text().partition(code_trust._MARK)[0])
     assert cli.main(["train", "--train_dir=run", "--max_steps=3", *names]) == 2

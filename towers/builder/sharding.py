@@ -99,6 +99,14 @@ def as_devices(devices: Sequence[str]) -> list[str]:
             f"devices={devices!r} must be a list with one device for each tower, "
             'such as ["/gpu:0", "/gpu:1"], or towers.devices.tower_devices(2)'
         )
+    for name in names:
+        try:
+            tf.DeviceSpec.from_string(name)
+        except (ValueError, TypeError, AttributeError):
+            raise InputError(
+                f"devices={devices!r}: {name!r} is no device of TensorFlow: write it as "
+                '"/gpu:0" or "/cpu:0"'
+            ) from None
     return names
 
 

@@ -62,6 +62,11 @@ def load(dataset: str, paths: Sequence[str], target: str, categories: str) -> Da
     of_categories = {}
     for name in filter(None, categories.split(",")):
         clash = [other for other in features if other.startswith(f"{name}=")]
+        if name in targets:
+            raise InputError(
+                f"--categories={categories}: {name} is the target, whose texts are classes without "
+                "it: leave it out, or name another target by --target"
+            )
         if name not in features or clash:
             has = f"a column {clash[0]!r}" if clash else f"no feature {name!r}"
             raise InputError(
@@ -188,9 +193,10 @@ class CsvTable:
         if "" in cells:
             rows = sum("" in map(str.strip, row) for row in self._rows)
             raise InputError(
-                f"{self.path}, line {self.lines[cells.index('')]}, column {name} is empty, as are "
-                f"cells in {rows:,} of {len(self._rows):,} rows: fill them in (a text as \"none\" "
-                "for a category, a mean for a number), or leave these rows out"
+                f"{self.path}, line {self.lines[cells.index('')]}: the cell of column {name} is "
+                f"empty, and {rows:,} of {len(self._rows):,} rows have such cells: fill them in (a "
+                "number by the column's mean, a category by a text that training has, too), or "
+                "leave these rows out"
             )
         return cells
 

@@ -337,11 +337,14 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
         is_run, has_flags = files.is_run(Path(train_dir)), path.exists()
     except OSError as error:
         raise InputError(f"--train_dir={train_dir}: {error.strerror}") from None
-    if not is_run and verb.run_flags == "always":
+    # With a model or data of its own, the folder of a run to come may be typed, as for train.
+    to_come = verb.run_flags == "if_typed" and ("model" in given or "dataset" in given)
+    if not is_run and verb.run_flags != "if_any" and not to_come:
         if "train_dir" not in given:
             raise InputError(NO_TRAIN_DIR)
+        other = "leave it out" if verb.run_flags == "if_typed" else "train first"
         raise InputError(
-            f"--train_dir={train_dir}: there is no run; train first, or name the folder of a run"
+            f"--train_dir={train_dir}: there is no run; {other}, or name the folder of a run"
         )
     if not has_flags:
         return {}

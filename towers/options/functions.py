@@ -194,10 +194,20 @@ def _split_name(flag: str, name: str) -> tuple[str, str]:
         if all(map(str.isidentifier, [*modules, last])):
             shipped = filter(is_shipped, (f"models.{name}:{name}", f"{name}:{last}"))
             if not modules or last == "py":
-                modules, last = modules or [last], usual
+                modules = modules or [last]
+                defined = _functions_in(Path(*modules).with_suffix(".py"))
+                last = defined[0] if defined and usual not in defined else usual
             hint = f"; did you mean {next(shipped, '.'.join(modules) + ':' + last)}?"
         raise InputError(f"--{flag}={name} must be module:function{hint}")
     return module_name, function_name
+
+
+def _functions_in(path: Path) -> list[str]:
+    """Return the names of the public functions that a file of Python defines."""
+    try:
+        return re.findall(r"^def ([a-zA-Z]\w*)", path.read_text(encoding="utf-8"), re.M)
+    except (OSError, UnicodeDecodeError):
+        return []
 
 
 def _no_module(flag: str, name: str) -> InputError:

@@ -299,8 +299,8 @@ class Options:
         "tested, evaluated, exported and loaded.", affects="result",
     )  # fmt: skip
     checkpoint_every_steps: int = _when(
-        1000, "Steps from one checkpoint to the next; there is also one at the end and on Ctrl-C "
-        "or SIGTERM; 0: only then.",
+        1000, "Steps from one checkpoint to the next; there is also one after 5 minutes, at the "
+        "end, and on Ctrl-C or SIGTERM; 0: only at the end and on signals.",
     )  # fmt: skip
     keep_checkpoints: int = _when(3, "Number of checkpoints that are kept: the newest.", minimum=1)
     stall_seconds: float = _when(
@@ -350,7 +350,9 @@ class Options:
         if self.schedule == "step" and not self.decay_epochs:
             raise InputError("--schedule=step needs --decay_epochs, such as --decay_epochs=80,120")
         self.model_keywords()
-        self.image_height_width()
+        if size := self.image_height_width():  # 32x32 is 32
+            text = str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
+            object.__setattr__(self, "image_size", text)
         self.profile_range()
         self.gpu_options()
 

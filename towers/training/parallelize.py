@@ -421,9 +421,11 @@ class _Steps:
                 return layer(*arguments[0], **arguments[1])
         fn, batch, reason = self._divided(layer, arguments, leaves)
         if reason:
-            self.builder.warn([f"layer {layer.name} runs on one device: {reason}"])
             with tf.device(self._device), self._plain():
-                return layer(*arguments[0], **arguments[1])
+                outputs = layer(*arguments[0], **arguments[1])
+            # Last: a call that Keras refuses, too, as of a wrong shape, fails for that reason.
+            self.builder.warn([f"layer {layer.name} runs on one device: {reason}"])
+            return outputs
         if self._copies:
             fn, batch = self._on_copies(fn), [*batch, PerTower(self._copies)]
         return _with_logits(*concat(self.builder, fn, batch, self.passes))

@@ -39,6 +39,7 @@ from towers.training.run.setup import RunContext
 from towers.training.run.tensorflow_errors import user_facing_errors
 
 RESULT = "result.json"
+_SAVE_SECONDS = 300.0  # the most that a killed run has to make again, whatever its steps take
 
 
 @preserve_rng()
@@ -74,7 +75,8 @@ def train(
         print(printable(line), file=out, flush=True)
 
     folder = Path(options.train_dir)
-    files.check_train_dir(folder, options.overwrite)
+    data = filter(None, [options.data_dir, *options.dataset.split(",")])
+    files.check_train_dir(folder, options.overwrite, needed=data)
     current = Path.cwd()
     with files.Lock() as lock:
         lock.take(folder)
@@ -153,6 +155,9 @@ def _train(
         evaluator = Evaluator(prepared, monitor, gallery, best, preemption, callbacks)
         finite_check = nonfinite.NonFiniteMonitor(run, folder, timetable, monitor.say)
         saved, seconds_to_first_step, changed, values = step, None, False, {}
+        # A rollback must not depend on how fast the machine is.
+        by_clock = options.checkpoint_every_steps > 0 and options.on_nan != "rollback"
+        saved_at = time.monotonic()
         stack.enter_context(_saved_if_it_fails(prepared, preemption))
 
         callbacks.begin_run()
@@ -172,6 +177,7 @@ def _train(
                     values["loss"].numpy()  # waits for the devices
             step += num_steps
             saves, evaluates = timetable.saves(step), timetable.evaluates(step)
+            saves |= by_clock and time.monotonic() - saved_at > _SAVE_SECONDS
             finite_check.check(values, step, now=logs or saves or evaluates or step == last)
             if seconds_to_first_step is None:
                 seconds_to_first_step = time.perf_counter() - start
@@ -185,7 +191,7 @@ def _train(
             if preemption.wants_save(step) or saves:
                 with monitor.pause():
                     _save_finite(prepared, finite_check, preemption, step)
-                saved = step
+                saved, saved_at = step, time.monotonic()
             if timetable.draws_histograms(step):
                 gallery.show_histograms(step)
             with monitor.pause():

@@ -199,6 +199,9 @@ def _how_to_load(options: ExportOptions, trained: TrainedModel) -> list[str]:
         size = "x".join(map(str, spec.shape))
         inside = "" if kind == "off" else f": --augment={kind} is inside"
         lines.append(f"takes       images {size} {spec.dtype.name}, as stored{inside}")
+    elif columns := trained.task.get("columns"):
+        order = f"{spec.dtype.name}[{len(columns)}], in this order: {', '.join(columns)}"
+        lines.append(f"takes       {order}")
     modules = {type(layer).__module__ for layer in tf_internals.layers_of(trained.model)}
     imports = sorted(name for name in modules if name.split(".")[0] != "keras")
     if options.format == "keras" and any(name.startswith(f"{SHIPPED}.") for name in imports):

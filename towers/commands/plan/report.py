@@ -64,7 +64,7 @@ def report(result: Mapping[str, Any], gpu_memory_gib: float) -> list[str]:
         held = row["memory_bytes"]
         fits = f"{row['largest_batch_per_tower']} a tower" + ": TOO LARGE" * (not row["fits"])
         rows.append([name, *(f"{b / 1e6:.1f}" for b in held.values()), fits])
-    header = ["variables", *(part.replace("_", " ") for part in held), "fits up to"]
+    header = ["variables", *(part.replace("_", " ") for part in held), "largest batch"]
     title = f"a tower's GPU holds, in MB, of {gpu_memory_gib:g} GiB (reserved: for CUDA and its "
     add(title + "libraries)", header, rows)
     return lines

@@ -12,7 +12,7 @@ from towers.builder.replica_scope import ReplicaScope
 from towers.builder.tower import TowerBuilder
 from towers.commands.predict import inputs, printing
 from towers.commands.predict.options import PredictOptions
-from towers.formatting import count
+from towers.formatting import count, first_of
 from towers.training.load import TrainedModel, load_run
 from towers.training.run.model import floatx_of
 from towers.training.run.process_state import suppress_retracing_warnings
@@ -39,6 +39,8 @@ def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
     num = sum(part.size for part in parts)
     for line in devices.report(builder.devices):
         say(line)
+    if notes := [f"{part.file}: {part.note}" for part in parts if part.note]:
+        say(f"note: {first_of(notes, 3)}")
     kind = "averages" if trained.averaged else "weights"
     towers = count(len(builder.devices), "tower")
     say(f"step {trained.step}, {kind}, {count(num, 'example')}, {towers}")

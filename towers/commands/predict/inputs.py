@@ -17,6 +17,7 @@ from towers.data.csv_file import CsvTable
 from towers.data.folder import ENDINGS as IMAGES
 from towers.data.folder import images_below
 from towers.errors import InputError
+from towers.formatting import first_of
 from towers.training.load import TrainedModel
 
 _NUM_THREADS = os.cpu_count() or 1
@@ -30,6 +31,7 @@ class Part(NamedTuple):
     file: str
     size: int
     read: Callable[[int, int], Examples]
+    note: str = ""  # what the model does not see of the file
 
 
 def find(names: Sequence[str], trained: TrainedModel) -> list[Part]:
@@ -96,31 +98,29 @@ def _part(path: str, trained: TrainedModel) -> Part:
 
 def _image_part(path: str, trained: TrainedModel) -> Part:
     spec, options = trained.spec()[0], trained.options
-    size = options.image_height_width()
     channels = spec.shape[-1] if trained.task["image_shape"] else None
     if channels not in (1, 3, 4) or spec.dtype != tf.uint8:
-        columns = ", ".join(trained.task.get("columns") or ())
+        columns = ", ".join(_table_columns(trained))
         other = f".csv file with its columns, {columns}" if columns else ".npy file of such values"
         takes = f"this model takes {_describe(spec)}"
         raise InputError(f"{path} is an image, and {takes}: name a {other}")
 
+    def decoded() -> tf.Tensor:
+        return encoded_images.decoded(
+            path, Path(path).read_bytes, options.max_image_pixels, channels
+        )
+
     def read(*_: int) -> np.ndarray:
-        most = options.max_image_pixels
-        image = encoded_images.decoded(path, Path(path).read_bytes, most, channels)
-        if size:
-            with tf.device("/cpu:0"):
-                image = encoded_images.resized(image, size)  # as in training
+        image = decoded()
         if image.shape != spec.shape:
-            actual, wanted = ("x".join(map(str, shape[:2])) for shape in (image.shape, spec.shape))
-            resizable = options.dataset in ("folder", "tfrecord")  # others are never resized
-            raise InputError(
-                f"{path} is {actual} (height x width), and this model takes {wanted}: resize it"
-                + (f", or train with --image_size={wanted}" if resizable else "")
-            )
+            with tf.device("/cpu:0"):
+                image = encoded_images.resized(image, spec.shape[:2])
         return image.numpy()[None]
 
-    read()
-    return Part(path, 1, read)
+    height, width, _ = decoded().shape
+    as_in_training = options.image_size or spec.shape[:2] == [height, width]
+    note = "" if as_in_training else f"{height}x{width} resized to {spec.shape[0]}x{spec.shape[1]}"
+    return Part(path, 1, read, note)
 
 
 def _npy_part(path: str, trained: TrainedModel) -> Part:
@@ -161,7 +161,18 @@ def _csv_part(path: str, trained: TrainedModel) -> Part:
             "example, without its target"
         )
     categories = list(filter(None, options.categories.split(","))) if known else []
-    return _arrays_part(path, [table.features(columns, categories).astype(np.float32)], trained)
+    unread = [name for name in table.names if known and name not in _table_columns(trained)]
+    note = f"not read: {first_of(unread)}" if unread else ""
+    features = table.features(columns, categories).astype(np.float32)
+    return _arrays_part(path, [features], trained)._replace(note=note)
+
+
+def _table_columns(trained: TrainedModel) -> list[str]:
+    """Return the columns of a table that a model takes, [] if it was not trained on a table."""
+    categories = trained.options.categories.split(",")
+    columns = trained.task.get("columns") or ()
+    names = ((column.partition("=")[0], column) for column in columns)
+    return list(dict.fromkeys(name if name in categories else column for name, column in names))
 
 
 def _arrays_part(path: str, arrays: Sequence[np.ndarray], trained: TrainedModel) -> Part:

@@ -79,7 +79,7 @@ class Evaluator:
     def stop_reason(self) -> str:
         """Return why the run ends early."""
         if self._callbacks.stopped():
-            return "a callback has set stop_training"
+            return self._callbacks.stop_reason()
         name, _ = self._run.task.objective()
         epochs = self._run.options.early_stopping_epochs
         return f"{name} was best at step {self._best.step}, {epochs:g} epochs ago or more"

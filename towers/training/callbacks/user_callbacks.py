@@ -89,21 +89,28 @@ def prepare(callbacks: Sequence[_K.Callback], task: Task) -> None:
         InputError: there is no such metric, or one sets a learning rate that the schedule sets.
     """
     directions = task.metric_directions()
+    of_training = [name.removeprefix("batch/") for name in task.step_names if "batch/" in name]
+    known = ["loss", *of_training, *(f"val_{name}" for name in directions)]
     for callback in callbacks:
         kind = type(callback).__name__
         if task.rate_is_set and isinstance(callback, _SET_RATE):
             raise InputError(_sets_rate(kind))
         if getattr(callback, "mode", None) == "auto":
             metric = callback.monitor.removeprefix("val_")
-            if metric not in directions and isinstance(callback, _MONITORS):
-                known = [*directions, *(f"val_{name}" for name in directions)]
-                close = difflib.get_close_matches(callback.monitor, known, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-                raise InputError(
-                    f"--callbacks: there is no metric for {kind} of the name {callback.monitor}; "
-                    f"{hint}"
-                )
             callback.mode = directions.get(metric) or "auto"
+        if not isinstance(callback, _MONITORS) or not getattr(callback, "save_best_only", True):
+            continue
+        if callback.monitor not in known:
+            close = difflib.get_close_matches(callback.monitor, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            raise InputError(
+                f"--callbacks: there is no metric for {kind} of the name {callback.monitor}; {hint}"
+            )
+        if callback.monitor.startswith("val_") and not task.options.evaluate_every_epochs:
+            raise InputError(
+                f"--callbacks: {kind} monitors {callback.monitor}, and --evaluate_every_epochs=0 "
+                "evaluates only at the end: type --evaluate_every_epochs=1"
+            )
 
 
 class Callbacks:
@@ -112,7 +119,8 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[_K.Callback], run: RunContext, timetable: Timetable):
         """Set the model and the parameters of callbacks that are prepared."""
         self._masters, self._task, self._timetable = run.masters, run.task, timetable
-        self._model, self._losses, self._training = run.masters.model, [], False
+        self._model, self._training = run.masters.model, False
+        self._logs: list[dict[str, float]] = []  # of the epoch's steps
         self._list = None
         if not callbacks:
             return
@@ -133,6 +141,11 @@ class Callbacks:
         """Return whether a callback has set `stop_training`."""
         return bool(self) and self._model.stop_training
 
+    def stop_reason(self) -> str:
+        """Return which callback has stopped training, as far as Keras knows."""
+        stopped = (c for c in self._list.callbacks if getattr(c, "stopped_epoch", 0))
+        return f"{next((type(c).__name__ for c in stopped), 'a callback')} has set stop_training"
+
     def begin_run(self) -> None:
         """Call on_train_begin."""
         self._call("on_train_begin")
@@ -140,7 +153,7 @@ class Callbacks:
 
     def begin_step(self, step: int) -> None:
         """Call on_train_batch_begin, and before it on_epoch_begin if an epoch begins."""
-        if not self._losses:
+        if not self._logs:
             self._call("on_epoch_begin", self._epoch(step))
         self._call("on_train_batch_begin", self._batch_index(step))
 
@@ -155,11 +168,13 @@ class Callbacks:
             logs = {"loss": float(values["loss"]) + float(values["penalty"])}
             of_batch = [name for name in values if name.startswith("batch/")]
             logs |= {name.removeprefix("batch/"): float(values[name]) for name in of_batch}
-            self._losses.append(logs["loss"])
+            self._logs.append(logs)
             self._call("on_train_batch_end", self._batch_index(step - 1), logs)
 
     def end_epoch(self, step: int, evaluation: Evaluation | None) -> bool:
         """Call on_epoch_end if an epoch or the run ends; return whether weights changed.
+
+        The logs have the means of the epoch's steps and, as val_..., those of the evaluation.
 
         Args:
             step: number of updates so far.
@@ -168,9 +183,9 @@ class Callbacks:
         ends = self._epoch(step) > self._epoch(step - 1) or step == self._timetable.last_step
         if not self or not ends:
             return False
-        logs = {"loss": float(np.mean(self._losses))}
+        logs = {name: float(np.mean([each[name] for each in self._logs])) for name in self._logs[0]}
         logs |= {f"val_{n}": v for n, v in _figures(evaluation).items()}
-        self._losses = []
+        self._logs = []
         return self._changes_weights("on_epoch_end", self._epoch(step - 1), logs)
 
     def end_run(self) -> bool:

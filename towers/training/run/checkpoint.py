@@ -108,7 +108,7 @@ def read_newest(
     def pass_over(line: str) -> None:
         if warn is None:
             raise InputError(
-                f"{line}; towers train with this --train_dir makes its steps again, "
+                f"{line}; towers train with this --train_dir makes its steps again, and in Python "
                 "towers.load(..., step=...) takes an older one"
             )
         warn(f"{line}: passed over")

@@ -23,7 +23,7 @@ from towers.training.run.checkpoint import Found, Snapshot
 _REMEDIES = {  # for a run that would go on, and for one whose weights are only read
     True: "choose another --train_dir, or --overwrite, which moves the old run aside",
     False: "it is evaluated by the model function, and with data of the shape and classes, that it "
-    "was trained with: give these, or leave --model and --dataset out",
+    "was trained with: leave --model and --dataset out, and undo what has changed in the function",
 }
 _NO_SPACE = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 

@@ -18,7 +18,7 @@ from towers.builder.device_types import are_gpus, are_remote
 from towers.data import Data
 from towers.devices import remote
 from towers.errors import InputError, RunError
-from towers.formatting import count, first_line
+from towers.formatting import count, first_line, first_of
 from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement, short_device_name
 from towers.monitoring import dashboard, events
@@ -243,8 +243,13 @@ def begin(
     lines += _check_numbers(run, placement, batch, say)
     # Nothing was written until here. The checkpoint comes first, so that a folder that cannot be
     # written, or a full disk, is found now and not after an hour.
-    if options.overwrite:
-        files.move_aside(folder)
+    if options.overwrite and (aside := files.move_aside(folder)):
+        say(f"moved aside {folder} to {aside}")
+    elif restored is None and (names := files.foreign_names(folder)):
+        say(
+            f"note        {folder} also holds {first_of(names)}, which a later --overwrite "
+            "moves aside with the run"
+        )
     with contextlib.suppress(OSError):  # saving the checkpoint raises a better message
         folder.mkdir(parents=True, exist_ok=True)
     lock.take(folder)

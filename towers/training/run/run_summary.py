@@ -22,6 +22,7 @@ def run_summary(run: RunContext) -> list[str]:
     weights = sum(v.value.shape.num_elements() for v in run.masters.model.trainable_variables)
     update = run.task.describe_update()
     every = options.checkpoint_every_steps
+    regularly = f"every {every} steps{'' if options.on_nan == 'rollback' else ' or 5 minutes'}, "
     moments = "the global batch" if options.batch_norm == "sync" else "a tower's slice"
     validation = run.data.validation
     held = f"{validation.size} validation, " if validation else ""
@@ -40,7 +41,7 @@ def run_summary(run: RunContext) -> list[str]:
         f"model       {options.model}({options.model_args}): {weights} trainable weights",
         f"task        {run.task.describe()}",
         f"length      {_length(run)}",
-        f"saved       {f'every {every} steps, ' if every else ''}at the end, and when stopped",
+        f"saved       {regularly if every else ''}at the end, and when stopped",
         "rules, the same at any number of towers:",
         "  1 loss and gradients: mean over the global batch; towers give sums, add_n gathers them",
         f"  2 regularisation: once, on the master weights; {update['decay']}, and the layers' own",

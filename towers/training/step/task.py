@@ -435,7 +435,6 @@ class Classifier(Task):
     In evaluation it has no label smoothing, regularisation or losses added by layers.
     """
 
-    step_names = ("loss", "penalty", "gradient_norm", "learning_rate")
     pads = names_averages = True
 
     def __init__(self, builder: TowerBuilder, masters: TrainState, options: Options, data: Data):
@@ -445,6 +444,12 @@ class Classifier(Task):
         with tf.device(builder.gather_device):  # sums of a million examples need float64
             names = "accuracy", "loss"
             self._means = {name: keras.metrics.Mean(name, dtype="float64") for name in names}
+
+    @property
+    def step_names(self) -> Sequence[str]:
+        """See `Task`; the accuracy of a batch is computed if Keras callbacks may ask for it."""
+        names = "loss", "penalty", "gradient_norm", "learning_rate"
+        return [*names, "batch/accuracy"] if self.options.callbacks else names
 
     @property
     def rate_is_set(self) -> bool:
@@ -467,6 +472,27 @@ class Classifier(Task):
         for weight in weights:
             losses *= tf.cast(weight, losses.dtype)
         return losses
+
+    def metric_inputs(self, outputs: Any, targets: Sequence[Any]) -> Any:
+        """See `Task`: whether each example is classified correctly, if callbacks may ask.
+
+        Args:
+            outputs: logits `[b, classes]`.
+            targets: labels `[b]` and, if there are any, sample weights.
+        """
+        if not self.options.callbacks:
+            return ()
+        labels = targets[0]
+        predicted = tf.argmax(outputs, axis=-1, output_type=labels.dtype)
+        return (tf.cast(predicted == labels, tf.float32),)
+
+    def batch_metrics(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
+        """See `Task`."""
+        if not self.options.callbacks:
+            return {}
+        with tf.device(self.builder.gather_device), tf.name_scope("gather"):
+            (right,) = gather.map_towers(gather.join, outputs)
+            return {"batch/accuracy": tf.reduce_mean(right)}
 
     def describe(self) -> str:
         """See `Task`."""
