@@ -65,7 +65,7 @@ def train(options: Options, num_steps: int, control: bool = False) -> np.ndarray
     """
     run = prepare(options)
     if control:
-        kernel = run.masters.model.trainable_variables[0]
+        kernel = run.train_state.model.trainable_variables[0]
         kernel.assign(np.nextafter(kernel.numpy(), np.inf))
     train_loop = run.train_loop()
     batches = iter(run.data.train.train_batches(options.batch_size, seed=options.seed))

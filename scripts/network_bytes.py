@@ -47,7 +47,7 @@ def program(addresses: list[str], towers_per_worker: int) -> Iterator[dict[str, 
     for variables in ("cpu", "sharded"):
         options = Options(variables=variables, batch_size=8 * len(workers.devices))
         run = assemble(options, workers.devices, load_data(options))
-        size = sum(4 * v.shape.num_elements() for v in run.masters.model.trainable_variables)
+        size = sum(4 * v.shape.num_elements() for v in run.train_state.model.trainable_variables)
         train_loop, batches = run.train_loop(), iter(run.batches(0, 0))
         train_loop(batches, tf.constant(2))["loss"].numpy()
         before = list(map(sent, machines))

@@ -126,15 +126,15 @@ def test_what_can_be_no_folder(things, name):
         assert refusal(name, overwrite).startswith(message)
 
 
-@pytest.mark.parametrize("name", [*files.PARTS, *files.TEXTS])
+@pytest.mark.parametrize("name", [*files.SUBFOLDERS, *files.TEXTS])
 def test_something_else_lies_where_a_run_is_to_write(folder, name):
     path = make_run(folder / "a") / name
     path.unlink(missing_ok=True)
-    if name in files.PARTS:
+    if name in files.SUBFOLDERS:
         path.symlink_to("missing")
         assert f"a/{name} is no folder" in refusal("a")
         path.unlink()
-    path.touch() if name in files.PARTS else path.mkdir()
+    path.touch() if name in files.SUBFOLDERS else path.mkdir()
     assert f"--train_dir=a: a/{name} is no f" in refusal("a")
 
 

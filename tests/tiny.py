@@ -72,7 +72,7 @@ class Loop:
 
     def __init__(self, options, batches=None):
         self.run = prepare(options)
-        self.masters = self.run.masters
+        self.train_state = self.run.train_state
         self.loop = self.run.train_loop()
         if batches is None:
             batches = self.run.data.train.train_batches(options.batch_size, seed=options.seed)
@@ -85,7 +85,7 @@ class Loop:
 
     def state(self):
         """Return {name: value} of the master variables."""
-        return {name: v.numpy() for name, v in self.masters.variables().items()}
+        return {name: v.numpy() for name, v in self.train_state.variables().items()}
 
 
 def flat(batch):

@@ -20,7 +20,7 @@ from towers.formatting import cut, printable
 
 _NO_FLUSH = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # the file system has no fsync
 _MOST_LEVELS = 400  # of nested folders: Python creates and lists them recursively
-PARTS = "checkpoints", "train", "eval"  # subfolders of a run
+SUBFOLDERS = "checkpoints", "train", "eval"  # subfolders of a run
 TEXTS = "flags.cfg", "manifest.json", "result.json", "best.json"
 
 
@@ -156,7 +156,7 @@ class Lock:
         Raises:
             InputError: another process trains there.
         """
-        for path in (folder, *(folder / name for name in PARTS)):
+        for path in (folder, *(folder / name for name in SUBFOLDERS)):
             try:
                 descriptor = os.open(path, os.O_RDONLY)
             except OSError:  # the process that creates the folder locks it
@@ -187,7 +187,13 @@ class RunDirectory:
     """The folder of a run; restores deleted files that are written only at the start."""
 
     def __init__(self, folder: Path, lock: Lock, say: Callable[[str], None] = print):
-        """Read the files; `say` is called with a line when they are restored."""
+        """Read the files.
+
+        Args:
+            folder: of the run.
+            lock: of that folder.
+            say: called with a line when files are restored.
+        """
         self.folder, self.say = folder, say
         self._lock, self._inode, self._checking = lock, _inode_of(folder), threading.Lock()
         known = (folder / name for name in ("flags.cfg", "manifest.json", "placement.tsv"))
@@ -300,14 +306,14 @@ def check_writable(folder: Path, named: str) -> None:
 
 
 def _check_parts(folder: Path, named: str) -> None:
-    for name in (*PARTS, *TEXTS):
-        path, kind = folder / name, "folder" if name in PARTS else "file"
+    for name in (*SUBFOLDERS, *TEXTS):
+        path, kind = folder / name, "folder" if name in SUBFOLDERS else "file"
         if os.path.lexists(path) and not (path.is_dir() if kind == "folder" else path.is_file()):
             raise InputError(
                 f"{named}: {path} is no {kind}, as that of a run is; move it away, or name another "
                 "--train_dir"
             )
-        if name in PARTS and path.exists() and not os.access(path, os.W_OK | os.X_OK):
+        if name in SUBFOLDERS and path.exists() and not os.access(path, os.W_OK | os.X_OK):
             raise InputError(f"{named}: no permission to write in {path}")
 
 
@@ -318,7 +324,7 @@ def is_run(folder: Path) -> bool:
 
 def foreign_names(folder: Path) -> list[str]:
     """Return the names of what is in a folder and not of a run; [] if there is no folder."""
-    own = re.compile("|".join((*PARTS, *map(re.escape, TEXTS), r"\..*", r"events\.out\..*")))
+    own = re.compile("|".join((*SUBFOLDERS, *map(re.escape, TEXTS), r"\..*", r"events\.out\..*")))
     with contextlib.suppress(OSError):
         return sorted(path.name for path in folder.iterdir() if not own.fullmatch(path.name))
     return []

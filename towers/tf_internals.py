@@ -519,7 +519,7 @@ def record_as_one_op(
     return outputs
 
 
-def logits_of(tensor: Any) -> tf.Tensor | None:
+def remembered_logits(tensor: Any) -> tf.Tensor | None:
     """Return the logits that Keras has attached to probabilities. Public: none."""
     return getattr(tensor, "_keras_logits", None)
 

@@ -224,7 +224,7 @@ def test_the_control_computes_each_gradient_in_each_step_and_changes_nothing(var
     loop = own_run.make_control(run)
 
     def state():
-        return {name: v.numpy() for name, v in run.masters.variables().items()}
+        return {name: v.numpy() for name, v in run.train_state.variables().items()}
 
     loop(tf.constant(0))  # the model is tried while it is traced
     COUNTS.clear()
@@ -239,10 +239,10 @@ def test_a_run_trains_as_long_as_it_was_asked_to(monkeypatch):
     monkeypatch.setattr(own_run, "WARM_UP_SECONDS", 0.01)
     given = tiny.options("unused", dataset="synthetic", augment="tutorial", batch_size=5)
     own = own_run.OwnRun(given)
-    before = int(own.run.masters.step)
+    before = int(own.run.train_state.step)
     answer = own.train(0.05)
     assert answer["seconds"] >= 0.05 and answer["steps"] % given.steps_per_loop == 0
-    assert int(own.run.masters.step) - before == answer["steps"]
+    assert int(own.run.train_state.step) - before == answer["steps"]
     assert own.ready["image_shape"] == (24, 24, 3)
     one, two = (next(own.batches)[0][0].numpy() for _ in range(2))
     assert one.shape == (5, 24, 24, 3) and one.dtype == "float32" and one.std() > 0.9

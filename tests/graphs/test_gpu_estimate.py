@@ -184,7 +184,7 @@ def test_a_train_loop_of_two_towers():
         batches = iter(run.data.train.train_batches(8, seed=0))
         view = gpu_estimate.read(run.train_loop(), batches, tf.constant(0))
     assert view.without_kernel == []
-    weights = sum(4 * v.shape.num_elements() for v in run.masters.model.trainable_variables)
+    weights = sum(4 * v.shape.num_elements() for v in run.train_state.model.trainable_variables)
     assert {c.gpu for c in view.collectives} == {"/gpu:0", "/gpu:1"}
     assert sum(c.bytes for c in view.collectives) >= 2 * weights
     images, labels = 8 * 8 * 8 * 3, 8 * 4

@@ -78,7 +78,8 @@ def test_a_train_loop_of_no_steps_is_placed_and_its_bytes_are_weights_slice_and_
     tiny.assert_identical(loop.state(), before)
     assert placement.misplaced(DEVICES) == []
     assert {op.tower for op in placement.ops} == {None, 0, 1}
-    weights = sum(4 * v.value.shape.num_elements() for v in run.masters.model.trainable_variables)
+    variables = run.train_state.model.trainable_variables
+    weights = sum(4 * v.value.shape.num_elements() for v in variables)
     images, labels, _ = tiny.flat(next(iter(run.data.train.train_batches(8, seed=0))))
     a_slice = images[4:].shape.num_elements() * images.dtype.size + 4 * labels.dtype.size
     condition, loss = 1, 8  # of the loop; a scalar, and again when the gradients are done

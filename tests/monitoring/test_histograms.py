@@ -48,7 +48,7 @@ def assert_shows(rows, values):
 
 def gradients_of(run, batch):
     """Return the gradients of one device, by a plain tape."""
-    model, ((images, labels), draws) = run.masters.model, batch
+    model, ((images, labels), draws) = run.train_state.model, batch
     inputs = augment.train_images(images, draws, run.options.augment)
     with tf.GradientTape() as tape:
         logits = model(inputs, training=False)
@@ -65,7 +65,7 @@ def gradients_of(run, batch):
 )
 def test_weights_gathered_gradients_and_activations_are_shown(changes):
     run = prepare(tiny.options("unused", **changes))
-    model, batch = run.masters.model, first_batch(run)
+    model, batch = run.train_state.model, first_batch(run)
     found = histograms_of(run)(batch)
     names = [v.path for v in model.trainable_variables]
     layers = [layer.path for layer in model.layers]
@@ -93,7 +93,7 @@ def test_looking_changes_no_variable_and_no_step(changes):
     states = []
 
     def state(run):
-        return {name: v.numpy() for name, v in run.masters.variables().items()}
+        return {name: v.numpy() for name, v in run.train_state.variables().items()}
 
     for looks in False, True:
         run = prepare(given)
@@ -116,7 +116,7 @@ def test_the_loss_scale_is_not_in_the_gradients():
     run = prepare(tiny.options("unused", dtype="mixed_float16"))
     look, batch = histograms_of(run), first_batch(run)
     first = look(batch)
-    run.masters.loss_scale.assign(2.0**3)
+    run.train_state.loss_scale.assign(2.0**3)
     again = look(batch)
     gradients = [name for name in first if name.startswith("gradients/")]
     assert len(gradients) == 4
@@ -155,7 +155,7 @@ def own(num_classes, image_shape):
 
 def test_of_a_subclassed_model_all_layers_are_caught_and_sparse_gradients_are_shown():
     run = prepare(tiny.options("unused", model=f"{__name__}:own", num_towers=2))
-    model, batch = run.masters.model, first_batch(run)
+    model, batch = run.train_state.model, first_batch(run)
     found = histograms_of(run)(batch)
     layers = [model.flatten, model.table, model.twice, model.first, model.looped, model.head]
     # A layer without weights that is built by nobody has no path.
@@ -179,10 +179,10 @@ def test_of_many_values_some_are_taken_and_none_that_is_not_finite(monkeypatch):
     monkeypatch.setattr(histograms, "_MAX_VALUES", 100)
     run = prepare(tiny.options("unused"))
     look, batch = histograms_of(run), first_batch(run)
-    found, path = look(batch), run.masters.model.layers[0].path
+    found, path = look(batch), run.train_state.model.layers[0].path
     for name in "weights/sequential/dense/kernel", f"activations/{path}":
         assert 50 <= found[name][:, 2].sum() <= 100
-    kernel = run.masters.model.trainable_variables[2]
+    kernel = run.train_state.model.trainable_variables[2]
     values = kernel.numpy()
     values[0, 0], values[1, 1] = np.nan, np.inf
     kernel.assign(values)

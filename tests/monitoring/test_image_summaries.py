@@ -129,7 +129,7 @@ def of_each_tower(run, batch):
             slices.append((images, labels, draws))
         return tf.zeros(tf.shape(labels))
 
-    variables = run.masters.model.trainable_variables
+    variables = run.train_state.model.trainable_variables
     run.builder.gradients(loss_fn, variables, *batch)
     num_towers = len(run.builder.devices)
     result = []

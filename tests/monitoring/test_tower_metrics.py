@@ -52,7 +52,7 @@ class Looked:
         self.run = prepare(tiny.options("unused", **options))
         self.batches = self.run.data.train.train_batches(BATCH, seed=0)
         self.loop = self.run.train_loop()
-        self.weights = self.run.masters.model.trainable_variables
+        self.weights = self.run.train_state.model.trainable_variables
 
     def step(self, num_steps=1):
         values = self.loop(iter(self.batches), tf.constant(num_steps))
@@ -60,7 +60,7 @@ class Looked:
 
     def by_hand(self, sizes):
         """Return each tower's mean loss and gradient, as one vector."""
-        scale = self.run.masters.loss_scale
+        scale = self.run.train_state.loss_scale
         start, losses, gradients = 0, [], []
         for size in sizes:
             batch = tiny.flat(next(iter(self.batches)))

@@ -389,7 +389,7 @@ def test_averages_are_evaluated_beside_the_weights(own):
         return model
 
     loop = loop_of(model=build, ema_decay=0.5, batch_size=7)
-    for variable, average in loop.masters.averages:
+    for variable, average in loop.train_state.averages:
         average.assign(0.5 * variable)
     before = loop.state()
     evaluator = loop.run.task.make_evaluator(loop.run.data.test)
@@ -398,9 +398,9 @@ def test_averages_are_evaluated_beside_the_weights(own):
     tiny.assert_identical(loop.state(), before)
     plain, (x, y) = build(), numbers()[1]
     x, y = x.astype("float32"), y.astype("float32")
-    of_averages = {id(v): average for v, average in loop.masters.averages}
+    of_averages = {id(v): average for v, average in loop.train_state.averages}
     for ending in "", "_ema":
-        weights = loop.masters.model.trainable_variables
+        weights = loop.train_state.model.trainable_variables
         values = [of_averages[id(v)] if ending else v for v in weights]
         for variable, value in zip(plain.trainable_variables, values, strict=True):
             variable.assign(value)

@@ -104,7 +104,7 @@ def test_workers_read_their_own_files_from_any_step_on(two_workers, files, more)
     kept = loop.state()
     loop(3)
     again = loop_of(**two_workers, **files)
-    for name, variable in again.masters.variables().items():
+    for name, variable in again.train_state.variables().items():
         variable.assign(kept[name])
     again.batches = iter(again.run.batches(9, 9 * 7))
     again(3)

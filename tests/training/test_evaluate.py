@@ -38,9 +38,9 @@ def by_numpy(model, images, labels):
 
 def turned_around(run):
     """Let the averages be the model's weights turned around; return a model that has these."""
-    model = keras.models.clone_model(run.masters.model)
-    model.set_weights([np.flip(weight, 0) for weight in run.masters.model.get_weights()])
-    for variable, average in run.masters.averages:
+    model = keras.models.clone_model(run.train_state.model)
+    model.set_weights([np.flip(weight, 0) for weight in run.train_state.model.get_weights()])
+    for variable, average in run.train_state.averages:
         average.assign(np.flip(variable.numpy(), 0))
     return model
 
@@ -55,7 +55,7 @@ def test_counts_are_exact_at_every_remainder(num_towers, batch_size):
         labels %= 2  # no examples of the last class
         result = run.task.make_evaluator(ArraySplit(images, labels))()
         found = result.metrics
-        expected = by_numpy(run.masters.model, images, labels)
+        expected = by_numpy(run.train_state.model, images, labels)
         assert result.examples == size
         assert found["accuracy"] == expected["accuracy"]
         assert result.class_accuracy == expected["class_accuracy"]
@@ -167,9 +167,9 @@ def test_predictions_and_the_most_confident_mistakes_are_kept(batch_size, ema_de
     run = prepare(tiny.options("x", num_towers=3, batch_size=batch_size, ema_decay=ema_decay))
     images, labels = tiny.arrays(tiny.TEST_SIZE, seed=1)
     # Padding, which is all zeros, would be a mistake.
-    run.masters.model.trainable_variables[-1].assign([0.1, 0.2, 0.9])
+    run.train_state.model.trainable_variables[-1].assign([0.1, 0.2, 0.9])
     averaged = turned_around(run)
-    expected = averaged if ema_decay else run.masters.model  # averages, if there are any
+    expected = averaged if ema_decay else run.train_state.model  # averages, if there are any
     found = run.task.make_evaluator(run.data.test)().predictions
     chances = tf.nn.softmax(logits_of(expected, images.astype(np.float32))).numpy()
     assert found.averaged == (ema_decay > 0)
@@ -195,6 +195,6 @@ def test_only_so_many_mistakes_are_kept_and_of_a_broken_model_none(monkeypatch):
     assert len(confidence) == 3 and confidence == sorted(confidence, reverse=True)
     right = result.predictions.labels == result.predictions.predicted
     assert result.examples == len(right) and result.metrics["accuracy"] == right.mean()
-    run.masters.model.trainable_variables[0].assign(np.full((192, 5), np.nan))
+    run.train_state.model.trainable_variables[0].assign(np.full((192, 5), np.nan))
     found = evaluator().predictions
     assert found.mistakes == [] and len(found.labels) == 23

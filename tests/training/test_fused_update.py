@@ -83,24 +83,24 @@ def gradients_for(weights, step, overflow=False):
 
 def after_each_step(device, options, steps=3, overflow=(), **more):
     """Return {name: value} of master variables, penalty and norm, after each of some steps."""
-    masters = masters_on([device], mix("float64"), options, **more)
-    update = make_update(masters, rules_of(options), ":" not in options.optimizer)
+    train_state = masters_on([device], mix("float64"), options, **more)
+    update = make_update(train_state, rules_of(options), ":" not in options.optimizer)
     rate = tf.constant(0.1, tf.float64)
 
     @tf.function
     def step(gradients):
         with tf.device(device):
-            statistics = masters.statistics()
+            statistics = train_state.statistics()
             for variable, value in statistics:
                 variable.assign(value + 1)  # as towers do
             metrics = update([gradients], [rate], statistics)
-            masters.examples.assign_add(100)
+            train_state.examples.assign_add(100)
         return metrics
 
     states = []
     for i in range(steps):
-        gradients = gradients_for(masters.model.trainable_variables, i, overflow=i in overflow)
-        found = masters.variables() | step(gradients)
+        gradients = gradients_for(train_state.model.trainable_variables, i, overflow=i in overflow)
+        found = train_state.variables() | step(gradients)
         states.append({name: value.numpy() for name, value in found.items()})
     return states
 
@@ -158,21 +158,21 @@ def test_an_overflow_skips_the_step(optimizer):
     assert_same(ours[-1], theirs[-1])
 
 
-def executed(masters, options):
+def executed(train_state, options):
     """Return the nodes of an update, as they are executed; gradients lie beside the weights."""
-    update = make_update(masters, rules_of(options))
+    update = make_update(train_state, rules_of(options))
 
     @tf.function
     def step(gradients):
         rates = []
-        for replica in masters.replicas:
+        for replica in train_state.replicas:
             with tf.device(replica.device):
                 rates.append(tf.cast(replica.optimizer.iterations.value, tf.float64))
-        with tf.device(masters.replicas[0].device):
+        with tf.device(train_state.replicas[0].device):
             return update(gradients, rates)
 
     gradients = []
-    for replica in masters.replicas:
+    for replica in train_state.replicas:
         with tf.device(replica.device):
             gradients.append(gradients_for(replica.weights, 0))
     with tf_internals.executed_graphs() as functions:
@@ -195,8 +195,8 @@ def test_many_weights_start_as_many_ops_as_few(optimizer):
     options = Options(optimizer=optimizer, weight_decay=0.1, clip_global_norm=1.0, ema_decay=0.9)
     counts = []
     for num_layers in 5, 9:
-        masters = masters_on([GPU], dense(num_layers), options)
-        ops = [node.op for node in executed(masters, options)]
+        train_state = masters_on([GPU], dense(num_layers), options)
+        ops = [node.op for node in executed(train_state, options)]
         assert "UniqueV2" not in ops and "Unique" not in ops  # for whose size the host would wait
         counts.append(len([op for op in ops if op not in STARTS_NOTHING]))
     assert counts[0] == counts[1] <= MOST.get(optimizer, 70)
@@ -213,8 +213,8 @@ def test_large_weights_are_not_copied_together(monkeypatch):
 
 def test_copies_on_gpus_send_nothing_and_stay_the_same():
     options = Options(weight_decay=0.1, clip_norm=0.3)
-    masters = masters_on([GPU, OTHER_GPU], mix(), options)
-    sent = [node for node in executed(masters, options) if node.op in ("_Send", "_HostSend")]
+    train_state = masters_on([GPU, OTHER_GPU], mix(), options)
+    sent = [node for node in executed(train_state, options) if node.op in ("_Send", "_HostSend")]
     ends = [{n.attr[f"{end}_device"].s[-5:] for end in ("send", "recv")} for n in sent]
     assert ends and {b"CPU:1", b"CPU:2"} not in ends
-    tiny.assert_identical(*(dict(enumerate(own.variables())) for own in masters.replicas))
+    tiny.assert_identical(*(dict(enumerate(own.variables())) for own in train_state.replicas))

@@ -475,9 +475,9 @@ def test_nothing_changes_when_the_first_loss_is_looked_at():
 
     train = [array[:SIZE] for array in tasks.images_data()[0]]
     run = run_of(make, *train, ema_decay=0.5)
-    before = {name: variable.numpy() for name, variable in run.masters.variables().items()}
+    before = {name: variable.numpy() for name, variable in run.train_state.variables().items()}
     loss_checks.check(run.task, first_batch(run))
-    after = run.masters.variables()
+    after = run.train_state.variables()
     assert all(np.array_equal(value, after[name].numpy()) for name, value in before.items())
 
 

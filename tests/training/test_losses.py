@@ -102,7 +102,7 @@ def test_steps_are_those_of_keras(name):
     assert loop.run.task.by_example is LOSSES[name][3]
     assert found["loss"] + found["penalty"] == pytest.approx(logs.pop("loss"), rel=1e-6)
     assert {n: found[f"batch/{n}"] for n in logs} == pytest.approx(logs, rel=1e-6)
-    pairs = zip(loop.masters.model.weights, alone.weights, strict=True)
+    pairs = zip(loop.train_state.model.weights, alone.weights, strict=True)
     for ours, theirs in pairs:
         np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-9, atol=1e-12)
 
@@ -112,7 +112,7 @@ def test_the_loss_of_each_tower_is_that_of_its_rows():
     model, data = build("sparse")
     loop = tiny.Loop(options_of(model=model, dataset=data, num_towers=3, batch_size=10))
     (x, y, weights), _ = next(iter(loop.run.data.train.train_batches(10, seed=0)))
-    network, loss = loop.masters.model, LOSSES["sparse"][0]()
+    network, loss = loop.train_state.model, LOSSES["sparse"][0]()
     rows = slice(0, 4), slice(4, 7), slice(7, 10)
     by_hand = [float(loss(y[own], network(x[own]), weights[own])) for own in rows]
     found = loop.loop(loop.batches, tf.constant(1))
@@ -139,6 +139,6 @@ def test_copies_on_towers_are_updated_alike(name):
     )
     assert once(3) == pytest.approx(copied(3), rel=1e-9)
     tiny.assert_close(copied.state(), once.state(), 1e-12)
-    first, *others = (dict(enumerate(own.variables())) for own in copied.masters.replicas)
+    first, *others = (dict(enumerate(own.variables())) for own in copied.train_state.replicas)
     for copy in others:
         tiny.assert_close(copy, first, 1e-15)

@@ -28,7 +28,7 @@ def run_of(folder, **changes):
 
 
 def write(run, folder, restored=None):
-    step = int(run.masters.step.numpy())
+    step = int(run.train_state.step.numpy())
     batch = next(iter(run.data.train.train_batches(7, seed=run.options.seed, step=step)))
     return manifest.write(run, folder, restored, batch)
 
@@ -83,7 +83,7 @@ def test_first_batch_and_initial_weights_are_those_of_the_seed(run, tmp_path):
     assert other["first_batch"] != found["first_batch"]
     assert other["initial_weights"] != found["initial_weights"]
     again = assemble(run.options, ["/cpu:0"], run.data)
-    assert manifest.weights_hash(again.masters.variables()) == found["initial_weights"]
+    assert manifest.weights_hash(again.train_state.variables()) == found["initial_weights"]
 
 
 def test_the_state_of_a_repository(tmp_path):
@@ -111,10 +111,10 @@ def test_the_state_of_a_repository(tmp_path):
 def test_the_origin_stays_and_each_start_is_added(committed, tmp_path):
     run = run_of(tmp_path)
     first = start_of(run, tmp_path)
-    manifest.finish(tmp_path, run.masters.variables())
+    manifest.finish(tmp_path, run.train_state.variables())
     assert manifest.read(tmp_path)["final"]["weights"] == first["initial_weights"]
     other = run_of(tmp_path, num_towers=2, learning_rate=0.2)
-    other.masters.step.assign(12)
+    other.train_state.step.assign(12)
     (line,) = write(other, tmp_path, 12)
     assert "(--learning_rate=0.2 now, 0.1 before)" in line
     found = manifest.read(tmp_path)
@@ -193,7 +193,7 @@ def test_a_rate_that_goes_on_otherwise_is_told_with_both_values(name):
 def test_a_run_that_is_continued_says_so(committed, tmp_path):
     start_of(run_of(tmp_path, **USUAL), tmp_path)
     other = run_of(tmp_path, **USUAL | {"num_epochs": 4})
-    other.masters.examples.assign(84)
+    other.train_state.examples.assign(84)
     (line,) = write(other, tmp_path, 12)
     assert line == (
         "warning     the learning rate goes on by another schedule, 0.0727 and not 0.02061 at "
@@ -223,16 +223,16 @@ def test_a_damaged_manifest_is_replaced(committed, run, tmp_path, capsys):
         assert manifest.read(tmp_path) == {}
         line = f"warning     {tmp_path}/manifest.json is damaged, and taken as absent\n"
         assert capsys.readouterr().err == line
-    run.masters.step.assign(4)
+    run.train_state.step.assign(4)
     assert write(run, tmp_path, 4) == []
-    run.masters.step.assign(0)
+    run.train_state.step.assign(0)
     found = manifest.read(tmp_path)
     assert set(found) == PARTS and found["step"] == 4
     assert found["first_batch"] is None and found["initial_weights"] is None
 
 
 def test_the_end_is_written_even_if_the_manifest_is_gone(run, tmp_path):
-    manifest.finish(tmp_path, run.masters.variables())
+    manifest.finish(tmp_path, run.train_state.variables())
     found = json.loads((tmp_path / "manifest.json").read_text())
     assert found["final"]["step"] == 0 and len(found["final"]["state"]) == 64
 

@@ -44,7 +44,7 @@ def test_the_loss_of_a_mixed_example_is_of_both_targets(kind, dataset):
     (x, y, *weights), draws = next(iter(run.data.train.train_batches(NUM, seed=1)))
     found = run.task.loss(x, y, *weights, draws).numpy()
     inputs = augment.train_images(x, draws, kind, "float64")
-    probabilities = tf.nn.softmax(run.masters.model(inputs, training=True)).numpy()
+    probabilities = tf.nn.softmax(run.train_state.model(inputs, training=True)).numpy()
     smooth = np.eye(probabilities.shape[1])[y] * 0.9 + 0.1 / probabilities.shape[1]
     losses = -(smooth[:, None] * np.log(probabilities)[None]).sum(2)  # of target i, image j
     losses *= np.asarray(weights[0])[:, None] if weights else 1

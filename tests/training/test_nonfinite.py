@@ -166,10 +166,10 @@ KINDS = {
 
 class Loop(tiny.Loop):
     def start_again(self, state):
-        for name, variable in self.masters.variables().items():
+        for name, variable in self.train_state.variables().items():
             variable.assign(state[name])
-        self.masters.set_copies()
-        for in_a_row in self.masters.in_a_row:
+        self.train_state.set_copies()
+        for in_a_row in self.train_state.in_a_row:
             in_a_row.assign(0)
         self.batches = iter(self.run.data.train.train_batches(7, seed=self.run.options.seed))
 
@@ -202,8 +202,9 @@ def test_after_a_bad_step_all_is_as_before_it(name):
         assert name.startswith("GPUs") or MARK in batch[0][0].numpy()  # that of this very step
         loop.loop(loop.batches, tf.constant(3))  # what comes after it changes nothing
         tiny.assert_identical(loop.state(), states[-1])
-        for replica in loop.masters.replicas[1:]:
-            for copy, master in zip(replica.weights, loop.masters.replicas[0].weights, strict=True):
+        first, *others = loop.train_state.replicas
+        for replica in others:
+            for copy, master in zip(replica.weights, first.weights, strict=True):
                 np.testing.assert_array_equal(copy.numpy(), master.numpy())
 
 

@@ -36,7 +36,7 @@ def loop_of(num_towers, variables, **more):
 
 
 def homes(loop):
-    return {name: short_device_name(v.device) for name, v in loop.masters.variables().items()}
+    return {name: short_device_name(v.device) for name, v in loop.train_state.variables().items()}
 
 
 @pytest.mark.graph
@@ -61,7 +61,7 @@ def test_the_numbers_are_those_of_cpus():
             tiny.assert_close(ours.run.task.eval_arrays(*batch), before, 1e-9)
         ours(3)
         tiny.assert_close(ours.state(), theirs.state(), 1e-9)
-        counts = [int(replica.examples) for replica in ours.masters.replicas]
+        counts = [int(replica.examples) for replica in ours.train_state.replicas]
         assert counts == [3 * 7] * (2 if variables == "replicated" else 1)
 
 
@@ -98,11 +98,11 @@ def test_a_tower_evaluates_its_own_copy_and_the_averages_of_all(model):
     loop(2)
     batch = tiny.arrays(8), tf.ones([8])
     before = loop.run.task.eval_arrays(*batch)
-    for weight in loop.masters.replicas[1].weights:
+    for weight in loop.train_state.replicas[1].weights:
         weight.assign(weight * 3)
     after = loop.run.task.eval_arrays(*batch)
     assert after["loss_ema"] == before["loss_ema"] and after["loss"] != before["loss"]
-    loop.masters.set_copies()
+    loop.train_state.set_copies()
     tiny.assert_identical(loop.run.task.eval_arrays(*batch), before)
 
 
@@ -240,9 +240,8 @@ def test_a_compiled_model_is_on_its_gpu_starts_few_ops_and_gives_the_same_number
     given |= dict(learning_rate=Options.learning_rate, dtype="float64")
     ours = loop_of(1, "default", **given)
     assert set(homes(ours).values()) == {"/cpu:1"}
-    assert {short_device_name(v.value.device) for v in ours.masters.model.metrics_variables} == {
-        "/cpu:1"
-    }
+    metrics = ours.train_state.model.metrics_variables
+    assert {short_device_name(v.value.device) for v in metrics} == {"/cpu:1"}
     theirs = tiny.Loop(tiny.options("unused", devices="/cpu:0", **given))
     assert [np.isfinite(loop(3)["loss"]) for loop in (ours, theirs)] == [True, True]
     tiny.assert_close(ours.state(), theirs.state(), 1e-9)

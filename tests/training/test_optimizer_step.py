@@ -44,7 +44,7 @@ def partly_trained(num_classes, image_shape):
 def by_formula(options):
     """Return weights, averages and metrics after STEPS steps on one device, in numpy."""
     run = prepare(options)
-    model, size = run.masters.model, run.data.train.size
+    model, size = run.train_state.model, run.data.train.size
     weights = {v.path: v.numpy() for v in model.trainable_variables}
     slots = {path: [np.zeros_like(w), np.zeros_like(w)] for path, w in weights.items()}
     averages = {v.path: v.numpy() for v in model.variables}
@@ -219,7 +219,7 @@ def float16_loop(bad_steps, **changes):
     given = dict(dtype="mixed_float16", batch_size=8, num_towers=2, ema_decay=0.5) | changes
     options = tiny.options("unused", model=f"{__name__}:overflowing", **given)
     loop = tiny.Loop(options, batches_with_overflow(bad_steps))
-    loop.masters.loss_scale.assign(2.0**8)
+    loop.train_state.loss_scale.assign(2.0**8)
     return loop
 
 
@@ -247,7 +247,7 @@ def test_the_loss_scale_doubles_after_good_steps_and_changes_no_number(monkeypat
     scales, found = [], []
     for step in range(10):
         if step == 9:
-            loop.masters.loss_scale.assign(1.0)
+            loop.train_state.loss_scale.assign(1.0)
         metrics = loop()
         scales.append(float(np.log2(loop.state()["loss_scale"])))
         found.append((metrics["loss"], metrics["gradient_norm"]))

@@ -139,7 +139,7 @@ def test_a_batch_beyond_all_memory_is_refused(monkeypatch):
 
 @pytest.mark.run
 def test_copies_of_weights_that_do_not_fit_are_one_line(tmp_path, capsys, monkeypatch):
-    def full(masters):
+    def full(train_state):
         shape = "OOM when allocating tensor with shape[192,20000] and type float"
         raise tf.errors.ResourceExhaustedError(None, None, f"{shape} on {GPU} by allocator GPU_1")
 

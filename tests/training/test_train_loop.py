@@ -84,7 +84,7 @@ def test_every_precision_trains_and_is_evaluated(dtype):
     """In float64 layers that name no type have it; logits in bfloat16 become float32."""
     given = dict(dtype=dtype, num_towers=2, max_steps=40, ema_decay=0.5) | PRECISIONS[dtype]
     loop = tiny.Loop(tiny.options("unused", **given))
-    model = loop.masters.model
+    model = loop.train_state.model
     kernel = model.trainable_variables[0]
     assert kernel.value.dtype == ("float64" if dtype == "float64" else "float32")
 
@@ -137,7 +137,7 @@ def test_losses_that_layers_add_in_training_are_not_those_of_evaluation():
     images, labels = tiny.arrays(7)
     found = loop.run.task.eval_arrays((images, labels), tf.ones([7]))
     inputs = augment.eval_images(images, options.augment, dtype=tf.float64)
-    logits = loop.masters.model(inputs, training=False)
+    logits = loop.train_state.model(inputs, training=False)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
     assert found["loss"] == pytest.approx(float(tf.reduce_mean(losses)), rel=1e-9)
 
@@ -148,7 +148,7 @@ def test_the_loss_scale_is_that_of_added_losses_too():
         tiny.Loop(tiny.options("unused", dtype=dtype, **given))
         for dtype in ("float32", "mixed_float16")
     )
-    scaled.masters.loss_scale.assign(64)  # no overflow
+    scaled.train_state.loss_scale.assign(64)  # no overflow
     assert scaled()["loss"] == pytest.approx(plain()["loss"], rel=1e-2)
     expected = {n: v for n, v in plain.state().items() if n.startswith("model/")}
     tiny.assert_close({n: scaled.state()[n] for n in expected}, expected, 1e-2)
@@ -161,5 +161,5 @@ def test_gradients_of_a_compiled_model_change_nothing():
     before, task = loop.state(), loop.run.task
     gradients = tf.function(lambda *batch: task.gradients(*batch), autograph=False)
     found = gradients(*tiny.flat(next(loop.batches)))
-    assert len(found) == len(loop.masters.model.trainable_variables)
+    assert len(found) == len(loop.train_state.model.trainable_variables)
     tiny.assert_identical(loop.state(), before)

@@ -40,7 +40,7 @@ def pair(num_classes):
 
 
 def names(**changes):
-    return list(prepare(tiny.options("unused", **changes)).masters.variables())
+    return list(prepare(tiny.options("unused", **changes)).train_state.variables())
 
 
 def test_names_say_what_a_variable_is_and_not_where_it_is_used():
@@ -67,18 +67,18 @@ def test_names_do_not_change_in_a_process_that_built_other_models():
 @pytest.mark.parametrize("model", ["namesakes", "pair"])
 def test_layers_of_one_name_are_told_apart(model):
     given = dict(model=f"tests.training.test_train_state:{model}", ema_decay=0.5)
-    masters = prepare(tiny.options("unused", **given)).masters
-    variables, trained = masters.variables(), masters.model.trainable_variables
+    train_state = prepare(tiny.options("unused", **given)).train_state
+    variables, trained = train_state.variables(), train_state.model.trainable_variables
     assert len(variables) == 3 * len(trained) + 4
     assert {id(v) for v in variables.values()} > {id(v.value) for v in trained}
 
 
 def test_one_bad_number_is_found():
-    masters = prepare(tiny.options("unused", ema_decay=0.9)).masters
-    assert not_finite(masters.variables()) == []
+    train_state = prepare(tiny.options("unused", ema_decay=0.9)).train_state
+    assert not_finite(train_state.variables()) == []
     for bad, kind in (np.nan, "model"), (np.inf, "average"):
-        value = masters.variables()[f"{kind}/sequential/dense/bias"]
+        value = train_state.variables()[f"{kind}/sequential/dense/bias"]
         good = value.numpy()
         value.assign(np.where(np.arange(value.shape[0]) == 1, bad, good))
-        assert not_finite(masters.variables()) == [f"{kind}/sequential/dense/bias"]
+        assert not_finite(train_state.variables()) == [f"{kind}/sequential/dense/bias"]
         value.assign(good)

@@ -26,11 +26,11 @@ def test_copies_stay_the_same_bit_for_bit():
     given = dict(num_towers=2, variables="replicated", optimizer="muon")
     loop = tiny.Loop(tiny.options("unused", **given))
     loop(5)
-    assert_copies_equal(loop.masters)
+    assert_copies_equal(loop.train_state)
 
 
-def assert_copies_equal(masters):
-    first, *others = (dict(enumerate(r.variables())) for r in masters.replicas)
+def assert_copies_equal(train_state):
+    first, *others = (dict(enumerate(r.variables())) for r in train_state.replicas)
     assert others
     for other in others:
         tiny.assert_identical(other, first)
@@ -43,7 +43,7 @@ def test_where_variables_lie(tmp_path):
         )
         return {
             name: short_device_name(v.device)
-            for name, v in tiny.Loop(options).masters.variables().items()
+            for name, v in tiny.Loop(options).train_state.variables().items()
         }
 
     assert set(places("cpu").values()) == {"/cpu:0"}
@@ -66,7 +66,8 @@ def test_only_the_batch_crosses_to_replicated_towers(tmp_path):
         loop = tiny.Loop(tiny.options(tmp_path, num_towers=2, variables=variables, batch_size=8))
         placement = read_placement(loop.loop, loop.batches, tf.constant(0))
         crossing[variables] = sum(placement.crossing_bytes().values())
-    weights = 4 * sum(v.value.shape.num_elements() for v in loop.masters.model.trainable_variables)
+    variables = loop.train_state.model.trainable_variables
+    weights = 4 * sum(v.value.shape.num_elements() for v in variables)
     batch = 4 * (8 * 8 * 3 + 4)  # tower 1's half: images of bytes, int32 labels
     assert crossing["sharded"] == pytest.approx(2 * weights + batch, abs=100)
     assert crossing["replicated"] == pytest.approx(batch, abs=100)
@@ -145,15 +146,15 @@ def test_copies_that_drift_are_told_and_go_on_from_what_is_saved(
     """One bit of a weight, or of what the optimizer keeps of it, on the second tower."""
 
     def drift():
-        replica = masters[-1].replicas[1]
+        replica = train_state[-1].replicas[1]
         variable = (replica.optimizer.variables[-1] if slot else replica.weights[0]).value
         flat = variable.numpy().ravel()
         flat[0] = np.nextafter(flat[0], np.float32(9))
         variable.assign(flat.reshape(variable.shape))
 
-    masters, real = [], TrainState.make_copies_equal
+    train_state, real = [], TrainState.make_copies_equal
     monkeypatch.setattr(
-        TrainState, "make_copies_equal", lambda own: masters.append(own) or real(own)
+        TrainState, "make_copies_equal", lambda own: train_state.append(own) or real(own)
     )
     runs.at_step(monkeypatch, {4: drift})
     given = dict(num_towers=2, variables="replicated", checkpoint_every_steps=2, steps_per_loop=1)
@@ -161,4 +162,4 @@ def test_copies_that_drift_are_told_and_go_on_from_what_is_saved(
     lines = [line for line in capsys.readouterr().out.splitlines() if "differ at step" in line]
     assert len(lines) == 1
     assert "/cpu:0 and /cpu:1 differ at step 4" in lines[0] and "--variables=cpu" in lines[0]
-    assert_copies_equal(masters[-1])
+    assert_copies_equal(train_state[-1])

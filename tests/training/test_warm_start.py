@@ -47,8 +47,8 @@ def upon_backbone(num_classes, image_shape):
 def begun(source, model="classifier", **flags):
     """Return the lines about the first weights, and {path: value} of a model that has them."""
     run = prepare(tiny.options("unused", model=f"{__name__}:{model}", **flags))
-    lines = init_from(run.masters, str(source))
-    found = {weight.path: weight.numpy() for weight in run.masters.model.weights}
+    lines = init_from(run.train_state, str(source))
+    found = {weight.path: weight.numpy() for weight in run.train_state.model.weights}
     return [line.replace(str(source), "SOURCE") for line in lines], found
 
 
@@ -200,20 +200,21 @@ HOSTILE = {
 
 @pytest.mark.process
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_what_keras_does_not_write_is_refused(masters, tmp_path, monkeypatch, kind):
+def test_what_keras_does_not_write_is_refused(train_state, tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     with h5py.File("other.h5", "w") as other:
         other["secret"] = other["vars/0"] = np.ones(2, "f4")
     write, line = HOSTILE[kind]
     with h5py.File("hostile.h5", "w") as file:
         write(file)
-    assert re.search(f"--init_from=hostile.h5.*{line}", refusal(init_from, masters, "hostile.h5"))
+    said = refusal(init_from, train_state, "hostile.h5")
+    assert re.search(f"--init_from=hostile.h5.*{line}", said)
 
 
 @pytest.fixture(scope="module")
-def masters():
+def train_state():
     """A model with a weight of `[2]` at layers/scale/vars/0, called dense/secret."""
-    return prepare(tiny.options("unused", model=f"{__name__}:one_vector")).masters
+    return prepare(tiny.options("unused", model=f"{__name__}:one_vector")).train_state
 
 
 class Scale(layers.Layer):
@@ -258,10 +259,10 @@ def encrypted(content, into):
     ],
     ids=["encrypted", "bomb", "bz2", "lzma", "cut", "empty", "short", "pipe", "device"],
 )
-def test_a_file_that_is_none(masters, source, tmp_path, pack, line):
+def test_a_file_that_is_none(train_state, source, tmp_path, pack, line):
     path = tmp_path / "mine.keras"
     pack((source[0] / "file.weights.h5").read_bytes(), path)
-    assert line in refusal(init_from, masters, str(path))
+    assert line in refusal(init_from, train_state, str(path))
 
 
 @pytest.mark.process

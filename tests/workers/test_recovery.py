@@ -135,7 +135,7 @@ def test_two_towers_on_each_worker_compute_what_four_here_do(pair, tmp_path):
 
 
 @extended
-def test_masters_that_a_lost_worker_had_are_those_of_the_last_checkpoint(pair, tmp_path):
+def test_train_state_that_a_lost_worker_had_are_those_of_the_last_checkpoint(pair, tmp_path):
     flags = ["--variables=sharded", "--min_workers=2"]
     with Run(tmp_path / "quiet", pair, *flags) as run:
         run.end()

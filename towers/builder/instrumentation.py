@@ -93,7 +93,13 @@ class Tracer:
     """Traces a tower function for any number of examples."""
 
     def __init__(self, fn: Callable, batch: Sequence[Any], reached: Sequence[Namespace] = ()):
-        """Set a function, its arguments, which may be symbolic, and what it can read and set."""
+        """Set the function and what it can read and set.
+
+        Args:
+            fn: the tower function.
+            batch: its arguments, which may be symbolic.
+            reached: the namespaces that it can read and set.
+        """
         self.fn, self.structure, self.reached = fn, batch, reached
         self.leaves = as_leaves(batch)
         self.batch = [leaf for leaf in self.leaves if not isinstance(leaf, PerTower)]

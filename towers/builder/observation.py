@@ -72,7 +72,13 @@ class Observer:
     """Records a function's random draws, its layers' outputs, and the losses that they add."""
 
     def __init__(self, trace: Any, scope: PerturbedScope, nudges: Sequence[tf.Tensor]):
-        """Set the trace to fill, the scope of the run, and the nudges of the first draws."""
+        """Start without observations.
+
+        Args:
+            trace: the trace to fill.
+            scope: of the run.
+            nudges: numbers that are added to the first draws.
+        """
         self.trace, self.scope, self.nudges = trace, scope, nudges
         self.calls: list[str] = []  # stack of layers
         self.outputs: list[tf.Tensor] = []

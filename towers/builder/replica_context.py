@@ -63,7 +63,13 @@ class ReplicaContext:
     scope: ReplicaScope | None = None
 
     def __init__(self, replicas: "Replicas", tower: int, part: Slice):
-        """Set the tower's number and slice; `replicas` are the contexts of all towers."""
+        """Set the tower and its slice.
+
+        Args:
+            replicas: the contexts of all towers.
+            tower: number of the tower.
+            part: its slice of the batch.
+        """
         builder, sync_group = replicas.builder, replicas.sync_group
         self.tower, self.device, self.name = tower, builder.devices[tower], f"tower_{tower}"
         self.part, self.own = part, replicas.own
@@ -257,7 +263,12 @@ class AnalysisCache:
     """Analyzes the functions that a builder copies, caches the analyses, and reports warnings."""
 
     def __init__(self, num_slices: int, on_warning: Callable[[str], None]):
-        """Set the number of slices of a batch, and what is called with each warning."""
+        """Start with an empty cache.
+
+        Args:
+            num_slices: number of slices of a batch.
+            on_warning: called with each warning.
+        """
         self._num_slices, self._on_warning = num_slices, on_warning
         self._warned: set[str] = set()
         # (parts, Python state, analysis) of functions, the newest first; the next list, too.

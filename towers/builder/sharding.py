@@ -49,7 +49,14 @@ class DeviceResidentBatch:
         dtype: tf.DType | None = None,
         whole: tf.Tensor | None = None,
     ):
-        """Set the stored examples, the rows of the batch, and the dtype of the batch."""
+        """Set the stored examples and the rows of the batch.
+
+        Args:
+            stored: the examples, `[N, ...]`: a variable for each tower.
+            rows: indices of the batch's examples, `[B]`.
+            dtype: of the batch; None: as stored.
+            whole: the batch itself, if it is known.
+        """
         self.stored, self.rows, self.whole = list(stored), rows, whole
         self.dtype = tf.as_dtype(dtype or stored[0].dtype)
         self.shape = rows.shape.concatenate(stored[0].shape[1:])

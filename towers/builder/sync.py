@@ -48,7 +48,12 @@ class SyncGroup:
     """
 
     def __init__(self, counts: Sequence[Any], devices: Sequence[str]):
-        """Set the towers' devices and numbers of examples: ints, tensors if 0 is possible, None."""
+        """Set the towers.
+
+        Args:
+            counts: numbers of examples: ints, tensors if 0 is possible, or None if unknown.
+            devices: of the towers.
+        """
         self.counts, self.devices, self.num_towers = list(counts), list(devices), len(counts)
         self.equal = all(isinstance(c, int) and c == counts[0] for c in counts)
         self.is_open = True  # while towers are traced
@@ -125,7 +130,14 @@ class SyncHandle:
     """The exchanges of one tower."""
 
     def __init__(self, group: SyncGroup, tower: int, by_xla: bool, prefetch: Callable):
-        """Join `group` as tower number `tower`."""
+        """Join a group.
+
+        Args:
+            group: of the towers.
+            tower: number of this one.
+            by_xla: whether it is compiled.
+            prefetch: returns the value of a variable on the tower's device.
+        """
         self.count, self.num_towers, self.equal = group.counts[tower], group.num_towers, group.equal
         self.tower, self.by_xla, self.prefetch = tower, by_xla, prefetch
         self.layers: list[Any] = []  # of BatchNorm, that the tower has gone through, on a GPU

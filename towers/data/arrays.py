@@ -16,7 +16,7 @@ import tensorflow as tf
 from towers.data.pipeline import Structure, is_label, spec_of, stored, stored_spec
 from towers.errors import InputError
 
-PARTS = ("x", "y", "sample_weight")
+EXAMPLE_PARTS = ("x", "y", "sample_weight")
 MAX_LABEL = np.iinfo(np.int32).max - 1
 CLASSES_ARE = "classes are 0, 1, 2, ...: return floats where targets are no classes"
 
@@ -35,7 +35,7 @@ def as_arrays(name: str, parts: Sequence[object]) -> Structure:
     parts = list(parts)
     while len(parts) > 1 and parts[-1] is None:
         parts.pop()
-    named = [(f"{name} {part}", value) for part, value in zip(PARTS, parts, strict=False)]
+    named = [(f"{name} {part}", value) for part, value in zip(EXAMPLE_PARTS, parts, strict=False)]
     example = tuple(_to_arrays(*pair) for pair in named)
     if _unequal_rows(example):
         with contextlib.suppress(InputError):
@@ -58,7 +58,9 @@ def as_arrays(name: str, parts: Sequence[object]) -> Structure:
     return result
 
 
-def leaves(example: Structure, parts: Sequence[str] = PARTS) -> Iterator[tuple[str, object]]:
+def leaves(
+    example: Structure, parts: Sequence[str] = EXAMPLE_PARTS
+) -> Iterator[tuple[str, object]]:
     """Yield the name and the value of each leaf, as ("x['tokens']", array).
 
     Args:
@@ -158,7 +160,7 @@ def _unequal_rows(parts: Structure) -> str:
 
 def _check_targets(name: str, example: Structure) -> Structure:
     # Integer images of a classification become uint8.
-    for path, array in leaves(example[1:], PARTS[1:]):
+    for path, array in leaves(example[1:], EXAMPLE_PARTS[1:]):
         if array.dtype.kind in "SUO":
             raise InputError(
                 f"{name} {path} is text; return numbers, as names, y = np.unique(y, "

@@ -29,7 +29,12 @@ class DeviceCache:
     """A split in the memory of the towers' devices or machines; it uses `bytes` of each."""
 
     def __init__(self, split: ArraySplit, homes: Sequence[str]):
-        """Copy the split to these devices, one for each tower; towers may share one."""
+        """Copy a split to the towers' devices.
+
+        Args:
+            split: the examples.
+            homes: a device for each tower; towers may share one.
+        """
         self.bytes, self.homes = num_bytes(split), list(homes)
         self.train_batches = split.train_rows
         arrays = tf.nest.flatten(split.arrays())

@@ -112,7 +112,14 @@ class EncodedSplit(IndexedSplit):
         resize: bool,
         max_pixels: int = Options.max_image_pixels,
     ):
-        """Set the source and the shape of images; others are resized, or raise an error."""
+        """Set the source and the shape of images.
+
+        Args:
+            source: of the encoded images.
+            image_shape: (height, width, channels) of all.
+            resize: whether others are resized; else they raise an error.
+            max_pixels: largest number of pixels of an image.
+        """
         self.size = len(source.labels)
         self.spec = (tf.TensorSpec(image_shape, tf.uint8), tf.TensorSpec([], tf.int32))
         self.source, self._shape, self._resize = source, image_shape, resize

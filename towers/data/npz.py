@@ -16,7 +16,7 @@ import numpy as np
 
 from towers import files
 from towers.data import user_data, zip_sizes
-from towers.data.arrays import PARTS
+from towers.data.arrays import EXAMPLE_PARTS
 from towers.data.pipeline import Data
 from towers.devices import memory
 from towers.errors import InputError
@@ -58,7 +58,7 @@ def load(dataset: str, path: str) -> Data:
         of_part[name] = array
     examples = {}
     for split, parts in splits.items():
-        names = PARTS[: len(parts)]
+        names = EXAMPLE_PARTS[: len(parts)]
         if set(names) != set(parts):  # y without x
             raise refused
         examples[split] = tuple(parts[name].get(None, parts[name]) for name in names)

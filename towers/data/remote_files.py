@@ -38,7 +38,14 @@ class RemoteReader:
     """A split that other machines read, in batches of one size."""
 
     def __init__(self, split: EncodedSplit, names: Sequence[str], batch_size: int, num_rounds: int):
-        """Assign the slices of a batch to the machines of the towers' devices, `names`."""
+        """Assign the slices of a batch to machines.
+
+        Args:
+            split: the examples.
+            names: the towers' devices.
+            batch_size: examples in a batch.
+            num_rounds: number of slices that each tower gets.
+        """
         self._split, self._slices = split, slices_of(batch_size, len(names), num_rounds)
         slices: dict[str, list[tuple[int, int]]] = {}
         for part, name in zip(self._slices, itertools.cycle(names)):

@@ -37,7 +37,12 @@ class TracedStep:
     """
 
     def __init__(self, body: tf.Graph, homes: dict[tf.Operation, str]):
-        """Read the graph of a step; `homes` is {a placeholder: its value's device}."""
+        """Read the graph of a step.
+
+        Args:
+            body: the graph.
+            homes: {placeholder: the device of its value}.
+        """
         self.devices: dict[tf.Operation, str] = {}
         self.known: set[tf.Operation] = set()
         self.loops: set[str] = set()

@@ -35,7 +35,13 @@ class Node:
     """
 
     def __init__(self, proto: NodeDef, traced: Mapping[str, tf.Operation], depth: int = 0):
-        """Read a node; `traced` has the function's ops by name, which are in `depth` loops."""
+        """Read a node.
+
+        Args:
+            proto: the node.
+            traced: {name: op} of the function.
+            depth: number of loops around the function.
+        """
         device = short_device_name(proto.device)
         self.proto = proto
         self.gpu = ""

@@ -20,7 +20,7 @@ from towers import tf_internals
 from towers.builder.device_types import machine_of
 from towers.builder.op_names import layer_of, tower_of
 
-# Ops that move values between devices, control loops, or read masters on their devices.
+# Ops that move values between devices, control loops, or read variables on their devices.
 _NOT_OF_A_TOWER = frozenset(
     "_Send _Recv _HostSend _HostRecv _Arg _Retval Const NoOp Enter Exit Merge Switch LoopCond "
     "NextIteration ReadVariableOp VarHandleOp ResourceGather".split()

@@ -55,7 +55,7 @@ def check_strict(stray: Sequence[str]) -> None:
 def strays(
     placement: Placement,
     devices: Sequence[str],
-    masters: Mapping[str, tf.Variable],
+    variables: Mapping[str, tf.Variable],
     master_devices: Sequence[str],
 ) -> list[str]:
     """Return a line for each layer of a tower, and each master, that is on another device.
@@ -63,8 +63,8 @@ def strays(
     Args:
         placement: of the executed graph.
         devices: of the towers, in their order.
-        masters: {name: variable}.
-        master_devices: allowed devices of masters.
+        variables: {name: variable}.
+        master_devices: allowed devices of variables.
     """
     types: dict[tuple, list[str]] = defaultdict(list)
     for op in placement.misplaced(devices):
@@ -76,7 +76,7 @@ def strays(
         lines.append(f"tower {tower} on {devices[tower]}, layer {layer}: {names} on {device}{why}")
     homes = [short_device_name(device) for device in master_devices]
     home = " or ".join(dict.fromkeys(homes))
-    for name, variable in masters.items():
+    for name, variable in variables.items():
         if (device := short_device_name(variable.device)) not in homes:
             lines.append(f"master variable {name} on {device}, not {home}")
     return lines

@@ -30,7 +30,7 @@ from towers.monitoring import events
 HEAVY, POINT = "pictures and histograms", "curves"
 _SHARE = {HEAVY: 0.5, POINT: 1.0}  # share of the size that a kind may fill
 _OVERHEAD_BYTES = 64  # of an event
-PARTS = "train", "eval"
+STAGES = "train", "eval"
 _OWN = re.compile(rf"((tower|{MACHINE}|gpu)_\d+)/(.+)")  # tags with a run of their own
 _NUMBERS = itertools.count()  # of the files of a process
 
@@ -53,7 +53,7 @@ class EventWriter:
             say: called with a line when the first event is dropped or cannot be written.
             check: called before each event; raises RunError or OSError if the folder is lost.
         """
-        folders = [train_dir, *(run for part in PARTS for run in events.runs(train_dir / part))]
+        folders = [train_dir, *(run for part in STAGES for run in events.runs(train_dir / part))]
         event_files = [path for folder in folders for path in events.paths(folder)]
         self._train_dir, self._files = train_dir, {}  # {run: path}
         self._used_bytes = sum(path.stat().st_size for path in event_files)

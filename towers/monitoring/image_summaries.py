@@ -39,7 +39,12 @@ class Sampler:
     """
 
     def __init__(self, split: Split, options: Options):
-        """Read nothing yet."""
+        """Prepare to read; nothing is read yet.
+
+        Args:
+            split: the examples.
+            options: of the run.
+        """
         self._split, self._options, self._kept = split, options, None
         number = tf.TensorSpec([], tf.int64)
         # Traced once: building a pipeline leaks memory in TensorFlow.
@@ -116,7 +121,17 @@ class Gallery:
         model: keras.Model,
         data: Data,
     ):
-        """Show the first pictures, before training: some data sets allow one reader at a time."""
+        """Show the first pictures, before training: some data sets allow one reader at a time.
+
+        Args:
+            monitor: writes the pictures.
+            timetable: of the run.
+            sampler: of batches for pictures.
+            draw_histograms: returns the histograms of a batch.
+            builder: of the towers.
+            model: of the run.
+            data: names the classes.
+        """
         self._monitor, self._timetable = monitor, timetable
         self._sampler, self._draw_histograms = sampler, draw_histograms
         self._builder, self._model, self._data = builder, model, data

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from towers.devices import remote
 from towers.formatting import printable
 from towers.monitoring import events, tower_metrics
-from towers.monitoring.event_writer import PARTS, EventWriter
+from towers.monitoring.event_writer import STAGES, EventWriter
 from towers.monitoring.gradient_noise import NoiseScale, Stragglers, estimate
 from towers.monitoring.speed import RATE, Speed, by_tower
 from towers.options.triggers import Timetable
@@ -62,7 +62,7 @@ class Monitor:
         self._timetable, self._devices, self._health = timetable, list(devices), health
         self._out, self._clock, self._speed = out or sys.stdout, clock, Speed(clock)
         self.pause = self._speed.pause
-        of_train, of_eval = (train_dir / part for part in PARTS)
+        of_train, of_eval = (train_dir / part for part in STAGES)
         self._evaluated = _cut(of_train, of_eval, timetable)
         before = events.read(of_train, {"loss/data", RATE, *_NOISE_TAGS}).values()
         self.last_loss: float | None = None  # at the last point of any process

@@ -29,7 +29,14 @@ class Profiler:
         last_step: int,
         say: Callable[[str], None],
     ):
-        """Plan a profile of `steps`, (first, last), if any; start nothing."""
+        """Plan a profile; start nothing.
+
+        Args:
+            train_dir: folder of the run.
+            steps: the profile's first and last step; None: no profile is planned.
+            last_step: of the run.
+            say: prints a line.
+        """
         self._folder, self._last_step = train_dir / "train", last_step
         self._say = lambda line: say(f"profile     {line}")
         self._plan, self._running, self._asked, self._step = steps, None, False, 0

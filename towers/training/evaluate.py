@@ -48,7 +48,7 @@ def evaluate(
     _check_data(run, recorded.get("task", {}))
     for line in manifest.differences({"code": manifest.code(options)}, recorded):
         say(f"warning     {line}")
-    variables = run.masters.variables().items()
+    variables = run.train_state.variables().items()
     step = CheckpointManager(
         Path(options.train_dir, "checkpoints"),
         {name: v for name, v in variables if name.startswith(("model/", "average/"))},
@@ -56,7 +56,7 @@ def evaluate(
         exact=False,  # the checkpoint has optimizer and loss scale, too
         remedy="towers train --overwrite starts anew, and keeps them beside",
     ).restore(None, best_checkpoint.step_of(options.train_dir))
-    run.masters.set_copies()
+    run.train_state.set_copies()
     with user_facing_errors(options):
         result = run.task.make_evaluator(run.data.test)()
     for line in run.take_diagnostics():

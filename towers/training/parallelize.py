@@ -588,7 +588,7 @@ def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> 
 
 def _logits_of(output: Any) -> dict[str, tf.Tensor]:
     """Return {op that makes probabilities, or "": logits} of an output, {} without logits."""
-    if (logits := tf_internals.logits_of(output)) is not None:
+    if (logits := tf_internals.remembered_logits(output)) is not None:
         return {"": logits}
     made_by = output.op.type if isinstance(output, tf.Tensor) else ""
     return {made_by: output.op.inputs[0]} if made_by in _PROBABILITIES else {}

@@ -148,7 +148,7 @@ def _train(
         stack.enter_context(profiler)
         stack.enter_context(preemption)
         preemption.listener.keep(prepared.batches)
-        model = run.masters.model
+        model = run.train_state.model
         draw = make_histograms(run.builder, model, task.gradients, task.inputs)
         gallery = Gallery(monitor, timetable, prepared.sampler, draw, run.builder, model, run.data)
         callbacks = Callbacks(user_callbacks, run, timetable)
@@ -245,7 +245,7 @@ def _train(
         "train_dir": options.train_dir,
     }
     dashboard.close_root(folder, result, timetable.x(step))
-    manifest.finish(folder, run.masters.variables())
+    manifest.finish(folder, run.train_state.variables())
     files.write_json(folder / RESULT, result)  # written last: it marks the run as finished
     if advice := monitor.advice():
         monitor.say(f"gradient noise scale: {advice}")
@@ -280,7 +280,7 @@ def _save_finite(
     Copies of the weights that have drifted apart, as on unlike GPUs, are set to the saved values:
     the run continues as one that is resumed from this checkpoint.
     """
-    if drifted := prepared.run.masters.make_copies_equal():
+    if drifted := prepared.run.train_state.make_copies_equal():
         name, device, other = drifted
         prepared.checkpoints.say(
             f"warning     copies of {name} on {device} and {other} differ at step {step}: all go "
@@ -301,7 +301,7 @@ def _saved_if_it_fails(prepared: PreparedRun, preemption: PreemptionHandler) -> 
     except (nonfinite.NotFinite, nonfinite.Rollback, remote.DevicesChanged):
         raise
     except Exception:
-        step, snapshot = preemption.backup or (int(prepared.run.masters.step.numpy()), None)
+        step, snapshot = preemption.backup or (int(prepared.run.train_state.step.numpy()), None)
         if (preemption.backup or preemption.consistent) and not prepared.checkpoints.has(step):
             snapshot = snapshot or prepared.checkpoints.snapshot()
             with contextlib.suppress(RunError):  # the first error is the one to report
@@ -350,7 +350,7 @@ def _finished_line(run: RunContext, result: Mapping[str, Any]) -> str:
 
 
 def _best_of(run: RunContext, folder: Path) -> BestTracker:
-    options, step = run.options, int(run.masters.step.numpy())
+    options, step = run.options, int(run.train_state.step.numpy())
     patience = options.early_stopping_epochs * run.data.train.size
     return BestTracker(folder, run.task.objective(), patience, options.keep_best, step)
 

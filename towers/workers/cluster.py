@@ -104,7 +104,13 @@ class Cluster:
     home = PROGRAM + HOST
 
     def __init__(self, addresses: Sequence[str], towers_per_worker: int, timeout_seconds: float):
-        """Set the addresses; raise InputError for two addresses of one worker."""
+        """Set the workers; connect to none yet.
+
+        Args:
+            addresses: of the workers, HOST:PORT.
+            towers_per_worker: 0: one on each GPU of a worker, else one.
+            timeout_seconds: without an answer, after which a worker is lost.
+        """
         check_distinct(addresses)
         self.workers = [Worker(address, task) for task, address in enumerate(addresses)]
         self.towers_per_worker, self.timeout_seconds = towers_per_worker, timeout_seconds

@@ -1,10 +1,10 @@
 """Continues a run when workers are lost or come back.
 
-Before each call of the train loop the masters' values are kept, without a copy. When a worker is
-lost, the call's updates are dropped, so that an update is complete or not made at all. The kept
-values become a checkpoint, and the run is rebuilt on the remaining workers, as a new process would
-resume it. Results do not depend on the number of towers. Masters on workers are lost with these:
-such a run continues from its last checkpoint.
+Before each call of the train loop the values of the variables are kept, without a copy. When a
+worker is lost, the call's updates are dropped, so that an update is complete or not made at all.
+The kept values become a checkpoint, and the run is rebuilt on the remaining workers, as a new
+process would resume it. Results do not depend on the number of towers. Variables on workers are
+lost with these: such a run continues from its last checkpoint.
 """
 
 import contextlib
@@ -27,7 +27,12 @@ class Recovery:
     """Recovers a run from the loss of workers; one object serves all its rebuilds."""
 
     def __init__(self, options: Options, say: Callable[[str], None]):
-        """Set the run's options, and the function that prints a line."""
+        """Start without a lost worker.
+
+        Args:
+            options: of the run.
+            say: prints a line.
+        """
         self._options, self._say = options, say
         self._where, self._num_errors = "", 0
 

@@ -123,7 +123,12 @@ class Reservations:
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic):
-        """Begin with a free worker; `clock` returns seconds."""
+        """Start as a free worker.
+
+        Args:
+            folder: of the reservations.
+            clock: returns seconds.
+        """
         self.owner: Owner | None = None
         self._folder, self._clock = folder, clock
         self._by_id: dict[str, Reservation] = {}

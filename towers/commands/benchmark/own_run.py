@@ -95,7 +95,7 @@ class OwnRun:
             self._make_steps(part, num_steps)
             steps += num_steps
             passed = time.perf_counter() - start
-        if bool(self.run.masters.stuck()):  # from then on steps do nothing
+        if bool(self.run.train_state.stuck()):  # from then on steps do nothing
             raise RunError("the loss or a gradient is not finite: try a lower --learning_rate")
         return {"steps": steps, "seconds": passed}
 
@@ -110,8 +110,8 @@ def make_control(run: RunContext) -> Callable[[tf.Tensor], tf.Tensor]:
     a tower's slice, so that nothing crosses between towers. Batch and weights are read in each
     step, so that nothing can be hoisted out of the loop.
     """
-    builder, variables = run.builder, run.masters.model.variables
-    trainable = {id(v) for v in run.masters.model.trainable_variables}
+    builder, variables = run.builder, run.train_state.model.variables
+    trainable = {id(v) for v in run.train_state.model.trainable_variables}
     copies = []
     for device in builder.devices:
         with tf.device(device):

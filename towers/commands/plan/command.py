@@ -159,7 +159,7 @@ def _missing_gradients(run: RunContext) -> list[str]:
 
     def traced(example: Any, draws: tf.Tensor) -> None:
         gradients = run.task.gradients(*example, draws)
-        pairs = zip(run.masters.model.trainable_variables, gradients, strict=True)
+        pairs = zip(run.train_state.model.trainable_variables, gradients, strict=True)
         missing[:] = [variable.path for variable, gradient in pairs if gradient is None]
 
     batches = run.data.train.train_batches(run.options.batch_size, seed=0)

@@ -52,7 +52,7 @@ def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _rows(
-    trained: TrainedModel, builder: TowerBuilder, parts: Sequence[inputs.Part], batch_size: int
+    trained: TrainedModel, builder: TowerBuilder, parts: Sequence[inputs.InputFile], batch_size: int
 ) -> Iterator[printing.Row]:
     """Yield the examples with their outputs, from batches that are padded to one size."""
 

@@ -25,7 +25,7 @@ _NUM_THREADS = os.cpu_count() or 1
 Examples = Any  # arrays [n, ...] in the structure of a run's x
 
 
-class Part(NamedTuple):
+class InputFile(NamedTuple):
     """A file with `size` examples; `read(start, stop)` returns some of them."""
 
     file: str
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     note: str = ""  # what the model does not see of the file
 
 
-def find(names: Sequence[str], trained: TrainedModel) -> list[Part]:
+def find(names: Sequence[str], trained: TrainedModel) -> list[InputFile]:
     """Return a part for each file; each is read once, so that damage is found early.
 
     Args:
@@ -56,7 +56,7 @@ def find(names: Sequence[str], trained: TrainedModel) -> list[Part]:
         return list(pool.map(lambda path: _part(path, trained), paths))
 
 
-def batches(parts: Sequence[Part], batch_size: int) -> Iterator[tuple[list[tuple], Examples]]:
+def batches(parts: Sequence[InputFile], batch_size: int) -> Iterator[tuple[list[tuple], Examples]]:
     """Yield [(file, index in the file)] and these examples, in order.
 
     Args:
@@ -65,7 +65,7 @@ def batches(parts: Sequence[Part], batch_size: int) -> Iterator[tuple[list[tuple
     """
     rows = ((part, index) for part in parts for index in range(part.size))
 
-    def read(span: tuple[Part, list[int]]) -> Examples:
+    def read(span: tuple[InputFile, list[int]]) -> Examples:
         part, indices = span
         return part.read(indices[0], indices[-1] + 1)
 
@@ -77,7 +77,7 @@ def batches(parts: Sequence[Part], batch_size: int) -> Iterator[tuple[list[tuple
             yield [(part.file, index) for part, index in batch], arrays
 
 
-def _part(path: str, trained: TrainedModel) -> Part:
+def _part(path: str, trained: TrainedModel) -> InputFile:
     ending = os.path.splitext(path)[1].lower()
     readers = {".npy": _npy_part, ".npz": _npz_part, ".csv": _csv_part}
     readers |= dict.fromkeys(IMAGES, _image_part)
@@ -96,7 +96,7 @@ def _part(path: str, trained: TrainedModel) -> Part:
         raise InputError(f"{path} {npz.fault(error, ending)}") from None
 
 
-def _image_part(path: str, trained: TrainedModel) -> Part:
+def _image_part(path: str, trained: TrainedModel) -> InputFile:
     spec, options = trained.spec()[0], trained.options
     channels = spec.shape[-1] if trained.task["image_shape"] else None
     if channels not in (1, 3, 4) or spec.dtype != tf.uint8:
@@ -120,10 +120,10 @@ def _image_part(path: str, trained: TrainedModel) -> Part:
     height, width, _ = decoded().shape
     as_in_training = options.image_size or spec.shape[:2] == [height, width]
     note = "" if as_in_training else f"{height}x{width} resized to {spec.shape[0]}x{spec.shape[1]}"
-    return Part(path, 1, read, note)
+    return InputFile(path, 1, read, note)
 
 
-def _npy_part(path: str, trained: TrainedModel) -> Part:
+def _npy_part(path: str, trained: TrainedModel) -> InputFile:
     spec = trained.spec()[0]
     if tf.nest.is_nested(spec):
         raise InputError(
@@ -132,7 +132,7 @@ def _npy_part(path: str, trained: TrainedModel) -> Part:
     return _arrays_part(path, [np.load(path, mmap_mode="r", allow_pickle=False)], trained)
 
 
-def _npz_part(path: str, trained: TrainedModel) -> Part:
+def _npz_part(path: str, trained: TrainedModel) -> InputFile:
     spec, leaves = trained.spec()[0], []
     with npz.opened(path, path) as arrays:
         for name in _leaf_names(spec):
@@ -148,7 +148,7 @@ def _npz_part(path: str, trained: TrainedModel) -> Part:
     return _arrays_part(path, leaves, trained)
 
 
-def _csv_part(path: str, trained: TrainedModel) -> Part:
+def _csv_part(path: str, trained: TrainedModel) -> InputFile:
     """Read the columns that the model was trained on; ignore others."""
     spec, options, table = trained.spec()[0], trained.options, CsvTable(path)
     if tf.nest.is_nested(spec):
@@ -164,7 +164,7 @@ def _csv_part(path: str, trained: TrainedModel) -> Part:
     unread = [name for name in table.names if known and name not in _table_columns(trained)]
     note = f"not read: {first_of(unread)}" if unread else ""
     features = table.features(columns, categories).astype(np.float32)
-    return _arrays_part(path, [features], trained)._replace(note=note)
+    return _arrays_part(path, [features], trained, note)
 
 
 def _table_columns(trained: TrainedModel) -> list[str]:
@@ -175,7 +175,9 @@ def _table_columns(trained: TrainedModel) -> list[str]:
     return list(dict.fromkeys(name if name in categories else column for name, column in names))
 
 
-def _arrays_part(path: str, arrays: Sequence[np.ndarray], trained: TrainedModel) -> Part:
+def _arrays_part(
+    path: str, arrays: Sequence[np.ndarray], trained: TrainedModel, note: str = ""
+) -> InputFile:
     spec = trained.spec()[0]
     leaves = tf.nest.flatten(spec)
     for name, array, leaf in zip(_leaf_names(spec), arrays, leaves, strict=True):
@@ -200,7 +202,7 @@ def _arrays_part(path: str, arrays: Sequence[np.ndarray], trained: TrainedModel)
         cut = [np.asarray(array[start:stop], kind) for array, kind in pairs]
         return tf.nest.pack_sequence_as(spec, cut)
 
-    return Part(path, len(arrays[0]), read)
+    return InputFile(path, len(arrays[0]), read, note)
 
 
 def _leaf_names(spec: Any) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from towers.commands.predict.inputs import Part
+from towers.commands.predict.inputs import InputFile
 from towers.errors import InputError
 from towers.formatting import printable
 from towers.training.load import TrainedModel
@@ -56,7 +56,7 @@ class Classes(NamedTuple):
         return [(self.names[i], round(float(output[i]), 6)) for i in order]
 
 
-def _write_table(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Part]) -> None:
+def _write_table(rows: Iterator[Row], classes: Classes | None, parts: Sequence[InputFile]) -> None:
     file = max(len("file"), *(len(part.file) for part in parts))
     name = max(len("class"), *map(len, classes.names)) if classes else 0
     rest = f"{'class':{name}}  probability  {'second':{name}}  probability"
@@ -75,7 +75,7 @@ def _first_numbers(output: np.ndarray) -> str:
     return numbers + (f" ... ({'x'.join(map(str, output.shape))})" if len(flat) > _SHOWN else "")
 
 
-def _write_csv(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Part]) -> None:
+def _write_csv(rows: Iterator[Row], classes: Classes | None, parts: Sequence[InputFile]) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     heads = ["class", "probability", "second", "second_probability"] if classes else None
     for number, row in enumerate(rows):
@@ -91,7 +91,7 @@ def _write_csv(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Par
         writer.writerow([row.file, row.index, *cells])
 
 
-def _write_json(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Part]) -> None:
+def _write_json(rows: Iterator[Row], classes: Classes | None, parts: Sequence[InputFile]) -> None:
     before = "["
     for row in rows:
         outputs = {name: _numbers(output) for name, output in row.outputs.items()}
@@ -109,7 +109,7 @@ def _numbers(output: np.ndarray) -> Any:
     return output.tolist()
 
 
-def _write_npy(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Part]) -> None:
+def _write_npy(rows: Iterator[Row], classes: Classes | None, parts: Sequence[InputFile]) -> None:
     if sys.stdout.isatty():
         raise InputError("--format=npy is no text: type towers predict ... --format=npy > FILE.npy")
     outputs = []

@@ -70,10 +70,15 @@ class TrainRunner(Runner):
     """A run, as `towers train` makes it of its options. A batch is (example, draws)."""
 
     def __init__(self, run: RunContext, plain: bool = False):
-        """Trace the step of a run; with `plain`, a compiled model's step is Keras' own."""
-        self.run, self.model, self.builder = run, run.masters.model, run.builder
+        """Trace the step of a run.
+
+        Args:
+            run: built.
+            plain: whether a compiled model's step is Keras' own.
+        """
+        self.run, self.model, self.builder = run, run.train_state.model, run.builder
         self.num_towers, self.dtype = len(run.builder.devices), run.options.dtype
-        self.named, self.diagnostics = run.masters.variables(), run.diagnostics
+        self.named, self.diagnostics = run.train_state.variables(), run.diagnostics
         if plain:
             unparallelize(self.model)
         batches = run.data.train.train_batches(run.options.batch_size, seed=run.options.seed)
@@ -89,7 +94,7 @@ class TrainRunner(Runner):
     def assign(self, values: Mapping[str, np.ndarray]) -> None:
         """Set the master variables, and their copies."""
         super().assign(values)
-        self.run.masters.set_copies()
+        self.run.train_state.set_copies()
 
     def make_step(self, batch: Any) -> Arrays:
         """Make a step; the gradients are the gathered ones."""
@@ -137,10 +142,14 @@ class FitRunner(Runner):
         reference: "FitRunner | None" = None,
         warned: Sequence[warnings.WarningMessage] = (),
     ):
-        """Put the model on towers by `parallelize(**how)`; without devices, on one as in Keras.
+        """Put the model on towers; without devices, on one as in Keras.
 
-        Variables are named as in `reference`, since Keras numbers some names. `warned` is a list
-        to which warnings are recorded.
+        Args:
+            model: a compiled model.
+            devices: of the towers.
+            how: keyword arguments of `parallelize`.
+            reference: names the variables, since Keras numbers some names.
+            warned: the list to which warnings are recorded.
         """
         self.model, self.num_towers, self._warned = model, max(len(devices), 1), warned
         dtypes = {layer.compute_dtype for layer in tf_internals.layers_of(model)}

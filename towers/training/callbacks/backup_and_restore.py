@@ -102,7 +102,12 @@ class ExactResume(keras.callbacks.Callback):
             vars(self.model)["_towers_resume_at"] = about["batch"]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Record the random state: data that are made in Python depend on it."""
+        """Record the random state: data that are made in Python depend on it.
+
+        Args:
+            epoch: its number, from 0.
+            logs: Keras' figures of the epoch so far.
+        """
         tf_internals.begin_at_epoch(self.model, None)  # else the next fit would begin there, too
         self._epoch = epoch
         self._first_epoch = epoch if self._first_epoch is None else self._first_epoch
@@ -112,7 +117,12 @@ class ExactResume(keras.callbacks.Callback):
         self._random_at_epoch = _random_state()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Replace the step for one call only: an interrupted fit must not stay changed."""
+        """Replace the step for one call only: an interrupted fit must not stay changed.
+
+        Args:
+            batch: its number in the epoch, from 0.
+            logs: Keras' figures; unused.
+        """
         self._batch = batch
         self._step = _own_step(self.model.train_function)
         self.model.train_function = self._step_or_skip

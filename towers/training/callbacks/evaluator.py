@@ -28,7 +28,16 @@ class Evaluator:
         preemption: PreemptionHandler,
         callbacks: Callbacks,
     ):
-        """Set the parts of the run; the first evaluation compiles its function."""
+        """Prepare evaluations; the first one compiles their function.
+
+        Args:
+            prepared: the run.
+            monitor: writes curves and lines.
+            gallery: writes pictures.
+            best: keeps the best evaluation.
+            preemption: whether to stop.
+            callbacks: the user's, whose hooks are called.
+        """
         self._prepared, self._run, self._best = prepared, prepared.run, best
         self._monitor, self._gallery = monitor, gallery
         self._preemption, self._callbacks = preemption, callbacks
@@ -109,7 +118,7 @@ class Evaluator:
     @contextlib.contextmanager
     def _best_weights(self, step: int) -> Iterator[bool]:
         """Use the best weights in the block; yield whether they are not those of `step`."""
-        checkpoints, masters = self._prepared.checkpoints, self._run.masters
+        checkpoints, train_state = self._prepared.checkpoints, self._run.train_state
         best = checkpoints.best
         if best not in (None, step) and not checkpoints.has(best):
             checkpoints.say(f"warning     the checkpoint of step {best}, the best, is not there")
@@ -117,8 +126,8 @@ class Evaluator:
         if best in (None, step):
             yield False
             return
-        with restore_after(masters.variables().values()):
+        with restore_after(train_state.variables().values()):
             checkpoints.restore(wanted=best)
-            masters.set_copies()
+            train_state.set_copies()
             yield True
-        masters.set_copies()
+        train_state.set_copies()

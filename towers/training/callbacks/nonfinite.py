@@ -48,7 +48,14 @@ class NonFiniteMonitor:
     def __init__(
         self, run: RunContext, folder: Path, timetable: Timetable, say: Callable[[str], None]
     ):
-        """Set the run, its folder and timetable; `say` prints a line."""
+        """Set the run.
+
+        Args:
+            run: the run.
+            folder: its `train_dir`.
+            timetable: of the run.
+            say: prints a line.
+        """
         self.run, self.folder, self._timetable, self._say = run, folder, timetable, say
         self._last: Mapping[str, Any] = {}
         self._num_skipped = run.task.num_skipped()
@@ -80,7 +87,7 @@ class NonFiniteMonitor:
     def check_weights(self, step: int) -> None:
         """Raise as `check` does if a master variable is infinite or NaN after `step` steps."""
         self.check(self._last, step, now=True)
-        if names := not_finite(self.run.masters.variables()):
+        if names := not_finite(self.run.train_state.variables()):
             line = f"{names[0]} is infinite or NaN after {step} steps"
             self._roll_back(step, line)
             before = f"{self.folder}/checkpoints holds the state before"
@@ -88,18 +95,18 @@ class NonFiniteMonitor:
 
     def _end(self, batch: Any) -> None:
         """Replay the step, write the report, and raise NotFinite or Rollback."""
-        run, masters = self.run, self.run.masters
-        step, examples = int(masters.step.numpy()), int(masters.examples.numpy())
+        run, train_state = self.run, self.run.train_state
+        step, examples = int(train_state.step.numpy()), int(train_state.examples.numpy())
         # GPUs return no batch, and device-resident data only rows; data are a function of the step.
         if batch is None or tf.is_tensor(batch[0]):
             position = dict(seed=run.options.seed, step=step, examples=examples)
             batch = next(iter(run.data.train.train_batches(run.options.batch_size, **position)))
-        state = {name: variable.numpy() for name, variable in masters.variables().items()}
+        state = {name: variable.numpy() for name, variable in train_state.variables().items()}
         replayed = replay_step(run.options, run.data, run.builder.devices[0], state, batch)
         report = self._report(step, examples, replayed, batch)
         line, more = report["line"], f"; `towers replay --train_dir={self.folder}` makes it again"
         try:
-            _write(self.folder, masters.variables(), batch, report)
+            _write(self.folder, train_state.variables(), batch, report)
         except (OSError, tf.errors.OpError, RunError) as error:
             more = f"; {self.folder / FOLDER} cannot be written: {first_line(error)}"
         if replayed.fault is None or not replayed.fault.of_data:
@@ -191,7 +198,7 @@ def lower_learning_rate(run: RunContext, folder: Path, restored: int | None) -> 
     Raises:
         InputError: --on_nan=rollback, and the learning rate cannot be lowered.
     """
-    rates = [optimizer.learning_rate for optimizer in run.masters.optimizers]
+    rates = [optimizer.learning_rate for optimizer in run.train_state.optimizers]
     has_own_rate = not run.task.rate_is_set
     if has_own_rate and run.options.on_nan == "rollback":
         if not rates or not all(isinstance(rate, keras.Variable) for rate in rates):
@@ -206,7 +213,7 @@ def lower_learning_rate(run: RunContext, folder: Path, restored: int | None) -> 
         return dataclasses.replace(run, lowered_at=tuple(e["examples"] for e in entries))
     for rate in rates:  # later checkpoints hold the lowered rate
         rate.assign(rate * FACTOR ** sum(entry["to"] == restored for entry in entries))
-    run.masters.set_copies()
+    run.train_state.set_copies()
     return run
 
 

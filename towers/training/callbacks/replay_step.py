@@ -106,7 +106,7 @@ class _Step:
         changed = dict(variables="cpu", accumulate_steps=1, jit_compile=False, on_nan="stop")
         options = dataclasses.replace(options, num_towers=1, devices="", **changed)
         self.run = run = assemble(options, [device], dataset)
-        for name, variable in run.masters.variables().items():
+        for name, variable in run.train_state.variables().items():
             variable.assign(state[name])
         self.state = state
         self._trace = tf.function(self._ranges, autograph=False)
@@ -147,10 +147,11 @@ class _Step:
 
     def _call(self, batch: Any) -> tuple[bool, float, list[tuple[tuple, Any]]]:
         """Make a step, restore the state; return whether it is non-finite, its loss and ranges."""
-        masters = self.run.masters
-        with restore_after([*masters.variables().values(), *masters.in_a_row]):
+        train_state = self.run.train_state
+        with restore_after([*train_state.variables().values(), *train_state.in_a_row]):
             loss, values = self._trace(*batch)
-            return bool(masters.stuck()), float(loss), list(zip(self._names, values, strict=True))
+            named = list(zip(self._names, values, strict=True))
+            return bool(train_state.stuck()), float(loss), named
 
     def _rows_at_fault(self, batch: Any) -> list[int]:
         """Return, by bisection, the examples that alone make a step non-finite."""

@@ -19,7 +19,7 @@ from towers.errors import InputError
 from towers.graphs.placement import Placement
 from towers.graphs.step_graph import step_graph
 from towers.monitoring import custom_scalars, dashboard, events, tower_metrics
-from towers.monitoring.event_writer import PARTS, EventWriter
+from towers.monitoring.event_writer import STAGES, EventWriter
 from towers.monitoring.speed import Speed, by_tower
 from towers.training.callbacks.backup_and_restore import is_skipped
 from towers.training.parallelize import builder_of, passes_of
@@ -78,13 +78,22 @@ class TowerBoard(keras.callbacks.Callback):
         self.model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Restart the measurement of speed: the time between epochs is not that of steps."""
+        """Restart the measurement of speed: the time between epochs is not that of steps.
+
+        Args:
+            epoch: its number, from 0.
+            logs: Keras' figures of the epoch so far.
+        """
         self._epoch, self._epoch_begins = epoch, True
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Write the point of the previous call; measure the next call if a point is due.
 
         `on_train_batch_end` would do, but it makes Keras wait for each step.
+
+        Args:
+            batch: its number in the epoch, from 0.
+            logs: Keras' figures; unused.
         """
         if is_skipped(self.model, batch):
             return
@@ -102,7 +111,12 @@ class TowerBoard(keras.callbacks.Callback):
         self._write_point()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Write the evaluation."""
+        """Write the evaluation.
+
+        Args:
+            epoch: its number, from 0.
+            logs: Keras' figures; those of validation begin with val_.
+        """
         self._write_point()
         scalars = _numbers({k: v for k, v in (logs or {}).items() if k.startswith("val_")})
         if self._writer and scalars:
@@ -156,7 +170,7 @@ class TowerBoard(keras.callbacks.Callback):
         """Create the files with the first point; drop older points at `x` or later."""
         if self._writer is not None:
             return
-        for part, start in zip(PARTS, (x, x + 1), strict=True):
+        for part, start in zip(STAGES, (x, x + 1), strict=True):
             (self.folder / part).mkdir(parents=True, exist_ok=True)
             events.cut(self.folder / part, start)
         self._writer = EventWriter(self.folder, self.max_event_mib)

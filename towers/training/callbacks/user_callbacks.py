@@ -117,9 +117,15 @@ class Callbacks:
     """Calls the hooks of a run's Keras callbacks. False if there are none."""
 
     def __init__(self, callbacks: Sequence[_K.Callback], run: RunContext, timetable: Timetable):
-        """Set the model and the parameters of callbacks that are prepared."""
-        self._masters, self._task, self._timetable = run.masters, run.task, timetable
-        self._model, self._training = run.masters.model, False
+        """Set the model and the parameters of the callbacks.
+
+        Args:
+            callbacks: as `prepare` leaves them.
+            run: whose model they see.
+            timetable: of the run.
+        """
+        self._train_state, self._task, self._timetable = run.train_state, run.task, timetable
+        self._model, self._training = run.train_state.model, False
         self._logs: list[dict[str, float]] = []  # of the epoch's steps
         self._list = None
         if not callbacks:
@@ -220,7 +226,7 @@ class Callbacks:
             return
         model, lent = vars(self._model), "optimizer" not in vars(self._model)
         if lent:  # experiment trackers read the learning rate there
-            model["optimizer"] = next(iter(self._masters.optimizers), None)
+            model["optimizer"] = next(iter(self._train_state.optimizers), None)
         before = self._rate()
         try:
             getattr(self._list, hook)(*args)
@@ -228,7 +234,7 @@ class Callbacks:
             after = self._rate()
             if lent:
                 del model["optimizer"]
-        self._masters.set_copies()
+        self._train_state.set_copies()
         if self._task.rate_is_set and after != before:
             raise RunError(_sets_rate(hook))
 

@@ -81,7 +81,7 @@ def write(run: RunContext, folder: Path, restored: int | None, batch: Any) -> li
         restored: step of the restored checkpoint; None: it is a new run.
         batch: of the next step, (example, draws).
     """
-    step = int(run.masters.step.numpy())
+    step = int(run.train_state.step.numpy())
     towers = [dataclasses.asdict(device) for device in devices.describe(run.builder.devices)]
     now = {
         "time": _time(),
@@ -101,7 +101,7 @@ def write(run: RunContext, folder: Path, restored: int | None, batch: Any) -> li
     manifest = {} if restored is None else read(folder)
     lines = differences(now, manifest)
     if manifest and getattr(run.task, "rate_is_set", True):  # else the optimizer has its own
-        seen = int(run.masters.examples.numpy())
+        seen = int(run.train_state.examples.numpy())
         lines += bent_schedule(run.options, run.data.train.size, seen, manifest["sessions"][-1])
     if not manifest:
         arrays = map(np.asarray, tf.nest.flatten(batch))
@@ -110,7 +110,7 @@ def write(run: RunContext, folder: Path, restored: int | None, batch: Any) -> li
             **now,
             "sessions": [],
             "first_batch": {"sha256": digest(*arrays)} if step == 0 else None,
-            "initial_weights": weights_hash(run.masters.variables()) if step == 0 else None,
+            "initial_weights": weights_hash(run.train_state.variables()) if step == 0 else None,
         }
     manifest.setdefault("task", model_spec(run.data, run.options))  # older manifests have none
     manifest["sessions"].append(now)

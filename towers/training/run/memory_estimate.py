@@ -23,17 +23,17 @@ def memory_by_purpose(run: RunContext, step: TracedStep, name: str) -> dict[str,
         step: of the run, traced.
         name: of the tower's device, as in `TowerBuilder.devices`.
     """
-    masters, tower = run.masters, run.builder.devices.index(name)
+    train_state, tower = run.train_state, run.builder.devices.index(name)
     received = step.received_bytes(name)
-    copies = [v.value for replica in masters.replicas[1:] for v in replica.weights]
-    optimizers = [*masters.optimizers, *(r.optimizer for r in masters.replicas[1:])]
+    copies = [v.value for replica in train_state.replicas[1:] for v in replica.weights]
+    optimizers = [*train_state.optimizers, *(r.optimizer for r in train_state.replicas[1:])]
     slots = [v.value for optimizer in optimizers for v in optimizer.variables]
     return {
-        "weights": _bytes_on(name, [*(v.value for v in masters.model.variables), *copies]),
+        "weights": _bytes_on(name, [*(v.value for v in train_state.model.variables), *copies]),
         "optimizer": _bytes_on(name, slots),
-        "average": _bytes_on(name, [average for _, average in masters.averages]),
+        "average": _bytes_on(name, [average for _, average in train_state.averages]),
         "weights_received": received["weights"],
-        "gradients": sum(num_bytes(v.value) for v in masters.model.trainable_variables),
+        "gradients": sum(num_bytes(v.value) for v in train_state.model.trainable_variables),
         "gather": received["other"] + 2 * step.summed_bytes()[name],
         "reserved": RESERVED_BYTES,
         "activations": step.activation_bytes(tower),

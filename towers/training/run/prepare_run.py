@@ -60,7 +60,7 @@ class PreparedRun:
 
     def steps_done(self) -> int:
         """Return the number of updates so far."""
-        return int(self.run.masters.step.numpy())
+        return int(self.run.train_state.step.numpy())
 
     def largest_batch(self) -> int:
         """Return the largest batch size whose steps are expected to fit into the memory."""
@@ -156,7 +156,7 @@ def _window(run: RunContext) -> Callable[[], float]:
     def window() -> float:
         start, steps = time.perf_counter(), 0
         while not steps or time.perf_counter() - start < _TRIAL_SECONDS:
-            traced(run.masters.model, lambda: train_loop(batches, num_steps))["loss"].numpy()
+            traced(run.train_state.model, lambda: train_loop(batches, num_steps))["loss"].numpy()
             steps += int(num_steps)
         return steps * options.batch_size / (time.perf_counter() - start)
 
@@ -179,7 +179,7 @@ def restore(run: RunContext, folder: Path) -> tuple[CheckpointManager, int | Non
     """
     checkpoints = CheckpointManager(
         folder / "checkpoints",
-        run.masters.variables(),
+        run.train_state.variables(),
         {name: getattr(run.options, name) for name in IDENTITY},
         run.options.keep_checkpoints,
     )
@@ -195,7 +195,7 @@ def restore(run: RunContext, folder: Path) -> tuple[CheckpointManager, int | Non
             f"--train_dir={folder}: there are event files in its train or eval, and no checkpoint "
             "that they belong to: name another folder"
         )
-    run.masters.set_copies()
+    run.train_state.set_copies()
     return checkpoints, restored
 
 
@@ -221,7 +221,7 @@ def begin(
     """
     options, timetable, train_loop = run.options, run.timetable(), run.train_loop()
     if restored is None and options.init_from:
-        for line in init_from(run.masters, options.init_from):
+        for line in init_from(run.train_state, options.init_from):
             say(line)
     step, examples = timetable.first_step, timetable.first_examples
     rules = run_summary(run)
@@ -263,7 +263,7 @@ def begin(
         say(line)
     checkpoints.run_directory = files.RunDirectory(folder, lock, say)
     summary: list[str] = []
-    run.masters.model.summary(line_length=100, print_fn=lambda line, **_: summary.append(line))
+    run.train_state.model.summary(line_length=100, print_fn=lambda line, **_: summary.append(line))
     texts = {
         "rules": rules,
         "placement": [*lines, "", *placement_report.table(placement)],
@@ -289,11 +289,11 @@ def _build_graph(
     say(f"building    the graph of {count(len(towers), 'tower')} ...")
     with user_facing_errors(options):
         placement = traced(
-            run.masters.model, lambda: read_placement(train_loop, batches, tf.constant(0))
+            run.train_state.model, lambda: read_placement(train_loop, batches, tf.constant(0))
         )
-    of_masters = {"sharded": towers, "replicated": towers[:1]}.get(options.variables, [])
+    of_train_state = {"sharded": towers, "replicated": towers[:1]}.get(options.variables, [])
     stray = placement_report.strays(
-        placement, towers, run.masters.variables(), [run.builder.gather_device, *of_masters]
+        placement, towers, run.train_state.variables(), [run.builder.gather_device, *of_train_state]
     )
     lines = placement_report.report(placement, stray)
     more = []

@@ -19,7 +19,7 @@ def run_summary(run: RunContext) -> list[str]:
     small, more = divmod(options.batch_size, towers)
     slices = Counter(small + (i < more) for i in range(towers))
     per_tower = " and ".join(f"{n} x {examples}" for examples, n in slices.items())
-    weights = sum(v.value.shape.num_elements() for v in run.masters.model.trainable_variables)
+    weights = sum(v.value.shape.num_elements() for v in run.train_state.model.trainable_variables)
     update = run.task.describe_update()
     every = options.checkpoint_every_steps
     regularly = f"every {every} steps{'' if options.on_nan == 'rollback' else ' or 5 minutes'}, "
@@ -88,7 +88,7 @@ def _cost_of_moments(run: RunContext) -> list[str]:
         return []
     number = sum(
         isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
-        for layer in tf_internals.layers_of(run.masters.model)
+        for layer in tf_internals.layers_of(run.train_state.model)
     )
     line = (
         f"    {count(number, 'layer')} meet twice a step, and each GPU launches some "

@@ -49,7 +49,7 @@ class RunContext:
     """The parts of a run, built from its options.
 
     Attributes:
-        options, builder, data, masters, task: the parts.
+        options, builder, data, train_state, task: the parts.
         stored: returns the training set on the towers' devices, where its first call copies it;
             None if each step is sent its examples.
         total_epochs: the length of schedules.
@@ -62,7 +62,7 @@ class RunContext:
     options: Options
     builder: TowerBuilder
     data: Data
-    masters: TrainState
+    train_state: TrainState
     task: Task
     stored: Stored
     total_epochs: float
@@ -78,7 +78,7 @@ class RunContext:
 
     def train_loop(self, *, telemetry: bool = True) -> Callable:
         """Return the run's `TrainLoop`."""
-        parts = self.builder, self.train_step(), self.task.step_names, self.masters
+        parts = self.builder, self.train_step(), self.task.step_names, self.train_state
         return make_train_loop(*parts, telemetry=telemetry)
 
     @property
@@ -132,8 +132,8 @@ class RunContext:
         return self.task.analyze(*example, draws)
 
     def timetable(self) -> Timetable:
-        """Return the timetable from the masters' step to the end of the run."""
-        step, examples = int(self.masters.step.numpy()), int(self.masters.examples.numpy())
+        """Return the timetable from the step of the train state to the end of the run."""
+        step, examples = int(self.train_state.step.numpy()), int(self.train_state.examples.numpy())
         left = math.ceil((self.total_examples - examples) / self.options.batch_size)
         if self.options.max_steps:
             left = min(left, self.options.max_steps - step)
@@ -276,8 +276,8 @@ def assemble(
         if network.compiled:
             task = compiled.Compiled(builder, network, options, dataset)
         else:
-            masters = _make_masters(network, device_names, options, loss_scaling)
-            task = Classifier(builder, masters, options, dataset)
+            train_state = _make_train_state(network, device_names, options, loss_scaling)
+            task = Classifier(builder, train_state, options, dataset)
         task.objective()  # raises InputError for a metric that does not exist
     _check_validation(options, dataset)
     _check_batch(options, dataset)
@@ -289,7 +289,7 @@ def assemble(
         reader = remote_files.find(dataset.train, device_names, *sizes)
         return reader or cache_on_devices(dataset.train, device_names)
 
-    parts = options, builder, dataset, task.masters, task, stored or find_stored
+    parts = options, builder, dataset, task.train_state, task, stored or find_stored
     return RunContext(*parts, total_epochs, total_examples, diagnostics, left_open)
 
 
@@ -385,7 +385,7 @@ def _check_validation(options: Options, dataset: Data) -> None:
             )
 
 
-def _make_masters(
+def _make_train_state(
     network: keras.Model, device_names: Sequence[str], options: Options, loss_scaling: bool
 ) -> TrainState:
     weights = network.trainable_variables

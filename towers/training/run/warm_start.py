@@ -52,11 +52,11 @@ class NamedWeight(NamedTuple):
     value: Any  # a variable, an array, or a dataset of h5py
 
 
-def init_from(masters: TrainState, source: str) -> list[str]:
+def init_from(train_state: TrainState, source: str) -> list[str]:
     """Initialize a model's weights, frozen ones too, and their averages from a source.
 
     Args:
-        masters: of a run before its first step.
+        train_state: of a run before its first step.
         source: the folder of a run, whose averages are preferred, or a Keras file.
 
     Returns:
@@ -69,11 +69,11 @@ def init_from(masters: TrainState, source: str) -> list[str]:
     with contextlib.ExitStack() as opened:
         if path.is_dir():
             description, available = _read_run(path)
-            ours = [NamedWeight(v.path, _short_name(v.path), v) for v in masters.model.weights]
+            ours = [NamedWeight(v.path, _short_name(v.path), v) for v in train_state.model.weights]
         else:
             description, available = str(path), opened.enter_context(_of_file(path))
-            weights = {id(v) for v in masters.model.weights}
-            places = tf_internals.places_in_file(masters.model)
+            weights = {id(v) for v in train_state.model.weights}
+            places = tf_internals.places_in_file(train_state.model)
             ours = [NamedWeight(*place) for place in places if id(place[2]) in weights]
         matched = [_match(ours, available, field) for field in ("path", "name")]
         pairs = max(matched, key=lambda pairs: sum(_fits(*pair) for pair in pairs))
@@ -90,9 +90,9 @@ def init_from(masters: TrainState, source: str) -> list[str]:
         raise InputError(f"--init_from={source} has no weight of this model: {examples} here")
     for variable, value in values:
         variable.assign(value.astype(variable.dtype))
-    for variable, average in masters.averages:
+    for variable, average in train_state.averages:
         average.assign(variable.value)
-    masters.set_copies()
+    train_state.set_copies()
     used = {id(there) for _, there in pairs}
     unused = [k.path or k.name for k in available if id(k.value) not in used]
     kinds = {"not there": missing, "of another shape": other, "of no use here": unused}

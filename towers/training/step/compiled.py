@@ -57,6 +57,12 @@ class Compiled(Task):
     def __init__(self, builder: TowerBuilder, model: keras.Model, options: Options, data: Data):
         """Place the weights, and create all variables that a step needs.
 
+        Args:
+            builder: of the towers.
+            model: a compiled model.
+            options: of the run.
+            data: of the run.
+
         Raises:
             InputError: an option is not possible with this model.
         """
@@ -76,7 +82,7 @@ class Compiled(Task):
         copies = []
         if options.variables == "replicated":
             copies = copies_on(builder.devices[1:], model.trainable_variables, self._like_optimizer)
-        self.masters = TrainState(
+        self.train_state = TrainState(
             model,
             *optimizers,
             ema=options.ema_decay > 0,
@@ -236,17 +242,17 @@ class Compiled(Task):
         return {f"batch/{name}": value for name, value in logs.items() if name != "loss"}
 
     def _make_step_of_outputs(self, learning_rate: Callable) -> Callable:
-        builder, masters, model = self.builder, self.masters, self.model
+        builder, train_state, model = self.builder, self.train_state, self.model
 
         def train_step(
             example: Any, draws: tf.Tensor, measured: tf.Tensor | None = None
         ) -> tuple[dict[str, tf.Tensor], list[Any]]:
             with tf.device(builder.gather_device):
                 example = tf.nest.map_structure(tf.convert_to_tensor, example)
-                rate = learning_rate(masters.examples)
+                rate = learning_rate(train_state.examples)
                 before = self._before()
                 scale = dynamic_scale(model)
-                guard = NonFiniteGuard(masters, self.on_update)
+                guard = NonFiniteGuard(train_state, self.on_update)
                 if self.rate_is_set:
                     model.optimizer.learning_rate.assign(rate)
                 elif model.optimizer is not None:
@@ -296,7 +302,7 @@ class Compiled(Task):
             inner = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in optimizers]
             slots = [v for optimizer in inner for v in optimizer.variables]
             changed = [v.value for v in (*model.trainable_variables, *slots)]
-            return [(v, snapshot(v)) for v in changed] + self.masters.statistics()
+            return [(v, snapshot(v)) for v in changed] + self.train_state.statistics()
         if self.rate_is_set:
             rate = model.optimizer.learning_rate.value
             return [(rate, snapshot(rate))]
@@ -441,7 +447,7 @@ class Compiled(Task):
         noted = tf_internals.record_assignments(assigned)
         with noted, self._flips(), tf_internals.watch_outputs(self.model, outputs.append):
             logs = scalars(step(self._data(example, None)))
-        if self.masters.averages and not averaged:
+        if self.train_state.averages and not averaged:
             self._averages_state.add_unknown(self._unknown(assigned))
         return logs, self._predictions(outputs[-1]) if outputs else None
 
@@ -463,7 +469,7 @@ class Compiled(Task):
     @functools.cached_property
     def _test_step_on_copies(self) -> Callable:
         """The model's `test_step` with each tower's copy of the weights, if any."""
-        copies = [replica.weights for replica in self.masters.replicas]
+        copies = [replica.weights for replica in self.train_state.replicas]
         if len(copies) == 1 or builder_of(self.model) is None:
             return self.model.test_step
         return on_towers(

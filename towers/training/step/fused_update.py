@@ -48,7 +48,12 @@ class FlatVariable:
     def __init__(
         self, variables: Sequence[tf.Variable], segments: Sequence[Sequence[keras.Variable]] = ()
     ):
-        """Read the variables."""
+        """Join variables to one vector.
+
+        Args:
+            variables: of one dtype, on one device.
+            segments: the Keras variables that each stands for, if not itself.
+        """
         self.variables, self.segments, first = variables, segments, variables[0]
         self.dtype, self.device, self.name = first.dtype, first.device, first.name
         self._unique_id = tf_internals.unique_id(first)  # by which an optimizer knows its slots

@@ -82,6 +82,10 @@ class Muon(keras.optimizers.Muon):
 
         Each iteration multiplies by a polynomial of the Gram matrix. These polynomials, which are
         small, are multiplied with each other first: half the arithmetic for a 3x3 kernel.
+
+        Args:
+            x: a matrix.
+            steps: number of iterations.
         """
         x /= tf.norm(x) + 1e-7
         tall = x.shape[0] > x.shape[1]

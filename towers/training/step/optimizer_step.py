@@ -41,7 +41,10 @@ def is_decayed(weight: keras.Variable) -> bool:
 
 
 def make_update(
-    masters: TrainState, rules: UpdateRules, rate_is_set: bool = True, squares_rows: bool = False
+    train_state: TrainState,
+    rules: UpdateRules,
+    rate_is_set: bool = True,
+    squares_rows: bool = False,
 ) -> Callable:
     """Return `update(gradients, learning_rates, statistics, loss, num_examples)`: one step.
 
@@ -49,19 +52,19 @@ def make_update(
     returns the scalars "gradient_norm" (before clipping) and "penalty". If `loss` or the norm is
     not finite it changes no weight, and restores the variables in `statistics`. Its arguments:
 
-        gradients: for each of `masters.replicas`, the mean gradients times the loss scale.
+        gradients: for each of `train_state.replicas`, the mean gradients times the loss scale.
         learning_rates: one for each replica.
         statistics: (variable, value before the step) of what the towers assigned.
         loss: the gathered loss.
         num_examples: of the batch.
 
     Args:
-        masters: the variables that the step changes.
+        train_state: the variables that the step changes.
         rules: weight decay, clipping and averages.
         rate_is_set: whether `learning_rates` are assigned to the optimizers.
         squares_rows: see `Task`.
     """
-    reduce_replicas = _make_replica_reducer(masters.replicas)
+    reduce_replicas = _make_replica_reducer(train_state.replicas)
 
     def update(
         gradients: Sequence[list[Any]],
@@ -70,7 +73,7 @@ def make_update(
         loss: tf.Tensor | None = None,
         num_examples: Any = 0,
     ) -> dict[str, tf.Tensor]:
-        scale, replicas = masters.loss_scale, masters.replicas
+        scale, replicas = train_state.loss_scale, train_state.replicas
         rates = learning_rates if rate_is_set else [None] * len(replicas)
         updates = [
             _replica_update(replica, replica_gradients, rate, scale, rules, squares_rows)
@@ -79,18 +82,18 @@ def make_update(
         penalties, norms, applies = zip(*updates, strict=True)
         penalty, norm = reduce_replicas(penalties, norms)
         checked = norms if is_gpu(replicas[0].device) else [norm]
-        finite = [finite_now(masters, i, value, loss) for i, value in enumerate(checked)]
+        finite = [finite_now(train_state, i, value, loss) for i, value in enumerate(checked)]
 
         def apply(finite: Sequence[tf.Tensor | None]) -> None:
             for apply_replica, is_finite in zip(applies, finite, strict=True):
                 apply_replica(is_finite)
-            update_averages(masters, rules, finite[0])
+            update_averages(train_state, rules, finite[0])
 
         if is_gpu(replicas[0].device):
             apply(finite)
         else:
             if_finite(finite[0], lambda: apply([None] * len(applies)))
-        end_step(masters, finite, statistics, num_examples)
+        end_step(train_state, finite, statistics, num_examples)
         return {"gradient_norm": norm, "penalty": penalty}
 
     return update
@@ -107,24 +110,24 @@ def if_finite(finite: tf.Tensor, apply: Callable) -> None:
 
 
 def finite_now(
-    masters: TrainState, replica: int, norm: tf.Tensor, loss: tf.Tensor | None
+    train_state: TrainState, replica: int, norm: tf.Tensor, loss: tf.Tensor | None
 ) -> tf.Tensor:
     """Return whether a replica is updated, a bool scalar on its device.
 
     Args:
-        masters: at their limit of non-finite steps in a row no replica is updated.
-        replica: index in `masters.replicas`.
+        train_state: at their limit of non-finite steps in a row no replica is updated.
+        replica: index in `train_state.replicas`.
         norm: norm of the gradients; must be finite.
         loss: the loss; must be finite, too; None: it is not tested.
     """
-    in_a_row = masters.in_a_row[replica]
+    in_a_row = train_state.in_a_row[replica]
     with tf.device(in_a_row.device):
-        finite = tf.math.is_finite(norm) & (in_a_row < masters.limit)
+        finite = tf.math.is_finite(norm) & (in_a_row < train_state.limit)
         return finite if loss is None else finite & tf.math.is_finite(loss)
 
 
 def end_step(
-    masters: TrainState,
+    train_state: TrainState,
     finite: Sequence[tf.Tensor],
     statistics: Sequence[tuple[tf.Variable, tf.Tensor]],
     num_examples: Any,
@@ -134,40 +137,40 @@ def end_step(
     """Count a step, and restore the variables that its towers assigned if it was not finite.
 
     A step that overflowed at a loss scale above 1 is `tolerated`: the scale is halved, and random
-    seeds advance. After another non-finite step seeds are restored, too; at `masters.limit` of them
-    in a row the step is not counted.
+    seeds advance. After another non-finite step seeds are restored, too; at `train_state.limit` of
+    them in a row the step is not counted.
 
     Args:
-        masters: the variables that a step changes.
+        train_state: the variables that a step changes.
         finite: a bool scalar for each replica on its device, or the first one's alone.
         statistics: (variable, value before the step) of what the step assigned.
         num_examples: of the step.
-        tolerated: None: whether the masters' own loss scale is above 1.
+        tolerated: None: whether the loss scale of `train_state` is above 1.
         moves: whether floats, such as moving means, keep their new values; None: if `finite`.
     """
     if tolerated is None:
-        tolerated = False if masters.loss_scale is None else masters.loss_scale > 1.0
+        tolerated = False if train_state.loss_scale is None else train_state.loss_scale > 1.0
     first, advances, rows = finite[0], [], tf.cast(num_examples, tf.int64)
-    for i, replica in enumerate(masters.replicas):
-        is_finite, in_a_row = finite[min(i, len(finite) - 1)], masters.in_a_row[i]
+    for i, replica in enumerate(train_state.replicas):
+        is_finite, in_a_row = finite[min(i, len(finite) - 1)], train_state.in_a_row[i]
         with tf.device(replica.device):
-            if tolerated is False and masters.limit == 1:  # the fewest kernels on GPUs
+            if tolerated is False and train_state.limit == 1:  # the fewest kernels on GPUs
                 in_a_row.assign(tf.cast(~is_finite, tf.int64))
                 advances.append(tf.cast(is_finite, tf.int64))
             else:
                 bad = tf.cast(~(is_finite | tolerated), tf.int64)
                 in_a_row.assign((in_a_row + bad) * tf.cast(~is_finite, tf.int64))
-                advances.append(tf.cast(in_a_row < masters.limit, tf.int64))
+                advances.append(tf.cast(in_a_row < train_state.limit, tf.int64))
             replica.examples.assign_add(rows * advances[-1])
-    with tf.device(masters.step.device):
-        masters.step.assign_add(advances[0])
+    with tf.device(train_state.step.device):
+        train_state.step.assign_add(advances[0])
     floats = [pair for pair in statistics if pair[0].dtype.is_floating]
     others = [pair for pair in statistics if not pair[0].dtype.is_floating]
     _restore_unless(first if moves is None else moves, floats)
     _restore_unless(first if tolerated is False else first | tolerated, others)
-    if masters.loss_scale is not None:
-        with tf.device(masters.loss_scale.device):
-            _set_loss_scale(masters, first)
+    if train_state.loss_scale is not None:
+        with tf.device(train_state.loss_scale.device):
+            _set_loss_scale(train_state, first)
 
 
 def _restore_unless(finite: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
@@ -187,8 +190,8 @@ def _restore_unless(finite: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Ten
     tf.cond(finite, tf.no_op, put_back)
 
 
-def _set_loss_scale(masters: TrainState, finite: tf.Tensor) -> None:
-    scale, good_steps = masters.loss_scale, masters.good_steps
+def _set_loss_scale(train_state: TrainState, finite: tf.Tensor) -> None:
+    scale, good_steps = train_state.loss_scale, train_state.good_steps
     scale.assign(tf.where(finite, scale, tf.maximum(scale / 2.0, 1.0)))
     good_steps.assign((good_steps + 1) * tf.cast(finite, tf.int64))
     double = good_steps >= STEPS_TO_DOUBLE
@@ -384,7 +387,7 @@ def _clip_by_norm(gradient: Any, weight: Any, limit: float) -> Any:
 
 
 def update_averages(
-    masters: TrainState, rules: UpdateRules, finite: tf.Tensor | None = None
+    train_state: TrainState, rules: UpdateRules, finite: tf.Tensor | None = None
 ) -> None:
     """Move each average towards its variable, which has just been updated.
 
@@ -392,16 +395,16 @@ def update_averages(
     `num_updates`.
 
     Args:
-        masters: with the averages.
+        train_state: with the averages.
         rules: `ema_decay` and `batch_size`.
         finite: a bool scalar: if it is False, averages stay; None: it is not tested.
     """
-    if not masters.averages:
+    if not train_state.averages:
         return
-    batches = tf.cast(masters.examples, tf.float64) / EMA_EXAMPLES
+    batches = tf.cast(train_state.examples, tf.float64) / EMA_EXAMPLES
     decay = tf.minimum((1.0 + batches) / (10.0 + batches), rules.ema_decay)
     rate = 1.0 - decay ** (rules.batch_size / EMA_EXAMPLES)
-    pairs = [(variable.value, average) for variable, average in masters.averages]
+    pairs = [(variable.value, average) for variable, average in train_state.averages]
     for pairs_of_kind in fused_update.grouped(pairs, lambda pair: fused_update.kind_of(pair[1])):
         pairs_of = zip(*pairs_of_kind, strict=True)
         variable, average = (fused_update.as_flat(each) for each in pairs_of)

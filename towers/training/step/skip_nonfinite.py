@@ -29,9 +29,14 @@ class NonFiniteGuard:
     inside of a user's own loop or branch are not guarded.
     """
 
-    def __init__(self, masters: TrainState, on_update: Callable | None = None):
-        """Create the guard of a step during its trace; `on_update` is that of `Task`."""
-        self.masters, self._on_update = masters, on_update
+    def __init__(self, train_state: TrainState, on_update: Callable | None = None):
+        """Create the guard of a step during its trace.
+
+        Args:
+            train_state: the variables that the step changes.
+            on_update: see `Task`.
+        """
+        self.train_state, self._on_update = train_state, on_update
         self.graph = tf.compat.v1.get_default_graph()
         self._losses: list[tf.Tensor] = []
         self._finite: list[tf.Tensor] = []
@@ -72,12 +77,12 @@ class NonFiniteGuard:
             factor = 1.0 if scale is None else 1.0 / scale
             self._on_update([None if g is None else scaled(g, factor) for g in gradients], weights)
         norm = global_norm([g for g in gradients if g is not None])
-        finite = finite_now(self.masters, 0, norm, _total(self._losses))
+        finite = finite_now(self.train_state, 0, norm, _total(self._losses))
         self._finite.append(finite)
         finite = _all(self._finite)
         if scale is not None:  # the optimizer skips the update and halves the scale itself
             finite |= scale > 1.0
-        if is_gpu(self.masters.replicas[0].device):
+        if is_gpu(self.train_state.replicas[0].device):
             update(finite)
         else:
             if_finite(finite, update)
@@ -99,18 +104,18 @@ class NonFiniteGuard:
             num_examples: of the step.
             rules: `ema_decay` and `batch_size`.
         """
-        masters = self.masters
-        of_loss = finite_now(masters, 0, tf.zeros([], loss.dtype), loss)
+        train_state = self.train_state
+        of_loss = finite_now(train_state, 0, tf.zeros([], loss.dtype), loss)
         finite = moves = _all([of_loss, *self._finite])
         tolerated: Any = False
         if self._scales:
             tolerated = tf.reduce_any(tf.stack(self._scales) > 1.0)
             moves = finite | (tolerated & of_loss)  # as in `fit` after too high a scale
-        if is_gpu(masters.replicas[0].device):
-            update_averages(masters, rules, moves)
-        elif masters.averages:
-            if_finite(moves, lambda: update_averages(masters, rules))
-        end_step(masters, [finite], before, num_examples, tolerated, moves)
+        if is_gpu(train_state.replicas[0].device):
+            update_averages(train_state, rules, moves)
+        elif train_state.averages:
+            if_finite(moves, lambda: update_averages(train_state, rules))
+        end_step(train_state, [finite], before, num_examples, tolerated, moves)
 
     def _is_here(self) -> bool:
         return tf.compat.v1.get_default_graph() is self.graph

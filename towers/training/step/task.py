@@ -52,7 +52,7 @@ class Task(abc.ABC):
     """What a model is trained to do, and how that is measured.
 
     Attributes:
-        masters: the variables that a step changes.
+        train_state: the variables that a step changes.
         placements: the allowed values of `Options.variables`.
         default_on_gpus: the default of `Options.variables` on GPUs.
         on_update: called with (gradients, weights) of each update while a step is traced.
@@ -62,7 +62,7 @@ class Task(abc.ABC):
         names_averages: whether an evaluation has None for averages if there are none.
     """
 
-    masters: TrainState
+    train_state: TrainState
     placements: Sequence[str] = VARIABLES
     default_on_gpus = "replicated"
     on_update: Callable[[list[Any], Sequence[Any]], None] | None = None
@@ -70,7 +70,14 @@ class Task(abc.ABC):
     pads = names_averages = False
 
     def __init__(self, builder: TowerBuilder, model: keras.Model, options: Options, data: Data):
-        """Set the parts of the run."""
+        """Set the parts of the run.
+
+        Args:
+            builder: of the towers.
+            model: the model to train.
+            options: of the run.
+            data: of the run.
+        """
         self.builder, self.model, self.options, self.data = builder, model, options, data
 
     def make_train_step(self, learning_rate: Callable) -> Callable:
@@ -86,13 +93,13 @@ class Task(abc.ABC):
         Args:
             learning_rate: returns the rate after a number of examples.
         """
-        builder, masters = self.builder, self.masters
-        update = make_update(masters, self.update_rules(), self.rate_is_set, self.squares_rows)
+        builder, train_state = self.builder, self.train_state
+        update = make_update(train_state, self.update_rules(), self.rate_is_set, self.squares_rows)
 
         def train_step(
             example: Any, draws: tf.Tensor, measured: tf.Tensor | None = None
         ) -> tuple[dict[str, tf.Tensor], list[Any]]:
-            scale, seen = masters.loss_scale, {}
+            scale, seen = train_state.loss_scale, {}
             variables = self.weights()
             # Without this a tower may finish before the clock is read.
             start = [] if measured is None else [tower_metrics.time_after((example, draws))]
@@ -108,7 +115,7 @@ class Task(abc.ABC):
                     for variable in (v.value, *copies_of(v, sums.scopes))
                 ]
                 loss, gradients = builder.gather_sums(sums, variables)
-                gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
+                gradients = [_of_replica(gradients, i) for i in range(len(train_state.replicas))]
                 if measured is not None:
                     with tf.name_scope("telemetry"):
                         seen = tower_metrics.measure(
@@ -121,7 +128,7 @@ class Task(abc.ABC):
                 with tf.device(builder.gather_device), tf.name_scope("update"):
                     if scale is not None:
                         loss = loss / tf.cast(scale, loss.dtype)
-                    rates = [self._rate(learning_rate, replica) for replica in masters.replicas]
+                    rates = [self._rate(learning_rate, replica) for replica in train_state.replicas]
                     rows = num_rows(tf.nest.flatten(draws)[0])
                     metrics = update(gradients, rates, statistics, loss, rows)
                 metrics |= self.batch_metrics(sums.outputs)
@@ -145,7 +152,7 @@ class Task(abc.ABC):
 
     def weights(self) -> list[Any]:
         """Return the trainable variables for the builder, each with its copies, if any."""
-        replicas = self.masters.replicas
+        replicas = self.train_state.replicas
         if len(replicas) == 1:
             return self.model.trainable_variables
         return [PerTower(copies) for copies in zip(*(r.weights for r in replicas), strict=True)]
@@ -169,12 +176,12 @@ class Task(abc.ABC):
 
         It is 0 for a model's own step with several updates.
         """
-        optimizers = self.masters.optimizers
+        optimizers = self.train_state.optimizers
         scaled = any(getattr(each, "dynamic_scale", None) is not None for each in optimizers)
-        if not scaled and self.masters.loss_scale is None and self.options.on_nan != "skip":
+        if not scaled and self.train_state.loss_scale is None and self.options.on_nan != "skip":
             return None
-        updates = optimizers[0].iterations if optimizers else self.masters.step
-        return max(int(self.masters.step.numpy()) - int(updates.numpy()), 0)
+        updates = optimizers[0].iterations if optimizers else self.train_state.step
+        return max(int(self.train_state.step.numpy()) - int(updates.numpy()), 0)
 
     def finish(self) -> bool:
         """Finalize the weights after the last step; return whether any changed."""
@@ -188,7 +195,7 @@ class Task(abc.ABC):
         metrics, a tuple (losses, `metric_inputs`) is returned.
         """
         losses, outputs = self._losses_and_outputs(*batch)
-        if (scale := self.masters.loss_scale) is not None:
+        if (scale := self.train_state.loss_scale) is not None:
             losses *= tf.cast(scale, losses.dtype)
         return (losses, outputs) if outputs != () else losses
 
@@ -235,7 +242,7 @@ class Task(abc.ABC):
 
         No variable is assigned. They are in the order of the trainable variables, None if unused.
         """
-        scale = self.masters.loss_scale
+        scale = self.train_state.loss_scale
         # The scope discards assignments.
         with floatx_of(self.options.dtype), keras.StatelessScope():
             _, gradients, *_ = self.builder.gradients(self.tower_function, self.weights(), *batch)
@@ -254,7 +261,7 @@ class Task(abc.ABC):
 
         def evaluator(stop: Stop = lambda: False) -> Evaluation | None:
             self._reset_metrics()
-            kinds, logs = (False, True)[: 1 + bool(self.masters.averages)], []
+            kinds, logs = (False, True)[: 1 + bool(self.train_state.averages)], []
             collectors = [PredictionCollector(averaged=averaged) for averaged in kinds]
             for results in _pipelined(batches, self._evaluate, stop):
                 if results is None:
@@ -316,7 +323,7 @@ class Task(abc.ABC):
 
     @functools.cached_property
     def _averages_state(self) -> MetricState:
-        return MetricState(self._metrics() if self.masters.averages else ())
+        return MetricState(self._metrics() if self.train_state.averages else ())
 
     def _evaluate(self, batch: Any) -> tuple[Any, list[dict[str, tf.Tensor]], list[tf.Tensor]]:
         """Return the examples without padding, and the results of `_traced_test_step`."""
@@ -337,8 +344,8 @@ class Task(abc.ABC):
         def test_step(example: Any, number: tf.Tensor) -> tuple[list[dict], list[tf.Tensor]]:
             with tf.device(home), integers_on(home), floatx_of(self.options.dtype):
                 results = [self.test_step(example, number, averaged=False)]
-                if self.masters.averages:
-                    with self._averages_state.used(self.masters.averages):
+                if self.train_state.averages:
+                    with self._averages_state.used(self.train_state.averages):
                         results.append(self.test_step(example, number, averaged=True))
             logs, predictions = zip(*results, strict=True)
             return list(logs), [p for p in predictions if p is not None]
@@ -350,13 +357,13 @@ class Task(abc.ABC):
     ) -> Evaluation:
         """Return the result of an evaluation; `logs` are the metrics of the last batch."""
         figures = [self._final_metrics(logs[0])]
-        if self.masters.averages:
-            with self._averages_state.used(self.masters.averages):
+        if self.train_state.averages:
+            with self._averages_state.used(self.train_state.averages):
                 figures.append(self._final_metrics(logs[1]))
         metrics: dict[str, float | None] = {}
         for name, value in figures[0].items():
             metrics[name] = value
-            if self.masters.averages or self.names_averages:
+            if self.train_state.averages or self.names_averages:
                 metrics[f"{name}{AVERAGED}"] = figures[1][name] if len(figures) == 2 else None
         predictions = [collector.predictions() for collector in collectors]
         of_class = [self._class_accuracy(each) for each in predictions]
@@ -437,10 +444,19 @@ class Classifier(Task):
 
     pads = names_averages = True
 
-    def __init__(self, builder: TowerBuilder, masters: TrainState, options: Options, data: Data):
-        """Set the parts of the run."""
-        super().__init__(builder, masters.model, options, data)
-        self.masters = masters
+    def __init__(
+        self, builder: TowerBuilder, train_state: TrainState, options: Options, data: Data
+    ):
+        """Set the parts of the run.
+
+        Args:
+            builder: of the towers.
+            train_state: the variables that a step changes.
+            options: of the run.
+            data: of the run.
+        """
+        super().__init__(builder, train_state.model, options, data)
+        self.train_state = train_state
         with tf.device(builder.gather_device):  # sums of a million examples need float64
             names = "accuracy", "loss"
             self._means = {name: keras.metrics.Mean(name, dtype="float64") for name in names}
@@ -500,7 +516,7 @@ class Classifier(Task):
 
     def describe_update(self) -> dict[str, str]:
         """See `Task`."""
-        return describe_flags(self.options, self.masters.loss_scale)
+        return describe_flags(self.options, self.train_state.loss_scale)
 
     def metric_directions(self) -> Mapping[str, str | None]:
         """See `Task`."""
@@ -517,7 +533,7 @@ class Classifier(Task):
             averaged: whether variables have the values of their averages.
         """
         x, *targets = example
-        replicas = self.masters.replicas
+        replicas = self.train_state.replicas
         copies = [] if averaged else [PerTower([r.weights for r in replicas])][: len(replicas) - 1]
         logits = self.builder.concat(self._logits, x, *copies)
         logits, labels, *weights = tf.nest.map_structure(lambda t: t[:number], (logits, *targets))

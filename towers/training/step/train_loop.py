@@ -16,7 +16,7 @@ def make_train_loop(
     builder: TowerBuilder,
     train_step: Callable,
     names: Sequence[str],
-    masters: TrainState,
+    train_state: TrainState,
     *,
     telemetry: bool = True,
 ) -> "TrainLoop":
@@ -30,9 +30,9 @@ def make_train_loop(
         builder: of the towers.
         train_step: see `Task.make_train_step`.
         names: of the scalars that every step returns.
-        masters: the loop also returns "stuck": whether their limit of non-finite steps is reached.
-            On CPUs it ends there, and returns the "batch" of its last step. On GPUs, to avoid
-            synchronization, the remaining steps change nothing.
+        train_state: the loop also returns "stuck": whether its limit of non-finite steps is
+            reached. On CPUs it ends there, and returns the "batch" of its last step. On GPUs, to
+            avoid synchronization, the remaining steps change nothing.
         telemetry: whether steps are measured.
     """
     on_gpus, num_towers = tower_metrics.on_gpus(builder), len(builder.devices)
@@ -77,7 +77,7 @@ def make_train_loop(
                         variable.assign(tf.cast(values[name], tf.float32))
                 values = {name: tf.cast(values[name], tf.float32) for name in before}
                 values |= {name: before[name] + values[name] for name in sums}
-            return i + 1, values, *((~masters.stuck(), batch) if ends else ())
+            return i + 1, values, *((~train_state.stuck(), batch) if ends else ())
 
         with tf.device(HOST):
             first = [tf.constant(0), {name: tf.zeros(size) for name, size in (last | sums).items()}]
@@ -85,7 +85,7 @@ def make_train_loop(
             start = tower_metrics.time_after([]) if telemetry else None
             if ends:  # two more loop variables: whether to continue, and a batch of any size
                 first += [
-                    ~masters.stuck(),
+                    ~train_state.stuck(),
                     tf.nest.map_structure(
                         lambda s: tf.zeros([0, *(size or 0 for size in s.shape[1:])], s.dtype),
                         iterator.element_spec,
@@ -109,7 +109,7 @@ def make_train_loop(
                     values["update_seconds"] = seconds - tf.add_n(phases)
         return values | ({"batch": end[1]} if ends else {})
 
-    return TrainLoop(train_loop, scalars, barrier, masters, (requested, received))
+    return TrainLoop(train_loop, scalars, barrier, train_state, (requested, received))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,12 +136,20 @@ class TrainLoop:
         function: Any,
         scalars: Mapping[str, tf.Variable],
         barrier: tower_metrics.GpuIdleBarrier | None,
-        masters: TrainState,
+        train_state: TrainState,
         counters: tuple[tf.Variable, tf.Variable],
     ):
-        """Set the compiled function and its variables."""
+        """Set the compiled function and its variables.
+
+        Args:
+            function: the loop.
+            scalars: {name: variable that holds the value of the last step}.
+            barrier: waits for GPUs before the clock is read.
+            train_state: the variables that a step changes.
+            counters: the numbers of batches that were requested and received.
+        """
         self._function, self._scalars = function, scalars
-        self._barrier, self._masters = barrier, masters
+        self._barrier, self._train_state = barrier, train_state
         self._counters = counters
         self.get_concrete_function = function.get_concrete_function
         self.experimental_get_tracing_count = function.experimental_get_tracing_count
@@ -158,7 +166,7 @@ class TrainLoop:
             self._barrier.wanted.assign(measured)
         values = self._function(iterator, num_steps)
         values |= {name: variable.read_value() for name, variable in self._scalars.items()}
-        values["stuck"] = self._masters.stuck()
+        values["stuck"] = self._train_state.stuck()
         if "data_gradient_norm" in values:
             values.setdefault("gradient_norm", values["data_gradient_norm"])
         return values

@@ -24,7 +24,7 @@ INITIAL_LOSS_SCALE = 2.0**15
 
 @dataclasses.dataclass(frozen=True)
 class WeightCopy:
-    """Weights and the optimizer that updates them. The first of a run's are the masters."""
+    """Weights and the optimizer that updates them. A run's first are the master weights."""
 
     weights: Sequence[keras.Variable]  # the model's trainable variables, or copies in that order
     optimizer: keras.optimizers.Optimizer  # its slots are beside the weights
@@ -40,7 +40,7 @@ class TrainState:
     """All variables that a step changes and a checkpoint holds, independent of towers.
 
     Attributes:
-        replicas: the masters, then the copies on other towers; each step updates all.
+        replicas: the master weights, then the copies on other towers; each step updates all.
         optimizers: the model's, one as a rule.
         averages: list of (variable, its moving average); empty without EMA.
         step: int64, updates so far.
@@ -62,7 +62,17 @@ class TrainState:
         copies: Sequence[WeightCopy] = (),
         limit: int = 1,
     ):
-        """Build the optimizer's slots, the averages (equal to the weights) and the counters."""
+        """Build the optimizer's slots, the averages (equal to the weights) and the counters.
+
+        Args:
+            model: whose weights these are.
+            *optimizers: that update them.
+            ema: whether to keep moving averages of the weights.
+            loss_scaling: whether the loss is scaled.
+            device: of counters and of the averages.
+            copies: of the weights on other towers.
+            limit: number of non-finite steps in a row after which a step changes nothing.
+        """
         self.model, self.optimizers, self.limit = model, optimizers, limit
         self.examples = counter("examples", device)
         first = next(iter(optimizers), None)
@@ -97,17 +107,17 @@ class TrainState:
         return self.in_a_row[0] >= self.limit
 
     def set_copies(self) -> None:
-        """Assign the masters' values to the copies."""
+        """Assign the values of the master weights to the copies."""
         values = self.replicas[0].variables()
         for replica in self.replicas[1:]:
             for variable, value in zip(replica.variables(), values, strict=True):
                 variable.assign(value)
 
     def make_copies_equal(self) -> tuple[str, str, str] | None:
-        """Assign the masters' values to the copies if their checksums differ.
+        """Assign the values of the master weights to the copies if their checksums differ.
 
         Returns:
-            (name, device of the masters, device of the copy) of the first difference, or None.
+            (name, device of the master, device of the copy) of the first difference, or None.
         """
         if len(self.replicas) == 1:
             return None
@@ -242,7 +252,7 @@ def copies_on(
 
     Args:
         devices: one for each copy.
-        weights: the masters.
+        weights: the master weights.
         make_optimizer: returns the optimizer for a copy's weights.
     """
     copies = []
