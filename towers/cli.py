@@ -77,7 +77,7 @@ _VERBS = (
           run_flags="if_typed",
           options="towers.commands.plan.options:PlanOptions", tensorflow="cpu"),
     Entry("doctor", "check this machine: versions, GPUs, memory, computing, data, folders",
-          takes=(*"train_dir json dataset data_dir visible_gpus".split(), *_WORKER_FLAGS.split())),
+          takes="train_dir json dataset data_dir visible_gpus".split()),
     Entry("sweep", "train a run for each combination of flags, and say which is best",
           options="towers.commands.sweep.options:SweepOptions",
           refuses=dict.fromkeys(("train_dir", "overwrite"), "runs lie in --sweep_dir")),
@@ -264,7 +264,7 @@ def _run(verb: Entry, options: Any, start: float) -> int:
     if verb.tensorflow == "import":
         with quiet_start(3):  # for a worker the loss of a program is not an error
             import tensorflow  # noqa: F401
-    elif verb.tensorflow or (verb.name == "doctor" and options.workers):
+    elif verb.tensorflow:
         _check_names(options, data=verb.takes is None or "dataset" in verb.takes)
         if "tensorflow" not in sys.modules:
             say("starting    TensorFlow")

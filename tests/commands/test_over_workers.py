@@ -13,7 +13,6 @@ from towers.monitoring import events
 
 pytestmark = pytest.mark.process
 
-DEAD = "127.0.0.1:9"
 SMALL = "--model=tests.zoo.draws:dropouts --dataset=tests.tiny:images --augment=none --batch_size=8"
 
 
@@ -45,29 +44,13 @@ def test_verify_compares_towers_of_workers_with_one_device_here(addresses, capsy
 
 
 @pytest.mark.extended
-def test_doctor_tries_workers_and_names_the_one_that_is_dead(addresses):
-    found = json.loads(towers(f"doctor --workers={addresses},{DEAD} --json", code=1)[0])
-    assert [check["address"] for check in found if check["status"] == "problem"] == [DEAD]
-    sound = {check["address"]: check for check in found if check.get("round_trip_seconds")}
-    assert set(sound) == set(addresses.split(","))
-    for check in sound.values():
-        assert 0 < check["round_trip_seconds"] < 1 < check["from_bytes_per_second"]
-    assert found[-1]["detail"] == "4 ways, bit for bit"
-
-
-@pytest.mark.extended
-def test_a_run_shows_its_workers_and_is_evaluated_on_them(addresses, tmp_path):
+def test_a_run_is_evaluated_on_its_workers(addresses, tmp_path):
     line = f"--train_dir={tmp_path}/run --workers={addresses}"
     steps = "--max_steps=6 --log_every_steps=2 --placement=strict"
     printed, _ = towers(f"train {SMALL} {steps} {line}")
     assert "-> /job:worker/task:1/cpu:0" in printed  # what crosses
-    last = [events.read(tmp_path / "run/train" / f"worker_{i}")[5] for i in (0, 1)]
-    for worker in last:
-        assert worker["worker/memory_mib"] > 50
-        assert worker["worker/received_bytes"] > 1000
-        assert worker["worker/step_seconds"] > 0
-    waits = [worker["worker/wait_seconds"] for worker in last]
-    assert min(waits) == 0 < max(waits)
+    for tower in 0, 1:
+        assert events.read(tmp_path / "run/train" / f"tower_{tower}")[5]["tower/memory_mib"] > 50
     there = json.loads(towers(f"evaluate {line} --json")[0])
     here = json.loads(towers(f"evaluate --train_dir={tmp_path}/run --workers= --json")[0])
     assert there["num_towers"] == 2 and here["num_towers"] == 1

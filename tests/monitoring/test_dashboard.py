@@ -110,7 +110,7 @@ def test_the_pictures_histograms_and_texts_are_there(server):
 @pytest.mark.run
 def test_the_layout_has_five_categories_and_each_tag_one_chart(server):
     layout = server.get("plugin/custom_scalars/layout")["category"]
-    assert [c["title"] for c in layout] == ["run", "towers", "workers", "GPUs", "speed"]
+    assert [c["title"] for c in layout] == ["run", "towers", "GPUs", "speed"]
     charts = [chart for category in layout for chart in category["chart"]]
     exact = {series["value"] for c in charts for series in c.get("margin", {}).get("series", [])}
     assert exact == {"learning_rate", "progress/examples", "progress/epoch"}  # never smoothed

@@ -136,8 +136,7 @@ def test_evaluate_and_doctor_take_what_they_use():
     text = help_of("evaluate")
     assert sorted(map(name_of, shown_by(text))) == sorted(OF_EVALUATE)
     assert "What is not given is as in the run's flags.cfg." in text
-    taken = ["--train_dir", "--json", "--dataset", "--data_dir", "--visible_gpus", "--workers"]
-    taken += ["--towers_per_worker", "--worker_timeout_seconds", "--min_workers"]
+    taken = ["--train_dir", "--json", "--dataset", "--data_dir", "--visible_gpus"]
     assert refusal("doctor", "--num_towers=2") == (
         f"towers doctor takes no --num_towers: it takes {', '.join(taken)}"
     )

@@ -1,7 +1,7 @@
 """Devices of other machines: the interface of `towers.workers` for the rest of the library.
 
-Without other machines `current_cluster()` is None, and nothing here does anything. `MACHINE` and
-`MACHINES` are what messages and curves call them.
+Without other machines `current_cluster()` is None, and nothing here does anything. `MACHINES` is
+what messages call them.
 """
 
 from typing import Any
@@ -16,15 +16,12 @@ __getattr__ = lazily(
     __name__,
     {
         "Recovery": "towers.workers.recovery",
-        "MACHINE_CHARTS": "towers.workers.machine_metrics",
-        "MachineCurves": "towers.workers.machine_metrics",
         "alternating_devices": "towers.workers.cluster",
-        "check_network": "towers.workers.network_test",
         "connect": "towers.workers.cluster",
         "connect_run": "towers.workers.cluster",
     },
 )
-MACHINE, MACHINES = "worker", "workers"
+MACHINES = "workers"
 _cluster: Any = None  # the `Cluster` of this program
 
 

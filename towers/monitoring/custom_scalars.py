@@ -11,8 +11,6 @@ from typing import Any
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import summary as layout_summary
 
-from towers.devices.remote import MACHINE_CHARTS, MACHINES
-
 _EVALUATED = "(test/|validation/)?"  # before a metric's name; absent in older runs
 _EXACT = "learning_rate", "progress/epoch", "progress/examples"  # not to be smoothed
 
@@ -39,7 +37,6 @@ CHARTS = {
         "memory of each tower, MiB": "tower_{}/memory_mib",
         "peak memory of each tower, MiB": "tower_{}/peak_memory_mib",
     },
-    MACHINES: MACHINE_CHARTS,
     "GPUs": {
         "utilisation, %": "gpu_{}/utilisation_percent",
         "memory utilisation, %": "gpu_{}/memory_utilisation_percent",
@@ -59,7 +56,7 @@ CHARTS = {
 }
 
 
-def layout(gpus: bool, metrics: Sequence[str], *, remote: bool = False) -> Any:
+def layout(gpus: bool, metrics: Sequence[str]) -> Any:
     """Return the Summary of the custom-scalars dashboard, the same at any number of towers.
 
     TensorBoard matches the patterns at the start of every run's tags.
@@ -68,12 +65,10 @@ def layout(gpus: bool, metrics: Sequence[str], *, remote: bool = False) -> Any:
         gpus: whether there are GPUs; else their charts are collapsed.
         metrics: names of charts: "validation auc" shows validation/auc, validation/auc_ema and the
             training curves auc or batch/auc.
-        remote: whether towers are on other machines; else their charts are collapsed.
     """
     dashboard = layout_pb2.Layout()
-    empty = {title for title, there in ((MACHINES, remote), ("GPUs", gpus)) if not there}
     for title, charts in CHARTS.items():
-        category = dashboard.category.add(title=title, closed=title in empty)
+        category = dashboard.category.add(title=title, closed=title == "GPUs" and not gpus)
         for name, tags in charts.items():
             if tags in _EXACT:  # TensorBoard smooths all charts except margin charts
                 series = layout_pb2.MarginChartContent.Series(value=tags, lower=tags, upper=tags)

@@ -25,7 +25,6 @@ from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 
 from towers import devices
-from towers.builder.device_types import are_remote
 from towers.devices import host
 from towers.errors import RunError
 from towers.graphs.placement import Placement
@@ -81,7 +80,7 @@ def open_root(
     on_gpus, own_row = any(name.startswith("/gpu") for name in tower_devices), ""
     hparams = hparams_of(options) | {"num_towers": len(tower_devices)}
     summaries = [
-        custom_scalars.layout(on_gpus, shown, remote=are_remote(tower_devices)),
+        custom_scalars.layout(on_gpus, shown),
         _experiment(columns, figures),
         hparams_pb(hparams, trial_id=own_row),  # else runs with equal flags would share a row
         *(text_summary(tag, lines) for tag, lines in texts.items()),

@@ -22,7 +22,6 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
-from towers.devices.remote import MACHINE
 from towers.errors import RunError
 from towers.formatting import reason
 from towers.monitoring import events
@@ -31,7 +30,7 @@ HEAVY, POINT = "pictures and histograms", "curves"
 _SHARE = {HEAVY: 0.5, POINT: 1.0}  # share of the size that a kind may fill
 _OVERHEAD_BYTES = 64  # of an event
 STAGES = "train", "eval"
-_OWN = re.compile(rf"((tower|{MACHINE}|gpu)_\d+)/(.+)")  # tags with a run of their own
+_OWN = re.compile(r"((tower|gpu)_\d+)/(.+)")  # tags with a run of their own
 _NUMBERS = itertools.count()  # of the files of a process
 
 

@@ -21,7 +21,6 @@ import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tqdm import tqdm
 
-from towers.devices import remote
 from towers.formatting import printable
 from towers.monitoring import events, tower_metrics
 from towers.monitoring.event_writer import STAGES, EventWriter
@@ -83,7 +82,7 @@ class Monitor:
             mininterval=1.0 if in_notebook() else 0.1,
             disable=not (sys.stderr.isatty() or in_notebook()),
         )
-        self._stragglers, self._machines = Stragglers(devices), remote.MachineCurves(devices)
+        self._stragglers = Stragglers(devices)
         self._warm: tuple[float, int] | None = None  # time and step of the first point
         self._calls: list[Mapping[str, tf.Tensor]] = []
 
@@ -148,7 +147,6 @@ class Monitor:
             **phases,
             **(self._noise_scalars(metrics) if plots else {}),
             **self._health(),
-            **self._machines.point(step, own_seconds),
         }
         if self._timetable.options.on_nan == "skip":
             scalars["skipped_steps"] = metrics["skipped"]

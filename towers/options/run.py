@@ -350,11 +350,6 @@ class Options:
         self.profile_range()
         self.gpu_options()
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether the towers are to be on other machines."""
-        return bool(self.workers)
-
     def check_benchmark(self) -> None:
         """Raise InputError if the towers are to be on other machines."""
         if self.workers:

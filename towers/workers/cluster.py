@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 import towers
@@ -43,7 +42,6 @@ from towers.workers.addresses import check_distinct, find_workers, resolve, resp
 from towers.workers.rendezvous import Message, Owner, Reservation, WorkerInfo
 
 TIMEOUT_SECONDS = 15.0
-MAX_CLOCK_SKEW_SECONDS = 2.0  # without a warning
 _HEARTBEATS = 5  # in the timeout
 _SHUT_SECONDS = 0.1  # pause between shutting connections: gRPC opens them again
 _STARVED_SECONDS = 1.0  # a thread that wakes so late was kept from it by Python's lock
@@ -52,8 +50,7 @@ _BUSY_SECONDS = 60.0  # pause before another program's worker is asked again: it
 _PARTING_SECONDS = 2.0  # for disconnecting from workers that are not available
 _POLL_SECONDS = 1.0  # pause between checks of lost workers
 _NO_ANSWER = (
-    "does not answer: start `towers worker --address={}` there, or see what lies between by "
-    "`towers doctor --workers`"
+    "does not answer: start `towers worker --address={}` there, or open the port to this machine"
 )
 
 
@@ -66,7 +63,6 @@ class Worker:
     info: WorkerInfo = dataclasses.field(default_factory=WorkerInfo)
     devices: list[str] = dataclasses.field(default_factory=list)  # of its towers
     is_alive: bool = False
-    clock_seconds: float = 0.0  # its clock's time minus that of the program
     last_answer: float = 0.0  # by time.monotonic
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # held during calls
     problem: str = ""  # why it is lost or not available
@@ -82,10 +78,6 @@ class Worker:
     def host(self) -> str:
         """Return the device on which the worker's files are read."""
         return self.name + HOST
-
-    def is_on_loopback(self) -> bool:
-        """Return whether the worker is reached by the loopback interface."""
-        return _address_towards(self.address) in ("127.0.0.1", "[::1]")
 
     def __str__(self) -> str:
         """Return the name for people."""
@@ -150,24 +142,13 @@ class Cluster:
             raise InputError(f"--workers: {'; '.join(missing)}")
 
     def report(self) -> list[str]:
-        """Return lines: a table of the workers, the missing ones, and warnings."""
-        header = ("worker", "address", "host", "towers", "TensorFlow", "clock s", "device")
-        rows, warned = [], []
+        """Return lines: a table of the workers, and the missing ones."""
+        header, rows = ("worker", "address", "host", "towers", "TensorFlow", "device"), []
         for worker in self.alive():
-            info, clock = worker.info, worker.clock_seconds
+            info = worker.info
             products = ", ".join(sorted({device.what for device in info.devices}))
             where = worker.task, worker.address, info.host, len(worker.devices)
-            rows.append((*where, info.tensorflow, f"{clock:+.3f}", products))
-            if abs(clock) > MAX_CLOCK_SKEW_SECONDS:
-                warned.append(
-                    f"warning     the clock of {worker} is {clock:+.1f} s from this machine's: "
-                    "times in its logs are not those of here"
-                )
-            if info.keras != keras.__version__:
-                warned.append(
-                    f"note        {worker} has keras {info.keras}; this program's, "
-                    f"{keras.__version__}, is what counts"
-                )
+            rows.append((*where, info.tensorflow, products))
         where = f"at {self._own_address} alone" if self._is_filtered else "at all its addresses"
         return [
             "workers",
@@ -175,7 +156,6 @@ class Cluster:
             *(f"  without {w}: it {w.problem}" for w in self.workers if not w.is_alive),
             f"  this program listens on port {self._port} {where}, for the workers; close it to "
             "all others",
-            *warned,
         ]
 
     def find_lost(self) -> list[Worker]:
@@ -352,13 +332,6 @@ class Cluster:
                 f"{wanted} asks for more: type --towers_per_worker={there}"
             )
         worker.devices = [f"{worker.name}/{info.kind}:{i}" for i in range(wanted)]
-        if not info.deterministic:  # TensorFlow's clock op is not
-            sent = time.time()
-            with self._asking(worker):
-                with tf.device(worker.host):
-                    clock = tf.timestamp()
-                with tf.device(self.home):
-                    worker.clock_seconds = float(tf.identity(clock)) - (sent + time.time()) / 2
         return ""
 
     def _beat(self, worker: Worker) -> None:

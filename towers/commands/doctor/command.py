@@ -40,19 +40,14 @@ def run(options: Options, say: Callable[[str], None]) -> list[Check]:
     """Check versions, folder, data, GPUs and their results.
 
     Args:
-        options: `train_dir`, `dataset`, `data_dir` and the GPU options are used; with other
-            machines only these and the network are checked.
+        options: `train_dir`, `dataset`, `data_dir` and the GPU options are used.
         say: called with each finding as soon as it is known, then with a summary.
 
     Returns:
         The findings, at least one.
     """
-    findings, checks = [], _checks(options, dict(os.environ))
-    if options.is_remote:
-        from towers.devices import remote  # which needs TensorFlow
-
-        checks = remote.check_network(options, say)
-    for check in checks:
+    findings = []
+    for check in _checks(options, dict(os.environ)):
         findings.append(check)
         say(f"{check.status:8} {check.name:22} {check.detail}")
         if check.remedy:
