@@ -303,21 +303,4 @@ def test_a_package_that_is_installed_is_the_users_if_a_flag_names_it(write):
     write(f"{path}/data.py", "def f():\n    1 / 0\n")
     where = f"the error comes from {path}/data.py, line 2, in f: your own code"
     assert raised_in("pack.data") == f"{where} (--dataset=pack.data:load)"
-    assert raised_in("pack.data", {}).startswith("the error comes from a library: none of your own")
-
-
-def test_an_error_of_towers_is_to_be_reported(write):
-    write(f"{INSTALLED}/other.py", "import towers.formatting as t\ndef f():\n    t.cut(3, 4)\n")
-    line = raised_in("other")
-    assert (
-        "/towers/formatting.py, line " in line and ", in cut: none of your own code; please" in line
-    )
-
-
-@pytest.mark.parametrize("call", ["Sequential.call()", "Dense.call()", "Functional.call()"])
-def test_what_keras_own_layers_raise_need_not_be_the_towers(write, call):
-    text = f"def f():\n    raise ValueError('Exception encountered when calling {call}.')\n"
-    write(f"{INSTALLED}/other.py", text)
-    line = raised_in("other")
-    assert f"comes from Keras' own {call.partition('.')[0]}: " in line
-    assert "if `model.fit` fails alike without towers" in line
+    assert raised_in("pack.data", {}).startswith("the error comes from none of your own code")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 # Also in messages, where AutoGraph and TensorFlow say where an op was created.
 _FRAME = re.compile(r'^\W*File "([^"<>]+\.py)", line (\d+)(?:, in (\S+))?', re.MULTILINE)
-_OF_KERAS = re.compile(r"Exception encountered when calling (\w+)")
 _STDLIB = re.escape(sysconfig.get_path("stdlib"))
 _TOWERS = str(Path(__file__).parents[1]) + os.sep
 
@@ -22,19 +21,9 @@ def describe_origin(error: BaseException, named: Mapping[str, str]) -> str:
         error: the error, with its traceback.
         named: {flag: "module:function"} of the user's functions.
     """
-    if line := locate_in_user_code(error, named):
-        return line
-    text = "".join(traceback.format_exception(error))
-    if layer := _OF_KERAS.search(text):
-        return (
-            f"the error comes from Keras' own {layer[1]}: if `model.fit` fails alike without "
-            "towers, change the model or the data; else please report it with the lines above"
-        )
-    ours = [frame for frame in _FRAME.findall(text) if frame[0].startswith(_TOWERS)]
-    where = _place(*ours[-1]) if ours else "a library"
-    return (
-        f"the error comes from {where}: none of your own code; please report it with the "
-        "lines above, unless they say what to change"
+    return locate_in_user_code(error, named) or (
+        "the error comes from none of your own code: if `model.fit` does not fail alike without "
+        "towers, please report it with the lines above"
     )
 
 
