@@ -14,6 +14,7 @@ from tests.builder.test_equality import with_tape
 from tests.programs import python
 from towers import PerTower, TowerBuilder, tf_internals
 from towers.builder import tower
+from towers.errors import InputError
 
 pytestmark = pytest.mark.graph
 layers = keras.layers
@@ -632,3 +633,12 @@ def test_autograph_converts_what_is_the_users_and_nothing_else(way):
     converted = {frame.name for frame in frames if "autograph_generated" in frame.filename}
     of_fn = re.compile("tf__(step|fn|extract_stack)|(if|else)_body(_[12])?")
     assert all(map(of_fn.fullmatch, converted)) and "tf__fn" in converted
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [("cpu0", "write it as TensorFlow does, /gpu:0 or /cpu:0"), ("/gpu:7", "TensorFlow has /")],
+)
+def test_a_device_that_is_not_there_is_one_line(name, says):
+    with pytest.raises(InputError, match=f"{name}.*{says}"):
+        TowerBuilder([name]).sum(tf.reduce_sum, tf.ones([3]))

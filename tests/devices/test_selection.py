@@ -224,7 +224,6 @@ NO_DEVICE = "--devices={}: {!r} is not a device; name them as /gpu:0"
         ("2", "", "--num_towers='2': a whole number from 0 to 1000 is needed"),
         (0, [], "devices=[] must be a list with one device for each tower"),
         (0, [0, 1], "devices=[0, 1] must be a list with one device for each tower"),
-        (0, ["cpu0"], "devices=['cpu0']: 'cpu0' is no device of TensorFlow: write"),
     ],
 )  # fmt: skip
 def test_names_are_of_devices_and_agree_with_the_number(install, number, devices, says):

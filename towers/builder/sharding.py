@@ -106,14 +106,6 @@ def as_devices(devices: Sequence[str]) -> list[str]:
             f"devices={devices!r} must be a list with one device for each tower, "
             'such as ["/gpu:0", "/gpu:1"], or towers.devices.tower_devices(2)'
         )
-    for name in names:
-        try:
-            tf.DeviceSpec.from_string(name)
-        except (ValueError, TypeError, AttributeError):
-            raise InputError(
-                f"devices={devices!r}: {name!r} is no device of TensorFlow: write it as "
-                '"/gpu:0" or "/cpu:0"'
-            ) from None
     return names
 
 
@@ -123,6 +115,12 @@ def check_devices(names: Sequence[str]) -> None:
         return  # a session has its own devices
     existing = [device.name for device in tf.config.list_logical_devices()]
     for name in names:
+        try:
+            tf.DeviceSpec.from_string(name)
+        except (ValueError, TypeError, AttributeError):
+            raise InputError(
+                f"{name!r} is no name of a device: write it as TensorFlow does, /gpu:0 or /cpu:0"
+            ) from None
         if not any(is_device(other, name) for other in existing):
             raise InputError(f"there is no device {name}: TensorFlow has {', '.join(existing)}")
 
