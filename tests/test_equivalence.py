@@ -137,11 +137,3 @@ def test_every_task_is_that_of_plain_keras(capsys, task):
     assert {"loss", "metric", "model", "optimizer", "evaluation"} <= kinds
     assert ("average" in kinds) == ("ema" in TASKS[task])
     assert "evaluation/loss" in result["differences"]
-
-
-@pytest.mark.run
-@pytest.mark.extended
-def test_on_gpus_too_keras_squares_each_example_s_row_of_an_embedding(monkeypatch):
-    monkeypatch.setenv("TOWERS_CPUS_FOR_GPUS", "1")
-    task = "--model=tests.tasks:text --dataset=tests.tasks:text_data --devices=cpu"
-    assert cli.main(f"verify {task} --num_towers=2 --batch_size=7 --steps=1".split()) == 0

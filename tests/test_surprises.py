@@ -1,7 +1,6 @@
 """What nobody expects: names with control characters, signals at any time, odd file systems."""
 
 import errno
-import json
 import os
 import re
 from pathlib import Path
@@ -13,7 +12,7 @@ from tests import runs
 from tests.programs import python
 from towers import files, formatting, signals
 from towers.errors import InputError, RunError
-from towers.training.run import checkpoint, manifest
+from towers.training.run import checkpoint
 from towers.training.run.checkpoint_manager import CheckpointManager
 
 pytestmark = pytest.mark.unit
@@ -73,13 +72,6 @@ def test_folders_below_too_many_others_are_refused(folder, capsys, verb, levels)
     code, _, said = runs.command(capsys, verb, f"--{flag}={'a/' * levels}b", *more)
     assert code == 2 and "folders within folders; at most 400 are allowed" in said
     assert said.count("\n") == 1 and not list(folder.iterdir())
-
-
-def test_a_manifest_of_no_session_is_damaged(tmp_path, capsys):
-    (tmp_path / "manifest.json").write_text(
-        json.dumps({"format": manifest._FORMAT, "sessions": []})
-    )
-    assert manifest.read(tmp_path) == {} and "is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.graph

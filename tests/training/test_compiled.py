@@ -1,6 +1,5 @@
 """Compiled models in a run: what they say is done, and what flags say of others."""
 
-import types
 
 import keras
 import numpy as np
@@ -9,7 +8,6 @@ import tensorflow as tf
 
 import towers
 from tests import runs, tiny
-from tests.training.test_unusual_programs import inner
 from towers.errors import InputError
 from towers.options.inline_objects import option_text
 from towers.training.run.setup import prepare
@@ -87,31 +85,6 @@ def test_weight_decay_by_flags_is_a_regulariser_of_kernels():
     by_flags, by_code = loop_of(**flags, weight_decay=0.1), loop_of(model=regularised)
     assert by_flags(6) == pytest.approx(by_code(6), rel=1e-5)
     tiny.assert_close(weights(by_flags), weights(by_code), 1e-6)
-
-
-def test_a_step_that_is_set_on_the_model_is_the_one_that_trains():
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = 3 * tf.reduce_mean(tf.abs(self(x, training=True) - y))
-        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
-        return {"loss": loss}
-
-    def of_model():
-        model = plain()
-        model.train_step = types.MethodType(train_step, model)
-        model.compile("sgd", "mse")
-        return model
-
-    def of_class():
-        inner = plain()
-        model = type("Own", (keras.Model,), {"train_step": train_step})(inner.inputs, inner.outputs)
-        model.compile("sgd", "mse")
-        return model
-
-    first, second = loop_of(model=of_model), loop_of(model=of_class)
-    assert first(3) == second(3)
-    tiny.assert_identical(weights(first), weights(second))
 
 
 class Adversarial(keras.Model):
@@ -257,18 +230,6 @@ def test_a_train_step_of_the_models_own_is_made_on_towers_and_resumed(tmp_path, 
     tiny.assert_identical(state, saved)
 
 
-def test_a_step_with_batch_norm_in_a_loop_runs_on_one_device_and_says_so(tmp_path, capsys):
-    build = inner("map_fn", size=4)
-    run(tmp_path, build)
-    (line,) = [ln for ln in capsys.readouterr().out.splitlines() if "runs on one device" in ln]
-    assert "train_step" in line and "batch_norm" in line
-    one = loop_of(model=build, num_towers=1)
-    one(6)
-    of_one = {name.replace("/", ".S"): value for name, value in weights(one).items()}
-    saved = tiny.saved(tmp_path)
-    tiny.assert_close({name: saved[name] for name in of_one}, of_one, 1e-6)
-
-
 def test_a_test_step_that_runs_on_one_device_is_told_by_train_and_evaluate(tmp_path, capsys):
     class Mapped(keras.Sequential):
         def test_step(self, data):
@@ -305,18 +266,6 @@ def test_the_loss_of_an_output_is_that_of_all_examples_alike(trained):
     result = runs.result_of(trained("two"))
     total = 0.5 * result["test_value_loss"] + result["test_kind_loss"]
     assert total == pytest.approx(result["test_loss"], rel=1e-6)
-
-
-def test_an_optimizer_of_ones_own_trains_a_classifier():
-    def own():
-        return keras.optimizers.SGD(0.1, momentum=0.9)
-
-    one = tiny.Loop(tiny.options("unused", schedule="constant"))
-    names = ("model", "dataset", "augment", "batch_size", "num_towers", "max_steps")
-    given = {name: getattr(tiny.options("unused"), name) for name in names}
-    two = loop_of(**given, optimizer=own)
-    assert one(12)["loss"] == two(12)["loss"]
-    tiny.assert_identical(weights(one), weights(two))
 
 
 def test_each_number_of_a_metric_is_reported(tmp_path):

@@ -145,9 +145,8 @@ def test_joined_weights_are_updated_as_each_alone(name):
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("optimizer", released(["momentum", "nadam", "lamb"], "momentum"))
-def test_an_overflow_skips_the_step(optimizer):
-    options = Options(dtype="mixed_float16", optimizer=optimizer, ema_decay=0.9)
+def test_an_overflow_skips_the_step():
+    options = Options(dtype="mixed_float16", optimizer="momentum", ema_decay=0.9)
     given = dict(steps=4, overflow={1}, ema=True, loss_scaling=True)
     ours, theirs = (after_each_step(place, options, **given) for place in (GPU, HOST))
     before, after = ours[:2]
@@ -185,21 +184,18 @@ def dense(num_layers):
     return keras.Sequential([keras.Input([4]), *layers])
 
 
-FEW_OPS = [name for name in OPTIMIZERS if name not in ("lamb", "muon")]
-# One of these for each joined vector chooses between before and after.
-MOST = {"sgd": 41, "momentum": 47, "adamw": 90, "nadam": 90}
+MOST = 90  # ops; one for each joined vector chooses between before and after
 
 
-@pytest.mark.parametrize("optimizer", released(FEW_OPS, "adamw"))
-def test_many_weights_start_as_many_ops_as_few(optimizer):
-    options = Options(optimizer=optimizer, weight_decay=0.1, clip_global_norm=1.0, ema_decay=0.9)
+def test_many_weights_start_as_many_ops_as_few():
+    options = Options(optimizer="adamw", weight_decay=0.1, clip_global_norm=1.0, ema_decay=0.9)
     counts = []
     for num_layers in 5, 9:
         train_state = masters_on([GPU], dense(num_layers), options)
         ops = [node.op for node in executed(train_state, options)]
         assert "UniqueV2" not in ops and "Unique" not in ops  # for whose size the host would wait
         counts.append(len([op for op in ops if op not in STARTS_NOTHING]))
-    assert counts[0] == counts[1] <= MOST.get(optimizer, 70)
+    assert counts[0] == counts[1] <= MOST
 
 
 def test_large_weights_are_not_copied_together(monkeypatch):

@@ -72,10 +72,7 @@ FAILING = {
     "raises": (lambda: generated(45, ValueError("mine")), "ValueError: mine; the error comes"),
     "exits": (lambda: generated(45, SystemExit(0)), "SystemExit: 0; the error comes from tests"),
     "interrupts": (lambda: generated(45, KeyboardInterrupt()), "KeyboardInterrupt"),
-    "memory": (lambda: generated(45, MemoryError("no more")), "MemoryError: no more"),
     "batch": (lambda: Batches(KeyError("mine")), f"KeyError: 'mine' in {__name__}:"),
-    "batch that ends": (lambda: Batches(StopIteration()), "StopIteration"),
-    "batch that exits": (lambda: Batches(SystemExit(0)), "train batch 7; the error comes from tes"),
 }
 failing = None  # what `load` returns
 

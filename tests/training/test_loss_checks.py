@@ -163,11 +163,6 @@ WRONG = {
     "no activation, by class": (
         dense(BCE(), 1), (X, BITS), ['activation="sigmoid"', "BinaryCrossentropy(from_logits=True)"]
     ),
-    "no activation, moved":
-        (dense(BINARY, 1, None, None, layers.Reshape((1,)),
-               layers.Activation("linear", dtype="float32")), (X, BITS), ["of layer head, has no"]),
-    "no activation in a convolution":
-        (conv(BINARY, 1), (IMAGES, MASKS), ["head, has no activation"]),
     "softmax of one": (dense("mse", 1, "softmax"), (X, BITS), ["always gives 1"]),
     "one unit": (dense(SPARSE, 1, "sigmoid"), (X, BITS), ["has 1 unit, and"]),
     "one-hot":
@@ -206,14 +201,10 @@ WRONG = {
         dense("mse", 3), (X, NUMBERS[:, None]),
         ["targets of shape (batch, 1), and the output has shape (batch, 3)", "1 unit, or a target"]
     ),
-    "numbers of another rank": (dense("mse", 3), (X, NUMBERS), ["1 unit, or a target"]),
     "outputs broadcast": (dense("mae", 1), (X, SEVERAL), ["give the last layer 3 units"]),
     "smaller outputs":
         (conv(BINARY, 1, "sigmoid", 2), (IMAGES, MASKS),
          ["(batch, 6, 6, 1)", "(batch, 3, 3, 1)", "outputs of the targets' shape"]),
-    "smaller outputs of classes":
-        (conv(SPARSE, 3, "softmax", 2), (IMAGES, MASKS.astype(int)),
-         ["of shape (batch, 3, 3): let the model give a place for each target"]),
     "weights of labels":
         (dense("mse", 1), (X, NUMBERS, SEVERAL),
          ["sample weights of shape (batch, 3), and the losses of the output have shape (batch)"]),
@@ -233,7 +224,6 @@ WRONG = {
     "other names":
         (two(), (X, {"value": NUMBERS, "sort": CLASSES}),
          ["the targets are named 'value', 'sort', and the outputs of", "'value', 'kind'"]),
-    "no name": (two(), (X, {"value": NUMBERS}), ["the targets are named 'value', and"]),
     "names of weights":
         (two(), (X, BOTH, {"value": ONES}), ["the sample weights are named 'value', and"]),
     "one for two": (two(), (X, NUMBERS), ["gives 1 tensor of targets", "'value', 'kind'"]),
@@ -348,17 +338,13 @@ SOUND = {
     "classes": (dense(sparse(from_logits=True), 3, None, ["accuracy"]), X, CLASSES),
     "more outputs than classes": (dense(sparse(from_logits=True), 9), X, CLASSES),
     "probabilities": (dense(SPARSE, 3, "softmax"), X, CLASSES),
-    "column of classes": (dense(sparse(), 3, "softmax"), X, CLASSES[:, None]),
-    "float classes": (dense(sparse(), 3, "softmax"), X, CLASSES.astype(np.float32)),
     "no class": (dense(sparse(ignore_class=-1), 3, "softmax"), X, CLASSES - 1),
     "one-hot": (dense(CATEGORICAL, 3, "softmax"), X, ONE_HOT),
-    "one-hot logits": (dense(categorical(from_logits=True), 3), X, ONE_HOT),
     "soft labels": (dense(categorical(label_smoothing=0.1), 3, "softmax"), X, ONE_HOT * 0.8),
     "focal": (dense("categorical_focal_crossentropy", 3, "softmax"), X, ONE_HOT),
     "one-hot and sigmoid": (dense(BINARY, 3, "sigmoid"), X, ONE_HOT),
     "one-hot and binary": (dense(BINARY, 3, "softmax"), X, ONE_HOT),
     "bits": (dense(BINARY, 1, "sigmoid", ["accuracy"]), X, BITS),
-    "bools": (dense(BINARY, 1, "sigmoid"), X, BITS[:, None] > 0),
     "chances": (dense(BINARY, 1, "sigmoid"), X, np.float32(BITS) * 0.9),
     "bits of logits": (
         dense(BCE(from_logits=True), 1, None, [keras.metrics.BinaryAccuracy(threshold=0)]), X, BITS
@@ -367,7 +353,6 @@ SOUND = {
     "unknown labels": (dense(BINARY, 3, "sigmoid"), X, SEVERAL - 1, ONES),
     "constrained": (dense(BINARY, 1, kernel_constraint="non_neg"), X, BITS),
     "number": (dense("mse", 1, None, ["mae"]), X, NUMBERS),
-    "column": (dense("mse", 1), X, NUMBERS[:, None]),
     "whole numbers": (dense("huber", 1), X, 5 * CLASSES),
     "numbers": (dense("log_cosh", 3), X, SEVERAL * 7),
     "flat output": (dense("mae", 1, None, None, layers.Reshape(())), X, NUMBERS),
@@ -378,19 +363,15 @@ SOUND = {
     "direction": (dense("cosine_similarity", 3), X, SEVERAL),
     "divergence": (dense("kl_divergence", 3, "softmax"), X, ONE_HOT),
     "masks": (conv(BINARY, 1, "sigmoid"), IMAGES, MASKS),
-    "flat masks": (conv(BINARY, 1, "sigmoid"), IMAGES, MASKS[..., 0]),
     "masks of classes": (conv(sparse(from_logits=True), 3), IMAGES, MASKS.astype(np.int32)),
-    "flat masks of classes": (conv(sparse(), 3, "softmax"), IMAGES, MASKS[..., 0].astype(int)),
     "nothing": (conv(sparse(ignore_class=255), 3, "softmax"), IMAGES, np.where(MASKS > 0, 255, 1)),
     "dice": (conv(keras.losses.Dice(), 1, "sigmoid"), IMAGES, MASKS),
     "weights of pixels": (conv("mse", 1), IMAGES, MASKS, MASKS[..., 0]),
     "weights": (dense("mse", 1), X, NUMBERS, ONES),
-    "column of weights": (dense("mse", 1), X, NUMBERS, ONES[:, None]),
     "autoencoder": (dense("mse", 4), X, X),
     "tokens": (tagger, TOKENS, TOKENS % 3),
     "weights of tokens": (tagger, TOKENS, TOKENS % 3, np.ones((SIZE, 5), np.float32)),
     "two": (two(), X, BOTH),
-    "weighted two": (two(), X, BOTH, {"value": ONES, "kind": ONES}),
     "one weight for two": (two(), X, BOTH, ONES),
     "a loss for one of two": (two({"value": "mse"}), X, {"value": NUMBERS}),
     "two with one loss": (two("mse"), X, {"value": NUMBERS, "kind": SEVERAL}),
@@ -399,7 +380,6 @@ SOUND = {
     "own class of loss": (dense(Half(), 3, "sigmoid"), X, 9 * SEVERAL),
     "own step": (own_step, X, NUMBERS),
     "not compiled": (bare(), X, CLASSES),
-    "not compiled, weighted": (bare(), X, CLASSES, ONES),
 }  # fmt: skip
 
 
@@ -418,14 +398,11 @@ def test_nothing_is_said_of_sound_tasks(name):
 
 
 # Of each way that the checks learn what they know.
-IN_A_RUN = (
-    "numbers broadcast", "weights of images", "weights of a classifier", "not a number",
-    "one of two", "labels of a class", "column of classes", "weights of tokens", "own step",
-)  # fmt: skip
+IN_A_RUN = "numbers broadcast", "weights of a classifier", "one of two", "own step"
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("case", released(IN_A_RUN, *IN_A_RUN[::2]))
+@pytest.mark.parametrize("case", IN_A_RUN)
 def test_a_run_says_the_same(case):
     if case in SOUND:
         make, *example = SOUND[case]

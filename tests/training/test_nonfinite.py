@@ -145,22 +145,15 @@ def options(folder, **changes):
 KINDS = {
     "cpu": {},
     "gradient": dict(model_args="where=gradient"),
-    "sharded": dict(variables="sharded", optimizer="adam"),
     "replicated": dict(variables="replicated", model_args="where=gradient"),
     "accumulate": dict(accumulate_steps=2),
     "XLA": dict(jit_compile=True, batch_norm="local"),
-    "compiled": dict(loss=f"{NAME}:cross_entropy", metrics="accuracy"),
     "compiled, a layer called again": dict(
         model=f"{NAME}:normalized", loss=f"{NAME}:of_normalized"
     ),
     "a kernel that its layer assigns": dict(model=f"{NAME}:shrinking", variables="replicated"),
-    "own step": OWN,
     "own step, gradient": OWN | dict(model_args="where=gradient", variables="sharded"),
     "GPUs": dict(devices="/cpu:1,/cpu:2", variables="replicated"),
-    "GPUs, compiled": dict(
-        devices="/cpu:1,/cpu:2", variables="sharded", loss=f"{NAME}:cross_entropy"
-    ),
-    "GPUs, own step": OWN | dict(devices="/cpu:1,/cpu:2", model_args="where=gradient"),
 }
 
 

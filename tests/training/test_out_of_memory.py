@@ -112,14 +112,6 @@ def test_a_run_that_needs_too_much_ends_in_one_line(tmp_path, capsys):
     assert "; the host has " in line and "towers plan" in line
 
 
-@pytest.mark.run
-@pytest.mark.extended  # here, too
-def test_variables_that_need_too_much():
-    with pytest.raises(RunError, match="out of memory: /cpu:0 asked for 4.0 PiB, float32"):
-        with user_facing_errors(Options()), tf.device("/cpu:0"):
-            tf.zeros([2**25, 2**25])
-
-
 def test_arrays_of_python():
     with pytest.raises(RunError, match="out of memory: Unable to all.*the error comes from tests/"):
         with user_facing_errors(Options()):

@@ -3,7 +3,6 @@
 Models are the examples, and what others write: steps, losses, optimizers and inputs of their own.
 """
 
-import contextlib
 import copy
 import functools
 import importlib
@@ -21,9 +20,6 @@ import towers
 from tests import fits
 from tests.fits import layer_of, of_step
 from tests.runs import rare
-from towers.builder import gather
-from towers.builder.rng import ReplicaRng
-from towers.builder.tower import TowerBuilder
 from towers.training import parallelize
 from towers.training.parallelize import builder_of
 
@@ -119,18 +115,6 @@ def own_step():
     return of_step(apart, "adam", encoder=encoder, decoder=lambda: dense(5))
 
 
-def scaled():
-    """Return a model whose layer is handed a scalar that is trained."""
-    model = of_step(
-        lambda self, x, y: tf.reduce_mean(SQUARES(self.layer(x, scale=tf.exp(self.scale)), y)),
-        layer=lambda: layer_of(
-            lambda self, x, scale: self.network(x) * scale, network=lambda: small(5, 1)
-        ),
-    )
-    model.scale = model.add_weight(shape=(), name="scale")
-    return model
-
-
 def model_of(methods, loss="mse", optimizer="sgd", **parts):
     """Return a function that makes a compiled model of methods and of parts that are made anew."""
 
@@ -179,21 +163,6 @@ def gan_step(self, data):
         deceit = -tf.reduce_mean(self.critic(self.generator(noise, training=True)))
     update(tape, deceit, self.optimizers[1], self.generator.trainable_variables)
     return {"critic": loss, "generator": deceit}
-
-
-def frozen():
-    teacher = small(5, 1)
-    teacher.trainable = False
-    return teacher
-
-
-def call_student(self, x, training=False):
-    return self.student(x, training=training)
-
-
-def loss_of_a_student(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-    loss = keras.Model.compute_loss(self, x, y, y_pred, sample_weight)
-    return loss + tf.reduce_mean(SQUARES(y_pred, self.teacher(x)))
 
 
 def call_normalized(self, x, training=False):
@@ -304,10 +273,6 @@ CASES = {
         noise=lambda: keras.random.SeedGenerator(2),
         optimizers=lambda: (keras.optimizers.Adam(), keras.optimizers.Adam()),
     ), numbers=(2,)),
-    "teacher": foreign(model_of(
-        {"call": call_student, "compute_loss": loss_of_a_student},
-        student=lambda: small(5, 1, dropout(0.3, seed=1)), teacher=frozen,
-    ), rare=True),
     "two steps": foreign(model_of(  # of a model that is not built before
         {"call": call_normalized, "train_step": two_steps}, out=lambda: dense(1),
         hidden=lambda: dense(5, use_bias=False), norm=keras.layers.BatchNormalization,
@@ -316,7 +281,6 @@ CASES = {
         {"train_step": with_a_loop}, network=lambda: small(5, 1),
         optimizer_within=lambda: keras.optimizers.SGD(0.1),
     )),
-    "scalar argument": Case(scaled, options={"accumulate_steps": 2}, rare=True),
     "ragged and texts": foreign(model_of(
         {"call": unequal}, words=lambda: keras.layers.StringLookup(vocabulary=["a", "b"]),
         table=lambda: keras.layers.Embedding(3, 4), out=lambda: dense(1),
@@ -350,39 +314,6 @@ def test_towers_have_the_numbers_of_one_device(name, num_towers):
     given = {"plain_first": case.plain_first, **case.options}
     found = fits.fit(case.build, case.data(), num_towers, **given)
     assert fits.differences(expected, found) == {}
-
-
-def forgets_a_tower(monkeypatch):
-    add = TowerBuilder.add
-    monkeypatch.setattr(TowerBuilder, "add", staticmethod(lambda values: add(values[:1])))
-
-
-def joins_in_another_order(monkeypatch):
-    join = gather.join
-    monkeypatch.setattr(gather, "join", lambda values: join(values[::-1]))
-
-
-def each_tower_draws_from_the_start(monkeypatch):
-    monkeypatch.setattr(ReplicaRng, "drawing", lambda self: contextlib.nullcontext())
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("name", "fault", "options"),
-    [
-        ("example table", forgets_a_tower, {}),
-        ("example pairs", joins_in_another_order, {}),
-        ("example two_outputs", each_tower_draws_from_the_start, {}),
-        ("example images", lambda _: None, {"batch_norm": "local"}),
-    ],
-)
-def test_a_fault_is_seen(name, fault, options, monkeypatch):
-    case = CASES[name]
-    expected = by_keras(case.build, case.data)
-    fault(monkeypatch)
-    found = set(fits.differences(expected, fits.fit(case.build, case.data(), 2, **options)))
-    assert found - {"metrics"} == {"losses", "weights", "optimizer", "predictions"}
-    assert options or "metrics" in found
 
 
 def saturated(end):
@@ -543,39 +474,6 @@ def test_a_model_can_be_compiled_again_and_put_back_on_one_device():
     assert uses_two()
     towers.unparallelize(model)
     assert not uses_two()
-
-
-def test_each_stage_of_training_has_the_numbers_of_one_device():
-    """A model whose stage is set, and that is compiled again, adds another loss."""
-
-    class Config:
-        stage = 0
-
-    def call(layer, x):
-        if layer.config.stage == 1:
-            layer.add_loss(keras.ops.mean(x**2))
-        elif layer.config.stage == 2:
-            layer.add_loss(0.1 * keras.ops.sum(x**2))
-            layer.norms = keras.ops.sum(x**2)
-        else:
-            layer.norms = x**2
-        return x
-
-    def weights(num_towers):
-        with fits.in_float64():
-            keras.utils.set_random_seed(0)
-            config = Config()
-            layer = layer_of(call, config=lambda: config)
-            model = keras.Sequential([keras.Input((5,)), dense(4), layer, dense(1)])
-            if num_towers:
-                towers.parallelize(model, devices=[f"/cpu:{i}" for i in range(num_towers)])
-            for config.stage in range(3):
-                model.compile("sgd", "mse")
-                model.fit(**ARRAYS, verbose=0, shuffle=False)
-            return model.get_weights()
-
-    for one, other in zip(weights(0), weights(3), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-9)
 
 
 @pytest.mark.graph

@@ -5,7 +5,6 @@ import pytest
 import tensorflow as tf
 
 from tests import runs, tiny
-from tests.training.test_optimizer_step import embedding  # noqa: F401 (tests of XLA name it here)
 from towers.builder import collectives, gather
 from towers.builder.tower import TowerBuilder
 from towers.commands.verify.options import VerifyOptions

@@ -1,7 +1,6 @@
 """`--init_from`: what a new run begins with, and what it says of that."""
 
 import os
-import random
 import re
 import zipfile
 
@@ -280,22 +279,6 @@ def test_a_file_over_which_hdf5_goes_in_circles(source, tmp_path, monkeypatch, f
         packed(0, bytes(content), path)
     with pytest.raises(InputError, match="HDF5 reads for longer than 5 s"):
         begun(path)
-
-
-@pytest.mark.process
-@pytest.mark.extended
-def test_flipped_bits_end_in_a_line_or_in_weights(source, tmp_path):
-    draw = random.Random(0)
-    for file in ("file.weights.h5", "file.keras") * 20:
-        content = bytearray((source[0] / file).read_bytes())
-        for _ in range(3):
-            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-        path = tmp_path / file
-        path.write_bytes(content)
-        try:
-            begun(path)
-        except InputError as error:
-            assert "\n" not in str(error)
 
 
 @pytest.mark.process
