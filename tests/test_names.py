@@ -16,7 +16,6 @@ FLAGS = (
 )  # fmt: skip
 NAMES = {
     "signs": "-x [!a] a*b? a\\b 'it\"s' `y` $HOME \u00fc\u6f22\U0001f600 %s%d {a,b}#c:d=e lr[0.1]",
-    "dash": "-x",
     "levels": "/".join(["level"] * 200),
     "long": "n" * 255,
     "long in bytes": "\u6f22" * 85,

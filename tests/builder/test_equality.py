@@ -222,7 +222,7 @@ def a_complex_weight():
     return Case(losses, [weight])
 
 
-@row(TWO, THREE, JOINED, JOINED_UNKNOWN, IN_PARTS, GPUS)
+@row(TWO, THREE, JOINED_UNKNOWN, IN_PARTS, GPUS)
 def lookups_of_unique_numbers():
     """Rows that several towers look up are summed, as optimizers square each row of a gradient."""
     tokens = tf.constant([[0, 1], [1, 2], [8, 8], [3, 0], [1, 1], [5, 7], [8, 2]])
@@ -267,7 +267,7 @@ def kept(value, dtype):
     return keras.Variable(value, dtype=dtype, trainable=False)
 
 
-@row(TWO, THREE, TWO_EXAMPLES, GPUS)
+@row(THREE, TWO_EXAMPLES, GPUS)
 def state():
     """Each is put together as the function shows; metrics and counters count from anywhere."""
     floats = {name: kept(0.5, "float64") for name in ASSIGNMENTS}
@@ -349,7 +349,7 @@ class Widths(layers.Layer):
         return tf.reduce_sum(x, axis=1, keepdims=True) * tf.cast(tf.shape(x)[1], x.dtype)
 
 
-@row(THREE, GPUS, GPUS_JOINED, GPUS_UNKNOWN)
+@row(THREE, GPUS_JOINED, GPUS_UNKNOWN)
 def values_that_make_shapes():
     """A tower that fetches a value does not take the shape of what stands in for it meanwhile."""
     return of_model(sequential((3,), layers.Dense(4, "tanh"), Widths(), layers.Dense(2)))
@@ -404,7 +404,7 @@ class Measured(layers.Layer):
         return x
 
 
-@row(THREE, JOINED, TWO_EXAMPLES, GPUS)
+@row(THREE, JOINED, GPUS)
 def metrics_that_a_layer_updates():
     measured = Measured()
     case = of_model(sequential((3,), layers.Dense(5, "tanh"), measured, layers.Dense(2)))

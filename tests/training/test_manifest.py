@@ -203,8 +203,9 @@ def test_a_run_that_is_continued_says_so(committed, tmp_path):
 
 
 DAMAGED = [
-    "", "{", "[]", '{"sessions": []}', '{"format": 1, "sessions": 3}', '{"format": 99}',
-    "[" * 100_000, '{"format": 1, "sessions": [3]}', '{"format": 1, "sessions": [], "task": 3}',
+    "", "{", "[]", '{"format": 1, "sessions": []}', '{"format": 1, "sessions": 3}',
+    '{"format": 99}', "[" * 100_000, '{"format": 1, "sessions": [3]}',
+    '{"format": 1, "sessions": [], "task": 3}',
 ]  # fmt: skip
 WRONG = {
     "spec": ["uint8", 3, [], {}, ["uint8[8"], ["gone[8]"], [3], ["uint8[x]"]], "augment": [None, 3],

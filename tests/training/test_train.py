@@ -222,7 +222,6 @@ def test_the_table_of_a_result_has_no_rows_without_a_value():
     ]  # fmt: skip
 
 
-@pytest.mark.extended
 def test_the_clock_of_examples_goes_on_with_another_batch_size(tmp_path):
     given = dict(num_epochs=2.0, log_every_steps=1)
     train(tiny.options(tmp_path, **given, batch_size=7, max_steps=6))

@@ -9,9 +9,7 @@ were trained on before; their steps are skipped.
 
 import dataclasses
 import inspect
-import json
 import random
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -88,7 +86,7 @@ class ExactResume(keras.callbacks.Callback):
         self._positions: dict[str, bytes | None] = {}
         checkpoint.tidy(self.directory)
         newest = self._checkpoints.newest(_read, lambda line: warnings.warn(line, stacklevel=2))
-        self._saved = newest[1] if newest else _read_older(self.directory)
+        self._saved = newest[1] if newest else None
         vars(self.model).pop("_towers_resume_at", None)
         if self._saved is None:
             return
@@ -281,20 +279,6 @@ def _read(prefix: str, reader: Any) -> _FitState:
         raise InputError(f"{prefix} is of a run of `towers train`: name another folder for a fit")
     arrays = checkpoint.values_of(reader)
     return _FitState(int(arrays["step"]), arrays, about)
-
-
-def _read_older(directory: Path) -> _FitState | None:
-    """Return the newest file in the format that preceded checkpoints."""
-    names = [re.fullmatch(r"epoch-(\d+)-batch-(\d+)\.npz", p.name) for p in directory.glob("*")]
-    places = [(int(name[1]), int(name[2]), name[0]) for name in names if name]
-    if not places:
-        return None
-    with np.load(directory / max(places)[-1]) as file:
-        arrays = dict(file)
-    about = json.loads(arrays.pop("about").tobytes())
-    for name, kind in about["variables"].items():  # NumPy's files know no bfloat16
-        arrays[name] = arrays[name].view(kind.partition("[")[0])
-    return _FitState(0, arrays, about)
 
 
 def is_skipped(model: keras.Model, batch: int) -> bool:
