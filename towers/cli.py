@@ -53,12 +53,12 @@ class Entry(flags.Command):
 
 _WORKER_FLAGS = "workers towers_per_worker worker_timeout_seconds min_workers"
 _EVALUATE_FLAGS = (
-    "train_dir json trust model dataset data_dir image_size test_time_flip "
+    "train_dir json trust model dataset data_dir image_size max_image_pixels test_time_flip "
     f"batch_size dtype num_towers devices {_WORKER_FLAGS}"
 )
-_REPLAY_FLAGS = "train_dir json trust model dataset data_dir image_size devices"
+_REPLAY_FLAGS = "train_dir json trust model dataset data_dir image_size max_image_pixels devices"
 _PREDICT_FLAGS = (
-    "train_dir json trust test_time_flip batch_size num_towers devices "
+    "train_dir json trust max_image_pixels test_time_flip batch_size num_towers devices "
     f"{_WORKER_FLAGS}"
 )
 _VERBS = (

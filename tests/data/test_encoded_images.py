@@ -157,14 +157,20 @@ def one(number, wrong):
     return lambda pixels: wrong if numbers_of(pixels[None])[0] == number else png(pixels)
 
 
-@pytest.mark.parametrize("kind", ["folder"], indirect=True)
-def test_an_image_of_too_many_pixels_is_named_and_not_decoded(kind, tmp_path, monkeypatch):
-    write(kind, tmp_path, 60, encode=one(4, png(np.zeros((9, 9, 3), np.uint8))))
-    loaded = data.load(kind, str(tmp_path), (6, 5))
-    all_of(loaded.train)
-    monkeypatch.setattr(encoded_images.Image, "MAX_IMAGE_PIXELS", 40)
-    with pytest.raises(Exception, match="00004.png has more than 80 pixels; mend or remove it"):
-        all_of(loaded.train)
+@pytest.mark.parametrize(
+    ("kind", "number"), [("folder", 0), *run(("tfrecord", 4))], indirect=["kind"]
+)
+def test_an_image_of_too_many_pixels_is_named_and_not_decoded(kind, tmp_path, number):
+    """The first is one of those that are tried at the start."""
+    write(kind, tmp_path, 60, encode=one(number, png(np.zeros((9, 9, 3), np.uint8))))
+    name = f"{number:05d}.png" if kind == "folder" else f": record {number} (counted from 0)"
+    line = "has 81 pixels, 9x9 (height x width), and --max_image_pixels=80 are allowed: make"
+    with pytest.raises(Exception) as error:
+        all_of(data.load(kind, str(tmp_path), (6, 5), max_image_pixels=80).train)
+    assert f"{name} {line}" in str(error.value)
+    all_of(data.load(kind, str(tmp_path), (6, 5), max_image_pixels=81).train)
+    line = refusal(kind, str(tmp_path), (10, 9), max_image_pixels=81)
+    assert "--image_size=10x9 are 90 pixels, and --max_image_pixels" in line
 
 
 # Damage

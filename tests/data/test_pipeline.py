@@ -27,9 +27,6 @@ class Rows:
     def read(self, row):
         return self._contents[row]
 
-    def name(self, row):
-        return f"image {row}"
-
 
 def make(size, kind="arrays"):
     """A split whose labels are the row numbers, and so are its images."""

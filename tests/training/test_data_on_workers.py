@@ -3,13 +3,14 @@
 import pytest
 import tensorflow as tf
 
-from tests import tiny
+from tests import tiny, worker_processes
 from tests.data import image_files
 from tests.runs import released
 from towers.devices import remote
-from towers.errors import InputError
+from towers.errors import InputError, RunError
 from towers.graphs.placement import read_placement
 from towers.options.run import Options
+from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.workers import cluster
 
 pytestmark = pytest.mark.process
@@ -86,15 +87,65 @@ def test_evaluation(two_workers):
     assert over_workers.class_accuracy == here.class_accuracy
 
 
-@extended
-def test_images_in_files_are_read_by_the_program(two_workers, tmp_path):
+@pytest.fixture(params=released(["folder", "tfrecord"], "folder"))
+def files(request, tmp_path):
+    """Give the flags of images in files, which are below a folder."""
     for name, numbers in ("train", range(31)), ("test", range(40, 46)):
-        image_files.write_folder(tmp_path, numbers, split=name)
-    loop = assert_same_numbers(two_workers, 9, dataset="folder", data_dir=str(tmp_path))
-    assert loop.run.on_towers is None
+        image_files.WRITE[request.param](tmp_path, numbers, split=name)
+    return {"dataset": request.param, "data_dir": str(tmp_path)}
+
+
+@pytest.mark.parametrize("more", MORE)
+def test_workers_read_their_own_files_from_any_step_on(two_workers, files, more):
+    loop = assert_same_numbers(two_workers, 9, **files, **more)
+    assert str(loop.run.on_towers).startswith("read by the workers from")
+    if more:
+        return
+    kept = loop.state()
+    loop(3)
+    again = loop_of(**two_workers, **files)
+    for name, variable in again.train_state.variables().items():
+        variable.assign(kept[name])
+    again.batches = iter(again.run.batches(9, 9 * 7))
+    again(3)
+    tiny.assert_identical(again.state(), loop.state())
 
 
 def test_devices_of_this_machine_are_not_asked_for_beside(two_workers):
     for given, remedy in [(dict(devices="cpu"), "--towers_per_worker"), (dict(num_towers=3), "=0")]:
         with pytest.raises(InputError, match=f"{next(iter(given))}.*{remedy}"):
             cluster.connect_run(tiny.options("unused", **two_workers | given))
+
+
+@extended
+def test_a_file_that_is_another_one_is_named_and_none_is_needed(tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for split in "train", "test":
+        for i, folder in enumerate((here, there)):
+            image_files.write_folder(folder / "images", range(9), split=split)
+            image_files.write_tfrecord(folder, range(i, i + 9), split=split)
+    monkeypatch.chdir(here)
+    other = there / "images/train/cat/00004.png"
+    other.write_bytes(image_files.png(image_files.image(5)))
+    worker = worker_processes.Worker(folder=there)
+    try:
+        given = dict(workers=worker.ready().address, num_towers=0)
+        with pytest.raises(InputError, match=f"{there}/.*: record 0 .* another one on worker 0 "):
+            loop_of(**given, dataset="tfrecord", data_dir=".")
+        given |= dict(dataset="folder", data_dir="images")
+        with pytest.raises(InputError, match=f"{other} is another one on worker 0 "):
+            loop_of(**given)
+        other.unlink()
+        loop = loop_of(**given)
+        assert loop.run.on_towers is None
+        loop(2)
+        image_files.write_folder(there / "images", [4])
+        loop = loop_of(**given)
+        assert loop.run.on_towers
+        other.write_bytes(b"GIF89a, or not")
+        line = rf"{other} row \d, on worker 0 \({worker.address}\), is damaged"
+        with pytest.raises(RunError, match=line), user_facing_errors(loop.run.options):
+            loop(9)
+    finally:
+        remote.current_cluster().close()
+        worker.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from tests.programs import python
+from tests.programs import ROOT, python
 from tests.runs import command, refusal
 from tests.worker_processes import Worker, started
 from towers.errors import RunError
@@ -91,6 +91,7 @@ def test_it_says_what_it_has(lent):
     assert offer.address == lent.address and offer.tensorflow == tf.__version__
     assert offer.kind == "cpu" and [device.name for device in offer.devices] == ["/cpu:0"]
     assert offer.num_cpu_devices >= 16 and offer.pid == lent.process.pid
+    assert offer.folder == str(ROOT)
     with on(lent.address) as session, tf.device(f"/cpu:{offer.num_cpu_devices - 1}"):
         assert session.run(tf.add(1, 2)) == 3
     text = "\n".join(lent.lines)

@@ -6,27 +6,40 @@ each.
 The order is that of `ArraySplit`, a permutation of the row numbers computed from (seed, epoch). So
 resuming is exact and reads no earlier images, and each epoch is shuffled as a whole.
 
-Images are read and decoded in as many threads as there are cores, in order.
+A batch is read in one call of Python, which releases the lock at each read; TensorFlow decodes in
+as many threads as there are cores, in order.
 """
 
+import contextlib
+import dataclasses
+import functools
 import hashlib
-import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
-from PIL import Image
 
+from towers.builder.device_types import HOST, PROGRAM
+from towers.data.image_size import check_pixels
 from towers.data.pipeline import Data, IndexedSplit, digest
 from towers.errors import InputError
+from towers.options.run import Options
 
 Size = tuple[int, int]  # (height, width)
 
 _CORES = os.cpu_count() or 1  # not left to autotuning: see `pipeline.prefetched`
 _TRIED_IMAGES = 16  # of each split, at the start
 _SIZED_FILES = 20_000  # most files whose size is read: it may take a millisecond each
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Graph functions of a row, int64 [], that read without this process."""
+
+    read: Callable[[tf.Tensor], tf.Tensor]  # the encoded image, text []
+    path: Callable[[tf.Tensor], tf.Tensor]  # of its file, text []
 
 
 class Source(Protocol):
@@ -43,12 +56,19 @@ class Source(Protocol):
     def files(self) -> tuple[str, list[str]]:
         """Return a folder, and the relative names of the files in it."""
 
+    def reader(self, folder: str) -> "Reader":
+        """Return a reader for a graph; relative paths are below `folder`."""
+
+    def sample_rows(self, num: int) -> np.ndarray:
+        """Return about `num` rows, int64, by which files on another machine are compared."""
+
 
 def data_set(
     name: str,
     sources: Mapping[str, Source],
     class_names: Sequence[str],
     size: Size | None,
+    max_pixels: int,
 ) -> Data:
     """Return a data set of encoded images, after decoding some of them.
 
@@ -57,20 +77,27 @@ def data_set(
         sources: "train", "test" and, if there is one, "validation".
         class_names: by label.
         size: to which images are resized; None: all must have the same size.
+        max_pixels: largest number of pixels of an image.
 
     Raises:
         InputError: a decoded image is damaged or too large, or sizes differ without `size`.
     """
+    if size and size[0] * size[1] > max_pixels:
+        raise InputError(
+            f"--image_size={size[0]}x{size[1]} are {size[0] * size[1]:,} pixels, and "
+            f"--max_image_pixels={max_pixels:,} are allowed: make it smaller, or allow more"
+        )
     first = None
     for source in sources.values():
         for row in evenly_spaced(len(source.labels), _TRIED_IMAGES).tolist():
-            shape = tuple(_decoded_row(source, row).shape)
+            shape = _shape_of(source, row, max_pixels)
             first = first or shape
             if size is None and shape != first:
                 raise InputError(_sizes_differ(source.name(row), shape, first))
     shape = (*size, 3) if size else first
     splits = {
-        split: EncodedSplit(source, shape, size is not None) for split, source in sources.items()
+        split: EncodedSplit(source, shape, size is not None, max_pixels)
+        for split, source in sources.items()
     }
     return Data(name, num_classes=len(class_names), class_names=tuple(class_names), **splits)
 
@@ -78,17 +105,25 @@ def data_set(
 class EncodedSplit(IndexedSplit):
     """A split whose images are read and decoded when they are needed."""
 
-    def __init__(self, source: Source, image_shape: tuple[int, int, int], resize: bool):
+    def __init__(
+        self,
+        source: Source,
+        image_shape: tuple[int, int, int],
+        resize: bool,
+        max_pixels: int = Options.max_image_pixels,
+    ):
         """Set the source and the shape of images.
 
         Args:
             source: of the encoded images.
             image_shape: (height, width, channels) of all.
             resize: whether others are resized; else they raise an error.
+            max_pixels: largest number of pixels of an image.
         """
         self.size = len(source.labels)
         self.spec = (tf.TensorSpec(image_shape, tf.uint8), tf.TensorSpec([], tf.int32))
         self.source, self._shape, self._resize = source, image_shape, resize
+        self._max_pixels = max_pixels
         with tf.device("/cpu:0"):
             self._labels = tf.constant(source.labels, tf.int32)
 
@@ -106,25 +141,102 @@ class EncodedSplit(IndexedSplit):
         """Return the labels of these rows."""
         return tf.gather(self._labels, self._source_rows(rows))
 
+    def read_there(
+        self, rows: tf.data.Dataset, batch_size: int, folder: str, where: str
+    ) -> tf.data.Dataset:
+        """Return batches (rows, images) that are read on the current device.
+
+        Args:
+            rows: batches of rows, int64 `[B]`.
+            batch_size: B.
+            folder: of relative paths.
+            where: the machine's name, for messages.
+        """
+        reader = self.source.reader(folder)
+
+        def read_all(rows: tf.Tensor) -> tf.Tensor:
+            return tf.map_fn(
+                reader.read,
+                self._source_rows(rows),
+                fn_output_signature=tf.string,
+                parallel_iterations=_CORES,
+            )
+
+        def explain(row: tf.Tensor) -> tf.Tensor:
+            template = f"row {{}}, on {where}, is damaged, or no PNG, JPEG, BMP or GIF"
+            message = [reader.path(self._source_rows(row)), tf.strings.format(template, row)]
+            with tf.control_dependencies([tf.debugging.Assert(False, message)]):
+                return tf.constant(False)
+
+        return self._images(rows, batch_size, read_all, explain)
+
     def _read_rows(self, rows: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
-        def image(row):
-            read = tf.numpy_function(self._image, [row], tf.uint8, stateful=False)
-            return tf.ensure_shape(read, self._shape)
+        def in_python(function: Callable, dtype: tf.DType, rows: tf.Tensor) -> tf.Tensor:
+            return tf.numpy_function(function, [self._source_rows(rows)], dtype, stateful=False)
 
-        def with_labels(rows, images):
-            return tf.ensure_shape(images, [*rows.shape, *self._shape]), self.labels(rows)
+        read_all = functools.partial(in_python, self._read, tf.string)
+        explain = functools.partial(in_python, self._explain, tf.bool)
+        images = self._images(rows, batch_size, read_all, explain)
+        return images.map(lambda rows, images: (images, self.labels(rows)))
 
-        images = rows.map(self._source_rows).unbatch()
-        images = images.map(image, num_parallel_calls=_CORES, deterministic=True).batch(batch_size)
-        return tf.data.Dataset.zip(rows, images).map(with_labels)
+    def _images(
+        self, rows: tf.data.Dataset, batch_size: int, read_all: Callable, explain: Callable
+    ) -> tf.data.Dataset:
+        """Return batches (rows, images `[B, H, W, 3]`) from batches of at most `batch_size` rows.
 
-    def _image(self, row: int) -> np.ndarray:
-        image = _decoded_row(self.source, int(row))
-        if self._resize:
-            return resized(image, self._shape[:2]).numpy()
-        if image.shape != self._shape:
-            raise InputError(_sizes_differ(self.source.name(int(row)), image.shape, self._shape))
-        return image.numpy()
+        `read_all` returns the encoded images of rows, `explain` raises the error of a row.
+
+        A decoder's error does not name the image. So an image that cannot be decoded is dropped,
+        its row is found missing, and `explain` decodes it again. A row of zeros ends each batch,
+        so that the search for an image ends when none can be decoded, as on a disk that is gone.
+        """
+        num_read = batch_size + 1
+
+        def pad(values, **with_):
+            gap = [[0, num_read - tf.size(values)]]
+            return tf.ensure_shape(tf.pad(values, gap, **with_), [num_read])
+
+        def read(rows):
+            return pad(rows, constant_values=-1), pad(read_all(rows))
+
+        def decode(row, content):
+            def image():
+                pixels = _decode(content)
+                pixels = resized(pixels, self._shape[:2]) if self._resize else pixels
+                return tf.ensure_shape(pixels, self._shape)
+
+            return row, tf.cond(row >= 0, image, lambda: tf.zeros(self._shape, tf.uint8))
+
+        def check(rows, decoded):
+            decoded_rows, images = decoded
+            expected = pad(rows, constant_values=-1)
+            same = pad(decoded_rows, constant_values=-2) == expected
+            missing = tf.gather(expected, tf.argmin(tf.cast(same, tf.int32)))
+            good = tf.cond(tf.reduce_all(same), lambda: True, lambda: explain(missing))
+            with tf.control_dependencies([good]):
+                images = images[: tf.size(rows)]
+                return tf.identity(rows), tf.ensure_shape(images, [*rows.shape, *self._shape])
+
+        parallel = dict(num_parallel_calls=_CORES, deterministic=True)
+        decoded = rows.map(read, **parallel).unbatch().map(decode, **parallel).ignore_errors()
+        return tf.data.Dataset.zip(rows, decoded.batch(num_read)).map(check)
+
+    def _read(self, rows: np.ndarray) -> np.ndarray:
+        # An image that cannot be read or is too large is empty.
+        contents = np.full(len(rows), b"", object)
+        for place, row in enumerate(rows.tolist()):
+            with contextlib.suppress(Exception):  # `_explain` raises it
+                content = self.source.read(row)
+                check_pixels("", content, self._max_pixels)
+                contents[place] = content
+        return contents
+
+    def _explain(self, row: int) -> bool:
+        name = self.source.name(int(row))
+        shape = _shape_of(self.source, int(row), self._max_pixels)
+        if not self._resize and shape != self._shape:
+            raise InputError(_sizes_differ(name, shape, self._shape))
+        raise InputError(f"{name} could not be read, but now it can: start again to continue")
 
 
 def evenly_spaced(size: int, num: int) -> np.ndarray:
@@ -137,46 +249,55 @@ def evenly_spaced(size: int, num: int) -> np.ndarray:
     return np.unique(np.linspace(0, size - 1, min(num, size)).astype(np.int64))
 
 
+def on_program_host(values: Any) -> tf.Tensor:
+    """Return values as a tensor on this machine; functions for other machines capture it."""
+    with tf.init_scope(), tf.device(f"{PROGRAM}{HOST}"):
+        return tf.constant(values)
+
+
+def _decode(encoded: tf.Tensor, channels: int = 3) -> tf.Tensor:
+    return tf.io.decode_image(encoded, channels, expand_animations=False)  # the first of a GIF
+
+
 def resized(image: tf.Tensor, size: Size) -> tf.Tensor:
-    """Resize an image with antialiasing, on the host.
+    """Resize an image with antialiasing.
 
     Args:
         image: `[h, w, C]`, 0..255.
         size: (height, width) of the result, which is uint8.
     """
-    with tf.device("/cpu:0"):
-        return tf.cast(tf.round(tf.image.resize(image, size, antialias=True)), tf.uint8)
+    return tf.cast(tf.round(tf.image.resize(image, size, antialias=True)), tf.uint8)
 
 
-def decoded(name: str, read: Callable[[], bytes], channels: int = 3) -> tf.Tensor:
+def decoded(name: str, read: Callable[[], bytes], max_pixels: int, channels: int = 3) -> tf.Tensor:
     """Read and decode an image eagerly: uint8 `[h, w, channels]`, on the host.
 
     Args:
         name: of the image, for messages.
         read: returns its content.
+        max_pixels: largest number of pixels.
         channels: 1, 3 or 4.
 
     Raises:
-        InputError: it cannot be read, is damaged, or larger than Pillow opens; it is named.
+        InputError: it cannot be read, is damaged, or has more than `max_pixels`; it is named.
     """
-    reason = "is damaged, or no PNG, JPEG, BMP or GIF"
     try:
         content = read()
-        Image.open(io.BytesIO(content)).close()  # reads the header: pixels may take gigabytes
+        check_pixels(name, content, max_pixels)
         with tf.device("/cpu:0"):
-            return tf.io.decode_image(content, channels, expand_animations=False)
-    except Image.DecompressionBombError:
-        reason = f"has more than {2 * Image.MAX_IMAGE_PIXELS:,} pixels"
+            return _decode(content, channels)
+    except InputError:
+        raise
     except OSError as error:
-        if error.strerror:  # Pillow's has none
-            reason = f"cannot be read: {error.strerror}"
+        raise InputError(f"{name} cannot be read: {error.strerror}; mend or remove it") from None
     except Exception:  # of the decoder, or of a record that has changed
-        pass
-    raise InputError(f"{name} {reason}; mend or remove it")
+        raise InputError(
+            f"{name} is damaged, or no PNG, JPEG, BMP or GIF; mend or remove it"
+        ) from None
 
 
-def _decoded_row(source: Source, row: int) -> tf.Tensor:
-    return decoded(source.name(row), lambda: source.read(row))
+def _shape_of(source: Source, row: int, max_pixels: int) -> tuple[int, int, int]:
+    return tuple(decoded(source.name(row), lambda: source.read(row), max_pixels).shape)
 
 
 def _sizes_differ(name: str, shape: Sequence[int], expected: Sequence[int]) -> str:

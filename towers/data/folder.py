@@ -10,6 +10,7 @@ bytes each); see `towers.data.encoded_images`.
 import os
 
 import numpy as np
+import tensorflow as tf
 
 from towers import files
 from towers.data import encoded_images
@@ -22,12 +23,13 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
 _EXPECTED = f"expected {DATA_SETS['folder'].layout}"
 
 
-def load(folder: str, size: encoded_images.Size | None) -> Data:
+def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data:
     """Find the images in DIR, to be read as uint8 `[H, W, 3]`; decode a few of them.
 
     Args:
         folder: DIR.
         size: (height, width) to which images are resized; None: all must have the same size.
+        max_pixels: largest number of pixels of an image.
 
     Raises:
         InputError: a folder is missing, empty or cannot be read, test has a class that train has
@@ -60,7 +62,7 @@ def load(folder: str, size: encoded_images.Size | None) -> Data:
             names += images
             labels += [class_names.index(name)] * len(images)
         sources[split] = _ImageFiles(path, names, labels)
-    return encoded_images.data_set("folder", sources, class_names, size)
+    return encoded_images.data_set("folder", sources, class_names, size, max_pixels)
 
 
 class _ImageFiles:
@@ -78,6 +80,18 @@ class _ImageFiles:
 
     def files(self) -> tuple[str, list[str]]:
         return self._folder, [os.fsdecode(bytes(name)) for name in self._names]
+
+    def reader(self, folder: str) -> encoded_images.Reader:
+        start = os.path.join(folder, self._folder, "")
+        names = encoded_images.on_program_host(self._names.tolist())
+
+        def path(row: tf.Tensor) -> tf.Tensor:
+            return start + tf.gather(names, row)
+
+        return encoded_images.Reader(lambda row: tf.io.read_file(path(row)), path)
+
+    def sample_rows(self, num: int) -> np.ndarray:
+        return encoded_images.evenly_spaced(len(self.labels), num)
 
 
 def _class_names(folder: str) -> list[str]:

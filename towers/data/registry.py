@@ -15,6 +15,7 @@ import os
 from typing import TYPE_CHECKING
 
 from towers.errors import InputError
+from towers.options.run import Options
 
 if TYPE_CHECKING:
     from towers.data.pipeline import Data
@@ -47,6 +48,7 @@ def load(
     image_size: tuple[int, int] | None = None,
     validation_fraction: float = 0.0,
     target: str = "",
+    max_image_pixels: int | None = None,
     categories: str = "",
 ) -> Data:
     """Load a data set.
@@ -62,6 +64,7 @@ def load(
         validation_fraction: the part of the training examples, 0..1, that becomes the validation
             split; 0: the data set's own, if it has one.
         target: the target columns of a table, separated by commas; "": the last one.
+        max_image_pixels: of an image in the user's files; None: `Options.max_image_pixels`.
         categories: the columns of a table that are categories, separated by commas.
 
     Raises:
@@ -78,12 +81,13 @@ def load(
     module = importlib.import_module(f"towers.data.{kind}")
     if kind == "cifar":
         module = module.SETS[dataset]
+    most = max_image_pixels or Options.max_image_pixels
     arguments = {
         "csv_file": (dataset, paths, target, categories),
         "npz": (dataset, *paths),
         "user_data": (dataset,),
-        "folder": (*paths, image_size),
-        "tfrecord": (*paths, image_size),
+        "folder": (*paths, image_size, most),
+        "tfrecord": (*paths, image_size, most),
     }
     data = module.load(*arguments.get(kind, paths))
     if not validation_fraction:

@@ -48,7 +48,7 @@ _SCAN_BATCH = 64
 _SLOW_BYTES = 2**30  # a scan of more is announced
 
 
-def load(folder: str, size: encoded_images.Size | None) -> Data:
+def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data:
     """Find the records in DIR, to be read as uint8 `[H, W, 3]`; decode a few images.
 
     The largest training label gives the number of classes, "0", "1", ..., up to `max_classes`.
@@ -56,6 +56,7 @@ def load(folder: str, size: encoded_images.Size | None) -> Data:
     Args:
         folder: DIR.
         size: (height, width) to which images are resized; None: all must have the same size.
+        max_pixels: largest number of pixels of an image.
 
     Raises:
         InputError: files are missing, empty, compressed or damaged, a feature or a label is
@@ -85,7 +86,7 @@ def load(folder: str, size: encoded_images.Size | None) -> Data:
                 f"but the training labels are 0..{num_classes - 1}"
             )
     class_names = list(map(str, range(num_classes)))
-    return encoded_images.data_set("tfrecord", sources, class_names, size)
+    return encoded_images.data_set("tfrecord", sources, class_names, size, max_pixels)
 
 
 class _Records:
@@ -115,6 +116,33 @@ class _Records:
     def files(self) -> tuple[str, list[str]]:
         folder = os.path.dirname(self._paths[0])
         return folder, [os.path.basename(path) for path in self._paths]
+
+    def reader(self, folder: str) -> encoded_images.Reader:
+        paths = encoded_images.on_program_host([os.path.join(folder, path) for path in self._paths])
+        feature = {self._image_key: tf.io.FixedLenFeature([], tf.string)}
+        columns = self._file, self._start.astype(np.int64), self._length.astype(np.int64)
+        file, start, length = map(encoded_images.on_program_host, columns)
+
+        def path(row: tf.Tensor) -> tf.Tensor:
+            return tf.gather(paths, tf.gather(file, row))
+
+        def read(row: tf.Tensor) -> tf.Tensor:
+            record = tf.raw_ops.TFRecordDatasetV2(
+                filenames=path(row)[None],
+                compression_type="",
+                buffer_size=tf.gather(length, row) + _FRAME_BYTES,
+                byte_offsets=tf.gather(start, row)[None] - _BEFORE_BYTES,
+            )
+            records = tf.data.experimental.from_variant(record, tf.TensorSpec([], tf.string))
+            first = records.take(1).get_single_element()
+            return tf.io.parse_single_example(first, feature)[self._image_key]
+
+        return encoded_images.Reader(read, path)
+
+    def sample_rows(self, num: int) -> np.ndarray:
+        """See `encoded_images.Source.sample_rows`; with the first and last record of each file."""
+        ends = np.flatnonzero(np.diff(self._file))
+        return np.unique([*encoded_images.evenly_spaced(len(self.labels), num), *ends, *(ends + 1)])
 
 
 def _paths(folder: str, prefix: str) -> list[str]:

@@ -46,6 +46,17 @@ def find_machine(name: str) -> Any:
     return next((machine for machine in machines if machine.name == name), None)
 
 
+def name_of(machine: str) -> str:
+    """Return a machine's name for messages."""
+    return str(find_machine(machine) or machine)
+
+
+def folder_of(machine: str) -> str:
+    """Return the folder of a machine's relative paths."""
+    found = find_machine(machine)
+    return found.info.folder if found else ""
+
+
 def device_info(device: str) -> Any:
     """Return a machine's `DeviceInfo` of one of its devices, None if unknown."""
     if not (machine := find_machine(machine_of(device))):

@@ -62,8 +62,6 @@ class Command:
 _TRAIN = Command("train")
 _RUN_FIELDS = {field.name: field for field in dataclasses.fields(Options)}
 RENAMED = {"draws": "rng_check", "objective": "monitor"}  # old flags, read until the next release
-# Flags that are gone, passed over in the flagfiles of older runs.
-REMOVED = ("max_image_pixels",)
 _ALIASES = {f.metadata["alias"]: name for name, f in _RUN_FIELDS.items() if "alias" in f.metadata}
 _ALIASES |= RENAMED
 _PARSERS = {  # with the words of their error
@@ -239,8 +237,6 @@ class _Flags(flags.FlagValues):
         except UnicodeDecodeError:
             raise InputError(f"--flagfile={filename} is no text in UTF-8: write it so") from None
         lines = [line.removeprefix("\ufeff") for line in lines]
-        gone = tuple(f"--{name}=" for name in REMOVED)
-        lines = [line for line in lines if not line.startswith(gone)]
         if self.foreign is not None and os.path.exists(filename):
             text = _read_text(filename)
             if code_trust.is_of_run(filename, text) and not code_trust.is_own(text):

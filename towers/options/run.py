@@ -127,6 +127,11 @@ class Options:
         "", "Size to which the images of folder and tfrecord are resized: 64, or height x width, "
         "48x64; without it they must be of one size.",
     )  # fmt: skip
+    max_image_pixels: int = _data(
+        64_000_000, "Pixels that an image in the files of folder, tfrecord or predict may have: "
+        "decoding takes 3 bytes for each, in as many threads as there are cores.",
+        affects="machine", minimum=1,
+    )  # fmt: skip
     augment: str = _data(
         "auto", "Augmentation of training images: tutorial (crop to 3/4, flip, brightness, "
         "contrast), resnet (pad 4, crop, flip), none: each standardises; shift (2 pixels reflected "
@@ -396,7 +401,7 @@ class Options:
         """Return `image_size` as (height, width), or None."""
         if not self.image_size:
             return None
-        match = re.fullmatch(r"([1-9]\d{0,3})(?:x([1-9]\d{0,3}))?", self.image_size, re.ASCII)
+        match = re.fullmatch(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?", self.image_size, re.ASCII)
         if not match:
             raise InputError(
                 f"--image_size={self.image_size}: a size in pixels is needed, as 64, or height x "

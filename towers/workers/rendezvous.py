@@ -44,6 +44,7 @@ class WorkerInfo:
     address: str = ""  # "10.0.0.5:2222"
     host: str = ""  # the name of the machine
     pid: int = 0
+    folder: str = ""  # where the worker was started; relative paths of data are below it
     devices: tuple[DeviceInfo, ...] = ()  # its GPUs, or its one CPU
     kind: str = "cpu"  # "gpu" or "cpu"
     num_cpu_devices: int = 1  # logical ones

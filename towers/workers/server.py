@@ -248,10 +248,11 @@ def _server(
         if os.getppid() != parent:
             os._exit(1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        started_in = os.getcwd()
         os.chdir(folder)
         try:
             server, devices = _start(address, ip, any_address, options)
-            info = _worker_info(address, parent, devices)
+            info = _worker_info(address, started_in, parent, devices)
             Path(rendezvous.INFO_FILE).write_text(rendezvous.to_text(info), encoding="utf-8")
             sending.send(info)
         except (InputError, RunError) as error:
@@ -307,7 +308,7 @@ def _start(address: str, ip: str, any_address: bool, options: GpuOptions) -> tup
         return server, session.list_devices()
 
 
-def _worker_info(address: str, pid: int, devices: list[Any]) -> WorkerInfo:
+def _worker_info(address: str, folder: str, pid: int, devices: list[Any]) -> WorkerInfo:
     from towers import tf_internals
     from towers.devices import selection
 
@@ -321,6 +322,7 @@ def _worker_info(address: str, pid: int, devices: list[Any]) -> WorkerInfo:
         address=address,
         host=socket.gethostname(),
         pid=pid,
+        folder=folder,
         devices=tuple(infos),
         kind="gpu" if gpus else "cpu",
         num_cpu_devices=len(cpus),

@@ -106,12 +106,15 @@ def _image_part(path: str, trained: TrainedModel) -> InputFile:
         raise InputError(f"{path} is an image, and {takes}: name a {other}")
 
     def decoded() -> tf.Tensor:
-        return encoded_images.decoded(path, Path(path).read_bytes, channels)
+        return encoded_images.decoded(
+            path, Path(path).read_bytes, options.max_image_pixels, channels
+        )
 
     def read(*_: int) -> np.ndarray:
         image = decoded()
         if image.shape != spec.shape:
-            image = encoded_images.resized(image, spec.shape[:2])
+            with tf.device("/cpu:0"):
+                image = encoded_images.resized(image, spec.shape[:2])
         return image.numpy()[None]
 
     height, width, _ = decoded().shape

@@ -13,8 +13,9 @@ from towers import data, devices, tf_internals
 from towers.builder.device_types import are_gpus, are_remote
 from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.tower import TowerBuilder
-from towers.data import Data, Split, augment
+from towers.data import Data, Split, augment, remote_files
 from towers.data.device_cache import DeviceCache, cache_on_devices
+from towers.data.remote_files import RemoteReader
 from towers.devices import memory, remote, selection
 from towers.errors import InputError
 from towers.options.augmentation import parse
@@ -40,7 +41,7 @@ from towers.training.step.train_state import (
 
 DEFAULT_EPOCHS = 10.0
 
-Stored = Callable[[], DeviceCache | None]
+Stored = Callable[[], DeviceCache | RemoteReader | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ class RunContext:
         return make_train_loop(*parts, telemetry=telemetry)
 
     @property
-    def on_towers(self) -> DeviceCache | None:
+    def on_towers(self) -> DeviceCache | RemoteReader | None:
         """See `stored`."""
         return self.stored()
 
@@ -220,7 +221,8 @@ def load_data(options: Options, say: Callable[[str], None] | None = None) -> Dat
             say(f"data        {name} is not at hand: shapes, drawn in code, stand in for it")
             return data.stand_in(name)
         size, fraction = options.image_height_width(), options.validation_fraction
-        dataset = data.load(name, folder, size, fraction, options.target, options.categories)
+        limit = options.max_image_pixels
+        dataset = data.load(name, folder, size, fraction, options.target, limit, options.categories)
     if parse(options.augment).mixes:
         dataset = dataclasses.replace(dataset, train=dataset.train.with_partners())
     return dataset
@@ -282,8 +284,10 @@ def assemble(
     total_epochs, total_examples = length_of(options, dataset.train.size)
 
     @functools.cache
-    def find_stored() -> DeviceCache | None:
-        return cache_on_devices(dataset.train, device_names)
+    def find_stored() -> DeviceCache | RemoteReader | None:
+        sizes = options.batch_size, options.accumulate_steps
+        reader = remote_files.find(dataset.train, device_names, *sizes)
+        return reader or cache_on_devices(dataset.train, device_names)
 
     parts = options, builder, dataset, task.train_state, task, stored or find_stored
     return RunContext(*parts, total_epochs, total_examples, diagnostics, left_open)
