@@ -170,6 +170,16 @@ def with_draw(draws, **columns):
     return draws
 
 
+def only(op, images, plus=True, magnitude=10):
+    """Return what one op of RandAugment makes of images."""
+    place = (list(augment_ops.OPS).index(op) + 0.5) / len(augment_ops.OPS)
+    same = (list(augment_ops.OPS).index("identity") + 0.5) / len(augment_ops.OPS)
+    given = dict(OP_0=place, SIGN_0=float(plus), OP_1=same)
+    draws = with_draw(np.zeros((len(images), augment.NUM_DRAWS), np.float32), **given)
+    plan = parse(f"none,randaugment={magnitude}")
+    return augment_ops.on_values(tf.cast(images, tf.float32), draws, plan, tf.uint8).numpy()
+
+
 @pytest.mark.parametrize(
     ("shape", "stored"),
     [((28, 28, 1), np.float32), ((9, 14, 4), np.uint8), ((2, 2, 3), np.uint8)],
@@ -189,7 +199,7 @@ def test_images_of_all_kinds_stay_images(part, shape, stored):
             assert abs(found.mean()) < 0.2 and 0.5 < found.std() < 1.5
 
 
-CUT = "resnet,cutout=5"
+ALL = "resnet,cutout=5,color,randaugment"
 
 
 @pytest.mark.graph
@@ -197,7 +207,7 @@ CUT = "resnet,cutout=5"
     ("kind", "dtype"),
     [
         *((kind, tf.float32) for kind in augment.names),
-        *run(("shift", tf.float64), (CUT, tf.float32), ("resnet,mixup,cutmix", tf.float64)),
+        *run(("shift", tf.float64), (ALL, tf.float32), ("resnet,mixup,cutmix", tf.float64)),
     ],
 )
 def test_an_example_is_the_same_in_any_slice(kind, dtype):
@@ -234,6 +244,63 @@ def test_cutout_is_a_square_of_the_mean():
     ):
         expected[i, rows, columns] = 0
     np.testing.assert_array_equal(found, expected)
+
+
+def test_color_is_a_factor_of_each_quality():
+    images = np.full((3, 4, 4, 3), [100.0, 150.0, 50.0], np.float32)
+    images[:, :2] = 20
+    half = with_draw(np.zeros((3, augment.NUM_DRAWS), np.float32),
+                     BRIGHTNESS=0.5, CONTRAST=0.5, SATURATION=0.5)  # fmt: skip
+    plan, draws = parse("none,color=0.5"), half.copy()
+    for i, name in enumerate(("BRIGHTNESS", "CONTRAST", "SATURATION")):
+        draws[i] = with_draw(half[i : i + 1], **{name: 0})[0]  # a factor of a half
+    dark, flat, grey = augment_ops.on_values(tf.constant(images), draws, plan, tf.uint8).numpy()
+    of_colour = 0.299 * 100 + 0.587 * 150 + 0.114 * 50
+    np.testing.assert_allclose(dark, images[0] / 2)
+    np.testing.assert_allclose(flat, (images[1] + (of_colour + 20) / 2) / 2, rtol=1e-6)
+    np.testing.assert_allclose(grey[2:], (images[2, 2:] + of_colour) / 2, rtol=1e-6)
+    np.testing.assert_allclose(grey[:2], 20, rtol=1e-6)
+
+
+RAMP = np.arange(48, dtype=np.float32).reshape(1, 4, 4, 3) * 2 + 50
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("identity", RAMP),
+        ("autocontrast", (RAMP - RAMP.min((1, 2))) / 90 * 255),
+        ("solarize", 255 - RAMP),
+        ("posterize", RAMP // 16 * 16),
+        ("brightness", np.minimum(RAMP * 1.9, 255)),
+        ("equalize", RAMP),  # 16 pixels of 16 values are too few for a step
+        ("translate_x", np.concatenate([RAMP[:, :, 1:], np.full((1, 4, 1, 3), 128)], 2)),
+        ("translate_y", np.concatenate([RAMP[:, 1:], np.full((1, 1, 4, 3), 128)], 1)),
+    ],
+)
+def test_an_op_of_randaugment(op, expected):
+    np.testing.assert_allclose(only(op, RAMP), expected, rtol=1e-6)
+
+
+def test_ops_of_randaugment_against_what_they_are_for():
+    images, _ = make(4, (32, 32, 3))
+    dim = 40 + images.astype(np.float32) / 8
+    spread = only("equalize", np.round(dim))
+    assert dim.max() < 75 and spread.min() < 5 and spread.max() > 245
+    level = np.full((1, 9, 9, 3), [[[10, 90, 200]]], np.float32)
+    np.testing.assert_allclose(only("sharpness", level), level, rtol=1e-5)
+    np.testing.assert_allclose(only("contrast", dim, plus=False).std(), dim.std() / 10, rtol=0.1)
+    np.testing.assert_allclose(
+        np.ptp(only("color", dim, plus=False), axis=3), np.ptp(dim, axis=3) / 10, atol=1e-3
+    )
+    # A white cross through the middle: what is turned or sheared keeps its middle.
+    cross = np.zeros((1, 9, 9, 1), np.float32)
+    cross[:, 4], cross[:, :, 4] = 255, 255
+    for op in "rotate", "shear_x", "shear_y":
+        moved = only(op, cross, magnitude=9)
+        assert moved[0, 4, 4, 0] == 255 and (moved != cross).any()
+        np.testing.assert_array_equal(moved, moved[:, ::-1, ::-1])
+        np.testing.assert_array_equal(only(op, cross, False, 9), moved[:, :, ::-1])
 
 
 # Mixed with another of the batch

@@ -170,13 +170,13 @@ def train_images(
         stored, standardise = images.dtype, _standardised
         if plan.base != "none":
             images = _random_crop_and_flip(images, draws, plan.base)
-        images = tf.cast(images, dtype)
+        images = augment_ops.on_values(tf.cast(images, dtype), draws, plan, stored)
         if plan.base == "tutorial":
             low, high = _CONTRAST_RANGE
             contrast = low + (high - low) * tf.cast(draws[:, _CONTRAST], dtype)[:, None, None, None]
             standardise = functools.partial(_standardised, contrast=contrast)
         images = _scaled(images, plan.base, stored, standardise)
-        return augment_ops.cut_out(images, draws, plan)
+        return augment_ops.on_standardised(images, draws, plan)
 
     if not plan.mixes:
         return augmented(images, draws)

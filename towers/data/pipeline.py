@@ -25,7 +25,7 @@ from towers.errors import InputError
 Structure = Any  # of tf.nest: dicts and tuples
 
 # Random numbers of each example: for augmentation's bases, its parts, and one that alternates.
-NUM_DRAWS, _BASE_DRAWS, _PART_DRAWS = 12, 4, 7
+NUM_DRAWS, _BASE_DRAWS, _PART_DRAWS = 19, 4, 14
 _PREFETCH_BATCHES = 2
 # TensorFlow's default of 4 rounds leaves neighbours of one epoch visibly related (chi-square of
 # their distances 34 per degree of freedom at 20,000 examples); with 8 it is 1.0, as numpy's.

@@ -28,6 +28,8 @@ class Part:
 
 PARTS = {
     "cutout": Part("a side in whole pixels", 1, 4096, 16),
+    "color": Part("a strength", 0.01, 1, 0.4),
+    "randaugment": Part("a magnitude", 0.1, 10, 9),
     "mixup": Part("an alpha", 0.01, 100, 0.2),
     "cutmix": Part("an alpha", 0.01, 100, 1),
 }
@@ -39,6 +41,8 @@ class Augmentation:
 
     base: str
     cutout: float = 0
+    color: float = 0
+    randaugment: float = 0
     mixup: float = 0
     cutmix: float = 0
 
