@@ -115,7 +115,7 @@ def loop_of(devices, options):
 def test_in_a_step_of_a_run_too_sums_cross_once_for_each_worker(far, variables):
     options = Options(variables=variables, batch_size=8, devices="cpu")
     run, loop, batches, placement = loop_of(far, options)
-    size = sum(v.shape.num_elements() * 4 for v in run.masters.model.trainable_variables)
+    size = sum(v.shape.num_elements() * 4 for v in run.train_state.model.trainable_variables)
     images = 8 * 4 * 24 * 24 * 3
     sent = sum(map(sum, crossing(placement, always=True).values()))
     assert sent <= (4 if variables == "cpu" else 2) * size + images
