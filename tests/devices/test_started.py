@@ -59,5 +59,6 @@ def test_towers_share_it_with_the_numbers_of_plain_keras_and_a_line(tmp_path):
     assert len(found) == 2 and max(found.values()) < 1e-9, found
     assert "[[ 44.  56.]\n [ 98. 128.]]" in done.stdout, done.stderr
     shared = [line for line in done.stderr.splitlines() if " share /cpu:0" in line]
-    assert len(shared) == 3 and "type towers.devices.tower_devices(3) before" in shared[0]
+    assert len(shared) == len(set(shared)) == 2  # of 3 towers and of 2, which are made twice
+    assert "type towers.devices.tower_devices(3) before" in shared[0]
     assert "Warning" not in done.stderr

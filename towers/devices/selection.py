@@ -10,6 +10,7 @@ starts. `report` reads them back.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import sys
@@ -99,18 +100,24 @@ def tower_devices(
     if not missing:
         return chosen
     if (not names or kind == "cpu") and not device_types.stand_in():
-        print(
+        _print_once(
             f"note        {len(chosen)} towers share {', '.join(cpus)}, all that TensorFlow has "
             "started with: the numbers are the same; for a device each type "
             f"towers.devices.tower_devices({len(chosen)}) before the first model, in a notebook "
-            "after a restart of its kernel", file=sys.stderr, flush=True,
-        )  # fmt: skip
+            "after a restart of its kernel"
+        )
         return [cpus[tower % len(cpus)] for tower in range(len(chosen))]
     why = _driver_says(nvml.gpus()) if "gpu" in missing[0] else _TOO_LATE
     raise InputError(
         f"--devices={names}: there is no {missing[0]}; TensorFlow sees {', '.join(existing)}{why}; "
         f"type --devices={existing[0]}, or --devices=cpu"
     )
+
+
+@functools.cache
+def _print_once(line: str) -> None:
+    """Print a line that a notebook's next cells need not repeat."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def asks_for_cpus(devices: str) -> bool:
