@@ -7,6 +7,7 @@ import pytest
 
 from tests.data.splits import all_of, refusal
 from towers import data
+from towers.data import csv_file
 from towers.errors import InputError
 
 pytestmark = pytest.mark.unit
@@ -155,8 +156,11 @@ def test_what_cannot_be_used_is_said_in_one_line(write, text, target, message):
     assert message in refusal(write(text), target=target)
 
 
-def test_other_columns_and_another_encoding_are_refused(write):
+def test_other_columns_another_encoding_and_a_line_without_end_are_refused(write, monkeypatch):
     files = f"{write(FLATS)},{write('area,price' + chr(10) + '1,2', 'test.csv')}"
     assert "do not have the same columns: 'rooms' is in one of them" in refusal(files)
     path = write("größe,b\n1,2\n", encoding="latin-1")
     assert "mine.csv is no text in UTF-8; write it as such" in refusal(path)
+    monkeypatch.setattr(csv_file, "_MAX_LINE", 50)
+    line = refusal(write("a,b\n1,2\n" + "3," * 100))
+    assert "has a line of 50 characters or more: no table of that" in line

@@ -23,6 +23,7 @@ from towers.errors import InputError
 from towers.formatting import first_of, is_number
 
 _MAX_CLASSES = 1000
+_MAX_LINE = 2**24  # characters
 _FIRST_LINE = "the first line names the columns, with commas between them"
 _COMMAS = "write commas between them"
 _OWN_CODE = "read the file in a function of your own, --dataset=my_data:load"
@@ -124,11 +125,13 @@ class CsvTable:
         try:
             files.check_is_file(path)
             with open(path, newline="", encoding="utf-8-sig") as file:
-                first, begin = next(file, ""), 1
+                # Without a limit a line without end would use up the memory.
+                lines = iter(lambda: self._check_length(file.readline(_MAX_LINE)), "")
+                first, begin = next(lines, ""), 1
                 for other in ";", "\t":
                     if other in first and "," not in first:
                         raise InputError(f"{path}: its cells are separated by {other!r}; {_COMMAS}")
-                rows = csv.reader(itertools.chain([first], file), strict=True)
+                rows = csv.reader(itertools.chain([first], lines), strict=True)
                 self.names = [name.strip() for name in next(rows, [])]
                 if not self.names:
                     empty = ": its first line is empty" if first else " is empty"
@@ -156,6 +159,14 @@ class CsvTable:
                     f"{path}, line {line} has {len(row)} cells, but the first line names "
                     f"{len(self.names)} columns; write as many"
                 )
+
+    def _check_length(self, line: str) -> str:
+        if len(line) == _MAX_LINE:
+            raise InputError(
+                f"{self.path} has a line of {_MAX_LINE:,} characters or more: no table of that "
+                "many columns is read; break it into lines"
+            )
+        return line
 
     def check_names(self) -> None:
         """Raise InputError for a column without a name, two of one name, or a single column."""

@@ -217,17 +217,6 @@ def visible_gpus(driver: Sequence[DriverGpu]) -> list[DriverGpu]:
     return cuda_visible_devices.visible_in(os.environ, driver)
 
 
-def health() -> dict[str, float]:
-    """Return {"gpu_I/NAME": value} of the GPUs that this process sees; I is the driver's index.
-
-    Utilisation, memory, power, temperature and clocks, as far as the driver tells them.
-    """
-    with nvml.opened() as there:
-        seen = visible_gpus(nvml.gpus()) if there else []
-        samples = {f"gpu_{gpu.index}": nvml.sample(gpu) for gpu in seen}
-    return {f"{gpu}/{name}": value for gpu, of in samples.items() for name, value in of.items()}
-
-
 def driver_gpus(gpus: Sequence[tf.config.PhysicalDevice]) -> list[DriverGpu | None]:
     """Return the driver's view of each of TensorFlow's GPUs."""
     everything = tf.config.list_physical_devices("GPU")

@@ -53,7 +53,7 @@ class Monitor:
             train_dir: folder of the run; event files are in train, train/tower_N and eval.
             timetable: when the run logs and ends.
             devices: device of each tower.
-            health: returns {tag: value} of the GPUs.
+            health: returns {tag: value} of the GPUs since its last call.
             check: see `EventWriter`.
             out: stream for lines; None: standard output.
             clock: returns seconds.

@@ -14,7 +14,8 @@ import keras
 import tensorflow as tf
 
 from towers import files, signals
-from towers.devices import gpus, remote
+from towers.devices import remote
+from towers.devices.gpu_health import GpuHealth
 from towers.errors import InputError, RunError
 from towers.formatting import printable
 from towers.monitoring import dashboard
@@ -99,30 +100,32 @@ def train(
                 say(line)
             return result
         recovery = remote.Recovery(options, say)
-        while True:
-            run = nonfinite.lower_learning_rate(run, folder, restored)
-            stalls = options.stall_seconds, options.on_stall
-            preemption = PreemptionHandler(checkpoints, say, gpus.health, *stalls)
-            try:
-                with user_facing_errors(options), recovery.reraise_device_loss():
-                    prepared = begin(run, folder, lock, checkpoints, restored, preemption, say)
-                of_step = prepared.steps_done, prepared.largest_batch
-                with user_facing_errors(options, *of_step), recovery.reraise_device_loss():
-                    return _train(prepared, preemption, out, start, callbacks)
-            # After these the run resumes as in a new process.
-            except nonfinite.Rollback as rollback:
-                say(str(rollback))
-            except remote.DevicesChanged:
-                if not recovery.go_on(preemption.save_backup()):
-                    return None
-            again = dataclasses.replace(run.options, overwrite=False, **run.left_open)
-            run = build(again, say)
-            checkpoints, restored = restore(run, folder)
+        with contextlib.closing(GpuHealth()) as health:
+            while True:
+                run = nonfinite.lower_learning_rate(run, folder, restored)
+                stalls = options.stall_seconds, options.on_stall
+                preemption = PreemptionHandler(checkpoints, say, health.read, *stalls)
+                try:
+                    with user_facing_errors(options), recovery.reraise_device_loss():
+                        prepared = begin(run, folder, lock, checkpoints, restored, preemption, say)
+                    of_step = prepared.steps_done, prepared.largest_batch
+                    with user_facing_errors(options, *of_step), recovery.reraise_device_loss():
+                        return _train(prepared, preemption, health, out, start, callbacks)
+                # After these the run resumes as in a new process.
+                except nonfinite.Rollback as rollback:
+                    say(str(rollback))
+                except remote.DevicesChanged:
+                    if not recovery.go_on(preemption.save_backup()):
+                        return None
+                again = dataclasses.replace(run.options, overwrite=False, **run.left_open)
+                run = build(again, say)
+                checkpoints, restored = restore(run, folder)
 
 
 def _train(
     prepared: PreparedRun,
     preemption: PreemptionHandler,
+    health: GpuHealth,
     out: TextIO,
     start: float,
     user_callbacks: Sequence[keras.callbacks.Callback],
@@ -135,7 +138,7 @@ def _train(
     with contextlib.ExitStack() as stack:
         check = checkpoints.run_directory.check
         monitor = Monitor(
-            folder, timetable, run.builder.devices, health=gpus.health, check=check, out=out
+            folder, timetable, run.builder.devices, health=health.read, check=check, out=out
         )
         stack.enter_context(contextlib.closing(monitor))
         checkpoints.say = checkpoints.run_directory.say = monitor.say
