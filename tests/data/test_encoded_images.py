@@ -280,7 +280,10 @@ def test_every_kind_of_image_becomes_three_channels_and_other_files_are_passed_o
         (top / name).write_text("no image")
     (top / "train/.cache").mkdir()
     (top / "train/cat/empty.png").mkdir()
-    images, labels = all_of(data.load("folder", str(top)).train)
+    loaded = data.load("folder", str(top))
+    _, note = loaded.notes  # the first: test has no images of ant
+    assert "1 file not read" in note and note.endswith("cat/notes.txt")
+    images, labels = all_of(loaded.train)
     assert labels.tolist() == [0] * 5 + [1, 1, 2, 2, 3, 3]
     for pixels, value in zip(images[:5], [77, 88, 77, 77, 88], strict=True):
         assert np.abs(pixels.astype(int) - value).max() <= 1
@@ -296,6 +299,7 @@ def test_a_class_may_be_missing_from_the_test_images_and_names_need_not_be_ascii
     (top / "train/Kätzchen 猫/00001.png").rename(top / "train/Kätzchen 猫/ä ö.png")
     loaded = data.load("folder", str(top))
     assert loaded.class_names == ("Kätzchen 猫", "bird", "dog")
+    assert loaded.notes == (f"note        {top}/test has no images of bird",)
     assert sorted(images_of(loaded.train)) == list(range(6))
     assert all_of(loaded.test)[1].tolist() == [0, 2]
 
@@ -306,6 +310,8 @@ def said_of(top, kind="folder"):
 
 @pytest.mark.unit
 def test_missing_folders_and_classes_and_what_is_no_image(top):
+    for below in top / "train", f"{top}/train/":
+        assert refusal("folder", str(below)).endswith(f"name the folder above, --data_dir={top}")
     os.rename(top / "test", top / "elsewhere")
     assert said_of(top).startswith("--data_dir=TOP has no folder test, validation or val; ")
     os.rename(top / "elsewhere", top / "test")

@@ -43,6 +43,8 @@ def test_the_form_of_a_name(write):
     close |= dict.fromkeys(["cnn", "models.cnn"], "models.cnn:cnn")
     write("tools.py", "import os\ndef _own():\n    pass\ndef log():\n    pass\n")
     close["tools"] = "tools:log"
+    write("vgg.py", "def build():\n    pass\n")  # beside the shipped one
+    close["vgg"] = "vgg:build"
     for name, meant in close.items():
         assert refusal(name).endswith(f"must be module:function; did you mean {meant}?")
 

@@ -66,7 +66,10 @@ def test_choices_and_an_optimizer_of_the_users_own(name):
         Options(**{name: choice}, decay_epochs="1")
     for value in ("", "none of them", choices[0].upper(), f" {choices[0]}"):
         allowed = [*choices, *(["module:function"] if name == "optimizer" else [])]
-        assert refusal(**{name: value}) == f"--{name}={value}: allowed are {', '.join(allowed)}"
+        line, _, meant = refusal(**{name: value}).partition("; did you mean ")
+        assert line == f"--{name}={value}: allowed are {', '.join(allowed)}"
+        assert not meant or meant[:-1] in choices
+        assert meant == f"{choices[0]}?" or value != f" {choices[0]}"
 
 
 @pytest.mark.parametrize("name", STRINGS)

@@ -7,6 +7,7 @@ Labels are 0, 1, ... in the order of the class names. Only the files' names are 
 bytes each); see `towers.data.encoded_images`.
 """
 
+import dataclasses
 import os
 
 import numpy as np
@@ -17,7 +18,7 @@ from towers.data import encoded_images
 from towers.data.pipeline import Data
 from towers.data.registry import DATA_SETS
 from towers.errors import InputError
-from towers.formatting import first_of
+from towers.formatting import count, first_of
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
 _EXPECTED = f"expected {DATA_SETS['folder'].layout}"
@@ -38,6 +39,9 @@ def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data
     train = os.path.join(folder, "train")
     names = [n for n in ("test", "validation", "val") if os.path.isdir(os.path.join(folder, n))]
     if not names:
+        if os.path.basename(os.path.abspath(folder)) == "train":
+            above = os.path.dirname(folder.rstrip(os.sep)) or ".."
+            raise InputError(f"--data_dir={folder}: name the folder above, --data_dir={above}")
         missing = "" if os.path.isdir(train) else "train, and none named "
         raise InputError(
             f"--data_dir={folder} has no folder {missing}test, validation or val; {_EXPECTED}: put "
@@ -46,7 +50,7 @@ def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data
     paths = {"train": train, "test": os.path.join(folder, names[0])}
     if names[0] == "test" and len(names) > 1:
         paths["validation"] = os.path.join(folder, names[1])
-    class_names, sources = _class_names(train), {}
+    class_names, sources, others, notes = _class_names(train), {}, [], []
     for split, path in paths.items():
         names, labels = [], []
         for name in _class_names(path):
@@ -54,7 +58,7 @@ def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data
             if name not in class_names:
                 has = first_of(class_names)
                 raise InputError(f"{of_class} is a class that {train} has not; it has {has}")
-            images = [image[len(path) + 1 :] for image in images_below(of_class)]
+            images = [image[len(path) + 1 :] for image in images_below(of_class, others)]
             if not images:
                 raise InputError(
                     f"{of_class} has no images ({', '.join(ENDINGS)}); put some there, or remove it"
@@ -62,7 +66,15 @@ def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data
             names += images
             labels += [class_names.index(name)] * len(images)
         sources[split] = _ImageFiles(path, names, labels)
-    return encoded_images.data_set("folder", sources, class_names, size, max_pixels)
+        if absent := [n for i, n in enumerate(class_names) if i not in labels]:
+            notes.append(f"note        {path} has no images of {first_of(absent)}")
+    if others:
+        notes.append(
+            f"note        {count(len(others), 'file')} not read, of other endings than "
+            f"{', '.join(ENDINGS)}: {first_of(sorted(others), 3)}"
+        )
+    data = encoded_images.data_set("folder", sources, class_names, size, max_pixels)
+    return dataclasses.replace(data, notes=(*data.notes, *notes))
 
 
 class _ImageFiles:
@@ -105,8 +117,12 @@ def _class_names(folder: str) -> list[str]:
     return sorted(names)
 
 
-def images_below(folder: str) -> list[str]:
+def images_below(folder: str, others: list[str] | None = None) -> list[str]:
     """Return the paths of the images in a folder and those below, sorted.
+
+    Args:
+        folder: the folder.
+        others: if given, the paths of files that are no images, but for hidden ones, are added.
 
     Raises:
         InputError: a folder cannot be read, or an image is no file.
@@ -118,11 +134,14 @@ def images_below(folder: str) -> list[str]:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
-                    # ._a.png is what macOS puts beside a.png, and no image
-                    elif entry.name.lower().endswith(ENDINGS) and not entry.name.startswith("."):
+                    elif entry.name.startswith("."):  # ._a.png is what macOS puts beside a.png
+                        continue
+                    elif entry.name.lower().endswith(ENDINGS):
                         if not entry.is_file() and os.path.exists(entry.path):
                             files.check_is_file(entry.path)
                         paths.append(entry.path)
+                    elif others is not None:
+                        others.append(entry.path)
     except OSError as error:
         raise InputError(
             f"{error.filename} cannot be read: {error.strerror}; mend or remove it"

@@ -102,7 +102,9 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
     choices, takes_function = field.metadata.get("choices"), field.metadata.get("own")
     if choices and value not in choices and not (takes_function and ":" in value):
         usual = _FOREIGN_VALUES.get(str(value).lower())
-        hint = f"; did you mean {usual}?" if usual in choices else ""
+        close = difflib.get_close_matches(str(value), choices, n=1)
+        usual = usual if usual in choices else "".join(close)
+        hint = f"; did you mean {usual}?" if usual else ""
         allowed = [*choices, *(["module:function"] if takes_function else [])]
         raise InputError(f"--{field.name}={value}: allowed are {', '.join(allowed)}{hint}")
     if field.type in (int, float):

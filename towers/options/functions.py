@@ -193,11 +193,13 @@ def _split_name(flag: str, name: str) -> tuple[str, str]:
         *modules, last = name.split(".")
         if all(map(str.isidentifier, [*modules, last])):
             shipped = filter(is_shipped, (f"models.{name}:{name}", f"{name}:{last}"))
+            defined = []
             if not modules or last == "py":
                 modules = modules or [last]
                 defined = _functions_in(Path(*modules).with_suffix(".py"))
                 last = defined[0] if defined and usual not in defined else usual
-            hint = f"; did you mean {next(shipped, '.'.join(modules) + ':' + last)}?"
+            own = f"{'.'.join(modules)}:{last}"  # what is in the current folder is meant first
+            hint = f"; did you mean {own if defined else next(shipped, own)}?"
         raise InputError(f"--{flag}={name} must be module:function{hint}")
     return module_name, function_name
 
