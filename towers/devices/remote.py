@@ -1,7 +1,7 @@
 """Devices of other machines: the interface of `towers.workers` for the rest of the library.
 
-Without other machines `current_cluster()` is None, and nothing here does anything. `MACHINES` is
-what messages call them.
+Without other machines `current_cluster()` is None, and nothing here does anything. `MACHINE` and
+`MACHINES` are what messages call them.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ __getattr__ = lazily(
         "connect_run": "towers.workers.cluster",
     },
 )
-MACHINES = "workers"
+MACHINE, MACHINES = "worker", "workers"
 _cluster: Any = None  # the `Cluster` of this program
 
 
