@@ -16,6 +16,7 @@ from towers import cli
 from towers.errors import InputError
 from towers.monitoring import events
 from towers.monitoring.monitor import Monitor
+from towers.options.run import Options
 from towers.training.run import manifest
 from towers.training.run.setup import RunContext
 from towers.training.step.task import Task
@@ -270,6 +271,25 @@ def test_a_checkpoint_is_also_written_when_minutes_have_passed(tmp_path, monkeyp
         own = dict(checkpoint_every_steps=every, on_nan=on_nan)
         train(tiny.options(tmp_path / name, **given, **own))
         assert tiny.saved_steps(tmp_path / name) == steps
+
+
+def test_a_run_does_not_go_on_with_classes_or_columns_of_other_names(tmp_path):
+    def model():
+        return keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
+
+    rows = [f"{i},{i % 3},{'low' if i % 2 else 'top'}" for i in range(30)]
+    given = dict(model=model, dataset=str(tmp_path / "t.csv"), train_dir=str(tmp_path / "run"))
+    (tmp_path / "t.csv").write_text("\n".join(["area,rooms,kind", *rows]))
+    train(Options(**given, max_steps=1, batch_size=4))
+    before = tiny.files(tmp_path / "run")
+    for text, says in {
+        "\n".join(["area,rooms,kind", *rows]).replace("top", "a_top"): "classes a_top, low, and",
+        "\n".join(["rooms,area,kind", *rows]): "columns rooms, area, and the run was",
+    }.items():
+        (tmp_path / "t.csv").write_text(text)
+        with pytest.raises(InputError, match=says):
+            train(Options(**given, max_steps=2, batch_size=4))
+        assert tiny.files(tmp_path / "run") == before
 
 
 def test_files_of_the_user_beside_a_new_run_are_named(tmp_path, capsys):

@@ -45,7 +45,7 @@ def evaluate(
     checkpoint.of_run(options.train_dir)  # before the model is built
     recorded = manifest.read(Path(options.train_dir))
     run = prepare(dataclasses.replace(options, variables="default"))
-    _check_data(run, recorded.get("task", {}))
+    check_data(run, recorded.get("task", {}))
     for line in manifest.differences({"code": manifest.code(options)}, recorded):
         say(f"warning     {line}")
     variables = run.train_state.variables().items()
@@ -68,8 +68,16 @@ def evaluate(
     return result.figures() | {"step": step, "num_towers": num_towers}
 
 
-def _check_data(run: RunContext, task: Mapping[str, Any]) -> None:
-    """Raise InputError for columns or names of classes that are not those of training."""
+def check_data(run: RunContext, task: Mapping[str, Any]) -> None:
+    """Check that data have the columns and the names of classes that a run was trained on.
+
+    Args:
+        run: with the data.
+        task: of the run's manifest.
+
+    Raises:
+        InputError: others have the same numbers now.
+    """
     for name, what in {"columns": "columns", "class_names": "classes"}.items():
         now = list(getattr(run.data, name))
         then = task.get(name, now)  # older manifests have none

@@ -32,6 +32,7 @@ from towers.training.callbacks.best_checkpoint import BestTracker
 from towers.training.callbacks.evaluator import Evaluator
 from towers.training.callbacks.preemption import PreemptionHandler, check_snapshot
 from towers.training.callbacks.user_callbacks import Callbacks
+from towers.training.evaluate import check_data
 from towers.training.run import checkpoint, manifest
 from towers.training.run.prepare_run import PreparedRun, begin, build, restore
 from towers.training.run.process_state import preserve_rng
@@ -93,6 +94,8 @@ def train(
             )
         with user_facing_errors(options):
             checkpoints, restored = restore(run, folder)
+        if restored is not None:
+            check_data(run, manifest.read(folder).get("task", {}))
         if restored is not None and options.init_from:
             say(f"init_from   the run has its own weights: {options.init_from} is not read")
         if result := _finished(run, folder):
