@@ -6,6 +6,7 @@ import pytest
 
 import towers
 from tests import fits, tiny
+from tests.runs import rare
 from towers import cli
 from towers.options import code_trust
 
@@ -127,7 +128,7 @@ def test_one_that_stops_training_ends_the_run_and_its_weights_are_saved(tmp_path
     before = tiny.files(tmp_path)
     assert train(tmp_path, Ends(), num_epochs=9) == result and tiny.files(tmp_path) == before
     said = capsys.readouterr().out
-    assert "ended early, at step 4 of 18" in said and "--num_epochs" in said
+    assert "ended early, at step 4 of 18" in said and "--callbacks=" in said
     assert train(tmp_path, num_epochs=9)["steps"] == 18  # without callbacks it goes on
 
 
@@ -168,12 +169,31 @@ def test_the_accuracy_of_training_is_that_of_fit(tmp_path):
     np.testing.assert_allclose(seen[0], seen[1], rtol=1e-6)
 
 
-def test_a_run_that_goes_on_counts_its_epochs_on(tmp_path):
-    first, second = Losses(), Losses()
-    train(tmp_path, first, max_steps=3)  # in the middle of an epoch
-    train(tmp_path, second, max_steps=6)
-    assert (first.numbers, second.numbers) == ([0, 1], [1, 2])
-    assert len(first.steps) == len(second.steps) == 3
+@pytest.mark.parametrize("lost_to", [5, 4, rare(3), rare(0)])
+def test_what_callbacks_hold_goes_on_with_the_run(tmp_path, lost_to):
+    """Whether it was stopped in an epoch or killed, when its newest checkpoint was an older one."""
+
+    def hold(folder, steps):
+        losses, best = Losses(), folder / "best.keras"
+        log = keras.callbacks.CSVLogger(folder / "log.csv")
+        kept = keras.callbacks.ModelCheckpoint(best, "loss", save_best_only=True)
+        given = dict(restore_best_weights=lost_to < 5)  # as the first run does at its end
+        early = keras.callbacks.EarlyStopping("loss", 9.0, 3, **given)
+        options = dict(num_epochs=20, max_steps=steps, checkpoint_every_steps=1, keep_checkpoints=9)
+        result = train(folder, losses, log, kept, early, **options)
+        return [losses.steps, losses.epochs, losses.numbers], kept.best, early.best, result["steps"]
+
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    whole = hold(tmp_path / "whole", 20)
+    hold(tmp_path / "parts", 5)
+    for path in (tmp_path / "parts/run/checkpoints").glob("ckpt-*"):
+        if int(path.stem.partition("-")[2]) > lost_to:
+            path.unlink()
+    (tmp_path / "parts/run/checkpoints/checkpoint").unlink()
+    assert hold(tmp_path / "parts", 20) == whole
+    logs = [(tmp_path / part / "log.csv").read_text() for part in ("whole", "parts")]
+    assert logs[0] == logs[1] and len(logs[0].splitlines()) == 1 + len(whole[0][1])
 
 
 def tiny_model():

@@ -163,9 +163,14 @@ def _train(
         saved_at = time.monotonic()
         stack.enter_context(_saved_if_it_fails(prepared, preemption))
 
-        callbacks.begin_run()
-        if timetable.evaluates(step) and not evaluator.is_recorded(step):  # it was interrupted
+        checkpoints.callbacks_state = callbacks.state if callbacks else None
+        callbacks.begin_run(step, checkpoints.restored_callbacks)
+        # What was interrupted after the checkpoint.
+        epoch_is_open = callbacks.is_epoch_open(step)
+        if timetable.evaluates(step) and (epoch_is_open or not evaluator.is_recorded(step)):
             evaluator.evaluate(step)
+        if epoch_is_open and not preemption():
+            changed |= callbacks.end_epoch(step, evaluator.result_at(step))
         while step < last and not preemption() and not evaluator.stops_early():
             # One call of TensorFlow makes all steps until something is due.
             with monitor.pause():
@@ -180,6 +185,8 @@ def _train(
                     values["loss"].numpy()  # waits for the devices
             step += num_steps
             saves, evaluates = timetable.saves(step), timetable.evaluates(step)
+            # What callbacks hold is saved before an end that a run of more steps does not have.
+            saves |= bool(callbacks) and step == last
             saves |= by_clock and time.monotonic() - saved_at > _SAVE_SECONDS
             finite_check.check(values, step, now=logs or saves or evaluates or step == last)
             if seconds_to_first_step is None:
@@ -198,14 +205,16 @@ def _train(
             if timetable.draws_histograms(step):
                 gallery.show_histograms(step)
             with monitor.pause():
-                if evaluates or (callbacks and step == last):
+                if evaluates := evaluates or (bool(callbacks) and step == last):
                     if evaluator.evaluate(step) and options.keep_best:
                         if step > saved:
                             _save_finite(prepared, finite_check, preemption, step)
                             saved = step
                         checkpoints.close()  # it must exist before best.json names it
                     best.write(monitor.say)
-                changed |= callbacks.end_epoch(step, evaluator.result_at(step))
+                # If a stop has cut the evaluation short, the epoch ends when the run goes on.
+                if not evaluates or evaluator.result_at(step):
+                    changed |= callbacks.end_epoch(step, evaluator.result_at(step))
         profiler.stop()
         ended = step == last or evaluator.stops_early()
         if ended:
@@ -338,7 +347,7 @@ def _finished_line(run: RunContext, result: Mapping[str, Any]) -> str:
         done = f"ended early, at step {step} of {last}"
         more = "a larger --early_stopping_epochs continues"
         if "planned_steps" in result:
-            more = "more --num_epochs, or an empty --callbacks=, continue"
+            more = "an empty --callbacks=, or callbacks of more patience, continue"
     line = f"finished    {folder} {done}: {more} it, --overwrite moves it aside"
     sessions = manifest.read(Path(folder)).get("sessions") or [{}]
     trained = sessions[-1].get("flags", {})

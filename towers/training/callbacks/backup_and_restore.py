@@ -8,7 +8,6 @@ were trained on before; their steps are skipped.
 """
 
 import dataclasses
-import inspect
 import random
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import tensorflow as tf
 
 from towers import files, tf_internals
 from towers.errors import InputError, RunError
+from towers.training.callbacks.saved_attributes import pack, unpack
 from towers.training.run import checkpoint
 from towers.training.run.checkpoint_manager import CheckpointManager
 
@@ -59,9 +59,8 @@ class ExactResume(keras.callbacks.Callback):
             every_steps: steps between saves within an epoch; 0: none.
             every_epochs: epochs between saves; 0: only as `every_steps` says.
             also: callbacks, such as EarlyStopping and ReduceLROnPlateau, or other objects whose
-                public attributes are saved if they are numbers, strings, arrays or lists of arrays,
-                and are no arguments of the constructor. A PyDataset that shuffles its own indices
-                in `on_epoch_end` has to be one of them.
+                public attributes are saved, see `saved_attributes`. A PyDataset that shuffles its
+                own indices in `on_epoch_end` has to be one of them.
 
         Raises:
             InputError: an argument is out of range.
@@ -111,7 +110,7 @@ class ExactResume(keras.callbacks.Callback):
         self._first_epoch = epoch if self._first_epoch is None else self._first_epoch
         if self._saved is not None:
             _set_random_state(self._saved.about["random_at_epoch"])
-            self._saved.put_also(self.also)
+            unpack(self._saved.arrays["also"], self.also)
         self._random_at_epoch = _random_state()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -202,7 +201,7 @@ class ExactResume(keras.callbacks.Callback):
             )
         for name, variable in variables.items():
             variable.assign(arrays[name])
-        self._saved.put_also(self.also)
+        unpack(arrays["also"], self.also)
         history.epoch, history.history = about["epochs"], about["history"]
         if about["batch"] == 0:
             self.model.reset_metrics()
@@ -237,13 +236,8 @@ class ExactResume(keras.callbacks.Callback):
             "epochs": self.model.history.epoch,
             "random": _random_state(),
             "random_at_epoch": _random_state() if ended else self._random_at_epoch,
-            "also": [],
         }
-        for i, item in enumerate(self.also):
-            values, lists = _attributes_of(item)
-            about["also"].append([values, {name: len(parts) for name, parts in lists.items()}])
-            for name, parts in lists.items():
-                arrays |= {f"also/{i}/{name}/{j}": array for j, array in enumerate(parts)}
+        arrays["also"] = pack(self.also)
         self._saved_at = self._num_steps
         self._checkpoints.identity = about
         arrays["step"] = np.int64(self._num_steps)
@@ -260,17 +254,6 @@ class _FitState:
     step: int
     arrays: dict[str, np.ndarray]
     about: dict[str, Any]
-
-    def put_also(self, items: Sequence[Any]) -> None:
-        """Set the saved attributes of objects."""
-        for i, (item, (values, lists)) in enumerate(zip(items, self.about["also"], strict=False)):
-            for name, value in values.items():
-                setattr(item, name, value)
-            for name, num in lists.items():
-                arrays = [self.arrays[f"also/{i}/{name}/{j}"].copy() for j in range(num)]
-                arrays = [np.char.decode(a.astype("S")) if a.dtype == object else a for a in arrays]
-                is_list = isinstance(getattr(item, name, None), list | None)
-                setattr(item, name, arrays if is_list else arrays[0])
 
 
 def _read(prefix: str, reader: Any) -> _FitState:
@@ -296,25 +279,6 @@ def _own_step(step: Callable) -> Callable:
     while isinstance(getattr(step, "__self__", None), ExactResume):
         step = step.__self__._step
     return step
-
-
-def _attributes_of(item: Any) -> tuple[dict[str, Any], dict[str, list[np.ndarray]]]:
-    """Return public attributes that are no arguments: plain ones, and lists of arrays."""
-    parameters = inspect.signature(type(item)).parameters  # the same call passes these again
-    plain: dict[str, Any] = {}
-    lists: dict[str, list[np.ndarray]] = {}
-    for name, value in vars(item).items():
-        if name.startswith("_") or name in parameters:
-            continue
-        if isinstance(value, bool | int | float | str | None):
-            plain[name] = value
-        elif isinstance(value, np.generic):
-            plain[name] = value.item()
-        elif isinstance(value, np.ndarray):
-            lists[name] = [value]
-        elif isinstance(value, list) and value and all(isinstance(v, np.ndarray) for v in value):
-            lists[name] = value
-    return plain, lists
 
 
 def _random_state() -> list[Any]:

@@ -4,24 +4,29 @@
         return [keras.callbacks.CSVLogger("log.csv"), keras.callbacks.EarlyStopping(patience=3)]
 
 Their hooks are called as `fit` calls them, except those of an evaluation's batches. With callbacks
-each call of TensorFlow makes only one step.
+each call of TensorFlow makes only one step. Each checkpoint also has what they hold: if a run goes
+on, EarlyStopping and ModelCheckpoint know what was best, and CSVLogger adds to its file.
 """
 
+import csv
 import difflib
 import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from towers import files
 from towers.errors import InputError, RunError
 from towers.options.functions import call_without_arguments
 from towers.options.triggers import Timetable
 from towers.training.callbacks.backup_and_restore import ExactResume
+from towers.training.callbacks.saved_attributes import pack, unpack
 from towers.training.run.setup import RunContext
 from towers.training.step.evaluation import Evaluation
 from towers.training.step.task import Task
@@ -113,6 +118,28 @@ def prepare(callbacks: Sequence[_K.Callback], task: Task) -> None:
             )
 
 
+class _EpochMeans:
+    """The means of an epoch's steps; as what callbacks hold, they are saved.
+
+    Attributes:
+        sums: {name: sum over the steps so far}.
+        num_steps: number of steps of the epoch that this run has made.
+    """
+
+    def __init__(self):
+        self.sums: dict[str, float] = {}
+        self.num_steps = 0
+
+    def add(self, logs: Mapping[str, float]) -> None:
+        """Add those of a step."""
+        self.sums = {name: self.sums.get(name, 0.0) + value for name, value in logs.items()}
+        self.num_steps += 1
+
+    def means(self) -> dict[str, float]:
+        """Return {name: mean}."""
+        return {name: value / self.num_steps for name, value in self.sums.items()}
+
+
 class Callbacks:
     """Calls the hooks of a run's Keras callbacks. False if there are none."""
 
@@ -126,7 +153,7 @@ class Callbacks:
         """
         self._train_state, self._task, self._timetable = run.train_state, run.task, timetable
         self._model, self._training = run.train_state.model, False
-        self._logs: list[dict[str, float]] = []  # of the epoch's steps
+        self._means, self._in_epoch = _EpochMeans(), False
         self._list = None
         if not callbacks:
             return
@@ -152,15 +179,40 @@ class Callbacks:
         stopped = (c for c in self._list.callbacks if getattr(c, "stopped_epoch", 0))
         return f"{next((type(c).__name__ for c in stopped), 'a callback')} has set stop_training"
 
-    def begin_run(self) -> None:
-        """Call on_train_begin."""
+    def state(self) -> np.ndarray:
+        """Return what the callbacks hold, for a checkpoint."""
+        return pack([self._means, *self._list.callbacks])
+
+    def begin_run(self, step: int, state: np.ndarray | None) -> None:
+        """Call on_train_begin; if the run goes on, the callbacks then hold what they held.
+
+        Args:
+            step: number of updates so far.
+            state: from `state`, of the restored checkpoint; None: there is none.
+        """
+        if not self:
+            return
+        if state is not None:
+            unpack(state, [self._means])
+        loggers = [c for c in self._list.callbacks if isinstance(c, _K.CSVLogger)]
+        for logger in loggers if step or state is not None else ():
+            logger.append = True
+            _cut(logger, self._epoch(step - bool(self._means.num_steps)))
         self._call("on_train_begin")
-        self._training = bool(self)
+        if state is not None:  # a logger sees by its file whether there is a header
+            others = [None if c in loggers else c for c in self._list.callbacks]
+            unpack(state, [self._means, *others])
+        self._training = True
+
+    def is_epoch_open(self, step: int) -> bool:
+        """Return whether an epoch ends at `step` whose on_epoch_end is not in the saved state."""
+        return bool(self) and self._means.num_steps > 0 and self._ends_epoch(step)
 
     def begin_step(self, step: int) -> None:
         """Call on_train_batch_begin, and before it on_epoch_begin if an epoch begins."""
-        if not self._logs:
+        if self and not self._in_epoch:
             self._call("on_epoch_begin", self._epoch(step))
+            self._in_epoch = True
         self._call("on_train_batch_begin", self._batch_index(step))
 
     def end_step(self, step: int, values: Mapping[str, tf.Tensor]) -> None:
@@ -174,7 +226,7 @@ class Callbacks:
             logs = {"loss": float(values["loss"]) + float(values["penalty"])}
             of_batch = [name for name in values if name.startswith("batch/")]
             logs |= {name.removeprefix("batch/"): float(values[name]) for name in of_batch}
-            self._logs.append(logs)
+            self._means.add(logs)
             self._call("on_train_batch_end", self._batch_index(step - 1), logs)
 
     def end_epoch(self, step: int, evaluation: Evaluation | None) -> bool:
@@ -186,12 +238,12 @@ class Callbacks:
             step: number of updates so far.
             evaluation: the evaluation after this step; None: there was none.
         """
-        ends = self._epoch(step) > self._epoch(step - 1) or step == self._timetable.last_step
-        if not self or not ends:
+        if not self.is_epoch_open(step):
             return False
-        logs = {name: float(np.mean([each[name] for each in self._logs])) for name in self._logs[0]}
-        logs |= {f"val_{n}": v for n, v in _figures(evaluation).items()}
-        self._logs = []
+        logs = self._means.means() | {f"val_{n}": v for n, v in _figures(evaluation).items()}
+        self._in_epoch = False
+        if self._epoch(step) > self._epoch(step - 1):  # else a run of more epochs goes on in it
+            self._means = _EpochMeans()
         return self._changes_weights("on_epoch_end", self._epoch(step - 1), logs)
 
     def end_run(self) -> bool:
@@ -211,6 +263,9 @@ class Callbacks:
             return evaluation
 
         return evaluated if self else evaluate
+
+    def _ends_epoch(self, step: int) -> bool:
+        return self._epoch(step) > self._epoch(step - 1) or step == self._timetable.last_step
 
     def _epoch(self, step: int) -> int:
         return self._timetable.examples(step) // self._timetable.train_size
@@ -247,6 +302,17 @@ class Callbacks:
     def _rate(self) -> float | None:
         optimizer = getattr(self._model, "optimizer", None)
         return None if optimizer is None else float(optimizer.learning_rate)
+
+
+def _cut(logger: _K.CSVLogger, epoch: int) -> None:
+    """Drop the rows of `epoch` and later ones, which the run makes again."""
+    path = Path(logger.filename)
+    if path.is_file():
+        with path.open(newline="") as file:
+            header, *rows = list(csv.reader(file, delimiter=logger.sep)) or [[]]
+        kept = [row for row in rows if row and row[0].isdigit() and int(row[0]) < epoch]
+        with files.replacing(path) as temporary, temporary.open("w", newline="") as file:
+            csv.writer(file, delimiter=logger.sep).writerows([header, *kept] if kept else [])
 
 
 def _sets_rate(who: str) -> str:
