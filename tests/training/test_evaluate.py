@@ -12,7 +12,7 @@ from tests import tiny
 from tests.runs import command, refusal, result_of
 from towers.data import ArraySplit
 from towers.options.run import Options
-from towers.training.evaluate import check_data
+from towers.training.run import manifest
 from towers.training.run.setup import prepare
 from towers.training.step.evaluation import NUM_MISTAKES, Evaluation
 
@@ -127,11 +127,11 @@ def test_names_that_would_stand_for_others_are_refused(part):
     data = types.SimpleNamespace(**{"columns": (), "class_names": (), part: ("b", "c")})
     run = types.SimpleNamespace(data=data, options=Options(dataset="other.csv"))
     for then in {}, {part: ["b", "c"]}, {part: ["b", "c", "d"]}:
-        check_data(run, then)
-    said = refusal(check_data, run, {part: ["a", "b", "c"]})
+        manifest.check_data(run, then)
+    said = refusal(manifest.check_data, run, {part: ["a", "b", "c"]})
     assert "b, c, and the run was trained on a, b, c" in said
     if part == "class_names":
-        assert "was trained on numbers" in refusal(check_data, run, {part: []})
+        assert "was trained on numbers" in refusal(manifest.check_data, run, {part: []})
 
 
 @pytest.mark.run

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 
+import towers
 from tests import runs, tiny, trained_runs
 from tests.runs import command, points, result_of
 from towers import cli
@@ -336,7 +337,7 @@ def test_a_finished_run_says_so_and_is_left_alone_until_it_is_to_go_on(
     # Also the speed and the towers that it had then.
     assert result == result_of(trained("classes")) | dict(train_dir=str(whole))
     out = capsys.readouterr().out
-    assert out.startswith(f"finished    {whole} has all its 18 steps: more --num_epochs continue")
+    assert out.startswith(f"finished    {whole} has all its 18 steps: --num_epochs above 2.1 ")
     assert "  num_towers             2\n" in out
     moved = shutil.copytree(whole, tmp_path / "moved here")
     assert train(tiny.options(moved, **GIVEN | dict(num_epochs=2.2)))["steps"] == 19
@@ -347,6 +348,18 @@ def test_a_finished_run_says_so_and_is_left_alone_until_it_is_to_go_on(
     assert tiny.files(tmp_path / "moved here.1") == first
     assert "--seed=4" in (moved / "flags.cfg").read_text()
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_finished_run_is_not_taken_for_one_of_other_data(tmp_path, capsys):
+    """A notebook's cell that is run again with other arrays would show the old figures."""
+    images, labels = np.random.rand(8, 8, 8, 3), np.arange(8) % 2
+    given = dict(train_dir=tmp_path, model=tiny.dense, batch_size=4, max_steps=2)
+    first = towers.train(dataset=((images, labels), (images, labels)), **given)
+    assert "warning" not in capsys.readouterr().out
+    second = towers.train(dataset=((images, 1 - labels), (images, labels)), **given)
+    out = capsys.readouterr().out
+    assert second == first and "warning     data.train.sha256 differs" in out
+    assert "--max_steps above 2 " in out and "--overwrite" in out
 
 
 # Refusals

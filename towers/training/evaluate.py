@@ -1,12 +1,11 @@
 """`towers evaluate`: output towers over the whole test set, every example counted once."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from towers import devices
-from towers.errors import InputError
 from towers.formatting import count
 from towers.options.flags import OF_MODEL, options_from_call
 from towers.options.run import Options
@@ -14,10 +13,8 @@ from towers.training.callbacks import best_checkpoint
 from towers.training.run import checkpoint, manifest
 from towers.training.run.checkpoint_manager import CheckpointManager
 from towers.training.run.process_state import preserve_rng
-from towers.training.run.setup import RunContext, prepare
+from towers.training.run.setup import prepare
 from towers.training.run.tensorflow_errors import user_facing_errors
-
-_SHOWN = 10  # names in a line
 
 
 @preserve_rng()
@@ -45,7 +42,7 @@ def evaluate(
     checkpoint.of_run(options.train_dir)  # before the model is built
     recorded = manifest.read(Path(options.train_dir))
     run = prepare(dataclasses.replace(options, variables="default"))
-    check_data(run, recorded.get("task", {}))
+    manifest.check_data(run, recorded.get("task", {}))
     for line in manifest.differences({"code": manifest.code(options)}, recorded):
         say(f"warning     {line}")
     variables = run.train_state.variables().items()
@@ -66,25 +63,3 @@ def evaluate(
     for line in [*devices.report(run.builder.devices), heading, *result.table()]:
         say(line)
     return result.figures() | {"step": step, "num_towers": num_towers}
-
-
-def check_data(run: RunContext, task: Mapping[str, Any]) -> None:
-    """Check that data have the columns and the names of classes that a run was trained on.
-
-    Args:
-        run: with the data.
-        task: of the run's manifest.
-
-    Raises:
-        InputError: others have the same numbers now.
-    """
-    for name, what in {"columns": "columns", "class_names": "classes"}.items():
-        now = list(getattr(run.data, name))
-        then = task.get(name, now)  # older manifests have none
-        known = then or (map(str, range(len(now))) if what == "classes" else now)
-        if any(one != other for one, other in zip(now, known, strict=False)):
-            raise InputError(
-                f"--dataset={run.options.dataset} has the {what} {', '.join(now[:_SHOWN])}, and "
-                f"the run was trained on {', '.join(then[:_SHOWN]) or 'numbers'}: give data of the "
-                f"same {what}"
-            )

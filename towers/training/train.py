@@ -32,7 +32,6 @@ from towers.training.callbacks.best_checkpoint import BestTracker
 from towers.training.callbacks.evaluator import Evaluator
 from towers.training.callbacks.preemption import PreemptionHandler, check_snapshot
 from towers.training.callbacks.user_callbacks import Callbacks
-from towers.training.evaluate import check_data
 from towers.training.run import checkpoint, manifest
 from towers.training.run.prepare_run import PreparedRun, begin, build, restore
 from towers.training.run.process_state import preserve_rng
@@ -94,11 +93,14 @@ def train(
             )
         with user_facing_errors(options):
             checkpoints, restored = restore(run, folder)
-        if restored is not None:
-            check_data(run, manifest.read(folder).get("task", {}))
+        recorded = {} if restored is None else manifest.read(folder)
+        manifest.check_data(run, recorded.get("task", {}))
         if restored is not None and options.init_from:
             say(f"init_from   the run has its own weights: {options.init_from} is not read")
         if result := _finished(run, folder):
+            now = {"code": manifest.code(run.options), "data": manifest.data_record(run)}
+            for line in manifest.differences(now, recorded):
+                say(f"warning     {line}: this is not trained on, the result is the old one")
             for line in [_finished_line(run, result), *table(result)]:
                 say(line)
             return result
@@ -342,7 +344,10 @@ def _finished_line(run: RunContext, result: Mapping[str, Any]) -> str:
     timetable, folder = run.timetable(), result["train_dir"]
     step, last = timetable.first_step, timetable.last_step
     if step == last:
-        done, more = f"has all its {step} steps", "more --num_epochs continue"
+        done = f"has all its {step} steps"
+        more = f"--num_epochs above {timetable.epochs(step):g} continues"
+        if 0 < run.options.max_steps <= step:
+            more = f"--max_steps above {step} continues"
     else:
         done = f"ended early, at step {step} of {last}"
         more = "a larger --early_stopping_epochs continues"

@@ -59,6 +59,7 @@ _RATE_OPTIONS = (
     "learning_rate", "schedule", "warmup_epochs", "decay_epochs", "decay_factor", "num_epochs",
     "max_steps", "batch_size",
 )  # fmt: skip
+_SHOWN = 10  # names in a line
 _NUM_RATES = 9  # points of the remaining run at which learning rates are compared
 _TASK_TYPES = {  # of a task's fields, beside its spec
     "num_classes": int | None, "class_names": list, "columns": list, "image_shape": list | None,
@@ -96,7 +97,7 @@ def write(run: RunContext, folder: Path, restored: int | None, batch: Any) -> li
         "host": host.machine(),
         "environment": host.environment(),
         "code": code(run.options),
-        "data": {name: split.checksum() for name, split in run.splits().items()},
+        "data": data_record(run),
     }
     manifest = {} if restored is None else read(folder)
     lines = differences(now, manifest)
@@ -129,6 +130,11 @@ def code(options: Options) -> dict[str, str | None]:
             path = inspect.getsourcefile(inspect.unwrap(load_function("model", options.model)))
             checksum = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return {"model": checksum}
+
+
+def data_record(run: RunContext) -> dict[str, dict[str, Any]]:
+    """Return {name of a split: its checksum}, see above."""
+    return {name: split.checksum() for name, split in run.splits().items()}
 
 
 def model_spec(data: Data, options: Options) -> dict[str, Any]:
@@ -192,6 +198,28 @@ def _is_task(task: Any) -> bool:
         and all(n in task and isinstance(task[n], kind) for n, kind in _TASK_TYPES.items())
         and all(isinstance(size, int) for size in task["image_shape"] or ())
     )
+
+
+def check_data(run: RunContext, task: Mapping[str, Any]) -> None:
+    """Check that data have the columns and the names of classes that a run was trained on.
+
+    Args:
+        run: with the data.
+        task: of the run's manifest.
+
+    Raises:
+        InputError: others have the same numbers now.
+    """
+    for name, what in {"columns": "columns", "class_names": "classes"}.items():
+        now = list(getattr(run.data, name))
+        then = task.get(name, now)  # older manifests have none
+        known = then or (map(str, range(len(now))) if what == "classes" else now)
+        if any(one != other for one, other in zip(now, known, strict=False)):
+            raise InputError(
+                f"--dataset={run.options.dataset} has the {what} {', '.join(now[:_SHOWN])}, and "
+                f"the run was trained on {', '.join(then[:_SHOWN]) or 'numbers'}: give data of the "
+                f"same {what}"
+            )
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
