@@ -56,6 +56,8 @@ MESSAGES = {
     "--num_towers=2 train": f"there is no verb '--num_towers=2': towers {VERBS} --flag=value ...",
     "train --learnin_rate=2": "there is no flag --learnin_rate; did you mean --learning_rate?",
     "train --größe=3": "there is no flag --größe; see towers train --help",
+    "sweep --learning_rate=0.1,1": "--learning_rate=0.1,1: a number is needed; for several, towers "
+    "sweep --vary=learning_rate:0.1,1",
     "train --num_gpus=x": "--num_towers=x: a whole number is needed",
     "train --overwrite false": f"unexpected argument 'false': {WRITTEN}",
     "train --num_towers -1": "--num_towers=-1: a whole number from 0 to 1000 is needed",

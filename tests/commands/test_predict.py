@@ -74,6 +74,7 @@ def test_a_folder_and_arrays_on_any_towers(run, files, capsys):
     top, images = files
     code, out, err = predict(capsys, run, top / "photos", top / "x.npz", "--num_towers=1")
     assert code == 0 and "step 4, weights, 11 examples, 1 tower\n" in err
+    assert f"note: {top}/photos: not read {top}/photos/notes.txt, of other endings\n" in err
     lines = out.splitlines()
     assert lines[0].split() == "file index class probability second probability".split()
     expected = chances(run, images[[0, 1, 2, 3, *range(7)]])

@@ -63,6 +63,9 @@ def test_each_text_of_a_category_is_a_column(write):
     assert first[:, :3].argmax(axis=1).tolist() == [0, 1, 0, 2]
     assert (x[:, :6].sum(axis=1) == 2).all()
     assert first[:, 6].tolist() == [2.5, 3, 4, 5]
+    texts = ", ".join(cities)
+    assert loaded.notes[:2] == ("categories  kind: 1, 10, 2", f"categories  city: {texts}")
+    assert data.load(f"{path}, {test}", categories="kind,city").train.size == 4
     for test, column, text in ("Lima,1,1", "city", "'Lima'"), ("Oslo,3,1", "kind", "'3'"):
         test = write(f"city,kind,size,price\n{test},1\n", "test.csv")
         with pytest.raises(InputError, match=f"column {column}: {text} is in none of the training"):
@@ -93,6 +96,8 @@ def test_whole_numbers_are_classes_unless_they_are_many_or_negative(write):
     classes = loaded(0, 2, 0)
     assert classes.num_classes == 3 and classes.class_names == ("0", "1", "2")
     assert all_of(classes.train)[1].dtype == np.int32
+    assert not any("note" in line for line in loaded(0, 1).notes)
+    assert "b has the classes 0..3, and no example of 0" in loaded(1, 2, 3).notes[-1]
     assert loaded(0, 999).num_classes == 1000
     for targets in [(0, 1000), (0, -1), (0, 1.0), (0, "1e2")]:
         assert loaded(*targets).num_classes == 0

@@ -317,6 +317,8 @@ def test_missing_folders_and_classes_and_what_is_no_image(top):
     os.rename(top / "elsewhere", top / "test")
     os.rename(top / "train", top / "elsewhere")
     assert said_of(top).startswith("TOP/train: No such file or directory; expected DIR/train")
+    flat = said_of(top / "elsewhere")
+    assert "has the folders bird, cat, dog; expected DIR/train" in flat and "move them into" in flat
     (top / "train").mkdir()
     (top / "train/a.png").write_bytes(png(image(0)))
     assert said_of(top).startswith("TOP/train has no folders of classes; expected DIR/train")

@@ -47,6 +47,9 @@ def test_the_form_of_a_name(write):
     close["vgg"] = "vgg:build"
     for name, meant in close.items():
         assert refusal(name).endswith(f"must be module:function; did you mean {meant}?")
+    for name in "EarlyStopping", "keras.callbacks.EarlyStopping":
+        assert "return [keras.callbacks.EarlyStopping(" in refusal(name, "callbacks")
+    assert "models.cnn has no function resnet" in refusal("models.cnn:resnet")
 
 
 @pytest.mark.parametrize(

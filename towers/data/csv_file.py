@@ -83,10 +83,20 @@ def load(dataset: str, paths: Sequence[str], target: str, categories: str) -> Da
         )
     columns = [column for name in features for column in of_categories.get(name, [name])]
     y, class_names, no_classes = _targets(tables, targets)
+    notes = [
+        f"categories  {name}: {first_of([text[len(name) + 1:] for text in texts])}"
+        for name, texts in of_categories.items()
+    ]
+    if absent := np.setdiff1d(range(len(class_names)), np.concatenate(y)).tolist():
+        notes.append(
+            f"note        {targets[0]} has the classes 0..{len(class_names) - 1}, and no example "
+            f"of {first_of(list(map(str, absent)))}"
+        )
     x = [table.features(columns, of_categories) for table in tables]
     splits = dict(zip(("train", "test"), zip(x, y, strict=True), strict=False))
     data = user_data.data_set(dataset, splits, len(class_names) or None, class_names)
-    return dataclasses.replace(data, columns=tuple(columns), no_classes=no_classes)
+    notes = (*data.notes, *notes)
+    return dataclasses.replace(data, columns=tuple(columns), no_classes=no_classes, notes=notes)
 
 
 def _targets(

@@ -276,7 +276,7 @@ def decoded(name: str, read: Callable[[], bytes], max_pixels: int, channels: int
         name: of the image, for messages.
         read: returns its content.
         max_pixels: largest number of pixels.
-        channels: 1, 3 or 4.
+        channels: 1, 3 or 4; 0: those of the image.
 
     Raises:
         InputError: it cannot be read, is damaged, or has more than `max_pixels`; it is named.

@@ -43,6 +43,13 @@ def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data
             above = os.path.dirname(folder.rstrip(os.sep)) or ".."
             raise InputError(f"--data_dir={folder}: name the folder above, --data_dir={above}")
         missing = "" if os.path.isdir(train) else "train, and none named "
+        classes = [name for name in os.listdir(folder) if os.path.isdir(os.path.join(folder, name))]
+        if missing and any(images_below(os.path.join(folder, name)) for name in classes):
+            raise InputError(
+                f"--data_dir={folder} has the folders {first_of(sorted(classes))}; {_EXPECTED}: "
+                f"move them into {train}, and a part of each one's images into "
+                f"{os.path.join(folder, 'test')}"
+            )
         raise InputError(
             f"--data_dir={folder} has no folder {missing}test, validation or val; {_EXPECTED}: put "
             "a part of each class's images into test"

@@ -142,7 +142,7 @@ def cache_dir() -> str:
 
 def _look_up(dataset: str, data_dir: str | None) -> tuple[str, list[str]]:
     # The module that loads a data set, and its files or its folder.
-    names, ending = dataset.split(","), dataset[-4:].lower()
+    names, ending = [name.strip() for name in dataset.split(",")], dataset[-4:].lower()
     if ending in (".csv", ".npz"):
         several = all(name.lower().endswith(".csv") for name in names)
         paths = _files(dataset, data_dir, names if several else [dataset])

@@ -25,6 +25,7 @@ from absl import flags
 
 from towers import files
 from towers.errors import InputError, RunError
+from towers.formatting import is_number
 from towers.options import augmentation, code_trust
 from towers.options.fields import EXCLUSIVE, check_value, likely_name
 from towers.options.inline_objects import may_be_same_object, option_text
@@ -307,7 +308,9 @@ def _parse_typed(field: dataclasses.Field, typed: Any) -> Any:
     try:
         return parser.parse(typed)
     except ValueError:
-        raise InputError(f"--{field.name}={typed}: {kind} is needed") from None
+        several = typed.count(",") and all(map(is_number, typed.split(",")))
+        hint = f"; for several, towers sweep --vary={field.name}:{typed}" if several else ""
+        raise InputError(f"--{field.name}={typed}: {kind} is needed{hint}") from None
 
 
 def _unknown_flag(flag: str, verb: Command) -> str:

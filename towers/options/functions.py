@@ -15,6 +15,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from towers.errors import InputError
+from towers.formatting import first_of
 from towers.options import search_path
 from towers.options.inline_objects import PREFIX
 
@@ -200,6 +201,11 @@ def _split_name(flag: str, name: str) -> tuple[str, str]:
                 last = defined[0] if defined and usual not in defined else usual
             own = f"{'.'.join(modules)}:{last}"  # what is in the current folder is meant first
             hint = f"; did you mean {own if defined else next(shipped, own)}?"
+            if flag == "callbacks" and (kind := name.rpartition(".")[2])[0].isupper():
+                hint = (
+                    f": write `def make(): return [keras.callbacks.{kind}(...)]` in my_callbacks.py"
+                    ", and type --callbacks=my_callbacks:make"
+                )
         raise InputError(f"--{flag}={name} must be module:function{hint}")
     return module_name, function_name
 
@@ -214,10 +220,18 @@ def _functions_in(path: Path) -> list[str]:
 
 def _no_module(flag: str, name: str) -> InputError:
     module_name, _, function_name = name.partition(":")
+    if module_name.startswith("models."):
+        shipped = _functions_in(_CHECKOUT.joinpath(*module_name.split(".")).with_suffix(".py"))
+        if shipped:
+            return InputError(
+                f"--{flag}={name}: {module_name} has no function {function_name}; it has "
+                f"{first_of(shipped)}"
+            )
     line = (
         f"--{flag}={name}: there is no module {module_name} in the current folder or the installed "
         "packages"
     )
+    lies = f"; go to the folder in which {module_name.partition('.')[0]} lies"
     here = list(pkgutil.iter_modules([os.getcwd()]))
     modules = [module.name for module in here]
     for package in ["models", *(module.name for module in here if module.ispkg)]:
@@ -231,4 +245,5 @@ def _no_module(flag: str, name: str) -> InputError:
             "; the models that come with towers lie in the folder models of its checkout: start "
             "there, or type towers init for a model of your own"
         )
-    return InputError(line)
+        return InputError(line)
+    return InputError(line + lies)

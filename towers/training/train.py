@@ -17,7 +17,7 @@ from towers import files, signals
 from towers.devices import remote
 from towers.devices.gpu_health import GpuHealth
 from towers.errors import InputError, RunError
-from towers.formatting import printable
+from towers.formatting import count, printable
 from towers.monitoring import dashboard
 from towers.monitoring.histograms import make_histograms
 from towers.monitoring.image_summaries import Gallery
@@ -273,7 +273,7 @@ def _train(
 def _announce(monitor: Monitor, prepared: PreparedRun) -> None:
     folder, last = prepared.run.options.train_dir, prepared.timetable.last_step
     if prepared.restored is None:
-        monitor.say(f"new run     {folder}, {last} steps")
+        monitor.say(f"new run     {folder}, {count(last, 'step')}")
     else:
         monitor.say(f"continuing  {folder} at step {prepared.restored} of {last}")
     monitor.say(f"watch it    {tensorboard_command(folder)}")

@@ -35,7 +35,7 @@ def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
     devices.try_out()
     builder = TowerBuilder(tower_devices(run_options))
     trained = load_run(run_options, averages=options.averages)
-    parts = inputs.find(options.files, trained)
+    parts = inputs.find(options.files, trained, say)
     num = sum(part.size for part in parts)
     for line in devices.report(builder.devices):
         say(line)

@@ -34,26 +34,35 @@ class InputFile(NamedTuple):
     note: str = ""  # what the model does not see of the file
 
 
-def find(names: Sequence[str], trained: TrainedModel) -> list[InputFile]:
+def find(
+    names: Sequence[str], trained: TrainedModel, say: Callable[[str], object] = print
+) -> list[InputFile]:
     """Return a part for each file; each is read once, so that damage is found early.
 
     Args:
         names: files, and folders, which stand for all images below them.
         trained: the model that is to take the examples.
+        say: called with a line for each folder that has files of other kinds.
 
     Raises:
         InputError: a file does not exist, is damaged, or does not fit the model.
     """
-    paths: list[str] = []
+    paths, notes = [], []
     for name in names:
         if not os.path.exists(name):
             raise InputError(f"{name}: there is no such file or folder")
-        images = images_below(name) if os.path.isdir(name) else [name]
+        others: list[str] = []
+        images = images_below(name, others) if os.path.isdir(name) else [name]
+        if others:
+            notes.append(f"note: {name}: not read {first_of(sorted(others), 3)}, of other endings")
         if not images:
             raise InputError(f"{name} has no images ({', '.join(IMAGES)})")
         paths += images
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        return list(pool.map(lambda path: _part(path, trained), paths))
+        parts = list(pool.map(lambda path: _part(path, trained), paths))
+    for note in notes:  # after whatever may be refused
+        say(note)
+    return parts
 
 
 def batches(parts: Sequence[InputFile], batch_size: int) -> Iterator[tuple[list[tuple], Examples]]:
@@ -105,7 +114,7 @@ def _image_part(path: str, trained: TrainedModel) -> InputFile:
         takes = f"this model takes {_describe(spec)}"
         raise InputError(f"{path} is an image, and {takes}: name a {other}")
 
-    def decoded() -> tf.Tensor:
+    def decoded(channels: int = channels) -> tf.Tensor:
         return encoded_images.decoded(
             path, Path(path).read_bytes, options.max_image_pixels, channels
         )
@@ -117,10 +126,11 @@ def _image_part(path: str, trained: TrainedModel) -> InputFile:
                 image = encoded_images.resized(image, spec.shape[:2])
         return image.numpy()[None]
 
-    height, width, _ = decoded().shape
-    as_in_training = options.image_size or spec.shape[:2] == [height, width]
-    note = "" if as_in_training else f"{height}x{width} resized to {spec.shape[0]}x{spec.shape[1]}"
-    return InputFile(path, 1, read, note)
+    height, width, own_channels = decoded(0).shape
+    notes = ["the colours are not seen"] if channels == 1 and own_channels > 2 else []
+    if not options.image_size and spec.shape[:2] != [height, width]:
+        notes.append(f"{height}x{width} resized to {spec.shape[0]}x{spec.shape[1]}")
+    return InputFile(path, 1, read, ", ".join(notes))
 
 
 def _npy_part(path: str, trained: TrainedModel) -> InputFile:

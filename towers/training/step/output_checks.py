@@ -37,6 +37,7 @@ _NUMBERS = (
 # These broadcast silently.
 _ELEMENTWISE = (*_NUMBERS, *_MASKS, "cosine_similarity", "kl_divergence", "hinge", "squared_hinge",
                 "categorical_hinge")  # fmt: skip
+_LARGE = 100.0  # mean size of targets that take long to reach
 _SLACK = 0.01  # rounding and resizing overshoot a little
 _RANGES = {"softmax": (0, 1), "sigmoid": (0, 1), "tanh": (-1, 1), "relu": (0, float("inf"))}
 
@@ -304,7 +305,13 @@ class OutputCheck:
                 f"targets of {self.output} go from {least:g} to {most:g}, and its {activation} "
                 f"gives {reach}: take the {activation} off the last layer, or scale the targets"
             )
-
+        size = float(np.abs(values).mean())
+        if self.inputs.kind in _NUMBERS[:2] and activation == "linear" and size > _LARGE:
+            self._warn(
+                f"targets of {self.output} are {size:.3g} in the mean, and outputs begin near 0, "
+                "which takes long to learn: divide the targets, or let a last layer, as "
+                f"keras.layers.Rescaling({10 ** round(np.log10(size))}), multiply the outputs"
+            )
 
     def _check_class_names(self) -> None:
         """Warn of a loss for numbers whose targets stand for texts."""
