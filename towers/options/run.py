@@ -410,6 +410,11 @@ class Options:
             )
         return int(match[1]), int(match[2] or match[1])
 
+    @property
+    def saves_by_clock(self) -> bool:
+        """Whether minutes make a checkpoint due, too; a rollback must not depend on the clock."""
+        return self.checkpoint_every_steps > 0 and self.on_nan != "rollback"
+
     def profile_range(self) -> tuple[int, int] | None:
         """Return `profile_steps` as (steps done at its start, at its end), or None."""
         if not self.profile_steps:

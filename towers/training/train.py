@@ -160,8 +160,6 @@ def _train(
         evaluator = Evaluator(prepared, monitor, gallery, best, preemption, callbacks)
         finite_check = nonfinite.NonFiniteMonitor(run, folder, timetable, monitor.say)
         saved, seconds_to_first_step, changed, values = step, None, False, {}
-        # A rollback must not depend on how fast the machine is.
-        by_clock = options.checkpoint_every_steps > 0 and options.on_nan != "rollback"
         saved_at = time.monotonic()
         stack.enter_context(_saved_if_it_fails(prepared, preemption))
 
@@ -189,7 +187,7 @@ def _train(
             saves, evaluates = timetable.saves(step), timetable.evaluates(step)
             # What callbacks hold is saved before an end that a run of more steps does not have.
             saves |= bool(callbacks) and step == last
-            saves |= by_clock and time.monotonic() - saved_at > _SAVE_SECONDS
+            saves |= options.saves_by_clock and time.monotonic() - saved_at > _SAVE_SECONDS
             finite_check.check(values, step, now=logs or saves or evaluates or step == last)
             if seconds_to_first_step is None:
                 seconds_to_first_step = time.perf_counter() - start
