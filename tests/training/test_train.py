@@ -360,6 +360,13 @@ def test_a_finished_run_is_not_taken_for_one_of_other_data(tmp_path, capsys):
     out = capsys.readouterr().out
     assert second == first and "warning     data.train.sha256 differs" in out
     assert "--max_steps above 2 " in out and "--overwrite" in out
+    with pytest.raises(InputError, match="has 3 classes now .0, 1, 2., and the run in .*init_from"):
+        towers.train(dataset=((images, np.arange(8) % 3), (images, labels)), **given)
+    given |= dict(max_steps=3)
+    third = towers.train(dataset=((images, 1 - labels), (images, labels)), **given)
+    capsys.readouterr()  # the last session was trained on these
+    assert towers.train(dataset=((images, 1 - labels), (images, labels)), **given) == third
+    assert "warning" not in capsys.readouterr().out
 
 
 # Refusals

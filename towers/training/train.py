@@ -91,16 +91,22 @@ def train(
                 f"changed the current folder to {Path.cwd()}: leave os.chdir out, or give the path "
                 f"of {current / folder}"
             )
-        with user_facing_errors(options):
-            checkpoints, restored = restore(run, folder)
-        recorded = {} if restored is None else manifest.read(folder)
-        manifest.check_data(run, recorded.get("task", {}))
+        recorded = {} if options.overwrite else manifest.read(folder)
+        task = recorded.get("task", {})
+        try:
+            with user_facing_errors(options):
+                checkpoints, restored = restore(run, folder)
+        except InputError:
+            manifest.check_num_classes(run, task)  # which is why the weights have other shapes
+            raise
+        manifest.check_data(run, task if restored is not None else {})
         if restored is not None and options.init_from:
             say(f"init_from   the run has its own weights: {options.init_from} is not read")
         if result := _finished(run, folder):
             now = {"code": manifest.code(run.options), "data": manifest.data_record(run)}
-            for line in manifest.differences(now, recorded):
-                say(f"warning     {line}: this is not trained on, the result is the old one")
+            trained = (recorded.get("sessions") or [{}])[-1]
+            for line in manifest.differences(now, trained, "when it was trained"):
+                say(f"warning     {line}: the result is of what it was trained on")
             for line in [_finished_line(run, result), *table(result)]:
                 say(line)
             return result

@@ -47,6 +47,7 @@ from towers import devices, files
 from towers.data.pipeline import Data, digest
 from towers.devices import host
 from towers.errors import InputError
+from towers.formatting import first_of
 from towers.options.augmentation import parse
 from towers.options.functions import load_function
 from towers.options.inline_objects import PREFIX
@@ -222,16 +223,36 @@ def check_data(run: RunContext, task: Mapping[str, Any]) -> None:
             )
 
 
-def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+def check_num_classes(run: RunContext, task: Mapping[str, Any]) -> None:
+    """Raise InputError if data have another number of classes than a run was trained on.
+
+    Args:
+        run: with the data.
+        task: of the run's manifest.
+    """
+    now, then = run.data.num_classes, task.get("num_classes", run.data.num_classes)
+    if now != then:
+        names = f" ({first_of(run.data.class_names)})" if run.data.class_names else ""
+        raise InputError(
+            f"--dataset={run.options.dataset} has {now or 'no'} classes now{names}, and the run in "
+            f"{run.options.train_dir} was trained on {then or 'none'}: give the same data, or name "
+            f"another --train_dir and begin with its weights by --init_from={run.options.train_dir}"
+        )
+
+
+def differences(
+    now: Mapping[str, Any], before: Mapping[str, Any], when: str = "at the run's start"
+) -> list[str]:
     """Return a line for each part that `_COMPARED` matches and that differs.
 
     Args:
         now: the record of a session, or some parts of it.
         before: the record of the first start; {}: unknown, which gives no line.
+        when: words that say when the record was made.
     """
     new, old = (dict(_flatten("", manifest)) for manifest in (now, before))
     return [
-        f"{name} differs: {_shorten(new[name])} now, {_shorten(old[name])} at the run's start"
+        f"{name} differs: {_shorten(new[name])} now, {_shorten(old[name])} {when}"
         for name in filter(_COMPARED.fullmatch, new)
         if None not in (new[name], old.get(name)) and new[name] != old[name]
     ]
