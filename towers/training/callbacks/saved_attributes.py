@@ -10,8 +10,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
+_OF_KERAS = vars(keras.callbacks.Callback()).keys()  # `params` are of the fit or run at hand
 _SCALARS = bool | int | float | str | None
 
 
@@ -27,7 +29,7 @@ def pack(items: Sequence[Any]) -> np.ndarray:
         values, lists = {}, {}
         arguments = inspect.signature(type(item)).parameters
         for name, value in dict(vars(item)).items():
-            if name.startswith("_") or name in arguments:
+            if name.startswith("_") or name in arguments or name in _OF_KERAS:
                 continue
             value = value.item() if isinstance(value, np.generic) else value
             parts = value if isinstance(value, list) else [value]
