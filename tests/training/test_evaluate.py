@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import towers
 from tests import tiny
 from tests.runs import command, refusal, result_of
 from towers.data import ArraySplit
@@ -129,9 +130,26 @@ def test_names_that_would_stand_for_others_are_refused(part):
     for then in {}, {part: ["b", "c"]}, {part: ["b", "c", "d"]}:
         manifest.check_data(run, then)
     said = refusal(manifest.check_data, run, {part: ["a", "b", "c"]})
-    assert "b, c, and the run was trained on a, b, c" in said
+    assert "(missing: a)" in said and "--init_from" in said
+    assert "(missing: d)" in refusal(manifest.check_data, run, {part: ["b", "c", "d"]}, number=True)
+    assert "in another order" in refusal(manifest.check_data, run, {part: ["c", "b"]})
     if part == "class_names":
-        assert "was trained on numbers" in refusal(manifest.check_data, run, {part: []})
+        assert "(new: b, c; missing: 0, 1)" in refusal(manifest.check_data, run, {part: []})
+
+
+@pytest.mark.run
+def test_a_test_set_that_is_held_out_of_a_changed_file_is_told(tmp_path, capsys):
+    rows = [f"{i},{i % 2}\n" for i in range(20)]
+    (table := tmp_path / "t.csv").write_text("a,b\n" + "".join(rows))
+    given = dict(train_dir=tmp_path / "run", dataset=str(table))
+    given["model"] = lambda: keras.Sequential([keras.layers.Dense(2)])
+    towers.train(**given, max_steps=1)
+    assert "--batch_size=128, and there are 18 training examples" in capsys.readouterr().out
+    towers.evaluate(**given)
+    assert "warning" not in capsys.readouterr().out
+    table.write_text("a,b\n" + "".join(rows[1:]))
+    towers.evaluate(**given)
+    assert "data.test.sha256 differs" in capsys.readouterr().out
 
 
 @pytest.mark.run

@@ -86,9 +86,12 @@ def test_each_hook_is_called_where_fit_calls_it(tmp_path):
     train(tmp_path, ours)
     without_logs = [call[:-2] for call in theirs.calls]
     assert [call[:-2] for call in ours.calls] == without_logs and len(without_logs) == 26
-    last = "on_train_batch_end", "on_test_end", "on_epoch_end"
+    last = "on_train_batch_end", "on_test_end", "on_epoch_end", "on_train_end"
     assert [c for c in ours.calls if c[0] in last] == [c for c in theirs.calls if c[0] in last]
     assert {call[-1] for call in ours.calls} == {3}
+    train(tmp_path / "uneven", ours := Recorder(), batch_size=5)  # the last batch goes beyond
+    ends = [call for call in ours.calls if call[0] == "on_epoch_end"]
+    assert len(ends) == 3 and {call[-1] for call in ends} == {3}
 
 
 def test_the_numbers_are_those_of_fit(tmp_path):

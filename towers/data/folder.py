@@ -39,8 +39,8 @@ def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data
     train = os.path.join(folder, "train")
     names = [n for n in ("test", "validation", "val") if os.path.isdir(os.path.join(folder, n))]
     if not names:
-        if os.path.basename(os.path.abspath(folder)) == "train":
-            above = os.path.dirname(folder.rstrip(os.sep)) or ".."
+        above = os.path.dirname(folder.rstrip(os.sep)) or ".."
+        if os.path.basename(os.path.abspath(folder)) in ("train", "test", "validation", "val"):
             raise InputError(f"--data_dir={folder}: name the folder above, --data_dir={above}")
         missing = "" if os.path.isdir(train) else "train, and none named "
         classes = [name for name in os.listdir(folder) if os.path.isdir(os.path.join(folder, name))]

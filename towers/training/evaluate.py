@@ -45,6 +45,14 @@ def evaluate(
     manifest.check_data(run, recorded.get("task", {}))
     for line in manifest.differences({"code": manifest.code(options)}, recorded):
         say(f"warning     {line}")
+    trained = (recorded.get("sessions") or [{}])[-1]
+    if trained.get("flags", {}).get("dataset") == options.dataset:
+        now = {"data": {"test": run.data.test.checksum()}}
+        for line in manifest.differences(now, trained, "when it was trained")[:1]:
+            say(
+                f"warning     {line}: these are other test examples; if they are held out of one "
+                "file, the run was trained on some of them: keep a file for testing"
+            )
     variables = run.train_state.variables().items()
     step = CheckpointManager(
         Path(options.train_dir, "checkpoints"),

@@ -97,7 +97,7 @@ def train(
             with user_facing_errors(options):
                 checkpoints, restored = restore(run, folder)
         except InputError:
-            manifest.check_num_classes(run, task)  # which is why the weights have other shapes
+            manifest.check_data(run, task, number=True)  # why weights have other shapes
             raise
         manifest.check_data(run, task if restored is not None else {})
         if restored is not None and options.init_from:

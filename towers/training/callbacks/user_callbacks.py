@@ -154,13 +154,14 @@ class Callbacks:
         self._train_state, self._task, self._timetable = run.train_state, run.task, timetable
         self._model, self._training = run.train_state.model, False
         self._means, self._in_epoch = _EpochMeans(), False
+        self._last_logs: dict[str, float] = {}  # of an epoch
         self._list = None
         if not callbacks:
             return
         self._list = _K.CallbackList(
             list(callbacks),
             model=self._model,
-            epochs=math.ceil(timetable.epochs(timetable.last_step)),
+            epochs=self._epoch(timetable.last_step - 1) + 1,
             steps=math.ceil(timetable.train_size / timetable.options.batch_size),
             verbose=0,
         )
@@ -241,6 +242,7 @@ class Callbacks:
         if not self.is_epoch_open(step):
             return False
         logs = self._means.means() | {f"val_{n}": v for n, v in _figures(evaluation).items()}
+        self._last_logs = logs
         self._in_epoch = False
         if self._epoch(step) > self._epoch(step - 1):  # else a run of more epochs goes on in it
             self._means = _EpochMeans()
@@ -249,7 +251,7 @@ class Callbacks:
     def end_run(self) -> bool:
         """Call on_train_end; return whether weights changed."""
         self._training = False
-        return bool(self) and self._changes_weights("on_train_end")
+        return bool(self) and self._changes_weights("on_train_end", self._last_logs)
 
     def around(self, evaluate: Callable[..., Evaluation | None]) -> Callable:
         """Return `evaluate` with calls of on_test_begin and on_test_end while the run trains."""

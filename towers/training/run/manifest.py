@@ -60,7 +60,6 @@ _RATE_OPTIONS = (
     "learning_rate", "schedule", "warmup_epochs", "decay_epochs", "decay_factor", "num_epochs",
     "max_steps", "batch_size",
 )  # fmt: skip
-_SHOWN = 10  # names in a line
 _NUM_RATES = 9  # points of the remaining run at which learning rates are compared
 _TASK_TYPES = {  # of a task's fields, beside its spec
     "num_classes": int | None, "class_names": list, "columns": list, "image_shape": list | None,
@@ -201,42 +200,30 @@ def _is_task(task: Any) -> bool:
     )
 
 
-def check_data(run: RunContext, task: Mapping[str, Any]) -> None:
-    """Check that data have the columns and the names of classes that a run was trained on.
+def check_data(run: RunContext, task: Mapping[str, Any], number: bool = False) -> None:
+    """Check that data have the columns and the classes that a run was trained on.
 
     Args:
         run: with the data.
         task: of the run's manifest.
+        number: whether their number has to be the same, too.
 
     Raises:
-        InputError: others have the same numbers now.
+        InputError: others are in their places now; these are named.
     """
     for name, what in {"columns": "columns", "class_names": "classes"}.items():
         now = list(getattr(run.data, name))
         then = task.get(name, now)  # older manifests have none
-        known = then or (map(str, range(len(now))) if what == "classes" else now)
-        if any(one != other for one, other in zip(now, known, strict=False)):
-            raise InputError(
-                f"--dataset={run.options.dataset} has the {what} {', '.join(now[:_SHOWN])}, and "
-                f"the run was trained on {', '.join(then[:_SHOWN]) or 'numbers'}: give data of the "
-                f"same {what}"
-            )
-
-
-def check_num_classes(run: RunContext, task: Mapping[str, Any]) -> None:
-    """Raise InputError if data have another number of classes than a run was trained on.
-
-    Args:
-        run: with the data.
-        task: of the run's manifest.
-    """
-    now, then = run.data.num_classes, task.get("num_classes", run.data.num_classes)
-    if now != then:
-        names = f" ({first_of(run.data.class_names)})" if run.data.class_names else ""
+        then = then or ([str(i) for i in range(len(now))] if what == "classes" else now)
+        pairs = zip(now, then, strict=False)
+        if all(one == other for one, other in pairs) and (len(now) == len(then) or not number):
+            continue
+        changes = {"new": set(now) - set(then), "missing": set(then) - set(now)}
+        named = [f"{word}: {first_of(sorted(names))}" for word, names in changes.items() if names]
         raise InputError(
-            f"--dataset={run.options.dataset} has {now or 'no'} classes now{names}, and the run in "
-            f"{run.options.train_dir} was trained on {then or 'none'}: give the same data, or name "
-            f"another --train_dir and begin with its weights by --init_from={run.options.train_dir}"
+            f"--dataset={run.options.dataset} has other {what} than the run was trained on "
+            f"({'; '.join(named) or 'in another order'}): give data of the same {what}, or train "
+            f"in another --train_dir, with --init_from={run.options.train_dir} for its weights"
         )
 
 

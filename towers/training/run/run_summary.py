@@ -37,6 +37,7 @@ def run_summary(run: RunContext) -> list[str]:
         f"data        {run.data.name}: {size} training examples per epoch, {held}"
         f"{run.data.test.size} test; {size / options.batch_size:.1f} steps per epoch",
         *run.data.notes,
+        *_small_data(run),
         *augment.describe(run.data, options.augment, run.task.image_dtype()),
         f"model       {options.model}({options.model_args}): {weights} trainable weights",
         f"task        {run.task.describe()}",
@@ -55,6 +56,17 @@ def run_summary(run: RunContext) -> list[str]:
         *_cost_of_moments(run),
         f"  7 clock: {update['clock']}, EMA {options.ema_decay or 'none'}",
         "  8 the loss that is printed is that of all towers",
+    ]
+
+
+def _small_data(run: RunContext) -> list[str]:
+    """Return advice if a batch is more than the training set."""
+    size, batch_size = run.data.train.size, run.options.batch_size
+    if batch_size <= size:
+        return []
+    return [
+        f"note        --batch_size={batch_size}, and there are {count(size, 'training example')}: "
+        f"each step is {batch_size / size:.3g} epochs; type --batch_size={max(1, size // 4)}, say"
     ]
 
 
