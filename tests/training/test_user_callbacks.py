@@ -183,7 +183,8 @@ def test_what_callbacks_hold_goes_on_with_the_run(tmp_path, lost_to):
         given = dict(restore_best_weights=lost_to < 5)  # as the first run does at its end
         early = keras.callbacks.EarlyStopping("loss", 9.0, 3, **given)
         options = dict(num_epochs=20, max_steps=steps, checkpoint_every_steps=1, keep_checkpoints=9)
-        result = train(folder, losses, log, kept, early, **options)
+        rate = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.75)
+        result = train(folder, losses, log, kept, early, rate, **options)
         assert losses.params["epochs"] == -(-steps // 2)
         return [losses.steps, losses.epochs, losses.numbers], kept.best, early.best, result["steps"]
 

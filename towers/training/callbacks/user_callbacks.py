@@ -30,6 +30,7 @@ from towers.training.callbacks.saved_attributes import pack, unpack
 from towers.training.run.setup import RunContext
 from towers.training.step.evaluation import Evaluation
 from towers.training.step.task import Task
+from towers.training.step.train_state import restore_after
 
 _K = keras.callbacks
 # These raise after the first epoch if they do not know the metric.
@@ -199,8 +200,16 @@ class Callbacks:
         for logger in loggers if step or state is not None else ():
             logger.append = True
             _cut(logger, self._epoch(step - bool(self._means.num_steps)))
-        self._call("on_train_begin")
-        if state is not None:  # a logger sees by its file whether there is a header
+        if state is None:
+            self._call("on_train_begin")
+        else:  # the hooks have been called before: what they change is as it was saved
+            with restore_after(self._train_state.variables().values()):
+                self._call("on_train_begin")
+                if self._means.num_steps:
+                    self._call("on_epoch_begin", self._epoch(step - 1))
+                    self._in_epoch = True
+            self._train_state.set_copies()
+            # A logger sees by its file whether there is a header.
             others = [None if c in loggers else c for c in self._list.callbacks]
             unpack(state, [self._means, *others])
         self._training = True
