@@ -356,7 +356,7 @@ def _finished_line(run: RunContext, result: Mapping[str, Any]) -> str:
         done = f"ended early, at step {step} of {last}"
         more = "a larger --early_stopping_epochs continues"
         if "planned_steps" in result:
-            more = "an empty --callbacks=, or callbacks of more patience, continue"
+            more = "an empty --callbacks=, or more --num_epochs and more patience, continue"
     line = f"finished    {folder} {done}: {more} it, --overwrite moves it aside"
     sessions = manifest.read(Path(folder)).get("sessions") or [{}]
     trained = sessions[-1].get("flags", {})
