@@ -63,8 +63,8 @@ def test_each_text_of_a_category_is_a_column(write):
     assert first[:, :3].argmax(axis=1).tolist() == [0, 1, 0, 2]
     assert (x[:, :6].sum(axis=1) == 2).all()
     assert first[:, 6].tolist() == [2.5, 3, 4, 5]
-    texts = ", ".join(cities)
-    assert loaded.notes[:2] == ("categories  kind: 1, 10, 2", f"categories  city: {texts}")
+    texts = ", ".join(map(repr, cities))
+    assert loaded.notes[:2] == ("categories  kind: '1', '10', '2'", f"categories  city: {texts}")
     assert data.load(f"{path}, {test}", categories="kind,city").train.size == 4
     for test, column, text in ("Lima,1,1", "city", "'Lima'"), ("Oslo,3,1", "kind", "'3'"):
         test = write(f"city,kind,size,price\n{test},1\n", "test.csv")

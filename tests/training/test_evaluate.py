@@ -149,7 +149,7 @@ def test_a_test_set_that_is_held_out_of_a_changed_file_is_told(tmp_path, capsys)
     assert "warning" not in capsys.readouterr().out
     table.write_text("a,b\n" + "".join(rows[1:]))
     towers.evaluate(**given)
-    assert "data.test.sha256 differs" in capsys.readouterr().out
+    assert "(data.test.sha256) differs" in capsys.readouterr().out
 
 
 @pytest.mark.run

@@ -126,7 +126,7 @@ def test_the_origin_stays_and_each_start_is_added(committed, tmp_path):
     images, labels = tiny.arrays(60)
     data = dataclasses.replace(run.data, train=ArraySplit(images ^ 1, labels))
     line, _ = write(dataclasses.replace(run, data=data), tmp_path, 3)
-    assert line.startswith("warning     data.train.sha256 differs: ")
+    assert line.startswith("warning     the training set (data.train.sha256) differs: ")
 
 
 def test_a_model_function_that_was_changed_is_told(committed, folder, monkeypatch):
@@ -138,7 +138,7 @@ def test_a_model_function_that_was_changed_is_told(committed, folder, monkeypatc
     assert write(run, folder, 0) == []
     (folder / "changed_net.py").write_text(source + "# another\n")
     (line,) = write(run, folder, 0)
-    assert line.startswith("warning     code.model differs: ")
+    assert line.startswith("warning     the file of the model function (code.model) differs: ")
     given = run_of(folder, model=lambda **given: tiny.dense(**given))
     assert manifest.code(given.options) == {"model": None}  # which has no file of its own
 
@@ -259,7 +259,8 @@ def test_what_differs_is_said_in_lines():
     now, before = ({row[0]: row[i] for row in COMPARED} for i in (1, 2))
     said = {name: words for name, *_, words in COMPARED if words}
     assert manifest.differences(now, before) == [
-        f"{name} differs: {words} at the run's start" for name, words in said.items()
+        f"{manifest._NAMES.get(name, name)} differs: {words} at the run's start"
+        for name, words in said.items()
     ]
     assert manifest.differences(now, now) == manifest.differences(now, {}) == []
 

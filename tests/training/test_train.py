@@ -350,6 +350,10 @@ def test_a_finished_run_says_so_and_is_left_alone_until_it_is_to_go_on(
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def pooling():
+    return keras.Sequential([keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(2)])
+
+
 def test_a_finished_run_is_not_taken_for_one_of_other_data(tmp_path, capsys):
     """A notebook's cell that is run again with other arrays would show the old figures."""
     images, labels = np.random.rand(8, 8, 8, 3), np.arange(8) % 2
@@ -358,11 +362,16 @@ def test_a_finished_run_is_not_taken_for_one_of_other_data(tmp_path, capsys):
     assert "warning" not in capsys.readouterr().out
     second = towers.train(dataset=((images, 1 - labels), (images, labels)), **given)
     out = capsys.readouterr().out
-    assert second == first and "warning     data.train.sha256 differs" in out
+    assert second == first and "(data.train.sha256) differs" in out
     assert "--max_steps above 2 " in out and "--overwrite" in out
     with pytest.raises(InputError, match="has other classes .* .new: 2.: .*init_from"):
         towers.train(dataset=((images, np.arange(8) % 3), (images, labels)), **given)
     given |= dict(max_steps=3)
+    pooled = dict(train_dir=tmp_path / "pooled", model=pooling, batch_size=4)
+    towers.train(dataset=((images, labels), (images, labels)), max_steps=1, **pooled)
+    half = images[:, ::2, ::2]
+    with pytest.raises(InputError, match="images of 4x4x3, and .* 8x8x3: type --image_size=8x8"):
+        towers.train(dataset=((half, labels), (half, labels)), max_steps=2, **pooled)
     third = towers.train(dataset=((images, 1 - labels), (images, labels)), **given)
     capsys.readouterr()  # the last session was trained on these
     assert towers.train(dataset=((images, 1 - labels), (images, labels)), **given) == third

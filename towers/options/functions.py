@@ -39,8 +39,8 @@ def load_function(flag: str, name: str) -> Callable:
         function = getattr(name, "objects", {}).get(name)
         if function is None:
             raise InputError(
-                f"--{flag}={name} was given in Python: give it again there, as {flag}=..., or name "
-                "it as module:function"
+                f"--{flag}={name} was given in Python: give it to this call, too, as {flag}=..., "
+                "or name it as module:function"
             )
     else:
         function = _import(flag, name)

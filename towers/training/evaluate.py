@@ -50,8 +50,9 @@ def evaluate(
         now = {"data": {"test": run.data.test.checksum()}}
         for line in manifest.differences(now, trained, "when it was trained")[:1]:
             say(
-                f"warning     {line}: these are other test examples; if they are held out of one "
-                "file, the run was trained on some of them: keep a file for testing"
+                f"warning     {line}: these are other test examples; where they are held out of "
+                "one file, the run was trained on some of them: keep these apart, in a file or "
+                "folder of their own"
             )
     variables = run.train_state.variables().items()
     step = CheckpointManager(

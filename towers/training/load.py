@@ -135,7 +135,7 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
     if differs := checkpoint.first_difference(here, there):
         raise InputError(
             f"--train_dir={options.train_dir}: its checkpoint of step {weights.step} is of "
-            f"another model than {options.model} is now: {differs}"
+            f"another model than {options.model} is now: {differs}; undo what has changed in it"
         )
     for name, variable in variables.items():
         variable.assign(values[name])

@@ -99,7 +99,9 @@ def train(
         except InputError:
             manifest.check_data(run, task, number=True)  # why weights have other shapes
             raise
-        manifest.check_data(run, task if restored is not None else {})
+        if restored is not None:
+            manifest.check_data(run, task)
+            manifest.check_image_shape(run, task)
         if restored is not None and options.init_from:
             say(f"init_from   the run has its own weights: {options.init_from} is not read")
         if result := _finished(run, folder):

@@ -22,7 +22,8 @@ from towers.training.run import checkpoint
 from towers.training.run.checkpoint import Found, Snapshot
 
 _REMEDIES = {  # for a run that would go on, and for one whose weights are only read
-    True: "choose another --train_dir, or --overwrite, which moves the old run aside",
+    True: "choose another --train_dir, or --overwrite, which moves the old run aside; --init_from "
+    "takes the weights of a run along",
     False: "it is evaluated by the model function, and with data of the shape and classes, that it "
     "was trained with: leave --model and --dataset out, and undo what has changed in the function",
 }

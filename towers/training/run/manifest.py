@@ -60,6 +60,12 @@ _RATE_OPTIONS = (
     "learning_rate", "schedule", "warmup_epochs", "decay_epochs", "decay_factor", "num_epochs",
     "max_steps", "batch_size",
 )  # fmt: skip
+_NAMES = {  # of parts, for people
+    "code.model": "the file of the model function (code.model)",
+    "data.train.sha256": "the training set (data.train.sha256)",
+    "data.validation.sha256": "the validation set (data.validation.sha256)",
+    "data.test.sha256": "the test set (data.test.sha256)",
+}
 _NUM_RATES = 9  # points of the remaining run at which learning rates are compared
 _TASK_TYPES = {  # of a task's fields, beside its spec
     "num_classes": int | None, "class_names": list, "columns": list, "image_shape": list | None,
@@ -227,6 +233,23 @@ def check_data(run: RunContext, task: Mapping[str, Any], number: bool = False) -
         )
 
 
+def check_image_shape(run: RunContext, task: Mapping[str, Any]) -> None:
+    """Raise InputError if images have another shape than those that a run was trained on.
+
+    Args:
+        run: with the data.
+        task: of the run's manifest.
+    """
+    now, then = list(run.data.image_shape or ()), list(task.get("image_shape") or ())
+    if now and then and now != then:
+        shapes = ["x".join(map(str, shape)) for shape in (now, then)]
+        raise InputError(
+            f"--dataset={run.options.dataset} has images of {shapes[0]}, and the run was trained "
+            f"on {shapes[1]}: type --image_size={then[0]}x{then[1]}, or train in another "
+            f"--train_dir, with --init_from={run.options.train_dir} for its weights"
+        )
+
+
 def differences(
     now: Mapping[str, Any], before: Mapping[str, Any], when: str = "at the run's start"
 ) -> list[str]:
@@ -239,7 +262,7 @@ def differences(
     """
     new, old = (dict(_flatten("", manifest)) for manifest in (now, before))
     return [
-        f"{name} differs: {_shorten(new[name])} now, {_shorten(old[name])} {when}"
+        f"{_NAMES.get(name, name)} differs: {_shorten(new[name])} now, {_shorten(old[name])} {when}"
         for name in filter(_COMPARED.fullmatch, new)
         if None not in (new[name], old.get(name)) and new[name] != old[name]
     ]
