@@ -45,7 +45,7 @@ RUNS = {  # what the rules of updates are: training/test_optimizer_step.py
         batch_size=2,
     ),
     "much at once": on(
-        3, "tests.tiny:cnn", augment="tutorial", accumulate_steps=2, optimizer="nesterov",
+        2, "tests.tiny:cnn", augment="tutorial", accumulate_steps=2, optimizer="nesterov",
         weight_decay=0.1, clip_global_norm=0.1, label_smoothing=0.1, schedule="onecycle",
     ),
     "augmentation of all kinds": on(
@@ -116,7 +116,7 @@ def test_batch_norm_sees_a_part_at_a_time(float64):
 # -------------------------------------------------------------------------------- Compiled models
 
 TASKS = {
-    "images": "--num_towers=3 --ema_decay=0.9 --variables=sharded",
+    "images": "--num_towers=2 --ema_decay=0.9 --variables=sharded",
     "text": "--num_towers=3",
     "table": "--num_towers=2 --validation_fraction=0.2 --accumulate_steps=2",
     "masks": "--num_towers=3",

@@ -247,7 +247,7 @@ def example(name, *numbers):
 CASES = {
     "added losses, BatchNorm": Case(
         lambda: network(adds_losses, keras.layers.BatchNormalization, metrics=["mae"]),
-        validated,
+        validated, (2,),
     ),
     "several steps at once, clipped once": Case(
         lambda: network(
