@@ -76,7 +76,7 @@ def build(name):
 def test_steps_are_those_of_keras(name):
     model, data = build(name)
     loop = tiny.Loop(
-        options_of(model=model, dataset=data, dtype="float64", num_towers=3, batch_size=10)
+        options_of(model=model, dataset=data, dtype="float64", num_towers=2, batch_size=10)
     )
     with fits.in_float64():
         keras.utils.set_random_seed(0)
@@ -96,7 +96,7 @@ def test_steps_are_those_of_keras(name):
 @by_the_clock
 def test_the_loss_of_each_tower_is_that_of_its_rows():
     model, data = build("sparse")
-    loop = tiny.Loop(options_of(model=model, dataset=data, num_towers=3, batch_size=10))
+    loop = tiny.Loop(options_of(model=model, dataset=data, num_towers=2, batch_size=10))
     (x, y, weights), _ = next(iter(loop.run.data.train.train_batches(10, seed=0)))
     network, loss = loop.train_state.model, LOSSES["sparse"][0]()
     rows = slice(0, 4), slice(4, 7), slice(7, 10)
@@ -118,7 +118,7 @@ def test_copies_on_towers_are_updated_alike():
         built.optimizer = optimizer
         return built
 
-    given = dict(model=decaying, dataset=data, dtype="float64", num_towers=3, batch_size=10)
+    given = dict(model=decaying, dataset=data, dtype="float64", num_towers=2, batch_size=10)
     once, copied = (
         tiny.Loop(options_of(**given, variables=variables)) for variables in ("cpu", "replicated")
     )

@@ -55,7 +55,7 @@ def test_the_loss_of_a_mixed_example_is_of_both_targets(kind, dataset):
 
 @pytest.mark.run
 def test_examples_of_what_lies_on_the_towers_are_mixed_alike():
-    given = dict(augment="resnet,mixup,cutmix", dtype="float64", num_towers=3)
+    given = dict(augment="resnet,mixup,cutmix", dtype="float64", num_towers=2)
     run = prepare(tiny.options("unused", **given))
     example, draws = next(iter(run.data.train.train_batches(NUM, seed=1)))
     expected = run.task.gradients(*example, draws)
