@@ -96,7 +96,7 @@ def test_steps_are_those_of_keras(name):
 @by_the_clock
 def test_the_loss_of_each_tower_is_that_of_its_rows():
     model, data = build("sparse")
-    loop = tiny.Loop(options_of(model=model, dataset=data, num_towers=2, batch_size=10))
+    loop = tiny.Loop(options_of(model=model, dataset=data, num_towers=3, batch_size=10))
     (x, y, weights), _ = next(iter(loop.run.data.train.train_batches(10, seed=0)))
     network, loss = loop.train_state.model, LOSSES["sparse"][0]()
     rows = slice(0, 4), slice(4, 7), slice(7, 10)
