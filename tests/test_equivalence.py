@@ -85,6 +85,7 @@ def test_a_run_in_parts_is_that_of_whole_batches():
     assert_same(state, of_one_tower("dropouts")[0])
 
 
+@pytest.mark.run
 def test_batch_norm_sees_a_part_at_a_time(float64):
     """Loss, gradients and statistics are the means of parts on one device, by their examples."""
     keras.utils.set_random_seed(0)
