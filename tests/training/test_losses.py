@@ -109,7 +109,7 @@ def test_the_loss_of_each_tower_is_that_of_its_rows():
 
 def test_copies_on_towers_are_updated_alike():
     """By an optimizer that decays some weights and not others."""
-    model, data = build("two")
+    model, data = build("sparse")
 
     def decaying():
         built = model()
