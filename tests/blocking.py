@@ -37,8 +37,9 @@ class _batches(keras.utils.PyDataset):
         return STEPS
 
     def __getitem__(self, index):
-        time.sleep(SECONDS)
-        while self.part.exists() and threading.current_thread() is not threading.main_thread():
-            time.sleep(0.02)
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(SECONDS)
+            while self.part.exists():
+                time.sleep(0.02)
         rows = slice(8 * index, 8 * index + 8)
         return self.x[rows], self.y[rows]

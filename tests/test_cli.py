@@ -331,7 +331,7 @@ def load():
 def test_a_healthy_run_shows_its_own_lines_only(folder):
     (folder / "mine.py").write_text(HEALTHY)
     asked = "--model=mine:build --dataset=mine:load --augment=none --batch_size=4 --max_steps=2"
-    trained = shell("train", *asked.split(), "--num_towers=2", "--train_dir=run", "--json")
+    trained = shell("train", *asked.split(), "--train_dir=run", "--json")
     assert trained.returncode == 0, trained.stderr
     assert json.loads(trained.stdout)["steps"] == 2
     assert not LOG_LINE.search(trained.stderr), trained.stderr

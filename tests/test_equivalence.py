@@ -45,7 +45,7 @@ RUNS = {  # what the rules of updates are: training/test_optimizer_step.py
         batch_size=2,
     ),
     "much at once": on(
-        3, "tests.tiny:cnn", augment="tutorial", accumulate_steps=2, optimizer="nesterov",
+        2, "tests.tiny:cnn", augment="tutorial", accumulate_steps=2, optimizer="nesterov",
         weight_decay=0.1, clip_global_norm=0.1, label_smoothing=0.1, schedule="onecycle",
     ),
     "augmentation of all kinds": on(
@@ -85,6 +85,7 @@ def test_a_run_in_parts_is_that_of_whole_batches():
     assert_same(state, of_one_tower("dropouts")[0])
 
 
+@pytest.mark.run
 def test_batch_norm_sees_a_part_at_a_time(float64):
     """Loss, gradients and statistics are the means of parts on one device, by their examples."""
     keras.utils.set_random_seed(0)
@@ -116,7 +117,7 @@ def test_batch_norm_sees_a_part_at_a_time(float64):
 # -------------------------------------------------------------------------------- Compiled models
 
 TASKS = {
-    "images": "--num_towers=3 --ema_decay=0.9 --variables=sharded",
+    "images": "--num_towers=2 --ema_decay=0.9 --variables=sharded",
     "text": "--num_towers=3",
     "table": "--num_towers=2 --validation_fraction=0.2 --accumulate_steps=2",
     "masks": "--num_towers=3",

@@ -42,11 +42,15 @@ def found(capsys, entry, num_towers):
 
 
 ELSEWHERE = ("random op", "mixed examples", "local BatchNorm", "batch size")
+REFUSED_TOO = "refused:batch_norm_in_cond"  # of two quick models one is enough
 
 
 @pytest.mark.timeout(1500)  # of a large application
 @pytest.mark.parametrize(
-    "entry", tried(zoo.ENTRIES, lambda e: e.quick and e.expected not in ELSEWHERE)
+    "entry", tried(
+        zoo.ENTRIES,
+        lambda e: e.quick and e.expected not in ELSEWHERE and e.name != REFUSED_TOO,
+    ),
 )
 def test_verify_says_the_truth(capsys, entry):
     assert found(capsys, entry, 2 if entry.quick else 3) == entry.expected

@@ -95,8 +95,10 @@ MODELS = {
     "alignments": lambda: network(Adds(alignments, mean)),
     "what is checked": lambda: network(Adds(checked)),
 }
-RARE = "half a norm", "a vector, of the columns", "shares of a mean", "what is checked"
-RARE_BY_EXAMPLE = *RARE, "a nested model, called twice", "alignments"
+RARE = (
+    "half a norm", "a vector, of the columns", "shares of a mean", "what is checked", "alignments",
+)  # fmt: skip
+RARE_BY_EXAMPLE = *RARE, "a nested model, called twice", "activity, weights, a frozen layer"
 
 
 def made(name):

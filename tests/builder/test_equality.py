@@ -69,13 +69,16 @@ GPUS_TWO_EXAMPLES = TWO_EXAMPLES._replace(name="three GPUs, two examples", on_gp
 RARE = JOINED_BY_XLA, EAGER_BY_XLA, UNKNOWN_BY_XLA, TWO_EXAMPLES_BY_XLA, GPUS_EVEN, GPUS_UNKNOWN
 
 
-def row(*ways, tier="run"):
-    """Add a case to the table, as a function returns it; of three towers in this tier."""
+def row(*ways, rare=(), tier="run"):
+    """Add a case to the table, as a function returns it; of three towers in this tier.
+
+    In a rare way other cases run the same code; `scripts/test --all` alone tries it.
+    """
 
     def add(make):
-        for way in ways:
+        for way in (*ways, *rare):
             marks = [getattr(pytest.mark, tier if way is THREE else "run")]
-            marks += [pytest.mark.extended] if way in RARE else []
+            marks += [pytest.mark.extended] if way in (*RARE, *rare) else []
             ROWS.append(pytest.param(make, way, marks=marks, id=f"{make.__name__}-{way.name}"))
         return make
 
@@ -129,7 +132,7 @@ def a_shared_layer_and_two_outputs():
     return Case(cubes(lambda x: net(x)["a"] * net(x)["b"]), net.trainable_variables)
 
 
-@row(THREE, BY_XLA)
+@row(THREE, rare=[BY_XLA])
 def a_recurrent_model():
     return of_model(sequential((3,), layers.Reshape((3, 1)), layers.SimpleRNN(2), layers.Dense(1)))
 
@@ -141,7 +144,7 @@ def a_stateless_call():
     return Case(cubes(call), net.trainable_variables)
 
 
-@row(TWO, THREE, BY_XLA, tier="graph")
+@row(TWO, THREE, rare=[BY_XLA], tier="graph")
 def a_loss_that_is_traced():
     """For one tower and one step, it serves the others with the weights of the day."""
     case = of_model(dense())
@@ -222,7 +225,7 @@ def a_complex_weight():
     return Case(losses, [weight])
 
 
-@row(TWO, THREE, JOINED_UNKNOWN, IN_PARTS, GPUS)
+@row(TWO, THREE, JOINED_UNKNOWN, GPUS, rare=[IN_PARTS])
 def lookups_of_unique_numbers():
     """Rows that several towers look up are summed, as optimizers square each row of a gradient."""
     tokens = tf.constant([[0, 1], [1, 2], [8, 8], [3, 0], [1, 1], [5, 7], [8, 2]])
@@ -304,12 +307,12 @@ def counters_that_are_read():
 
 
 @row(ONE, TWO, THREE, JOINED, TWO_EXAMPLES, IN_PARTS, GPUS, tier="graph")
-@row(BY_XLA, UNKNOWN_BY_XLA, TWO_EXAMPLES_BY_XLA, JOINED_IN_PARTS, JOINED_BY_XLA)
+@row(BY_XLA, rare=[UNKNOWN_BY_XLA, TWO_EXAMPLES_BY_XLA, JOINED_IN_PARTS, JOINED_BY_XLA])
 def draws():
     return of_model(sequential((3,), layers.Dense(9), layers.Dropout(0.5, seed=1)))
 
 
-@row(THREE, JOINED)
+@row(THREE, rare=[JOINED])
 def a_spectral_norm():
     """The power iteration is no part of the gradient, as with plain Keras."""
     return of_model(sequential((3,), layers.SpectralNormalization(layers.Dense(3))))
@@ -326,7 +329,7 @@ def a_recomputed_part():
     return Case(cubes(lambda x: recomputed(x) * net(2 * x)), net.trainable_variables)
 
 
-@row(THREE, JOINED_UNKNOWN, GPUS_JOINED)
+@row(THREE, GPUS_JOINED, rare=[JOINED_UNKNOWN])
 def draws_and_moments_that_are_recomputed():
     rest = layers.BatchNormalization(), layers.Dropout(0.5, seed=1)
     net = sequential((3,), layers.Dense(5), *rest)
@@ -369,7 +372,7 @@ def convolutions(**keywords):
     return of_model(sequential((4, 4, 3), *body), images())
 
 
-@row(EVEN, THREE, JOINED, TWO_EXAMPLES, GPUS_JOINED)
+@row(EVEN, THREE, TWO_EXAMPLES, GPUS_JOINED, rare=[JOINED])
 def batch_norm():
     return convolutions()
 
@@ -404,7 +407,7 @@ class Measured(layers.Layer):
         return x
 
 
-@row(THREE, JOINED, GPUS)
+@row(THREE, GPUS, rare=[JOINED])
 def metrics_that_a_layer_updates():
     measured = Measured()
     case = of_model(sequential((3,), layers.Dense(5, "tanh"), measured, layers.Dense(2)))
@@ -438,7 +441,7 @@ def metrics_that_a_loss_function_updates():
     return Case(losses, [], state=[*of_batches.variables, *largest.variables])
 
 
-@row(GPU, GPUS, GPUS_UNKNOWN, GPUS_EVEN, GPUS_TWO_EXAMPLES)
+@row(GPU, GPUS, rare=[GPUS_UNKNOWN, GPUS_EVEN, GPUS_TWO_EXAMPLES])
 def moments_of_several_layers():
     norm, dropout = layers.BatchNormalization(), layers.Dropout(0.3, seed=1)
     body = Moments(), layers.Dense(3, "tanh"), norm, dropout, layers.Dense(2)
@@ -461,7 +464,7 @@ def batch_norm_of_another_axis_shared_and_read_again():
     return of_model(keras.Model(x, layers.Dense(2)(y) + layers.Dense(2)(z)), images())
 
 
-@row(GPUS)
+@row(rare=[GPUS])
 def batch_norm_shared_and_read_again_in_float32():
     keras.config.set_dtype_policy("float32")
     case = batch_norm_of_another_axis_shared_and_read_again()
@@ -487,7 +490,7 @@ def batch_norm_of_masked_steps():
     return of_model(sequential((6, 3), layers.Masking(0.0), norm, Positions()), x)
 
 
-@row(JOINED_UNKNOWN, GPUS, GPUS_UNKNOWN)
+@row(GPUS, rare=[JOINED_UNKNOWN, GPUS_UNKNOWN])
 def fused_batch_norm():
     """In float32, of all ranks; a mean of 15 deviations must cost few digits."""
     keras.config.set_dtype_policy("float32")

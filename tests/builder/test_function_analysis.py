@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.runs import released
 from towers import TowerBuilder
 from towers.builder import replica_context
 from towers.builder.function_analysis import analyze, parts_of
@@ -199,7 +200,7 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("place", STAGES)
+@pytest.mark.parametrize("place", released(STAGES, *STAGES.keys() - {"a string", "an object"}))
 def test_a_function_is_analyzed_anew_when_its_model_changes_what_it_does(place):
     calls = []
     builder, layer = TowerBuilder(DEVICES), Noise(calls)

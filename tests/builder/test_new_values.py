@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests import fits
+from tests.runs import rare
 from towers import TowerBuilder
 
 pytestmark = pytest.mark.run
@@ -58,9 +59,6 @@ def own(aggregation="none"):
 own_mean = functools.partial(own, "mean")
 
 
-MODELS = [float8, own, own_mean]
-
-
 @functools.cache
 def trained(make, way="", number=0, **options):
     """Return losses and weights of three steps of an own loop."""
@@ -90,8 +88,13 @@ def trained(make, way="", number=0, **options):
         return found + [w.numpy() for w in weights]
 
 
-@pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("way", ["gradients", "concat"])
+@pytest.mark.parametrize(
+    "make, way",
+    [
+        (float8, "gradients"), (own, "concat"), (own_mean, "gradients"),
+        rare(float8, "concat"), rare(own, "gradients"), rare(own_mean, "concat"),
+    ],
+)  # fmt: skip
 def test_own_loops(make, way):
     for number, options in (2, {}), (3, {"accumulate_steps": 2}):
         found = trained(make, way, number, **options)
@@ -121,6 +124,7 @@ def test_joined_outputs_of_float8_are_not_left_to_xla_in_silence():
     assert len(told) == 1 and "leave jit_compile out" in told[0]
 
 
+@functools.cache
 def fitted(make, number=0, **options):
     def build():
         model = make()
@@ -148,8 +152,15 @@ def test_a_bias_that_is_rounded_to_16_bits_is_no_fault():
     assert not told
 
 
-@pytest.mark.parametrize("make", MODELS)
-def test_fit(make):
-    expected = fitted(make)
-    for number, options in (2, {}), (3, {"accumulate_steps": 2}):
-        assert not fits.differences(fitted(make, number, **options), expected, 1e-6)
+WHOLE, IN_PARTS = (2, {}), (3, {"accumulate_steps": 2})
+
+
+@pytest.mark.parametrize(
+    "make, number, options",
+    [
+        (float8, *WHOLE), (own_mean, *IN_PARTS), rare(float8, *IN_PARTS), rare(own_mean, *WHOLE),
+        rare(own, *WHOLE), rare(own, *IN_PARTS),
+    ],
+)  # fmt: skip
+def test_fit(make, number, options):
+    assert not fits.differences(fitted(make, number, **options), fitted(make), 1e-6)

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tests import leftovers, tiny
 from tests.runs import command as command_line
+from tests.runs import rare
 from towers import cli
 from towers.commands.benchmark import command, own_run, results, runner
 from towers.errors import RunError
@@ -217,7 +218,7 @@ def counting(num_classes, image_shape):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("variables", ["cpu", "replicated"])
+@pytest.mark.parametrize("variables", [rare("cpu"), "replicated"])
 def test_the_control_computes_each_gradient_in_each_step_and_changes_nothing(variables):
     given = tiny.options("unused", model=f"{__name__}:counting", num_towers=2, variables=variables)
     run = prepare(given)

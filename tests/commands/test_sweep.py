@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import fake_gpus, leftovers, tiny
+from tests.runs import rare
 from tests.worker_processes import ROOT
 from towers import cli, files
 from towers.commands.sweep import command
@@ -211,7 +212,7 @@ def background(folder):
             process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, rare(signal.SIGINT)])
 def test_a_stop_is_passed_on_and_the_same_command_goes_on(folder, background, number):
     argv = ["--vary=model:fine,waits,late", "--vary=seed:1"]
     process = background(*argv)

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tests.data.splits import all_of, assert_same, flat, run, take
+from tests.runs import rare
 from towers.data import ArraySplit, DatasetSplit, augment, tfdata_splits
 from towers.data.encoded_images import EncodedSplit
 from towers.data.pipeline import held_out_rows, shuffled_rows
@@ -51,7 +52,8 @@ def labels_of(batches):
     params=[
         ("arrays", 7, 16),
         ("dataset", 12, 4),
-        *run([("arrays", 1, 3)], [("dataset", 7, 16)], [("encoded", 12, 4)]),
+        *run([("encoded", 12, 4)]),
+        *map(rare, [("arrays", 1, 3), ("dataset", 7, 16)]),
     ],
 )
 def whole(request):
@@ -256,7 +258,11 @@ def rows_of(example):
 @pytest.mark.run
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, "arrays") for name in INPUTS), *((name, "dataset") for name in list(INPUTS)[1:])],
+    [
+        *((name, "arrays") for name in INPUTS),
+        rare("text and a number", "dataset"),
+        ("two inputs, two outputs, weights of each", "dataset"),
+    ],
 )
 def test_any_structure_is_given_out_whole_and_in_step(name, kind):
     example, stored = INPUTS[name]

@@ -177,6 +177,7 @@ def test_ops_that_a_cpu_does_as_one_are_those_that_users_know():
     assert "Conv2D" in {op.type for op in view.ops}
 
 
+@pytest.mark.run
 def test_a_train_loop_of_two_towers():
     with device_types.cpus_for_gpus():
         options = tiny.options("unused", num_towers=2, batch_size=8, variables="replicated")

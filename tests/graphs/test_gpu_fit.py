@@ -73,7 +73,7 @@ def test_a_step_copies_no_more_to_the_host_than_that_of_plain_fit(steps):
             assert over.launches(*over.scopes) < plain.launches(*plain.scopes)
 
 
-@pytest.mark.parametrize("optimizer, build", [("adam", "in fit"), ("sgd", "before")])
+@pytest.mark.parametrize("optimizer, build", [("adam", "in fit"), rare("sgd", "before")])
 def test_variables_lie_on_the_gpus(optimizer, build):
     with cpus_for_gpus():
         model = network(optimizer)
@@ -93,20 +93,22 @@ def test_variables_lie_on_the_gpus(optimizer, build):
         assert all(of_weight == of_slot for of_weight, of_slot in together), together
 
 
-def test_the_numbers_are_those_of_one_device():
+@pytest.mark.parametrize(
+    "num_towers, options", [rare(1, {}), (2, {}), rare(2, {"variables": "cpu"})]
+)
+def test_the_numbers_are_those_of_one_device(num_towers, options):
     given = DATA | {"batch_size": 8, "validation_split": 0.2}
     plain = fits.fit(network, given)
-    for num_towers, options in (1, {}), (2, {}), (2, {"variables": "cpu"}):
-        with cpus_for_gpus():
-            over = fits.fit(network, given, devices=GPUS[:num_towers], **options)
-        assert fits.differences(plain, over) == {}
-        of_plain, of_towers = (
-            [re.sub(r"_\d+", "", name) for name, _ in found["optimizer"]] for found in (plain, over)
-        )
-        assert of_plain == of_towers
+    with cpus_for_gpus():
+        over = fits.fit(network, given, devices=GPUS[:num_towers], **options)
+    assert fits.differences(plain, over) == {}
+    of_plain, of_towers = (
+        [re.sub(r"_\d+", "", name) for name, _ in found["optimizer"]] for found in (plain, over)
+    )
+    assert of_plain == of_towers
 
 
-@pytest.mark.parametrize("before", ["predict", "fit", "towers"])
+@pytest.mark.parametrize("before", [rare("predict"), "fit", rare("towers")])
 def test_models_that_share_layers_keep_their_weights_together(before):
     """A weight that a function reads which was traced before is not moved from under it."""
 

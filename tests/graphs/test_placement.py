@@ -71,6 +71,7 @@ def test_a_request_is_not_the_device():
     assert [op.type for op in placement.misplaced(["/cpu:0"])] == ["Tanh"]
 
 
+@pytest.mark.run
 def test_a_train_loop_of_no_steps_is_placed_and_its_bytes_are_weights_slice_and_gradients():
     loop = tiny.Loop(tiny.options("unused", num_towers=2, batch_size=8))
     before, run = loop.state(), loop.run

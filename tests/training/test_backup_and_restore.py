@@ -247,7 +247,8 @@ def test_a_disk_that_fills_up_costs_no_training(tmp_path, again):
 
 
 def test_data_that_cannot_tell_their_place_are_named(tmp_path):
-    model = make()
+    model = keras.Sequential([layers.Dense(1)])
+    model.compile("sgd", "mse")
     data = of_tf_data().map(lambda x, y: (x + tf.random.uniform([], dtype=x.dtype), y))
     with pytest.warns(UserWarning, match="RandomUniform is stateful"):
         model.fit(data, shuffle=False, verbose=0, callbacks=[ExactResume(tmp_path, 2)])
@@ -285,7 +286,7 @@ PROGRAM = """
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("num_towers", [2, rare(0)])
+@pytest.mark.parametrize("num_towers", [rare(2), 0])
 def test_a_killed_process_goes_on(tmp_path, num_towers):
     def run(kill, *names):
         given = str(kill), str(num_towers), *(tmp_path / name for name in names)

@@ -61,10 +61,10 @@ def weights(loop):
 
 
 def test_flags_compile_what_code_would():
-    flags = dict(loss="mse", metrics="mae", optimizer="adam", learning_rate=0.02)
+    flags = dict(loss="mse", metrics="mae", optimizer="adam", learning_rate=0.02, num_towers=1)
     by_flags = loop_of(**flags, schedule="constant", clip_norm=0.1)
     adam = lambda: keras.optimizers.Adam(0.02, clipnorm=0.1)  # noqa: E731
-    by_code = loop_of(model=compiled(adam, metrics=["mae"]))
+    by_code = loop_of(model=compiled(adam, metrics=["mae"]), num_towers=1)
     metrics = by_flags(6)
     assert "batch/mae" in metrics and metrics == by_code(6)
     tiny.assert_identical(weights(by_flags), weights(by_code))
@@ -82,7 +82,8 @@ def test_weight_decay_by_flags_is_a_regulariser_of_kernels():
         return model
 
     flags = dict(loss="mse", optimizer="sgd", learning_rate=0.1, schedule="constant")
-    by_flags, by_code = loop_of(**flags, weight_decay=0.1), loop_of(model=regularised)
+    by_flags = loop_of(**flags, weight_decay=0.1, num_towers=1)
+    by_code = loop_of(model=regularised, num_towers=1)
     assert by_flags(6) == pytest.approx(by_code(6), rel=1e-5)
     tiny.assert_close(weights(by_flags), weights(by_code), 1e-6)
 
@@ -181,7 +182,7 @@ def test_a_schedule_of_the_optimizers_own_and_losses_of_layers_are_shown(tmp_pat
         model.compile(keras.optimizers.SGD(rate), "mse")
         return model
 
-    run(tmp_path, build, log_every_steps=2)
+    run(tmp_path, build, log_every_steps=2, num_towers=1)
     found = tiny.events(tmp_path / "train")
     rates = {step: value for step, tag, value in found if tag == "learning_rate"}
     assert len(rates) > 2
@@ -206,7 +207,7 @@ def test_what_is_reported_is_of_the_weights_that_are_kept(tmp_path, capsys):
     """Also where the last evaluation came before the optimizer put its averages in place."""
     rising = compiled(lambda: keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5))
     given = dict(validation_fraction=0.3, early_stopping_epochs=1, evaluate_every_epochs=1)
-    result = run(tmp_path, rising, **given, max_steps=60)
+    result = run(tmp_path, rising, **given, max_steps=60, num_towers=1)
     found = towers.evaluate(train_dir=str(tmp_path), model=rising, dataset=numbers)
     assert result["steps"] < 60
     assert found["loss"] == result["test_loss"]
@@ -254,7 +255,7 @@ def test_a_test_step_that_runs_on_one_device_is_told_by_train_and_evaluate(tmp_p
 def test_its_objective_is_a_figure_of_the_evaluation_and_a_variable_beside_is_told(
     tmp_path, capsys
 ):
-    given = dict(evaluate_every_epochs=1, keep_best=True, validation_fraction=0.3)
+    given = dict(evaluate_every_epochs=1, keep_best=True, validation_fraction=0.3, num_towers=1)
     result = run(tmp_path, lambda: adversarial(Annealed), **given)
     assert result["objective"] == "validation_judge_loss" and result["validation_judge_loss"] > 0
     assert (tmp_path / "best.json").exists()
@@ -276,7 +277,7 @@ def test_each_number_of_a_metric_is_reported(tmp_path):
 
     labels = np.eye(3)[np.arange(40) % 3]
     data = (X[:30], labels[:30]), (X[30:], labels[30:])
-    result = run(tmp_path, build, dataset=data, monitor="f1_2")
+    result = run(tmp_path, build, dataset=data, monitor="f1_2", num_towers=1)
     model = towers.load(str(tmp_path), model=build)
     expected = keras.metrics.F1Score()
     expected.update_state(labels[30:], model(X[30:]))

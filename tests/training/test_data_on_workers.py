@@ -40,9 +40,9 @@ def loop_of(batch_size=7, **given):
 
 
 def assert_same_numbers(two_workers, num_steps=3, **given):
-    """Return the loop over workers, after its numbers were found to be those of one machine."""
+    """Return the loop over workers, after its numbers were found to be those of one device here."""
     over_workers = loop_of(**two_workers, **given)
-    here = loop_of(num_towers=4, **given)
+    here = loop_of(**given)
     assert over_workers(num_steps) == pytest.approx(here(num_steps), rel=1e-12)
     tiny.assert_close(over_workers.state(), here.state(), 1e-12)
     return over_workers

@@ -46,6 +46,7 @@ def turned_around(run):
     return model
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("num_towers", "batch_size"), [(3, 4), (4, 100)])
 def test_counts_are_exact_at_every_remainder(num_towers, batch_size):
     given = dict(num_towers=num_towers, batch_size=batch_size, ema_decay=0.5, dtype="float64")

@@ -76,7 +76,7 @@ def build(name):
 def test_steps_are_those_of_keras(name):
     model, data = build(name)
     loop = tiny.Loop(
-        options_of(model=model, dataset=data, dtype="float64", num_towers=3, batch_size=10)
+        options_of(model=model, dataset=data, dtype="float64", num_towers=2, batch_size=10)
     )
     with fits.in_float64():
         keras.utils.set_random_seed(0)
@@ -109,7 +109,7 @@ def test_the_loss_of_each_tower_is_that_of_its_rows():
 
 def test_copies_on_towers_are_updated_alike():
     """By an optimizer that decays some weights and not others."""
-    model, data = build("two")
+    model, data = build("sparse")
 
     def decaying():
         built = model()
@@ -118,7 +118,7 @@ def test_copies_on_towers_are_updated_alike():
         built.optimizer = optimizer
         return built
 
-    given = dict(model=decaying, dataset=data, dtype="float64", num_towers=3, batch_size=10)
+    given = dict(model=decaying, dataset=data, dtype="float64", num_towers=2, batch_size=10)
     once, copied = (
         tiny.Loop(options_of(**given, variables=variables)) for variables in ("cpu", "replicated")
     )

@@ -55,7 +55,7 @@ def test_the_loss_of_a_mixed_example_is_of_both_targets(kind, dataset):
 
 @pytest.mark.run
 def test_examples_of_what_lies_on_the_towers_are_mixed_alike():
-    given = dict(augment="resnet,mixup,cutmix", dtype="float64", num_towers=3)
+    given = dict(augment="resnet,mixup,cutmix", dtype="float64", num_towers=2)
     run = prepare(tiny.options("unused", **given))
     example, draws = next(iter(run.data.train.train_batches(NUM, seed=1)))
     expected = run.task.gradients(*example, draws)
@@ -134,7 +134,7 @@ def test_a_mirror_image_counts_as_much_in_evaluation(trained):
 
 @pytest.mark.run
 def test_a_mirror_image_counts_as_much_for_a_compiled_model(tmp_path):
-    given = dict(metrics="accuracy", test_time_flip=True, num_towers=2, ema_decay=0.5)
+    given = dict(metrics="accuracy", test_time_flip=True, num_towers=1, ema_decay=0.5)
     result = towers.train(tiny.options(tmp_path, max_steps=2, **given))
     found = towers.evaluate(train_dir=str(tmp_path))
     assert_mirrored(str(tmp_path), found, "none")

@@ -202,7 +202,8 @@ def test_after_a_bad_step_all_is_as_before_it(name):
 
 
 def test_a_skipped_step_counts_and_training_goes_on(tmp_path, capsys):
-    result = train(options(tmp_path, on_nan="skip", max_steps=18, log_every_steps=4))
+    given = dict(on_nan="skip", max_steps=18, log_every_steps=4, num_towers=1)
+    result = train(options(tmp_path, **given))
     assert result["skipped_steps"] == 2  # one in each epoch
     assert "skipped     2 of 18 steps" in (out := capsys.readouterr().out)
     assert re.search(r"skipped     1 step before step \d: the loss or a gradient was not", out)
@@ -297,7 +298,7 @@ INPUTS = {
 
 @pytest.mark.parametrize("dtype", runs.released(INPUTS, "float32"))
 def test_inputs_that_overflow_are_no_divergence(tmp_path, dtype):
-    given = dict(batch_size=60, on_nan="rollback")  # which would not help
+    given = dict(batch_size=60, num_towers=1, on_nan="rollback")  # which would not help
     with pytest.raises(RunError) as caught:
         train(options(tmp_path, **given | INPUTS[dtype]))
     rows = {"float32": r"\d+ \(examples of the run", "float16": rf"{BAD_ROW} \(rows of the tr"}
@@ -357,7 +358,7 @@ def test_a_run_that_was_rolled_back_is_the_same_when_it_is_resumed(tmp_path, cap
 
 
 def test_a_schedule_of_its_own_cannot_be_rolled_back(tmp_path):
-    given = OWN | dict(on_nan="rollback", model_args="schedule=true")
+    given = OWN | dict(on_nan="rollback", model_args="schedule=true", num_towers=1)
     with pytest.raises(InputError, match="--on_nan=rollback lowers the learning rate, and an opti"):
         train(options(tmp_path / "new", **given))
     assert list(tmp_path.iterdir()) == []

@@ -161,7 +161,7 @@ CASES = {
 }  # fmt: skip
 RARE = {
     "sparse, adamw, regularizer, weight decay", "sharded, sparse", "replicated, parts",
-    "types, replicated",
+    "types, replicated", "types, sharded, clip_global_norm",
 }  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def test_the_largest_batch_that_fits_is_named(estimate, advice):
     assert advice in out_of_memory.line(next(iter(TEXTS)), Options(batch_size=128), estimate)
 
 
-@pytest.mark.graph
+@pytest.mark.run
 def test_the_batch_that_is_expected_to_fit_follows_the_memory(monkeypatch):
     run = prepare(tiny.options("unused", num_towers=2, batch_size=12))
     train_loop, batches = run.train_loop(), iter(run.batches(0, 0))

@@ -247,7 +247,7 @@ def example(name, *numbers):
 CASES = {
     "added losses, BatchNorm": Case(
         lambda: network(adds_losses, keras.layers.BatchNormalization, metrics=["mae"]),
-        validated,
+        validated, (2,),
     ),
     "several steps at once, clipped once": Case(
         lambda: network(
@@ -263,7 +263,7 @@ CASES = {
         mean=keras.layers.GlobalAveragePooling1D,
     ), tokens, (2,)),
     "fewer examples than towers": Case(model_of(
-        {"call": longest_of_batch}, optimizer="adam", **EMBEDDING, top=lambda: dense(1),
+        {"call": longest_of_batch}, **EMBEDDING, top=lambda: dense(1),
         rnn=lambda: keras.layers.SimpleRNN(2),
     ), few_ragged_rows, (2,)),
     "gan": foreign(model_of(

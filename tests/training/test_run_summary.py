@@ -87,6 +87,7 @@ def test_the_length_is_told_and_is_never_nothing():
     assert length(0.001).startswith("length      1 step, 7 examples, 0.1167 epochs: 0.001 epochs ")
 
 
+@pytest.mark.run
 def test_what_batch_norm_over_all_gpus_costs_is_told():
     devices.tower_devices(3, "cpu")
     model = dict(model="models.resnet:resnet", model_args="depth=8,width=2", batch_size=8)
