@@ -261,6 +261,8 @@ def _read(prefix: str, reader: Any) -> _FitState:
     if "epoch" not in about:
         raise InputError(f"{prefix} is of a run of `towers train`: name another folder for a fit")
     arrays = checkpoint.values_of(reader)
+    if "also" not in arrays:
+        raise InputError(f"{prefix} is of an older towers: go on with that, or delete it")
     return _FitState(int(arrays["step"]), arrays, about)
 
 
