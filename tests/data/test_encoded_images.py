@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import threading
 
 import numpy as np
@@ -304,6 +305,21 @@ def test_a_class_may_be_missing_from_the_test_images_and_names_need_not_be_ascii
     assert all_of(loaded.test)[1].tolist() == [0, 2]
 
 
+@pytest.mark.parametrize("below", ["", "train"])
+def test_without_images_for_testing_a_tenth_is_held_out(top, below):
+    shutil.rmtree(top / "test")
+    expected = all_of(data.load("folder", str(top)).train)
+    if not below:
+        (top / "train").rename(top / "moved")
+        top = top / "moved"
+    loaded = data.load("folder", str(top))
+    assert loaded.class_names == ("bird", "cat", "dog") and loaded.test.size == 1
+    assert "1 of 6 examples, held out by chance" in loaded.notes[0]
+    found = sorted(images_of(loaded.train) + images_of(loaded.test))
+    assert found == list(range(6))
+    np.testing.assert_array_equal(all_of(loaded.train)[0], expected[0])
+
+
 def said_of(top, kind="folder"):
     return refusal(kind, str(top)).replace(f"{top}", "TOP")
 
@@ -312,13 +328,11 @@ def said_of(top, kind="folder"):
 def test_missing_folders_and_classes_and_what_is_no_image(top):
     for below in top / "train", f"{top}/train/":
         assert refusal("folder", str(below)).endswith(f"name the folder above, --data_dir={top}")
-    os.rename(top / "test", top / "elsewhere")
-    assert said_of(top).startswith("--data_dir=TOP has no folder test, validation or val; ")
-    os.rename(top / "elsewhere", top / "test")
     os.rename(top / "train", top / "elsewhere")
     assert said_of(top).startswith("TOP/train: No such file or directory; expected DIR/train")
-    flat = said_of(top / "elsewhere")
-    assert "has the folders bird, cat, dog; expected DIR/train" in flat and "move them into" in flat
+    os.rename(top / "test", top / "testing")
+    assert "has no folder train, and elsewhere in it has folders of images" in said_of(top)
+    os.rename(top / "testing", top / "test")
     (top / "train").mkdir()
     (top / "train/a.png").write_bytes(png(image(0)))
     assert said_of(top).startswith("TOP/train has no folders of classes; expected DIR/train")

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from towers.builder.device_types import HOST, PROGRAM
 from towers.data.image_size import check_pixels
-from towers.data.pipeline import Data, IndexedSplit, digest
+from towers.data.pipeline import Data, IndexedSplit, digest, hold_out_test_set
 from towers.errors import InputError
 from towers.options.run import Options
 
@@ -74,7 +74,7 @@ def data_set(
 
     Args:
         name: the value of --dataset.
-        sources: "train", "test" and, if there is one, "validation".
+        sources: "train", and if there are such "test" and "validation".
         class_names: by label.
         size: to which images are resized; None: all must have the same size.
         max_pixels: largest number of pixels of an image.
@@ -99,7 +99,9 @@ def data_set(
         split: EncodedSplit(source, shape, size is not None, max_pixels)
         for split, source in sources.items()
     }
-    return Data(name, num_classes=len(class_names), class_names=tuple(class_names), **splits)
+    notes = hold_out_test_set(name, splits)
+    classes = dict(num_classes=len(class_names), class_names=tuple(class_names))
+    return Data(name, notes=notes, **classes, **splits)
 
 
 class EncodedSplit(IndexedSplit):

@@ -3,6 +3,8 @@
     DIR/train/CLASS/*.png    also .jpg, .jpeg, .bmp, .gif, and in folders below
     DIR/test/CLASS/*.png     or DIR/validation or DIR/val, which beside test is a third split
 
+or DIR/CLASS/*.png alone. Without a folder for testing a tenth of the images is held out.
+
 Labels are 0, 1, ... in the order of the class names. Only the files' names are in memory (some 100
 bytes each); see `towers.data.encoded_images`.
 """
@@ -36,26 +38,15 @@ def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data
         InputError: a folder is missing, empty or cannot be read, test has a class that train has
             not, sizes differ and `size` is None, or a decoded image is damaged.
     """
-    train = os.path.join(folder, "train")
+    train, above = os.path.join(folder, "train"), os.path.dirname(folder.rstrip(os.sep)) or ".."
     names = [n for n in ("test", "validation", "val") if os.path.isdir(os.path.join(folder, n))]
-    if not names:
-        above = os.path.dirname(folder.rstrip(os.sep)) or ".."
-        if os.path.basename(os.path.abspath(folder)) in ("train", "test", "validation", "val"):
-            raise InputError(f"--data_dir={folder}: name the folder above, --data_dir={above}")
-        missing = "" if os.path.isdir(train) else "train, and none named "
-        classes = [name for name in os.listdir(folder) if os.path.isdir(os.path.join(folder, name))]
-        if missing and any(images_below(os.path.join(folder, name)) for name in classes):
-            raise InputError(
-                f"--data_dir={folder} has the folders {first_of(sorted(classes))}; {_EXPECTED}: "
-                f"move them into {train}, and a part of each one's images into "
-                f"{os.path.join(folder, 'test')}"
-            )
-        raise InputError(
-            f"--data_dir={folder} has no folder {missing}test, validation or val; {_EXPECTED}: put "
-            "a part of each class's images into test"
-        )
-    paths = {"train": train, "test": os.path.join(folder, names[0])}
-    if names[0] == "test" and len(names) > 1:
+    part = os.path.basename(os.path.abspath(folder)) in ("train", "test", "validation", "val")
+    if not names and part and os.path.isdir(os.path.join(above, "train")):
+        raise InputError(f"--data_dir={folder}: name the folder above, --data_dir={above}")
+    if not (names or os.path.isdir(train)):
+        train = _without_parts(folder)
+    paths = {"train": train} | ({"test": os.path.join(folder, names[0])} if names else {})
+    if len(names) > 1 and names[0] == "test":
         paths["validation"] = os.path.join(folder, names[1])
     class_names, sources, others, notes = _class_names(train), {}, [], []
     for split, path in paths.items():
@@ -111,6 +102,18 @@ class _ImageFiles:
 
     def sample_rows(self, num: int) -> np.ndarray:
         return encoded_images.evenly_spaced(len(self.labels), num)
+
+
+def _without_parts(folder: str) -> str:
+    """Return a folder that has the folders of classes itself; raise InputError for any other."""
+    for name in _class_names(folder):
+        for image in images_below(os.path.join(folder, name)):
+            if os.path.dirname(image) != os.path.join(folder, name):  # of another layout?
+                raise InputError(
+                    f"--data_dir={folder} has no folder train, and {name} in it has folders of "
+                    f"images; {_EXPECTED}"
+                )
+    return folder
 
 
 def _class_names(folder: str) -> list[str]:

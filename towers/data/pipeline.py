@@ -33,6 +33,7 @@ _SHUFFLE_ROUNDS = 8
 _SHUFFLE_STREAM = -1  # the draws of step 0, 1, ... are in streams 0, 1, ...
 _PARTS_STREAM = -2  # and those of parts in streams -2, -3, ...
 _EPOCH_BEFORE_FIRST = -1  # its order determines which images are mirrored first
+_HELD_OUT = 0.1  # part of the training examples that is for testing if nothing else is
 _HELD_OUT_KEY = (2016, 0, 0)  # constant, so that a later evaluation finds the same examples
 
 
@@ -337,6 +338,24 @@ def num_held_out(size: int, fraction: float) -> int:
             f"a part is to be held out, but there is {size} example (or batch); give 2 or more"
         )
     return min(max(1, round(size * fraction)), size - 1)
+
+
+def hold_out_test_set(name: str, splits: dict[str, Split]) -> tuple[str, ...]:
+    """Hold out a tenth of the training examples as "test" if there is none.
+
+    Args:
+        name: of the data set.
+        splits: "train" and others, which are changed.
+
+    Returns:
+        Lines for the start of a run, see `Data.notes`.
+    """
+    if "test" in splits:
+        return ()
+    whole = splits["train"]
+    splits["train"], splits["test"] = whole.held_out(_HELD_OUT)
+    held = f"{splits['test'].size} of {whole.size} examples"
+    return (f"test set    {held}, held out by chance: {name} has none of its own",)
 
 
 def is_held_out(rows: tf.Tensor, size: int, num_held: int) -> tf.Tensor:

@@ -36,7 +36,9 @@ DATA_SETS = {
     "cifar100": DataSet("cifar", published=True),
     "cifar100_coarse": DataSet("cifar", published=True),
     "folder": DataSet(
-        "folder", "DIR/train/CLASS/*.png (or .jpg, .jpeg, .bmp, .gif), DIR/test/CLASS/*.png"
+        "folder",
+        "DIR/train/CLASS/*.png (or .jpg, .jpeg, .bmp, .gif), DIR/test/CLASS/*.png, or "
+        "DIR/CLASS/*.png",
     ),
     "tfrecord": DataSet("tfrecord", "DIR/train*.tfrecord* and DIR/test*.tfrecord* (or val*)"),
 }

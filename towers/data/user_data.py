@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.data import arrays
+from towers.data import arrays, pipeline
 from towers.data.pipeline import ArraySplit, Data, Structure, is_label, spec_of, stored_spec
 from towers.data.tfdata_splits import BatchSplit, DatasetSplit
 from towers.errors import InputError
@@ -41,7 +41,6 @@ _COUNT_BATCH = 1024
 # all numbers below it. There may be few examples of many classes.
 _FEW_CLASSES, _MANY_CLASSES = 1000, 100_000
 _MAX_CLASSES = 1_000_000  # that a user may set
-_HELD_OUT = 0.1
 _REMEDIES = {
     tf.RaggedTensorSpec: "pad it to one length, by x.to_tensor(shape=[LENGTH])",
     tf.SparseTensorSpec: "make it dense, by tf.sparse.to_dense(x)",
@@ -95,7 +94,7 @@ def data_set(
         InputError: a split is invalid, or the splits have different types or shapes.
     """
     checked = {split: _user_split(f"{name}: {split}", v) for split, v in user_splits.items()}
-    train, notes = checked["train"], ()
+    train = checked["train"]
     for other in checked.values():
         train_leaves, other_leaves = (dict(arrays.leaves(each.spec)) for each in (train, other))
         for leaf in [*train_leaves, *other_leaves]:
@@ -108,11 +107,7 @@ def data_set(
                 raise InputError(f"{texts[0]}, but {texts[1]}; make them alike")
     num_classes, no_classes = _num_classes(name, list(checked.values()), num_classes)
     splits = {split: each.split(num_classes) for split, each in checked.items()}
-    if "test" not in splits:
-        whole = splits["train"]
-        splits["train"], splits["test"] = whole.held_out(_HELD_OUT)
-        held = f"{splits['test'].size} of {whole.size} examples"
-        notes = (f"test set    {held}, held out by chance: {name} has none of its own",)
+    notes = pipeline.hold_out_test_set(name, splits)
     class_names = tuple(class_names) or tuple(map(str, range(num_classes)))
     about = dict(num_classes=num_classes, class_names=class_names, no_classes=no_classes)
     return Data(name, notes=notes, **splits, **about)
