@@ -76,7 +76,7 @@ def test_a_folder_and_arrays_on_any_towers(run, files, capsys):
     assert code == 0 and "step 4, weights, 11 examples, 1 tower\n" in err
     assert f"note: {top}/photos: not read {top}/photos/notes.txt, of other endings\n" in err
     lines = out.splitlines()
-    assert lines[0].split() == "file index class probability second probability".split()
+    assert lines[0].split() == "file row class probability second probability".split()
     expected = chances(run, images[[0, 1, 2, 3, *range(7)]])
     places = [(f"photos/{name}", 0) for name in PHOTOS] + [("x.npz", i) for i in range(7)]
     for line, (name, index), row in zip(lines[1:], places, expected, strict=True):
@@ -255,7 +255,7 @@ def test_several_inputs_and_outputs(tmp_path, monkeypatch, capsys):
     arrays = {"x.text": np.arange(15).reshape(5, 3), "x.size": np.arange(5.0)[:, None]}
     np.savez(tmp_path / "a.npz", **arrays)
     lines = printed(monkeypatch, capsys, of_run, tmp_path / "a.npz")
-    assert lines[0].split() == ["file", "index", "outputs"]
+    assert lines[0].split() == ["file", "row", "outputs"]
     assert lines[5].split()[1:] == "4 tokens 12 13 14 length 4".split()
     np.savez(tmp_path / "b.npz", **{"x.text": arrays["x.text"]})
     with pytest.raises(InputError, match="b.npz has x.text; x.size or x/size or x_test.size or "):

@@ -60,13 +60,13 @@ def _write_table(rows: Iterator[Row], classes: Classes | None, parts: Sequence[I
     file = max(len("file"), *(len(part.file) for part in parts))
     name = max(len("class"), *map(len, classes.names)) if classes else 0
     rest = f"{'class':{name}}  probability  {'second':{name}}  probability"
-    print(f"{'file':{file}}  index  {rest if classes else 'outputs'}")
+    print(f"{'file':{file}}  row    {rest if classes else 'outputs'}")
     for row in rows:
         if classes:
             cells = [f"{c:{name}}  {p:11.4f}" for c, p in classes.top_2(row)]
         else:
             cells = [f"{n} {_first_numbers(output)}" for n, output in row.outputs.items()]
-        print(printable(f"{row.file:{file}}  {row.index:5}  {'  '.join(cells)}"))
+        print(printable(f"{row.file:{file}}  {row.index:<5}  {'  '.join(cells)}"))
 
 
 def _first_numbers(output: np.ndarray) -> str:
