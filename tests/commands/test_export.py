@@ -77,6 +77,7 @@ def test_files_compute_what_the_run_computes_without_towers(trained, tmp_path, c
             argv = [f"--format={form}", f"--output={tmp_path}/{name}.{ending}"]
             code, out, err = export_of(capsys, run, *argv, *["--averages"] * averages)
             assert (code, err) == (0, "") and "takes       images 8x8x3 uint8, as stored" in out
+            assert "gives       logits of 0, 1, 2" in out
         inputs = augment.eval_images(images, kind, "float64" if name == "resnet" else "float32")
         model = towers.load(run, averages=averages)
         expected[name] = model(inputs, training=False).numpy().astype(np.float64)

@@ -113,7 +113,7 @@ def two_classes():
     "argv, remedy",
     [
         (["--model=tests.tiny:dense"], "has --model=tests.tiny:cnn: leave --model out"),
-        ([f"--dataset={__name__}:two_classes"], "with data of the shape and classes"),
+        ([f"--dataset={__name__}:two_classes"], "has other classes (missing: 2)"),
     ],
 )
 def test_another_model_or_other_classes_are_refused_without_a_word_of_overwriting(
@@ -147,10 +147,15 @@ def test_a_test_set_that_is_held_out_of_a_changed_file_is_told(tmp_path, capsys)
     towers.train(**given, max_steps=1)
     assert "--batch_size=128, and there are 18 training examples" in capsys.readouterr().out
     towers.evaluate(**given)
-    assert "warning" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "warning" not in out and f"by chance: {table} has none" in out
+    assert f"--dataset={table},TEST.csv" in out
     table.write_text("a,b\n" + "".join(rows[1:]))
-    towers.evaluate(**given)
-    assert "(data.test.sha256) differs" in capsys.readouterr().out
+    for _ in "ab":  # also after the run has gone on with these, as it had seen the others
+        towers.evaluate(**given)
+        assert "(data.test.sha256) differs" in capsys.readouterr().out
+        towers.train(**given, max_steps=2)
+        capsys.readouterr()
 
 
 @pytest.mark.run

@@ -264,6 +264,24 @@ def test_one_that_fails_loses_no_step(tmp_path, capsys):
     assert "continuing" in capsys.readouterr().out
 
 
+def test_an_epoch_whose_callback_fails_ends_when_the_run_goes_on(tmp_path):
+    def fails(epoch, logs):
+        if epoch == 1 and failing:
+            raise KeyError("of the user's own")
+
+    failing, log = [True], tmp_path / "log.csv"
+    for _ in "ab":
+        calls = [keras.callbacks.CSVLogger(log), hooked("on_epoch_end", fails), Losses()]
+        if failing:
+            with pytest.raises(KeyError):
+                train(tmp_path, *calls)
+            calls[0].csv_file.close()
+        else:
+            train(tmp_path, *calls)
+        failing.clear()
+    assert calls[-1].numbers == [0, 1, 2] and len(log.read_text().splitlines()) == 4
+
+
 def test_a_function_is_named_by_its_flag_and_that_of_a_foreign_run_is_asked_for(
     tmp_path, monkeypatch, capsys
 ):

@@ -95,7 +95,8 @@ def load(dataset: str, paths: Sequence[str], target: str, categories: str) -> Da
     x = [table.features(columns, of_categories) for table in tables]
     splits = dict(zip(("train", "test"), zip(x, y, strict=True), strict=False))
     data = user_data.data_set(dataset, splits, len(class_names) or None, class_names)
-    notes = (*data.notes, *notes)
+    held_out = [f"{note}; --dataset={paths[0]},TEST.csv gives one" for note in data.notes]
+    notes = (*held_out, *notes)
     return dataclasses.replace(data, columns=tuple(columns), no_classes=no_classes, notes=notes)
 
 
@@ -122,7 +123,8 @@ def _targets(
     if largest < _MAX_CLASSES:
         return [each[:, 0].astype(np.int32) for each in y], list(map(str, range(largest + 1))), ""
     where = f"{tables[table].path}, line {tables[table].lines[row]}, column {name}"
-    allowed = f"where classes are 0..{_MAX_CLASSES - 1}: mend it, or {_OWN_CODE}"
+    allowed = f"where classes are 0..{_MAX_CLASSES - 1}: name another column by --target, mend it"
+    allowed += f", or {_OWN_CODE}"
     return y, [], f"{where} is {largest}, {allowed}"
 
 

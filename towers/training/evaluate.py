@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from towers import devices
+from towers.errors import InputError
 from towers.formatting import count
 from towers.options.flags import OF_MODEL, options_from_call
 from towers.options.run import Options
@@ -45,23 +46,31 @@ def evaluate(
     manifest.check_data(run, recorded.get("task", {}))
     for line in manifest.differences({"code": manifest.code(options)}, recorded):
         say(f"warning     {line}")
-    trained = (recorded.get("sessions") or [{}])[-1]
-    if trained.get("flags", {}).get("dataset") == options.dataset:
-        now = {"data": {"test": run.data.test.checksum()}}
-        for line in manifest.differences(now, trained, "when it was trained")[:1]:
-            say(
-                f"warning     {line}: these are other test examples; where they are held out of "
-                "one file, the run was trained on some of them: keep these apart, in a file or "
-                "folder of their own"
-            )
+    for line in run.data.notes:
+        say(line)
+    now, lines = {"data": {"test": run.data.test.checksum()}}, []
+    for session in recorded.get("sessions", []):
+        if session.get("flags", {}).get("dataset") == options.dataset:
+            lines += manifest.differences(now, session, "when it was trained")
+    for line in lines[:1]:
+        say(
+            f"warning     {line}: these are other test examples; where they are held out of one "
+            "file, the run was trained on some of them: keep these apart, in a file or folder of "
+            "their own"
+        )
     variables = run.train_state.variables().items()
-    step = CheckpointManager(
+    checkpoints = CheckpointManager(
         Path(options.train_dir, "checkpoints"),
         {name: v for name, v in variables if name.startswith(("model/", "average/"))},
         {name: getattr(run.options, name) for name in OF_MODEL},
         exact=False,  # the checkpoint has optimizer and loss scale, too
         remedy="towers train --overwrite starts anew, and keeps them beside",
-    ).restore(None, best_checkpoint.step_of(options.train_dir))
+    )
+    try:
+        step = checkpoints.restore(None, best_checkpoint.step_of(options.train_dir))
+    except InputError:
+        manifest.check_data(run, recorded.get("task", {}), number=True)  # why shapes are others
+        raise
     run.train_state.set_copies()
     with user_facing_errors(options):
         result = run.task.make_evaluator(run.data.test)()

@@ -363,13 +363,13 @@ def _finished_line(run: RunContext, result: Mapping[str, Any]) -> str:
     sessions = manifest.read(Path(folder)).get("sessions") or [{}]
     trained = sessions[-1].get("flags", {})
     unused = [
-        f"--{field.name}={text_of(now)}"
+        f"--{field.name}={f'{now:g}' if isinstance(now, float) else text_of(now)}"
         for field in dataclasses.fields(run.options)
         if field.metadata["affects"] == "result"
         and trained.get(field.name, now := getattr(run.options, field.name)) != now
         and not str(now).startswith(PREFIX)  # an object, which has no lasting name
     ]
-    return f"{line}; it has other values than {' '.join(unused)}" if unused else line
+    return f"{line}; it was not trained with {' '.join(unused)}" if unused else line
 
 
 def _best_of(run: RunContext, folder: Path) -> BestTracker:

@@ -18,9 +18,10 @@ from keras import ops
 
 from towers import files, tf_internals
 from towers.commands.export.options import ENDINGS, ExportOptions
+from towers.commands.predict.printing import Classes
 from towers.data import augment
 from towers.errors import InputError, RunError
-from towers.formatting import first_line
+from towers.formatting import first_line, first_of
 from towers.options.functions import SHIPPED
 from towers.training.load import TrainedModel, load_run
 from towers.training.run.model import floatx_of
@@ -48,6 +49,7 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
     trained = load_run(options.run, averages=options.averages)
     examples = _random_examples(trained.spec()[0])
     expected = _outputs_of(trained, examples)
+    classes = Classes.of(trained)  # the model loses its loss
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=output.parent) as folder:
@@ -71,7 +73,7 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
     if passed:
         kind = "averages" if trained.averaged else "weights"
         say(f"exported    {output}: the {kind} of {options.run.train_dir} at step {trained.step}")
-        for line in _how_to_load(options, trained):
+        for line in _how_to_load(options, trained, classes):
             say(line)
         say(f"compared    loaded again, {compared}")
     else:
@@ -191,7 +193,9 @@ def _weights(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.nda
 _WRITE = {"keras": _keras, "saved_model": _saved_model, "weights": _weights}
 
 
-def _how_to_load(options: ExportOptions, trained: TrainedModel) -> list[str]:
+def _how_to_load(
+    options: ExportOptions, trained: TrainedModel, classes: Classes | None
+) -> list[str]:
     if options.format == "weights":
         return [f"load it     {options.run.model}, then model.load_weights"]
     spec, kind, lines = trained.spec()[0], trained.task["augment"], []
@@ -202,6 +206,9 @@ def _how_to_load(options: ExportOptions, trained: TrainedModel) -> list[str]:
     elif columns := trained.task.get("columns"):
         order = f"{spec.dtype.name}[{len(columns)}], in this order: {', '.join(columns)}"
         lines.append(f"takes       {order}")
+    if classes:
+        kind = "logits" if classes.logits else "probabilities"
+        lines.append(f"gives       {kind} of {first_of(classes.names)}")
     modules = {type(layer).__module__ for layer in tf_internals.layers_of(trained.model)}
     imports = sorted(name for name in modules if name.split(".")[0] != "keras")
     if options.format == "keras" and any(name.startswith(f"{SHIPPED}.") for name in imports):

@@ -156,6 +156,7 @@ class Callbacks:
         self._model, self._training = run.train_state.model, False
         self._means, self._in_epoch = _EpochMeans(), False
         self._last_logs: dict[str, float] = {}  # of an epoch
+        self._before: np.ndarray | None = None  # the state before an on_epoch_end that is called
         self._list = None
         if not callbacks:
             return
@@ -183,6 +184,8 @@ class Callbacks:
 
     def state(self) -> np.ndarray:
         """Return what the callbacks hold, for a checkpoint."""
+        if self._before is not None:
+            return self._before
         return pack([self._means, *self._list.callbacks])
 
     def begin_run(self, step: int, state: np.ndarray | None) -> None:
@@ -252,10 +255,12 @@ class Callbacks:
             return False
         logs = self._means.means() | {f"val_{n}": v for n, v in _figures(evaluation).items()}
         self._last_logs = logs
-        self._in_epoch = False
+        self._before = self.state()  # is saved if a hook fails: the epoch ends once more then
+        changed = self._changes_weights("on_epoch_end", self._epoch(step - 1), logs)
+        self._before, self._in_epoch = None, False
         if self._epoch(step) > self._epoch(step - 1):  # else a run of more epochs goes on in it
             self._means = _EpochMeans()
-        return self._changes_weights("on_epoch_end", self._epoch(step - 1), logs)
+        return changed
 
     def end_run(self) -> bool:
         """Call on_train_end; return whether weights changed."""

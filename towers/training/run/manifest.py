@@ -217,6 +217,24 @@ def check_data(run: RunContext, task: Mapping[str, Any], number: bool = False) -
     Raises:
         InputError: others are in their places now; these are named.
     """
+    if changes := data_changes(run, task, number):
+        dataset = run.options.dataset
+        same = f", as --dataset=TRAIN.csv,{dataset}" if re.fullmatch(r"[^,]*\.csv", dataset) else ""
+        raise InputError(
+            f"--dataset={dataset} has other {changes} than the run was trained on: give data of "
+            f"the same{same}, or train with another --train_dir and "
+            f"--init_from={run.options.train_dir}, which takes its weights"
+        )
+
+
+def data_changes(run: RunContext, task: Mapping[str, Any], number: bool) -> str:
+    """Return "columns (new: a; missing: b)", or the same of classes, or "" without changes.
+
+    Args:
+        run: see `check_data`.
+        task: see `check_data`.
+        number: see `check_data`.
+    """
     for name, what in {"columns": "columns", "class_names": "classes"}.items():
         now = list(getattr(run.data, name))
         then = task.get(name, now)  # older manifests have none
@@ -226,11 +244,8 @@ def check_data(run: RunContext, task: Mapping[str, Any], number: bool = False) -
             continue
         changes = {"new": set(now) - set(then), "missing": set(then) - set(now)}
         named = [f"{word}: {first_of(sorted(names))}" for word, names in changes.items() if names]
-        raise InputError(
-            f"--dataset={run.options.dataset} has other {what} than the run was trained on "
-            f"({'; '.join(named) or 'in another order'}): give data of the same {what}, or train "
-            f"in another --train_dir, with --init_from={run.options.train_dir} for its weights"
-        )
+        return f"{what} ({'; '.join(named) or 'in another order'})"
+    return ""
 
 
 def check_image_shape(run: RunContext, task: Mapping[str, Any]) -> None:

@@ -221,6 +221,13 @@ def begin(
     """
     options, timetable, train_loop = run.options, run.timetable(), run.train_loop()
     if restored is None and options.init_from:
+        source = Path(options.init_from).expanduser()
+        task = manifest.read(source).get("task", {}) if source.is_dir() else {}
+        if changes := manifest.data_changes(run, task, number=True):
+            say(
+                f"note        {source} was trained on data of other {changes}: what its layers "
+                "have learned of those is taken for these"
+            )
         for line in init_from(run.train_state, options.init_from):
             say(line)
     step, examples = timetable.first_step, timetable.first_examples
