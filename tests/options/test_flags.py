@@ -410,8 +410,8 @@ def test_a_flag_that_makes_another_run_is_named_with_what_to_type(folder):
     write_run(folder / "run", model="a.b:c", dataset="mine:load", augment="tutorial")
     expected = (
         "--model=d:e --augment=resnet: the run in run has --model=a.b:c --augment=tutorial; towers "
-        "train --train_dir=run goes on with it; for another run name another --train_dir, or add "
-        "--overwrite, which moves the old one aside"
+        "train --train_dir=run goes on with it; for another run name another --train_dir, to "
+        "which --init_from takes the weights, or add --overwrite, which moves the old one aside"
     )
     (folder / "a.cfg").write_text("--model=d:e")
     assert refusal("train", "--train_dir=run", "--flagfile=a.cfg", "--augment=resnet") == expected

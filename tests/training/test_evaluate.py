@@ -156,6 +156,9 @@ def test_a_test_set_that_is_held_out_of_a_changed_file_is_told(tmp_path, capsys)
         assert "(data.test.sha256) differs" in capsys.readouterr().out
         towers.train(**given, max_steps=2)
         capsys.readouterr()
+    (other := tmp_path / "other.csv").write_text("a,b\n" + "".join(rows[::-1]))
+    towers.evaluate(**given | dict(dataset=str(other)))
+    assert "(data.test.sha256) differs" in capsys.readouterr().out
 
 
 @pytest.mark.run

@@ -154,6 +154,13 @@ def test_of_a_classifier_too_keras_knows_which_values_are_better(tmp_path, monit
     assert result["train_loss"] == pytest.approx(losses.steps[-1])  # nothing was logged there
 
 
+def test_that_a_stored_model_takes_prepared_images_is_said(tmp_path, capsys):
+    kept = keras.callbacks.ModelCheckpoint(tmp_path / "best.keras")
+    given = dict(model=tiny.dense, dataset=tiny.images, max_steps=1, callbacks=[kept])
+    towers.train(train_dir=tmp_path / "run", **given)
+    assert "ModelCheckpoint takes images as they are prepared" in capsys.readouterr().out
+
+
 def test_the_accuracy_of_training_is_that_of_fit(tmp_path):
     def plain():
         keras.utils.set_random_seed(0)

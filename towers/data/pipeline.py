@@ -33,6 +33,7 @@ _SHUFFLE_ROUNDS = 8
 _SHUFFLE_STREAM = -1  # the draws of step 0, 1, ... are in streams 0, 1, ...
 _PARTS_STREAM = -2  # and those of parts in streams -2, -3, ...
 _EPOCH_BEFORE_FIRST = -1  # its order determines which images are mirrored first
+HELD_OUT = "held out by chance"  # words of the note on it
 _HELD_OUT = 0.1  # part of the training examples that is for testing if nothing else is
 _HELD_OUT_KEY = (2016, 0, 0)  # constant, so that a later evaluation finds the same examples
 
@@ -355,7 +356,7 @@ def hold_out_test_set(name: str, splits: dict[str, Split]) -> tuple[str, ...]:
     whole = splits["train"]
     splits["train"], splits["test"] = whole.held_out(_HELD_OUT)
     held = f"{splits['test'].size} of {whole.size} examples"
-    return (f"test set    {held}, held out by chance: {name} has none of its own",)
+    return (f"test set    {held}, {HELD_OUT}: {name} has none of its own",)
 
 
 def is_held_out(rows: tf.Tensor, size: int, num_held: int) -> tf.Tensor:

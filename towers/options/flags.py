@@ -414,8 +414,8 @@ def _check_identity(
             )
         raise InputError(
             f"{now}: the run in {train_dir} has {then}; towers train --train_dir={train_dir} goes "
-            "on with it; for another run name another --train_dir, or add --overwrite, which moves "
-            "the old one aside"
+            "on with it; for another run name another --train_dir, to which --init_from takes the "
+            "weights, or add --overwrite, which moves the old one aside"
         )
 
 

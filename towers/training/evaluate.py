@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from towers import devices
+from towers.data.pipeline import HELD_OUT
 from towers.errors import InputError
 from towers.formatting import count
 from towers.options.flags import OF_MODEL, options_from_call
@@ -49,8 +50,9 @@ def evaluate(
     for line in run.data.notes:
         say(line)
     now, lines = {"data": {"test": run.data.test.checksum()}}, []
+    held_out = any(HELD_OUT in line for line in run.data.notes)
     for session in recorded.get("sessions", []):
-        if session.get("flags", {}).get("dataset") == options.dataset:
+        if held_out or session.get("flags", {}).get("dataset") == options.dataset:
             lines += manifest.differences(now, session, "when it was trained")
     for line in lines[:1]:
         say(

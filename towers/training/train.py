@@ -84,7 +84,8 @@ def train(
             callbacks = user_callbacks.load(options.callbacks)
             remote.connect_run(options, bool(checkpoint.find(folder / "checkpoints")))
             run = build(options, say)
-            user_callbacks.prepare(callbacks, run.task)
+            for line in user_callbacks.prepare(callbacks, run.task):
+                say(line)
         if Path.cwd() != current and not folder.is_absolute():
             raise InputError(
                 f"--train_dir={folder}: a function of --dataset, --model or --callbacks has "

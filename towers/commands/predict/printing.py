@@ -71,7 +71,7 @@ def _write_table(rows: Iterator[Row], classes: Classes | None, parts: Sequence[I
 
 def _first_numbers(output: np.ndarray) -> str:
     flat = output.reshape(-1)
-    numbers = " ".join(f"{value:.4g}" for value in flat[:_SHOWN].tolist())
+    numbers = " ".join(f"{value:.6g}" for value in flat[:_SHOWN].tolist())
     return numbers + (f" ... ({'x'.join(map(str, output.shape))})" if len(flat) > _SHOWN else "")
 
 

@@ -84,12 +84,15 @@ def _check_hooks(name: str, callback: _K.Callback) -> None:
             ) from None
 
 
-def prepare(callbacks: Sequence[_K.Callback], task: Task) -> None:
+def prepare(callbacks: Sequence[_K.Callback], task: Task) -> list[str]:
     """Set the `mode` of callbacks that is "auto": Keras knows only the metrics of a compiled model.
 
     Args:
         callbacks: of the run.
         task: the task of the run, whose metrics callbacks may monitor.
+
+    Returns:
+        Notes for whoever uses what they write.
 
     Raises:
         InputError: there is no such metric, or one sets a learning rate that the schedule sets.
@@ -117,6 +120,13 @@ def prepare(callbacks: Sequence[_K.Callback], task: Task) -> None:
                 f"--callbacks: {kind} monitors {callback.monitor}, and --evaluate_every_epochs=0 "
                 "evaluates only at the end: type --evaluate_every_epochs=1"
             )
+    stores = any(isinstance(c, _K.ModelCheckpoint) and not c.save_weights_only for c in callbacks)
+    if not stores or task.options.augment == "off" or not task.data.image_shape:
+        return []
+    return [
+        "note        the model in a file of ModelCheckpoint takes images as they are prepared "
+        "here, that of towers export as they are stored"
+    ]
 
 
 class _EpochMeans:
