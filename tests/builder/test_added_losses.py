@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests import fits
+from tests.runs import rare
 from towers import TowerBuilder
 
 X = np.random.default_rng(0).normal(size=(7, 3))
@@ -236,7 +237,7 @@ class LossAfterTheUpdate(PartsOfTheLoss):
 
 @pytest.mark.parametrize(
     "make, num_towers, options",
-    [(PartsOfTheLoss, 2, {}), (LossAfterTheUpdate, 3, {"accumulate_steps": 2})],
+    [rare(PartsOfTheLoss, 2, {}), (LossAfterTheUpdate, 3, {"accumulate_steps": 2})],
 )
 def test_fit_has_the_losses_of_each_part(make, num_towers, options):
     def build():

@@ -109,9 +109,8 @@ def loop_of(devices, options):
     return run, loop, batches, read_placement(loop, batches, tf.constant(0))
 
 
-@pytest.mark.parametrize(
-    "variables", [pytest.param("cpu", marks=pytest.mark.extended), "sharded"]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("variables", ["cpu", "sharded"])
 def test_in_a_step_of_a_run_too_sums_cross_once_for_each_worker(far, variables):
     options = Options(
         model="tests.tiny:dense", model_args="width=40", dataset="tests.tiny:images",

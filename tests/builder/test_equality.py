@@ -192,7 +192,7 @@ def sparse_tensors():
     return Case(product, [w], [x, tf.range(7.0, dtype=tf.float64)])
 
 
-@row(TWO, THREE, JOINED, GPUS, BY_XLA, EAGER_BY_XLA, tier="graph")
+@row(TWO, THREE, BY_XLA, EAGER_BY_XLA, rare=[JOINED, GPUS], tier="graph")
 def embeddings():
     """Sparse gradients: of Keras, of TensorFlow, used densely too, and not chosen by examples."""
     tokens = tf.constant([[0, 1], [1, 2], [8, 8], [3, 0], [1, 1], [5, 7], [8, 2]])
@@ -270,7 +270,7 @@ def kept(value, dtype):
     return keras.Variable(value, dtype=dtype, trainable=False)
 
 
-@row(THREE, TWO_EXAMPLES, GPUS)
+@row(THREE, GPUS, rare=[TWO_EXAMPLES])
 def state():
     """Each is put together as the function shows; metrics and counters count from anywhere."""
     floats = {name: kept(0.5, "float64") for name in ASSIGNMENTS}
@@ -329,7 +329,7 @@ def a_recomputed_part():
     return Case(cubes(lambda x: recomputed(x) * net(2 * x)), net.trainable_variables)
 
 
-@row(THREE, GPUS_JOINED, rare=[JOINED_UNKNOWN])
+@row(GPUS_JOINED, rare=[THREE, JOINED_UNKNOWN])
 def draws_and_moments_that_are_recomputed():
     rest = layers.BatchNormalization(), layers.Dropout(0.5, seed=1)
     net = sequential((3,), layers.Dense(5), *rest)
@@ -352,7 +352,7 @@ class Widths(layers.Layer):
         return tf.reduce_sum(x, axis=1, keepdims=True) * tf.cast(tf.shape(x)[1], x.dtype)
 
 
-@row(THREE, GPUS_JOINED, GPUS_UNKNOWN)
+@row(GPUS_JOINED, rare=[THREE, GPUS_UNKNOWN])
 def values_that_make_shapes():
     """A tower that fetches a value does not take the shape of what stands in for it meanwhile."""
     return of_model(sequential((3,), layers.Dense(4, "tanh"), Widths(), layers.Dense(2)))
@@ -372,7 +372,7 @@ def convolutions(**keywords):
     return of_model(sequential((4, 4, 3), *body), images())
 
 
-@row(EVEN, THREE, TWO_EXAMPLES, GPUS_JOINED, rare=[JOINED])
+@row(THREE, GPUS_JOINED, rare=[EVEN, TWO_EXAMPLES, JOINED])
 def batch_norm():
     return convolutions()
 
@@ -407,7 +407,7 @@ class Measured(layers.Layer):
         return x
 
 
-@row(THREE, GPUS, rare=[JOINED])
+@row(THREE, rare=[GPUS, JOINED])
 def metrics_that_a_layer_updates():
     measured = Measured()
     case = of_model(sequential((3,), layers.Dense(5, "tanh"), measured, layers.Dense(2)))
@@ -441,7 +441,7 @@ def metrics_that_a_loss_function_updates():
     return Case(losses, [], state=[*of_batches.variables, *largest.variables])
 
 
-@row(GPU, GPUS, rare=[GPUS_UNKNOWN, GPUS_EVEN, GPUS_TWO_EXAMPLES])
+@row(GPUS, rare=[GPU, GPUS_UNKNOWN, GPUS_EVEN, GPUS_TWO_EXAMPLES])
 def moments_of_several_layers():
     norm, dropout = layers.BatchNormalization(), layers.Dropout(0.3, seed=1)
     body = Moments(), layers.Dense(3, "tanh"), norm, dropout, layers.Dense(2)

@@ -91,8 +91,8 @@ def trained(make, way="", number=0, **options):
 @pytest.mark.parametrize(
     "make, way",
     [
-        (float8, "gradients"), (own, "concat"), (own_mean, "gradients"),
-        rare(float8, "concat"), rare(own, "gradients"), rare(own_mean, "concat"),
+        (float8, "gradients"), (own, "concat"), rare(float8, "concat"),
+        rare(own, "gradients"), rare(own_mean, "gradients"), rare(own_mean, "concat"),
     ],
 )  # fmt: skip
 def test_own_loops(make, way):

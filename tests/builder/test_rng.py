@@ -7,6 +7,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.runs import rare
 from towers import TowerBuilder
 from towers.builder import device_types, philox
 from towers.builder.rng import BatchSlice, ReplicaRng
@@ -118,7 +119,7 @@ def layers_and_step(names, builder, size):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize(("num_towers", "size"), [(3, 7), (4, None)])
+@pytest.mark.parametrize(("num_towers", "size"), [rare(3, 7), (4, None)])
 def test_layers_draw_for_each_example_what_one_device_draws(num_towers, size):
     plain, _ = layers_and_step(LAYERS, None, size)
     expected = [{name: plain[name](EXAMPLES, training=True) for name in LAYERS} for _ in range(3)]

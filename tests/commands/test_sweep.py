@@ -314,6 +314,7 @@ def test_gpus_that_do_not_suffice_are_refused(folder, monkeypatch, argv, words):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.extended  # as the two above, with runs that train
 def test_a_killed_sweep_of_real_runs_repeats_nothing_that_was_finished(folder):
     command = [sys.executable, "-m", "towers", "sweep", "--sweep_dir=S", *TINY]
     command += ["--vary=learning_rate:0.05,0.1", steps := "--max_steps=400"]

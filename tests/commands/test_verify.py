@@ -235,7 +235,7 @@ TRAIN = "--dataset=tests.tiny:images --augment=none --max_steps=1 --batch_size=7
     "model, line",
     [
         ("faults:tensorflow_normal", "random op:"),
-        ("mixing:minus_mean", "mixed examples: layer sequential/"),
+        rare("mixing:minus_mean", "mixed examples: layer sequential/"),
         rare("state:histogram", None),
     ],
 )

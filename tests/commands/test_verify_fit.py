@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import towers
+from tests.runs import rare
 from towers.commands.verify import fit
 from towers.training.parallelize import builder_of
 
@@ -204,13 +205,13 @@ def guilty(kind="mixed"):
 @pytest.mark.parametrize(
     "make, options, name, cause",
     [
-        (guilty, {"dtype": None}, "loss", "mixed examples: layer .*guilty"),
+        rare(guilty, {"dtype": None}, "loss", "mixed examples: layer .*guilty"),
         (lambda: guilty("number"), {}, "loss", "batch size: layer guilty"),
-        (lambda: guilty("evaluation"), {}, "evaluation/", "evaluation: "),
+        rare(lambda: guilty("evaluation"), {}, "evaluation/", "evaluation: "),
         (lambda: net(norm=True), {"batch_norm": "local"}, "loss",
          'local BatchNorm: norm takes its moments.*give batch_norm="sync"$'),
         (lambda: net(metrics=[Counts(name="counts")]), {}, "metric/counts", "metric: "),
-        (lambda: net(Recomputed()), {}, "model/",
+        rare(lambda: net(Recomputed()), {}, "model/",
          "recomputation: plain Keras assigns .*seed_generator_state once more"),
     ],
     ids=["own precision", "number", "evaluation", "local BatchNorm", "metric", "recomputation"],

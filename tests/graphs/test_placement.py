@@ -200,7 +200,7 @@ def command(tmp_path, capsys):
 @pytest.mark.parametrize(
     "model, flags",
     [
-        ("tests.tiny:cnn", HARD),
+        rare("tests.tiny:cnn", HARD),
         rare("models.cnn:cnn", f"--num_towers=3 {HARD}"),
         ("tests.tiny:cnn", "--devices=/cpu:1,/cpu:2 --variables=replicated"),  # as of GPUs
     ],

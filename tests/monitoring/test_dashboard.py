@@ -154,7 +154,7 @@ def test_a_run_is_one_row_with_its_flags_and_results(server, trained):
     [
         rare("text", ["right", "auc"], ["confusion_matrix"]),
         rare("masks", ["iou"], []),
-        ("two", ["kind_accuracy", "value_mae"], []),
+        rare("two", ["kind_accuracy", "value_mae"], []),
         ("images", ["accuracy"], ["confusion_matrix", "mistakes"]),
         ("several", ["auc"], []),  # evaluated on a part of the training data
     ],

@@ -7,6 +7,7 @@ import tensorflow as tf
 from tensorboard.util import tensor_util
 
 from tests import tiny
+from tests.runs import rare
 from towers.data import augment
 from towers.monitoring import histograms, image_summaries
 from towers.training.run.setup import prepare
@@ -84,7 +85,7 @@ def test_weights_gathered_gradients_and_activations_are_shown(changes):
     "changes",
     [
         dict(variables="sharded", dtype="mixed_float16"),
-        dict(variables="replicated", batch_norm="local"),
+        rare(dict(variables="replicated", batch_norm="local")),
     ],
 )
 def test_looking_changes_no_variable_and_no_step(changes):

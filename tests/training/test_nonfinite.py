@@ -168,8 +168,7 @@ class Loop(tiny.Loop):
 
 
 RELEASE = (
-    "cpu", "compiled, a layer called again", "own step, gradient", "GPUs",
-    "a kernel that its layer assigns",
+    "cpu", "own step, gradient", "a kernel that its layer assigns",
 )  # fmt: skip
 
 

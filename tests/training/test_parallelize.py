@@ -254,7 +254,7 @@ CASES = {
             steps_per_execution=2, optimizer=keras.optimizers.SGD(1.0, 0.9, clipnorm=0.1)
         )
     ),
-    "parts": Case(with_dropout, numbers=(2,), options={"accumulate_steps": 3}),
+    "parts": Case(with_dropout, numbers=(2,), options={"accumulate_steps": 3}, rare=True),
     "XLA": Case(with_dropout, numbers=(2,), options={"jit_compile": True}, rare=True),
     "sharded": Case(with_dropout, numbers=(2,), options={"variables": "sharded"}, rare=True),
     "own step": Case(own_step),
