@@ -14,6 +14,7 @@ from towers.commands.predict import inputs, printing
 from towers.commands.predict.options import PredictOptions
 from towers.formatting import count, first_of
 from towers.training.load import TrainedModel, load_run
+from towers.training.output_classes import Classes
 from towers.training.run.model import floatx_of
 from towers.training.run.process_state import suppress_retracing_warnings
 from towers.training.run.setup import tower_devices
@@ -47,7 +48,7 @@ def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
     rows = _rows(trained, builder, parts, min(num, run_options.batch_size))
     write = printing.WRITE["json" if run_options.json else options.format]
     with user_facing_errors(run_options), suppress_retracing_warnings():
-        write(rows, printing.Classes.of(trained), parts)
+        write(rows, Classes.of(trained), parts)
     return {}
 
 

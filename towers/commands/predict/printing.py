@@ -11,7 +11,7 @@ import numpy as np
 from towers.commands.predict.inputs import InputFile
 from towers.errors import InputError
 from towers.formatting import printable
-from towers.training.load import TrainedModel
+from towers.training.output_classes import Classes
 
 _SHOWN = 6  # numbers of an output in a table
 
@@ -24,38 +24,6 @@ class Row(NamedTuple):
     outputs: dict[str, np.ndarray]
 
 
-class Classes(NamedTuple):
-    """The classes of a model, and whether its outputs are logits or probabilities."""
-
-    names: list[str]
-    logits: bool
-
-    @classmethod
-    def of(cls, trained: TrainedModel) -> "Classes | None":
-        """Return the classes of a model, or None if it is not a classifier."""
-        model, names = trained.model, trained.task["class_names"]
-        loss = model.loss if model.compiled else trained.options.loss or None
-        name = str(getattr(loss, "name", getattr(loss, "__name__", loss)))
-        widths = {len(names), 1} if len(names) == 2 else {len(names)}
-        shape = getattr(model, "output_shape", (None, len(names)))
-        is_classifier = names and (loss is None or "crossentropy" in name)
-        if not is_classifier or shape not in [(None, width) for width in widths]:
-            return None
-        return cls(names, loss is None or getattr(loss, "from_logits", False))
-
-    def top_2(self, row: Row) -> list[tuple[str, float]]:
-        """Return the two most probable classes with their probabilities."""
-        (output,) = row.outputs.values()
-        output = output.astype(np.float64)
-        if len(output) == 1 and len(self.names) == 2:  # of the second class
-            output = np.append(0, output) if self.logits else np.append(1 - output, output)
-        if self.logits:
-            exponentials = np.exp(output - np.max(output))
-            output = exponentials / np.sum(exponentials)
-        order = np.argsort(-output, kind="stable")[:2]
-        return [(self.names[i], round(float(output[i]), 6)) for i in order]
-
-
 def _write_table(rows: Iterator[Row], classes: Classes | None, parts: Sequence[InputFile]) -> None:
     file = max(len("file"), *(len(part.file) for part in parts))
     name = max(len("class"), *map(len, classes.names)) if classes else 0
@@ -63,7 +31,7 @@ def _write_table(rows: Iterator[Row], classes: Classes | None, parts: Sequence[I
     print(f"{'file':{file}}  row    {rest if classes else 'outputs'}")
     for row in rows:
         if classes:
-            cells = [f"{c:{name}}  {p:11.4f}" for c, p in classes.top_2(row)]
+            cells = [f"{c:{name}}  {p:11.4f}" for c, p in classes.top_2(*row.outputs.values())]
         else:
             cells = [f"{n} {_first_numbers(output)}" for n, output in row.outputs.items()]
         print(printable(f"{row.file:{file}}  {row.index:<5}  {'  '.join(cells)}"))
@@ -80,7 +48,7 @@ def _write_csv(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Inp
     heads = ["class", "probability", "second", "second_probability"] if classes else None
     for number, row in enumerate(rows):
         if classes:
-            cells = [cell for pair in classes.top_2(row) for cell in pair]
+            cells = [cell for pair in classes.top_2(*row.outputs.values()) for cell in pair]
         else:
             cells = [cell for value in row.outputs.values() for cell in _numbers(value.reshape(-1))]
         if not number and not classes:  # columns as price, mask.0.17
@@ -95,7 +63,7 @@ def _write_json(rows: Iterator[Row], classes: Classes | None, parts: Sequence[In
     before = "["
     for row in rows:
         outputs = {name: _numbers(output) for name, output in row.outputs.items()}
-        best, probability = classes.top_2(row)[0] if classes else (None, None)
+        best, probability = classes.top_2(*row.outputs.values())[0] if classes else (None, None)
         entry = {"file": row.file, "index": row.index, "class": best, "probability": probability}
         print(before, json.dumps(entry | {"outputs": outputs}), sep="\n", end="")
         before = ","
