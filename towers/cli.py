@@ -171,6 +171,8 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
     elif name == "worker":  # nothing to finish
         listener.stopping = _ended
         listener.keep(VERBS)  # deleting TensorFlow's objects takes seconds on a busy machine
+    elif name == "tensorboard":  # a thread may be loading TensorFlow, and abort as Python ends
+        listener.keep(VERBS)
     try:
         if name not in VERBS:
             close = difflib.get_close_matches(name, VERBS, n=1)
