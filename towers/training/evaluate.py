@@ -49,12 +49,15 @@ def evaluate(
         say(f"warning     {line}")
     for line in run.data.notes:
         say(line)
-    now, lines = {"data": {"test": run.data.test.checksum()}}, []
     held_out = any(HELD_OUT in line for line in run.data.notes)
-    for session in recorded.get("sessions", []):
-        if held_out or session.get("flags", {}).get("dataset") == options.dataset:
-            lines += manifest.differences(now, session, "when it was trained")
-    for line in lines[:1]:
+    trained = [
+        session
+        for session in recorded.get("sessions", [])
+        if held_out or session.get("flags", {}).get("dataset") == options.dataset
+    ]
+    now = {"data": {"test": run.data.test.checksum()}} if trained else {}
+    differ = (manifest.differences(now, each, "when it was trained") for each in trained)
+    for line in next(filter(None, differ), [])[:1]:
         say(
             f"warning     {line}: these are other test examples; where they are held out of one "
             "file, the run was trained on some of them: keep these apart, in a file or folder of "
