@@ -14,7 +14,9 @@ import operator
 import os
 import sys
 import threading
+import time
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -391,8 +393,21 @@ def held_elsewhere(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
         return [v for v in variables if any(map(operator.gt, references(v), alone))]
 
     if held():
-        gc.collect()  # functions that are gone are in cycles
+        _collect_garbage()  # functions that are gone are in cycles
     return held()
+
+
+def _collect_garbage() -> None:
+    """Collect all that is in cycles; `gc.collect` returns at once while another thread does."""
+    cycle: list[Any] = [threading.Lock()]
+    cycle.append(cycle)
+    collected = weakref.ref(cycle[0])
+    del cycle
+    for _ in range(1000):
+        gc.collect()
+        if collected() is None:
+            return
+        time.sleep(0.001)
 
 
 def drop_functions(model: keras.Model) -> None:
