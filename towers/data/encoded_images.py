@@ -99,9 +99,9 @@ def data_set(
         split: EncodedSplit(source, shape, size is not None, max_pixels)
         for split, source in sources.items()
     }
-    notes = hold_out_test_set(name, splits)
+    held_out = hold_out_test_set(name, splits)
     classes = dict(num_classes=len(class_names), class_names=tuple(class_names))
-    return Data(name, notes=notes, **classes, **splits)
+    return Data(name, **splits, **classes, **held_out)
 
 
 class EncodedSplit(IndexedSplit):

@@ -43,8 +43,8 @@ def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data
     part = os.path.basename(os.path.abspath(folder)) in ("train", "test", "validation", "val")
     if not names and part and os.path.isdir(os.path.join(above, "train")):
         raise InputError(f"--data_dir={folder}: name the folder above, --data_dir={above}")
-    if not (names or os.path.isdir(train)):
-        train = _without_parts(folder)
+    if alone := not (names or os.path.isdir(train)):
+        train = folder
     paths = {"train": train} | ({"test": os.path.join(folder, names[0])} if names else {})
     if len(names) > 1 and names[0] == "test":
         paths["validation"] = os.path.join(folder, names[1])
@@ -56,12 +56,17 @@ def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data
             if name not in class_names:
                 has = first_of(class_names)
                 raise InputError(f"{of_class} is a class that {train} has not; it has {has}")
-            images = [image[len(path) + 1 :] for image in images_below(of_class, others)]
+            images = images_below(of_class, others)
+            if alone and any(os.path.dirname(image) != of_class for image in images):
+                raise InputError(  # of another layout?
+                    f"--data_dir={folder} has no folder train, and {name} in it has folders of "
+                    f"images; {_EXPECTED}"
+                )
             if not images:
                 raise InputError(
                     f"{of_class} has no images ({', '.join(ENDINGS)}); put some there, or remove it"
                 )
-            names += images
+            names += [image[len(path) + 1 :] for image in images]
             labels += [class_names.index(name)] * len(images)
         sources[split] = _ImageFiles(path, names, labels)
         if absent := [n for i, n in enumerate(class_names) if i not in labels]:
@@ -102,18 +107,6 @@ class _ImageFiles:
 
     def sample_rows(self, num: int) -> np.ndarray:
         return encoded_images.evenly_spaced(len(self.labels), num)
-
-
-def _without_parts(folder: str) -> str:
-    """Return a folder that has the folders of classes itself; raise InputError for any other."""
-    for name in _class_names(folder):
-        for image in images_below(os.path.join(folder, name)):
-            if os.path.dirname(image) != os.path.join(folder, name):  # of another layout?
-                raise InputError(
-                    f"--data_dir={folder} has no folder train, and {name} in it has folders of "
-                    f"images; {_EXPECTED}"
-                )
-    return folder
 
 
 def _class_names(folder: str) -> list[str]:

@@ -33,7 +33,6 @@ _SHUFFLE_ROUNDS = 8
 _SHUFFLE_STREAM = -1  # the draws of step 0, 1, ... are in streams 0, 1, ...
 _PARTS_STREAM = -2  # and those of parts in streams -2, -3, ...
 _EPOCH_BEFORE_FIRST = -1  # its order determines which images are mirrored first
-HELD_OUT = "held out by chance"  # words of the note on it
 _HELD_OUT = 0.1  # part of the training examples that is for testing if nothing else is
 _HELD_OUT_KEY = (2016, 0, 0)  # constant, so that a later evaluation finds the same examples
 
@@ -246,6 +245,7 @@ class Data:
     num_classes: int = 0  # targets are 0..num_classes-1, one for each example; 0: no classes
     class_names: tuple[str, ...] = ()  # "0", "1", ... if they have no names
     validation: Split | None = None
+    test_is_held_out: bool = False  # from the training examples, see `hold_out_test_set`
     notes: tuple[str, ...] = ()  # lines that the start of a run prints
     columns: tuple[str, ...] = ()  # of a table, in the order of x
     no_classes: str = ""  # why integer targets are no classes, with the example
@@ -341,7 +341,7 @@ def num_held_out(size: int, fraction: float) -> int:
     return min(max(1, round(size * fraction)), size - 1)
 
 
-def hold_out_test_set(name: str, splits: dict[str, Split]) -> tuple[str, ...]:
+def hold_out_test_set(name: str, splits: dict[str, Split]) -> dict[str, Any]:
     """Hold out a tenth of the training examples as "test" if there is none.
 
     Args:
@@ -349,14 +349,15 @@ def hold_out_test_set(name: str, splits: dict[str, Split]) -> tuple[str, ...]:
         splits: "train" and others, which are changed.
 
     Returns:
-        Lines for the start of a run, see `Data.notes`.
+        The fields `notes` and `test_is_held_out` of `Data`.
     """
     if "test" in splits:
-        return ()
+        return {}
     whole = splits["train"]
     splits["train"], splits["test"] = whole.held_out(_HELD_OUT)
     held = f"{splits['test'].size} of {whole.size} examples"
-    return (f"test set    {held}, {HELD_OUT}: {name} has none of its own",)
+    note = f"test set    {held}, held out by chance: {name} has none of its own"
+    return {"notes": (note,), "test_is_held_out": True}
 
 
 def is_held_out(rows: tf.Tensor, size: int, num_held: int) -> tf.Tensor:

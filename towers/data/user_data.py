@@ -107,10 +107,10 @@ def data_set(
                 raise InputError(f"{texts[0]}, but {texts[1]}; make them alike")
     num_classes, no_classes = _num_classes(name, list(checked.values()), num_classes)
     splits = {split: each.split(num_classes) for split, each in checked.items()}
-    notes = pipeline.hold_out_test_set(name, splits)
+    held_out = pipeline.hold_out_test_set(name, splits)
     class_names = tuple(class_names) or tuple(map(str, range(num_classes)))
     about = dict(num_classes=num_classes, class_names=class_names, no_classes=no_classes)
-    return Data(name, notes=notes, **splits, **about)
+    return Data(name, **splits, **about, **held_out)
 
 
 def max_classes(num_examples: int) -> int:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from towers import devices
-from towers.data.pipeline import HELD_OUT
 from towers.errors import InputError
 from towers.formatting import count
 from towers.options.flags import OF_MODEL, options_from_call
@@ -49,11 +48,10 @@ def evaluate(
         say(f"warning     {line}")
     for line in run.data.notes:
         say(line)
-    held_out = any(HELD_OUT in line for line in run.data.notes)
     trained = [
         session
         for session in recorded.get("sessions", [])
-        if held_out or session.get("flags", {}).get("dataset") == options.dataset
+        if run.data.test_is_held_out or session.get("flags", {}).get("dataset") == options.dataset
     ]
     now = {"data": {"test": run.data.test.checksum()}} if trained else {}
     differ = (manifest.differences(now, each, "when it was trained") for each in trained)
