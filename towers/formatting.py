@@ -52,6 +52,17 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def figure(value: float, decimals: int = 4) -> str:
+    """Return a number in few characters, as "0.1250", "1.25e-05" or "4.102e+11".
+
+    Args:
+        value: any, finite or not.
+        decimals: of a number that is neither large nor so small that they would show little of it.
+    """
+    fixed = value == 0 or 10.0 ** (1 - decimals) <= abs(value) < 1e5
+    return f"{value:.{decimals}f}" if fixed else f"{value:.4g}"
+
+
 def first_of(texts: Sequence[str], most: int = 5) -> str:
     """Return the first texts on one line, as "a, b, ...".
 

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tqdm import tqdm
 
-from towers.formatting import printable
+from towers.formatting import figure, printable
 from towers.monitoring import events, tower_metrics
 from towers.monitoring.event_writer import STAGES, EventWriter
 from towers.monitoring.gradient_noise import NoiseScale, Stragglers, estimate
@@ -155,8 +155,8 @@ class Monitor:
         self._warm = self._warm or (self._clock(), step)
         self.say(
             f"{_now()}: step {step - 1} of {self._timetable.last_step}, examples {examples}, "
-            f"loss = {metrics['loss']:.4f}, learning rate {metrics['learning_rate']:.5f} "
-            f"({rate}ETA {self._eta(step)})"
+            f"loss = {figure(metrics['loss'])}, "
+            f"learning rate {figure(metrics['learning_rate'], 5)} ({rate}ETA {self._eta(step)})"
         )
         if own_seconds and (line := self._stragglers.line(own_seconds)):
             self.say(line)
@@ -186,7 +186,7 @@ class Monitor:
             figures: {name: value}; None is skipped.
         """
         known = [(name, value) for name, value in figures.items() if value is not None]
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in known)
+        shown = ", ".join(f"{name} {figure(value)}" for name, value in known)
         self.say(
             f"{_now()}: after {step} of {self._timetable.last_step} steps, epoch "
             f"{self._timetable.epochs(step):.2f}, {part}: {shown} (ETA {self._eta(step)})"

@@ -17,7 +17,7 @@ from towers import files, signals
 from towers.devices import remote
 from towers.devices.gpu_health import GpuHealth
 from towers.errors import InputError, RunError
-from towers.formatting import count, printable
+from towers.formatting import count, figure, printable
 from towers.monitoring import dashboard
 from towers.monitoring.histograms import make_histograms
 from towers.monitoring.image_summaries import Gallery
@@ -384,7 +384,7 @@ def table(result: Mapping[str, Any]) -> list[str]:
 
     def cell(value: Any) -> str:
         if isinstance(value, float):
-            return f"{value:.4f}" if abs(value) < 100 else f"{value:.1f}"
+            return f"{value:.1f}" if 100 <= abs(value) < 1e5 else figure(value)
         return ", ".join(value) if isinstance(value, list) else str(value)
 
     width = max(22, *map(len, result))

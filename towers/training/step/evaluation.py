@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.formatting import figure
 from towers.monitoring.pictures import Mistake, Predictions
 from towers.training.step.train_state import copy_beside, snapshot
 
@@ -54,9 +55,9 @@ class Evaluation:
         lines, width = [], max(12, *(len(name) for name, *_ in rows))
         for name, *cells in [("", "weights", "EMA"), *rows]:
             shown = [
-                f"{c:.4f}" if isinstance(c, float) else c or "-" for c in cells[: 1 + averaged]
+                figure(c) if isinstance(c, float) else c or "-" for c in cells[: 1 + averaged]
             ]
-            lines.append(f"{name:{width}}" + "".join(f"{text:>10}" for text in shown))
+            lines.append(f"{name:{width}}" + "".join(f"  {text:>8}" for text in shown))
         return lines
 
 
