@@ -57,8 +57,9 @@ def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict
         options: the folder and the port.
         say: called with each line to print.
     """
-    say(f"TensorBoard of {options.train_dir}: {start(options)} (Ctrl-C ends it)")
+    address = start(options)
     try:
+        say(f"TensorBoard of {options.train_dir}: {address} (Ctrl-C ends it)")
         threading.Event().wait()
     except KeyboardInterrupt:
         say("ended")
