@@ -170,8 +170,7 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
         listener.stopping = _stopped
     elif name == "worker":  # nothing to finish
         listener.stopping = _ended
-        listener.keep(VERBS)  # deleting TensorFlow's objects takes seconds on a busy machine
-    elif name == "tensorboard":  # a thread may be loading TensorFlow, and abort as Python ends
+    if name in ("worker", "tensorboard"):  # TensorFlow's objects take seconds to delete, or abort
         listener.keep(VERBS)
     try:
         if name not in VERBS:

@@ -1,5 +1,7 @@
 """Callbacks of Keras in a run: the hooks of `fit`, with its numbers, at any number of towers."""
 
+import collections
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from tests import fits, tiny
 from tests.runs import rare
 from towers import cli
 from towers.options import code_trust
+from towers.training.callbacks import saved_attributes
 
 pytestmark = pytest.mark.run
 
@@ -206,6 +209,33 @@ def test_what_callbacks_hold_goes_on_with_the_run(tmp_path, lost_to):
     assert hold(tmp_path / "parts", 20) == whole
     logs = [(tmp_path / part / "log.csv").read_text() for part in ("whole", "parts")]
     assert logs[0] == logs[1] and len(logs[0].splitlines()) == 1 + len(whole[0][1])
+
+
+class Holder:
+    def __init__(self, given=0, **values):
+        self.given = given
+        vars(self).update(values)
+
+
+def test_what_is_saved_of_an_object():
+    kept = dict(
+        number=np.float32(0.5), flag=np.bool_(True), none=None, infinite=float("inf"),
+        pairs=[(1, "a"), (2, "b")], seen={3, 4}, last=collections.deque([1.5, 2.5], maxlen=2),
+        by_epoch={0: {"loss": np.int64(3)}, "best": [np.arange(3), np.float16([[0.5]])]},
+    )  # fmt: skip
+    of_kinds = collections.defaultdict(list)
+    lost = dict(of_kinds=of_kinds, layers=[keras.layers.Dense(1)], file=print, _private=1)
+    lost["itself"] = lost["itself_below"] = []
+    lost["itself"].append(lost["itself"])
+    packed = saved_attributes.pack([Holder(given=7, **kept, **lost), object()])
+    again = Holder(given=8)
+    unsaved = saved_attributes.unpack(packed, [again, object()])
+    assert unsaved == [f"Holder.{n}" for n in ("of_kinds", "layers", "itself", "itself_below")]
+    assert "Holder.layers" in saved_attributes.unsaved_note(unsaved)
+    arrays = again.by_epoch.pop("best"), kept["by_epoch"].pop("best")
+    for array, before in zip(*arrays, strict=True):
+        np.testing.assert_array_equal(array, before, strict=True)
+    assert vars(again) == kept | {"given": 8} and again.last.maxlen == 2
 
 
 def tiny_model():

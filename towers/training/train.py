@@ -173,7 +173,8 @@ def _train(
         stack.enter_context(_saved_if_it_fails(prepared, preemption))
 
         checkpoints.callbacks_state = callbacks.state if callbacks else None
-        callbacks.begin_run(step, checkpoints.restored_callbacks)
+        for line in callbacks.begin_run(step, checkpoints.restored_callbacks):
+            monitor.say(line)
         # What was interrupted after the checkpoint.
         epoch_is_open = callbacks.is_epoch_open(step)
         if timetable.evaluates(step) and (epoch_is_open or not evaluator.is_recorded(step)):

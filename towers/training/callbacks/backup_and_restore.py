@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from towers import files, tf_internals
 from towers.errors import InputError, RunError
-from towers.training.callbacks.saved_attributes import pack, unpack
+from towers.training.callbacks.saved_attributes import pack, unpack, unsaved_note
 from towers.training.run import checkpoint
 from towers.training.run.checkpoint_manager import CheckpointManager
 
@@ -201,7 +201,8 @@ class ExactResume(keras.callbacks.Callback):
             )
         for name, variable in variables.items():
             variable.assign(arrays[name])
-        unpack(arrays["also"], self.also)
+        if unsaved := unpack(arrays["also"], self.also):
+            warnings.warn(unsaved_note(unsaved), stacklevel=2)
         history.epoch, history.history = about["epochs"], about["history"]
         if about["batch"] == 0:
             self.model.reset_metrics()

@@ -1,9 +1,11 @@
 """Saves what callbacks and other objects hold, and sets it again when training goes on.
 
-Saved are public attributes that are numbers, strings, None, lists and dictionaries of these, arrays
-or lists of arrays; arguments of the constructor are not, since the same call passes them again.
+Saved are public attributes that are numbers, strings, None, arrays, and lists, tuples, sets, deques
+and dictionaries of these; arguments of the constructor are not, since the same call passes them
+again.
 """
 
+import collections
 import inspect
 import io
 import json
@@ -13,8 +15,11 @@ from typing import Any
 import keras
 import numpy as np
 
+from towers.formatting import first_of
+
 _OF_KERAS = vars(keras.callbacks.Callback()).keys()  # `params` are of the fit or run at hand
-_SCALARS = bool | int | float | str | None
+_SCALARS = bool, int, float, str, type(None)
+_CONTAINERS = {c.__name__: c for c in (list, tuple, set, dict, collections.deque)}
 
 
 def pack(items: Sequence[Any]) -> np.ndarray:
@@ -23,47 +28,86 @@ def pack(items: Sequence[Any]) -> np.ndarray:
     Args:
         items: the objects.
     """
-    plain: list[list[Any]] = []  # [[class, {attribute: value}, {attribute: number of arrays}]]
-    arrays: dict[str, np.ndarray] = {}
-    for i, item in enumerate(items):
-        values, lists = {}, {}
-        arguments = inspect.signature(type(item)).parameters
-        for name, value in dict(vars(item)).items():
-            if name.startswith("_") or name in arguments or name in _OF_KERAS:
+    arrays: list[np.ndarray] = []
+    packed: list[list[Any]] = []  # [[class, {attribute: value}, [attributes that are not saved]]]
+    for item in items:
+        values, unsaved = {}, []
+        for name, value in dict(getattr(item, "__dict__", {})).items():
+            if name.startswith("_") or name in _OF_KERAS or name in _arguments(type(item)):
                 continue
-            value = value.item() if isinstance(value, np.generic) else value
-            parts = value if isinstance(value, list) else [value]
-            if _is_plain(value):
-                values[name] = value
-            elif all(isinstance(part, np.ndarray) and not part.dtype.hasobject for part in parts):
-                lists[name] = len(parts) if parts is value else None
-                arrays |= {f"{i}/{name}/{j}": part for j, part in enumerate(parts)}
-        plain.append([type(item).__name__, values, lists])
-    np.savez(file := io.BytesIO(), plain=json.dumps(plain), **arrays)
+            try:
+                values[name] = _encode(value, arrays)
+            except (TypeError, RecursionError):
+                if isinstance(value, tuple(_CONTAINERS.values())):  # else it is no data
+                    unsaved.append(f"{type(item).__name__}.{name}")
+        packed.append([type(item).__name__, values, unsaved])
+    np.savez(file := io.BytesIO(), *arrays, attributes=json.dumps(packed))
     return np.frombuffer(file.getvalue(), np.uint8)
 
 
-def unpack(packed: np.ndarray, items: Sequence[Any]) -> None:
+def unpack(packed: np.ndarray, items: Sequence[Any]) -> list[str]:
     """Set the attributes of objects; an object of another class than was packed is left alone.
 
     Args:
         packed: from `pack`.
         items: objects in the order in which they were packed.
+
+    Returns:
+        Containers that could not be saved, as "MyCallback.seen".
     """
+    found = []
     with np.load(io.BytesIO(packed.tobytes()), allow_pickle=False) as saved:
-        plain = json.loads(str(saved["plain"]))
-        for i, (item, (kind, values, lists)) in enumerate(zip(items, plain, strict=False)):
-            if type(item).__name__ != kind:
-                continue
-            for name, number in lists.items():
-                parts = [saved[f"{i}/{name}/{j}"] for j in range(number or 1)]
-                values[name] = parts[0] if number is None else parts
-            for name, value in values.items():
-                setattr(item, name, value)
+        attributes = json.loads(str(saved["attributes"]))
+        for item, (kind, values, unsaved) in zip(items, attributes, strict=False):
+            if type(item).__name__ == kind:
+                found += unsaved
+                for name, value in values.items():
+                    setattr(item, name, _decode(value, saved))
+    return found
 
 
-def _is_plain(value: Any) -> bool:
-    """Return whether JSON gives the same value back."""
-    if isinstance(value, dict):
-        return all(type(key) is str and _is_plain(each) for key, each in value.items())
-    return all(map(_is_plain, value)) if type(value) is list else isinstance(value, _SCALARS)
+def unsaved_note(names: Sequence[str]) -> str:
+    """Return a sentence on what `unpack` returns."""
+    return (
+        f"{first_of(names)} could not be saved, and begin anew: of a public attribute numbers, "
+        "texts, arrays, and lists, tuples, sets, deques and dictionaries of such are"
+    )
+
+
+def _arguments(kind: type) -> Sequence[str]:
+    try:
+        return list(inspect.signature(kind).parameters)
+    except ValueError:  # a class written in C
+        return []
+
+
+def _encode(value: Any, arrays: list[np.ndarray]) -> Any:
+    """Return a value for JSON: a scalar, or [type, ...] of a container or an array.
+
+    Args:
+        value: any; TypeError says that it is not saved.
+        arrays: to which those in it are appended.
+    """
+    if isinstance(value, np.number | np.bool_):
+        value = value.item()
+    if type(value) in _SCALARS:
+        return value
+    if type(value) is np.ndarray and not value.dtype.hasobject:
+        arrays.append(value)
+        return ["array", len(arrays) - 1]
+    if type(value) not in _CONTAINERS.values():
+        raise TypeError(f"{type(value).__name__} is not saved")
+    parts = value.items() if type(value) is dict else value
+    return [type(value).__name__, [_encode(part, arrays) for part in parts],
+            getattr(value, "maxlen", None)]  # fmt: skip
+
+
+def _decode(value: Any, arrays: Any) -> Any:
+    """Return the value that `_encode` was given."""
+    if not isinstance(value, list):
+        return value
+    kind, parts, *more = value
+    if kind == "array":
+        return arrays[f"arr_{parts}"]
+    parts = [_decode(part, arrays) for part in parts]
+    return collections.deque(parts, *more) if kind == "deque" else _CONTAINERS[kind](parts)

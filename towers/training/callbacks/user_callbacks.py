@@ -26,7 +26,7 @@ from towers.errors import InputError, RunError
 from towers.options.functions import call_without_arguments
 from towers.options.triggers import Timetable
 from towers.training.callbacks.backup_and_restore import ExactResume
-from towers.training.callbacks.saved_attributes import pack, unpack
+from towers.training.callbacks.saved_attributes import pack, unpack, unsaved_note
 from towers.training.run.setup import RunContext
 from towers.training.step.evaluation import Evaluation
 from towers.training.step.task import Task
@@ -198,15 +198,19 @@ class Callbacks:
             return self._before
         return pack([self._means, *self._list.callbacks])
 
-    def begin_run(self, step: int, state: np.ndarray | None) -> None:
+    def begin_run(self, step: int, state: np.ndarray | None) -> list[str]:
         """Call on_train_begin; if the run goes on, the callbacks then hold what they held.
 
         Args:
             step: number of updates so far.
             state: from `state`, of the restored checkpoint; None: there is none.
+
+        Returns:
+            Notes on what they do not hold any more.
         """
         if not self:
-            return
+            return []
+        unsaved: list[str] = []
         if state is not None:
             unpack(state, [self._means])
         loggers = [c for c in self._list.callbacks if isinstance(c, _K.CSVLogger)]
@@ -224,8 +228,9 @@ class Callbacks:
             self._train_state.set_copies()
             # A logger sees by its file whether there is a header.
             others = [None if c in loggers else c for c in self._list.callbacks]
-            unpack(state, [self._means, *others])
+            unsaved = unpack(state, [self._means, *others])
         self._training = True
+        return [f"note        {unsaved_note(unsaved)}"] if unsaved else []
 
     def is_epoch_open(self, step: int) -> bool:
         """Return whether an epoch ends at `step` whose on_epoch_end is not in the saved state."""
