@@ -488,11 +488,24 @@ def test_variables_created_in_a_tower_are_named():
     creations = {
         "net/dense/kernel": lambda x: net(x)[:, 0],
         "w": lambda x: x[:, 0] * tf.Variable(1.0, name="w"),
+        "": lambda x: x[:, 0] * tf.Variable(1.0),
     }
     for name, loss_fn in creations.items():
-        remedy = f"creates the variable '{name}', .*: build the model before, by calling it once"
+        named = f"the variable '{name}'" if name else "a variable"
+        remedy = f"creates {named}, .*: build the model before, by calling it once"
         with pytest.raises(ValueError, match=remedy):
             builder(2).gradients(loss_fn, net.trainable_variables, tf.ones((2, 3)))
+
+
+def test_ops_are_named_after_the_tutorial():
+    weights = tf.Variable([[1.0], [2.0]])
+    step = tf.function(
+        lambda x: builder(2).gradients(lambda x: (x @ weights)[:, 0], [weights], x)[1]
+    ).get_concrete_function(tf.ones([4, 2]))
+    scopes = {op.name.partition("/")[0] for op in step.graph.get_operations() if "/" in op.name}
+    assert {name for name in scopes if re.match("tower|gather", name)} == {
+        "tower_0", "tower_1", "gather"
+    }  # fmt: skip
 
 
 def test_state_may_be_created_in_a_tower():

@@ -213,8 +213,8 @@ def _assign(variable: tf.Variable, value: Any) -> None:
 
 def _creation_error(name: str | None) -> InputError:
     return InputError(
-        f"loss_fn creates the variable {name!r}, which `variables` cannot hold: "
-        "build the model before, by calling it once outside the towers"
+        f"a tower creates {f'the variable {name!r}' if name else 'a variable'}, where each would "
+        "have its own: build the model before, by calling it once outside the towers"
     )
 
 

@@ -9,7 +9,7 @@
         optimizer.apply(gradients, model.trainable_variables)
         return loss
 
-Functions are first tried on a few examples: create no weights, assign only Keras variables.
+Build models before: functions are first traced on made-up examples. Assign Keras variables only.
 """
 
 import warnings
@@ -26,9 +26,10 @@ class TowerBuilder:
     """Copies functions onto devices and gathers their results.
 
     Every tensor of a `batch` (any `tf.nest` structure) is split along axis 0; the first towers get
-    one example more if need be. A `PerTower` is not split; with no batch each tower runs `fn`.
+    one example more if need be. `towers.PerTower([x, y])` in it gives the first tower x, the next
+    y. Without a batch each tower calls the function with nothing.
 
-        sums = towers.TowerBuilder(["/cpu:0", "/cpu:1"]).sum(tf.reduce_sum, tf.ones([3, 2]))
+        total = towers.TowerBuilder(["/cpu:0"] * 2).sum(tf.reduce_sum, tf.ones([3, 2]))  # 6.0
     """
 
     def __init__(
@@ -41,26 +42,24 @@ class TowerBuilder:
         gather_at_variables: bool = False,
         jit_compile: bool = False,
         on_warning: Callable[[str], None] = warnings.warn,
-        on_doubt: Callable[[str], None] | None = None,
     ):
         """Set where the towers run and where their results are gathered.
 
         Args:
             devices: one TensorFlow device for each tower; a device may hold several towers.
-            gather_device: adds and joins results, and splits the batch (the host does for a GPU).
-            batch_norm: "sync": moments over all towers (in a `tf.function`); "local": over each.
+            gather_device: splits the batch, adds and joins results (for a GPU, the host splits).
+            batch_norm: "sync": moments of all towers (needs `tf.function`); "local": of each.
             accumulate_steps: parts into which a batch is cut to compute gradients with less memory.
             gather_at_variables: sum each gradient on its variable's device.
             jit_compile: compile each tower by XLA; BatchNorm must be local.
             on_warning: called with a line for each way in which towers may differ from one device.
-            on_doubt: the former name of `on_warning`.
         """
         sharding.check_options(batch_norm, accumulate_steps)
         self.devices, self.gather_device = sharding.as_devices(devices), gather_device
         self.batch_norm, self.jit_compile = batch_norm, jit_compile
         self.accumulate_steps, self.gather_at_variables = accumulate_steps, gather_at_variables
         self.num_slices = len(self.devices) * accumulate_steps  # of a batch of `gradients`
-        analyses = replica_context.AnalysisCache(self.num_slices, on_doubt or on_warning)
+        analyses = replica_context.AnalysisCache(self.num_slices, on_warning)
         self.analyze, self.warn = analyses.analyze, analyses.warn
         self.check_exactness, self.forget = analyses.check_exactness, analyses.forget
 
@@ -74,7 +73,7 @@ class TowerBuilder:
         return call_copies(self, fn, sharding.split(self, batch), batch)
 
     def sum(self, fn: Callable, *batch: Any) -> Any:
-        """Return the sum over towers of the results of `fn`; see `add`.
+        """Return the sum over towers of the results of `fn`: `tf.add_n` on the gather device.
 
         Args:
             fn: maps a tower's slice of the batch to a structure of tensors, alike in all towers.
@@ -86,7 +85,7 @@ class TowerBuilder:
     def concat(self, fn: Callable, *batch: Any) -> Any:
         """Return the results of `fn` joined along axis 0, in the order of the batch.
 
-        To a `tf.GradientTape` the towers are one op: any loss of the outputs has exact gradients.
+        A `tf.GradientTape` around the call gives exact gradients of any loss of the joined outputs.
 
         Args:
             fn: maps a tower's slice of the batch to tensors with its rows, in any structure.
@@ -97,10 +96,10 @@ class TowerBuilder:
     def gradients(self, loss_fn: Callable, variables: Iterable[Any], *batch: Any) -> tuple:
         """Return the mean loss over all examples and its gradients.
 
-        Keras variables that `loss_fn` assigns are assigned once, by the aggregation that is found.
+        Keras variables that `loss_fn` assigns (moving averages) are assigned once, for all towers.
 
         Args:
-            loss_fn: maps a slice to one loss per example, `[b]`, or to a tuple (losses, outputs).
+            loss_fn: maps b examples to their losses, `[b]`, not the mean; or to (losses, outputs).
             variables: of Keras or TensorFlow; each tower reads its own copy of a `PerTower`.
             *batch: the global batch.
 
@@ -126,7 +125,7 @@ class TowerBuilder:
             *batch: as for `gradients`.
         """
         losses.check_by_example(analysis := self.analyze(loss_fn, *batch))
-        masters, totals, rest = losses.masters_of(variables), [], []
+        masters, totals, not_added = losses.masters_of(variables), [], []
 
         def on_tower(replica: ReplicaContext) -> tuple:
             watched, replica.own = losses.variables_and_copies(variables, replica.tower)
@@ -140,16 +139,17 @@ class TowerBuilder:
                 return result, side, gradients
 
             (loss, count, outputs), side, gradients = replica.compiled(compute)
-            rest.append((replica.close(count), replica.unpadded(outputs), replica.unpadded(side)))
+            unpadded = replica.unpadded(outputs), replica.unpadded(side)
+            not_added.append((replica.close(count), *unpadded))
             return loss, replica.scope.count, replica.gradients(gradients, masters)
 
-        for slices in sharding.rounds(self, batch):
+        for slices in sharding.rounds(self, batch):  # the split; `accumulate_steps` rounds
             with gather.after(totals):
                 results = self.run(on_tower, Replicas(self, slices, analysis, {}, analysis.added))
-            totals = gather.add_to(totals, results, losses.gather_plan(self))
+            totals = gather.add_to(totals, results, losses.gather_plan(self))  # on each tower
         sums, counts, gradients = map(list, zip(*totals, strict=True))
-        scopes, outputs, sides = map(list, zip(*rest, strict=True))
-        analysis.side_outputs.assign(self.gather(gather.join, sides), batch)
+        scopes, outputs, sides = map(list, zip(*not_added, strict=True))
+        analysis.side_outputs.assign(self.gather(gather.join, sides) if any(sides) else [], batch)
         sums = cross_host.send_after_gradients(sums, gradients, self.devices)
         return losses.TowerSums(sums, counts, gradients, scopes, analysis.policies, outputs)
 
@@ -162,17 +162,17 @@ class TowerBuilder:
         """
         with tf.name_scope("gather"):
             plan = losses.gather_plan(self, variables)
-            loss, gradients = gather.mean_gradients(sums, variables, plan)
+            loss, gradients = gather.mean_gradients(sums, variables, plan)  # by `add`: tf.add_n
             gradients = losses.finish(gradients, variables, sums.scopes)
         replica_context.assign(self, sums.scopes, sums.policies)
         return loss, gradients
 
     def run(self, fn: Callable, replicas: Replicas) -> list[Any]:
-        """Call `fn` on each tower's device, in its context; return the results in tower order.
+        """Call `fn` under each tower's `tf.device` and name scope; return the results in order.
 
         Args:
             fn: maps a `ReplicaContext` to any value.
-            replicas: the towers' contexts; placeholders get their inputs after the last one.
+            replicas: the towers' contexts; after the last tower BatchNorm's moments are exchanged.
         """
         results = []
         for replica in replicas:
@@ -192,9 +192,9 @@ class TowerBuilder:
 
     @staticmethod
     def add(values: Sequence[Any]) -> Any:
-        """Return `tf.add_n` of the towers' values but the Nones; `IndexedSlices` stay sparse."""
+        """Return `tf.add_n` of the values that are not None; `IndexedSlices` stay sparse."""
         values = [value for value in values if value is not None]
         if all(isinstance(value, int | tf.IndexedSlices) for value in values):
             return gather.add_sparse(values)
-        # Without a name, tf.add_n returns a single value where it is.
+        # Without a name, tf.add_n returns a single value as it is, not on the gather device.
         return tf.add_n(list(map(tf.convert_to_tensor, values)), name="AddN")
