@@ -57,7 +57,7 @@ class Evaluation:
             shown = [
                 figure(c) if isinstance(c, float) else c or "-" for c in cells[: 1 + averaged]
             ]
-            lines.append(f"{name:{width}}" + "".join(f"  {text:>8}" for text in shown))
+            lines.append(f"{name:{width}}" + "".join(f" {text:>9}" for text in shown))
         return lines
 
 
