@@ -596,6 +596,11 @@ def set_iterator_state(iterator: tf.data.Iterator, state: bytes) -> None:
     iterator._restore_from_tensors({"_STATE": tf.io.parse_tensor(state, tf.variant)})
 
 
+def next_pass(iterator: tf.data.Iterator) -> tf.data.Iterator:
+    """Return a new iterator over the data of another. Public: none."""
+    return iter(iterator._dataset)
+
+
 def begin_pass_again(iterator: tf.data.Iterator, state: bytes) -> None:
     """Count the passes over an iterator's data from a saved one on.
 
@@ -605,7 +610,7 @@ def begin_pass_again(iterator: tf.data.Iterator, state: bytes) -> None:
         iterator: of the data.
         state: from `iterator_state`, at the beginning of the saved pass.
     """
-    other = iter(iterator._dataset)
+    other = next_pass(iterator)
     set_iterator_state(other, state)
     next(other, None)
 

@@ -65,7 +65,7 @@ def test_each_text_of_a_category_is_a_column(write):
     assert first[:, 6].tolist() == [2.5, 3, 4, 5]
     texts = ", ".join(map(repr, cities))
     assert loaded.notes[:2] == ("categories  kind: '1', '10', '2'", f"categories  city: {texts}")
-    assert data.load(f"{path}, {test}", categories="kind,city").train.size == 4
+    assert data.load(f"{path}, {test}", categories="kind, city").train.size == 4
     for test, column, text in ("Lima,1,1", "city", "'Lima'"), ("Oslo,3,1", "kind", "'3'"):
         test = write(f"city,kind,size,price\n{test},1\n", "test.csv")
         with pytest.raises(InputError, match=f"column {column}: {text} is in none of the training"):
@@ -146,7 +146,7 @@ MANY_NAMES = "a,b\n" + "".join(f"{i},name {i}\n" for i in range(1001))
         ("a,b\n1,2\n ,4\n", "", "line 3: the cell of column a is empty, and 1 of 2 rows have"),
         ("a,b\n1,2\n3,\n5,\n", "", "line 3: the cell of column b is empty, and 2 of 3 rows have"),
         ("a,b\n1,2\n3x,4\n", "", "line 3, column a: '3x' is no finite number; mend it"),
-        ("a,b\nnan,2\n3,4\n", "", "line 2, column a: 'nan' is no finite number; mend it"),
+        ("a,b\nNA,2\nNaN,4\n", "", "line 2: the cell of column a is 'NA', and 2 of 2 rows have"),
         ("a,b\n1,2\n3,inf\n", "", "line 3, column b: 'inf' is no finite number; mend it"),
         ("a,b\n1,2\n3,four\n", "", "line 3, column b: 'four' is no finite number; mend it"),
         ("a,b\nRome,2\nOslo,4\n", "", "line 2, column a: 'Rome' is text, and features are numb"),

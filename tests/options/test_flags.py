@@ -85,6 +85,17 @@ def shown_by(text):
     return [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
 
 
+def test_a_slip_in_the_folder_of_a_run_does_not_begin_another(folder):
+    for name, model in {"mine": "my_net:build", "seed1": Options.model}.items():
+        (folder / "runs" / name).mkdir(parents=True)
+        (folder / "runs" / name / "flags.cfg").write_text(f"--model={model}\n")
+    said = runs.refusal(flags.options_from_call, None, {"train_dir": "runs/mien", "num_epochs": 3})
+    assert "did you mean --train_dir=runs/mine?" in said and f"--model={Options.model}" in said
+    for named in {}, {"model": "other:build"}, {"dataset": "shapes"}:
+        name = "mien" if named else "seed2"  # which is no slip
+        flags.options_from_call(None, {"train_dir": f"runs/{name}"} | named)
+
+
 @pytest.mark.parametrize("verb", OF_VERBS)
 def test_the_flags_and_their_defaults_are_frozen(verb):
     own, refused = OF_VERBS[verb]

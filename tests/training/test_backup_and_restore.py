@@ -86,13 +86,13 @@ DATA = {
 }
 
 
-def make(num_towers=0, built=True, steps_per_execution=1):
+def make(num_towers=0, built=True, steps_per_execution=1, use_ema=True):
     keras.utils.set_random_seed(3)
     own = [layers.Dense(4), layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(1)]
     model = keras.Sequential([keras.Input([3])] * built + own)
     if num_towers:
         towers.parallelize(model, devices=[f"/cpu:{i}" for i in range(num_towers)])
-    optimizer = keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.9)
+    optimizer = keras.optimizers.Adam(0.05, use_ema=use_ema, ema_momentum=0.9)
     model.compile(optimizer, "mse", metrics=["mae"], steps_per_execution=steps_per_execution)
     return model
 
@@ -199,6 +199,23 @@ def test_a_schedule_acts_once_an_epoch(tmp_path, first):
     model = make()
     history = fit(model, callbacks=callbacks(ExactResume(tmp_path)))
     assert_as_uninterrupted(model, history, also=decaying)
+
+
+@pytest.mark.parametrize("every_steps", [0, 1, rare(3)])
+@pytest.mark.parametrize("data", ["arrays", rare("tf.data"), rare("PyDataset")])
+def test_a_fit_that_ended_goes_on_with_more_epochs(tmp_path, data, every_steps):
+    for epochs in 1, 2, EPOCHS:
+        model = make(use_ema=False)  # at the end of a fit Keras puts averages in place of weights
+        history = fit(model, data, [ExactResume(tmp_path, every_steps)], epochs)
+    assert_as_uninterrupted(model, history, data, use_ema=False)
+
+
+def test_data_of_another_number_of_steps_are_told(tmp_path):
+    fit(make(), callbacks=[ExactResume(tmp_path)], epochs=1)
+    model = make()
+    with pytest.warns(UserWarning, match="an epoch has 2 steps, and had .*: for other data"):
+        resume = ExactResume(tmp_path)
+        model.fit(X[: 2 * BATCH], Y[: 2 * BATCH], BATCH, epochs=2, verbose=0, callbacks=[resume])
 
 
 def test_a_fit_that_ended_is_not_repeated_nor_goes_on_with_another_model(tmp_path):

@@ -131,7 +131,10 @@ def test_names_that_would_stand_for_others_are_refused(part):
     for then in {}, {part: ["b", "c"]}, {part: ["b", "c", "d"]}:
         manifest.check_data(run, then)
     said = refusal(manifest.check_data, run, {part: ["a", "b", "c"]})
-    assert "(missing: a)" in said and "--init_from" in said
+    assert "(missing: a)" in said and "--init_from" in said and "--dataset=TRAIN.csv,other" in said
+    assert "TRAIN.csv" not in refusal(manifest.check_data, run, {part: ["b", "d"]})
+    said = refusal(manifest.check_data, run, {part: ["a", "b", "c"]}, trains=True)
+    assert "(missing: a)" in said and "--init_from" in said and "TRAIN.csv" not in said
     assert "(missing: d)" in refusal(manifest.check_data, run, {part: ["b", "c", "d"]}, number=True)
     assert "in another order" in refusal(manifest.check_data, run, {part: ["c", "b"]})
     if part == "class_names":
@@ -151,11 +154,12 @@ def test_a_test_set_that_is_held_out_of_a_changed_file_is_told(tmp_path, capsys)
     assert "warning" not in out and f"by chance: {table} has none" in out
     assert f"--dataset={table},TEST.csv" in out
     table.write_text("a,b\n" + "".join(rows[1:]))
-    for _ in "ab":  # also after the run has gone on with these, as it had seen the others
+    for max_steps in 2, 3:  # also after the run has gone on with these, as it had seen the others
         towers.evaluate(**given)
         assert "(data.test.sha256) differs" in capsys.readouterr().out
-        towers.train(**given, max_steps=2)
-        capsys.readouterr()
+        towers.train(**given, max_steps=max_steps)
+        told = [line for line in capsys.readouterr().out.splitlines() if "differs" in line]
+        assert len(told) == 2 and "held out" in told[1] and "of their own" in told[1]
     (other := tmp_path / "other.csv").write_text("a,b\n" + "".join(rows[::-1]))
     towers.evaluate(**given | dict(dataset=str(other)))
     assert "(data.test.sha256) differs" in capsys.readouterr().out

@@ -138,6 +138,42 @@ def test_one_that_stops_training_ends_the_run_and_its_weights_are_saved(tmp_path
     assert train(tmp_path, num_epochs=9)["steps"] == 18  # without callbacks it goes on
 
 
+class Stops(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = True
+
+
+def test_an_epoch_of_another_size_drops_no_row_of_a_log(tmp_path, capsys):
+    def rows(dataset, steps):
+        log = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+        train(tmp_path, log, dataset=dataset, max_steps=steps, num_epochs=0)
+        text = (tmp_path / "log.csv").read_text()
+        return [int(line.partition(",")[0]) for line in text.splitlines()[1:]]
+
+    assert rows(DATA, 6) == [0, 1, 2]
+    assert rows(((X, Y), DATA[1]), 9) == [0, 1, 2, 2]
+    assert "an epoch has 21 examples, and had 14" in capsys.readouterr().out
+
+
+def stopping():
+    return Stops()
+
+
+def passing():
+    return keras.callbacks.LambdaCallback()
+
+
+def test_a_run_that_one_has_stopped_goes_on_with_another(tmp_path, capsys):
+    given = dict(model=build, dataset=DATA, batch_size=7, num_epochs=3, train_dir=tmp_path / "run")
+
+    def steps(name):
+        return towers.train(**given, callbacks=f"{__name__}:{name}")["steps"]
+
+    assert steps("stopping") == steps("stopping") == 2
+    assert "an empty or another --callbacks=, or more --num_epochs" in capsys.readouterr().out
+    assert steps("passing") == steps("passing") == 6
+
+
 @pytest.mark.parametrize("monitored", ["accuracy", "val_accuracy", rare("val_loss")])
 def test_of_a_classifier_too_keras_knows_which_values_are_better(tmp_path, monitored):
     def plain():
@@ -260,8 +296,9 @@ def hooked(hook, function):
 @pytest.mark.parametrize(
     "given, says",
     [
-        (lambda: ["csv"], "returned str; a list of keras.callbacks.Callback is needed"),
-        (lambda: [keras.callbacks.CSVLogger], r"returned the class CSVLogger; .*CSVLogger\(...\)"),
+        (lambda: ["csv"], "returned a list with 'csv'; a list of keras.callbacks.Callback is"),
+        (lambda: 7, "returned 7; a list of keras.callbacks.Callback is needed"),
+        (lambda: [keras.callbacks.CSVLogger], r"with the class CSVLogger; .*CSVLogger\(...\)"),
         (lambda: keras.callbacks.BackupAndRestore("b"), "leave BackupAndRestore out"),
         (lambda: [keras.callbacks.ReduceLROnPlateau()], "ReduceLROnPlateau sets the learning rate"),
         (lambda: keras.callbacks.EarlyStopping("val_los"), "val_los; did you mean val_loss?"),

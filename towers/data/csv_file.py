@@ -12,7 +12,7 @@ numbers from 0 to 999; else it is numbers, float32 `[T]`.
 import csv
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from towers.formatting import first_of, is_number
 _MAX_CLASSES = 1000
 _MAX_LINE = 2**24  # characters
 _FIRST_LINE = "the first line names the columns, with commas between them"
+_MISSING = {"", "NA", "N/A", "NaN", "nan", "n/a", "NULL", "null", "None", "?", "-"}  # numbers
 _COMMAS = "write commas between them"
 _OWN_CODE = "read the file in a function of your own, --dataset=my_data:load"
 
@@ -50,7 +51,7 @@ def load(dataset: str, paths: Sequence[str], target: str, categories: str) -> Da
                 f"{table.path} and {paths[0]} do not have the same columns: {different[0]!r} is in "
                 "one of them alone; make them alike"
             )
-    targets = list(dict.fromkeys(target.split(",") if target else names[-1:]))
+    targets = list(dict.fromkeys(map(str.strip, target.split(",")) if target else names[-1:]))
     for name in targets:
         if name not in train.places:
             raise InputError(
@@ -60,7 +61,7 @@ def load(dataset: str, paths: Sequence[str], target: str, categories: str) -> Da
     if not features:
         raise InputError(f"{paths[0]} has no column but the target: 2 or more are needed")
     of_categories = {}
-    for name in filter(None, categories.split(",")):
+    for name in filter(None, map(str.strip, categories.split(","))):
         clash = [other for other in features if other.startswith(f"{name}=")]
         if name in targets:
             raise InputError(
@@ -203,14 +204,19 @@ class CsvTable:
             raise InputError(f"{self.path} has no column {name}; it has {first_of(self.names)}")
         cells = [row[self.places[name]].strip() for row in self._rows]
         if "" in cells:
-            rows = sum("" in map(str.strip, row) for row in self._rows)
-            raise InputError(
-                f"{self.path}, line {self.lines[cells.index('')]}: the cell of column {name} is "
-                f"empty, and {rows:,} of {len(self._rows):,} rows have such cells: fill them in (a "
-                "number by the column's mean, a category by a text that training has, too), or "
-                "leave these rows out"
-            )
+            raise self._missing(name, cells.index(""), {""})
         return cells
+
+    def _missing(self, name: str, place: int, texts: Set[str]) -> InputError:
+        # The error for a cell that has no value, as one of the texts says.
+        rows = sum(not texts.isdisjoint(map(str.strip, row)) for row in self._rows)
+        cell = self._rows[place][self.places[name]].strip()
+        return InputError(
+            f"{self.path}, line {self.lines[place]}: the cell of column {name} is "
+            f"{repr(cell) if cell else 'empty'}, and {rows:,} of {len(self._rows):,} rows have "
+            "such cells: fill them in (a number by the column's mean, a category by a text that "
+            "training has, too), or leave these rows out"
+        )
 
     def _texts(self, name: str, role: str) -> list[str]:
         distinct = sorted(set(self.column(name)))
@@ -259,6 +265,8 @@ class CsvTable:
         wrong = np.flatnonzero(~np.isfinite(values))
         if not wrong.size:
             return values
+        if cells[wrong[0]] in _MISSING:
+            raise self._missing(name, wrong[0], _MISSING)
         raise InputError(
             f"{self.path}, line {self.lines[wrong[0]]}, column {name}: {cells[wrong[0]]!r} is no "
             "finite number; mend it"

@@ -77,7 +77,9 @@ def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data
             f"{', '.join(ENDINGS)}: {first_of(sorted(others), 3)}"
         )
     data = encoded_images.data_set("folder", sources, class_names, size, max_pixels)
-    return dataclasses.replace(data, notes=(*data.notes, *notes))
+    give = os.path.join(folder, "test") + (f", and those to train on in {folder}/train," * alone)
+    held_out = [f"{note}; images in {give} give it one" for note in data.notes]
+    return dataclasses.replace(data, notes=(*held_out, *notes))
 
 
 class _ImageFiles:

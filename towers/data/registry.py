@@ -75,7 +75,8 @@ def load(
     kind, paths = _look_up(dataset, data_dir)
     if image_size and kind not in ("folder", "tfrecord"):
         raise InputError(
-            f"--image_size is for --dataset=folder and tfrecord, not {dataset}: leave it out"
+            f"--image_size is for --dataset=folder and tfrecord, not {dataset}: leave it out, "
+            "or name such data"
         )
     for flag, value in ("target", target), ("categories", categories):
         if value and kind != "csv_file":

@@ -65,6 +65,7 @@ class Monitor:
         self._evaluated = _cut(of_train, of_eval, timetable)
         before = events.read(of_train, {"loss/data", RATE, *_NOISE_TAGS}).values()
         self.last_loss: float | None = None  # at the last point of any process
+        self.shows_remaining = True  # with evaluations; not where the run ends early
         self._noise, self._rates = NoiseScale(), []
         for point in before:  # of the run before it was continued
             self.last_loss = point.get("loss/data", self.last_loss)
@@ -187,9 +188,10 @@ class Monitor:
         """
         known = [(name, value) for name, value in figures.items() if value is not None]
         shown = ", ".join(f"{name} {figure(value)}" for name, value in known)
+        remaining = f" (ETA {self._eta(step)})" if self.shows_remaining else ""
         self.say(
             f"{_now()}: after {step} of {self._timetable.last_step} steps, epoch "
-            f"{self._timetable.epochs(step):.2f}, {part}: {shown} (ETA {self._eta(step)})"
+            f"{self._timetable.epochs(step):.2f}, {part}: {shown}{remaining}"
         )
 
     def evaluated(self, step: int) -> bool:

@@ -17,6 +17,7 @@ Objective = tuple[str, str]  # metric of result.json, "max" or "min"
 _TYPES = {  # of values that programs read
     "steps": int, "examples": int, "num_towers": int, "batch_size": int, "devices": list,
     "objective": str, "direction": str, "train_dir": str, "planned_steps": int,
+    "best_step": int | None,
 }  # fmt: skip
 _SWEEP_TYPES = {"name": str, "status": str, "seconds": int | float, "flags": dict}
 

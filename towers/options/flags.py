@@ -13,6 +13,7 @@ imported, so help and usage errors are printed at once.
 
 import contextlib
 import dataclasses
+import difflib
 import os
 import pkgutil
 import re
@@ -350,6 +351,8 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
             f"--train_dir={train_dir}: there is no run; {other}, or name the folder of a run"
         )
     if not has_flags:
+        if not is_run and verb.run_flags == "if_any" and not {"model", "dataset"} & given.keys():
+            _check_no_slip(Path(train_dir))
         return {}
     try:
         of_run = _read_argv([f"--flagfile={path}"], _TRAIN)
@@ -377,6 +380,22 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
         with contextlib.suppress(RunError):
             files.write_text(path, code_trust.signed(text))
     return taken
+
+
+def _check_no_slip(folder: Path) -> None:
+    """Raise InputError for a new run of the default model beside one of another, named alike."""
+    try:
+        runs = {path.name: path for path in folder.parent.iterdir() if files.is_run(path)}
+        close = difflib.get_close_matches(folder.name, runs, n=1, cutoff=0.7)
+        of_runs = [_read_argv([f"--flagfile={runs[name]}/flags.cfg"], _TRAIN) for name in close]
+    except (OSError, InputError):
+        return
+    defaults = {"model": Options.model, "dataset": Options.dataset}
+    if any(of_run.get(f, value) != value for of_run in of_runs for f, value in defaults.items()):
+        raise InputError(
+            f"--train_dir={folder}: there is no run; did you mean --train_dir={runs[close[0]]}? A "
+            f"new run of the default model and data needs --model={Options.model}"
+        )
 
 
 def _replaced_options(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:

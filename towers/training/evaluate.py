@@ -44,6 +44,8 @@ def evaluate(
     recorded = manifest.read(Path(options.train_dir))
     run = prepare(dataclasses.replace(options, variables="default"))
     manifest.check_data(run, recorded.get("task", {}))
+    if change := manifest.image_shape_change(run, recorded.get("task", {})):
+        say(f"warning     {change}")
     for line in manifest.differences({"code": manifest.code(options)}, recorded):
         say(f"warning     {line}")
     for line in run.data.notes:
@@ -56,11 +58,7 @@ def evaluate(
     now = {"data": {"test": run.data.test.checksum()}} if trained else {}
     differ = (manifest.differences(now, each, "when it was trained") for each in trained)
     for line in next(filter(None, differ), [])[:1]:
-        say(
-            f"warning     {line}: these are other test examples; where they are held out of one "
-            "file, the run was trained on some of them: keep these apart, in a file or folder of "
-            "their own"
-        )
+        say(f"warning     {line}")
     variables = run.train_state.variables().items()
     checkpoints = CheckpointManager(
         Path(options.train_dir, "checkpoints"),

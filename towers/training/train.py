@@ -98,10 +98,11 @@ def train(
             with user_facing_errors(options):
                 checkpoints, restored = restore(run, folder)
         except InputError:
-            manifest.check_data(run, task, number=True)  # why weights have other shapes
+            manifest.check_data(run, task, trains=True, number=True)  # why shapes are others
+            manifest.check_image_shape(run, task)
             raise
         if restored is not None:
-            manifest.check_data(run, task)
+            manifest.check_data(run, task, trains=True)
             manifest.check_image_shape(run, task)
         if restored is not None and options.init_from:
             say(f"init_from   the run has its own weights: {options.init_from} is not read")
@@ -147,8 +148,12 @@ def _train(
     """Run the training loop and write result.json; return as `train` does."""
     run, folder, timetable = prepared.run, prepared.folder, prepared.timetable
     options, task, checkpoints = run.options, run.task, prepared.checkpoints
-    step, last, best = timetable.first_step, timetable.last_step, _best_of(run, folder)
-    checkpoints.best = best.step if options.keep_best else None
+    step, last = timetable.first_step, timetable.last_step
+    session = (manifest.read(folder).get("sessions") or [{}])[-1]
+    evaluated = "validation" if run.data.validation else "test"
+    best = _best_of(run, folder, session.get("data", {}).get(evaluated, {}).get("sha256"))
+    kept = best.outdated[0] if best.outdated else best.step
+    checkpoints.best = kept if options.keep_best else None
     with contextlib.ExitStack() as stack:
         check = checkpoints.run_directory.check
         monitor = Monitor(
@@ -175,6 +180,7 @@ def _train(
         checkpoints.callbacks_state = callbacks.state if callbacks else None
         for line in callbacks.begin_run(step, checkpoints.restored_callbacks):
             monitor.say(line)
+        evaluator.evaluate_best_again(step)
         # What was interrupted after the checkpoint.
         epoch_is_open = callbacks.is_epoch_open(step)
         if timetable.evaluates(step) and (epoch_is_open or not evaluator.is_recorded(step)):
@@ -230,6 +236,7 @@ def _train(
         if ended:
             if step < last:
                 monitor.say(f"stopping    early, at step {step}: {evaluator.stop_reason()}")
+                monitor.shows_remaining = False
                 monitor.last_loss = float(values["loss"]) if values else monitor.last_loss
             changed |= task.finish()
             changed |= callbacks.end_run()
@@ -258,6 +265,7 @@ def _train(
         **{f"{s}_{n}": v for s, e in evaluations.items() for n, v in e.metrics.items()},
         "test_examples": evaluations["test"].examples,
         **({} if skipped is None else {"skipped_steps": skipped}),
+        **({"best_step": best.step} if options.keep_best else {}),
         **({"planned_steps": last} if step < last and callbacks.stopped() else {}),
         "objective": f"{'validation' if 'validation' in evaluations else 'test'}_{name}",
         "direction": direction,
@@ -283,7 +291,8 @@ def _announce(monitor: Monitor, prepared: PreparedRun) -> None:
     if prepared.restored is None:
         monitor.say(f"new run     {folder}, {count(last, 'step')}")
     else:
-        monitor.say(f"continuing  {folder} at step {prepared.restored} of {last}")
+        at = f"step {prepared.restored} of {last}, the newest checkpoint"
+        monitor.say(f"continuing  {folder} at {at}")
     monitor.say(f"watch it    {tensorboard_command(folder)}")
     listens = threading.current_thread() is threading.main_thread()
     if listens and not in_notebook():  # which has no terminal beside it
@@ -341,11 +350,19 @@ def _finished(run: RunContext, folder: Path) -> dict[str, Any] | None:
     """Return the result of a run that is finished, None for any other."""
     result, timetable = read_result(folder), run.timetable()
     over = timetable.first_step == timetable.last_step or _best_of(run, folder).is_over()
-    # A callback stops it again, unless there is none or the run is to be longer.
-    over |= bool(run.options.callbacks) and result.get("planned_steps") == timetable.last_step
+    # A callback stops it again, unless there are none or others, or the run is to be longer.
+    callbacks = run.options.callbacks
+    same = bool(callbacks) and _last_flags(folder).get("callbacks", callbacks) == callbacks
+    over |= same and result.get("planned_steps") == timetable.last_step
     if not over or result.get("steps") != timetable.first_step:
         return None
     return result | {"train_dir": str(folder)}  # the folder may have been moved
+
+
+def _last_flags(folder: Path) -> Mapping[str, Any]:
+    """Return the flags with which a run was last trained."""
+    sessions = manifest.read(folder).get("sessions") or [{}]
+    return sessions[-1].get("flags", {})
 
 
 def _finished_line(run: RunContext, result: Mapping[str, Any]) -> str:
@@ -360,10 +377,9 @@ def _finished_line(run: RunContext, result: Mapping[str, Any]) -> str:
         done = f"ended early, at step {step} of {last}"
         more = "a larger --early_stopping_epochs continues"
         if "planned_steps" in result:
-            more = "an empty --callbacks=, or more --num_epochs and more patience, continue"
+            more = "an empty or another --callbacks=, or more --num_epochs, continue"
     line = f"finished    {folder} {done}: {more} it, --overwrite moves it aside"
-    sessions = manifest.read(Path(folder)).get("sessions") or [{}]
-    trained = sessions[-1].get("flags", {})
+    trained = _last_flags(Path(folder))
     unused = [
         f"--{field.name}={f'{now:g}' if isinstance(now, float) else text_of(now)}"
         for field in dataclasses.fields(run.options)
@@ -374,10 +390,10 @@ def _finished_line(run: RunContext, result: Mapping[str, Any]) -> str:
     return f"{line}; it was not trained with {' '.join(unused)}" if unused else line
 
 
-def _best_of(run: RunContext, folder: Path) -> BestTracker:
+def _best_of(run: RunContext, folder: Path, data: str | None = None) -> BestTracker:
     options, step = run.options, int(run.train_state.step.numpy())
     patience = options.early_stopping_epochs * run.data.train.size
-    return BestTracker(folder, run.task.objective(), patience, options.keep_best, step)
+    return BestTracker(folder, run.task.objective(), patience, options.keep_best, step, data)
 
 
 def table(result: Mapping[str, Any]) -> list[str]:

@@ -96,6 +96,13 @@ class ExactResume(keras.callbacks.Callback):
             self._restore()
         else:
             print(f"ExactResume: goes on at epoch {about['epoch'] + 1}, batch {about['batch']}")
+            steps = [about.get("steps"), self.params.get("steps")]
+            if None not in steps and steps[0] != steps[1]:
+                warnings.warn(
+                    f"ExactResume: an epoch has {steps[1]} steps, and had {steps[0]} when it was "
+                    "saved: for other data or another batch size name another folder",
+                    stacklevel=2,
+                )
             vars(self.model)["_towers_resume_at"] = about["batch"]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -125,8 +132,13 @@ class ExactResume(keras.callbacks.Callback):
         self.model.train_function = self._step_or_skip
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Save the end."""
+        """Save the end, from which a call with more epochs goes on."""
         if self._first_epoch is not None:
+            self._random_at_epoch = _random_state()
+            if self._iterator is not None:
+                goes_on = self._is_long_pass
+                data = self._iterator if goes_on else tf_internals.next_pass(self._iterator)
+                self._positions["position"] = self._iterator_state(data)
             self._save(self._epoch + 1, 0, ended=bool(self.model.stop_training))
         tf_internals.begin_at_epoch(self.model, None)
 
@@ -235,6 +247,7 @@ class ExactResume(keras.callbacks.Callback):
             "logs": tf.nest.map_structure(float, self._logs),
             "history": self.model.history.history,
             "epochs": self.model.history.epoch,
+            "steps": self.params.get("steps"),
             "random": _random_state(),
             "random_at_epoch": _random_state() if ended else self._random_at_epoch,
         }

@@ -5,6 +5,7 @@
     objective, direction   the metric, and "max" or "min"
     points                 [[step, examples, value], ...] of all evaluations, in order
     step                   of the best one, whose checkpoint is kept; null if none is
+    data                   sha256 of the evaluated examples; null if it is not known
 """
 
 import math
@@ -18,10 +19,21 @@ NAME = "best.json"
 
 
 class BestTracker:
-    """Tracks the evaluations of a run and which of them is the best."""
+    """Tracks the evaluations of a run and which of them is the best.
+
+    Attributes:
+        outdated: (step, examples, value) of the best evaluation, if that was of other examples than
+            are evaluated now, with which no value can be compared; else None.
+    """
 
     def __init__(
-        self, folder: Path, objective: tuple[str, str], patience: float, keep: bool, step: int
+        self,
+        folder: Path,
+        objective: tuple[str, str],
+        patience: float,
+        keep: bool,
+        step: int,
+        data: str | None = None,
     ):
         """Read the evaluations up to a step.
 
@@ -31,6 +43,7 @@ class BestTracker:
             patience: examples without improvement after which a run ends; 0: never.
             keep: whether the checkpoint of the best evaluation is kept.
             step: where the run resumes; later evaluations are dropped, and made again.
+            data: sha256 of the examples that are evaluated now, if it is known.
         """
         self._path = folder / NAME
         self._name, self._direction = objective
@@ -42,6 +55,10 @@ class BestTracker:
             files.warn_damaged(self._path)
             points = []
         self._points = [p for p in points if same and p[0] <= step]
+        self._data, self.outdated = data, None
+        if None not in (data, content.get("data")) and data != content["data"]:
+            self.outdated = next((p for p in self._points if p[0] == self.step), None)
+            self._points = []
 
     def knows(self, step: int) -> bool:
         """Return whether step `step` was evaluated."""
@@ -84,7 +101,8 @@ class BestTracker:
         about = {"objective": self._name, "direction": self._direction}
         step = self.step if self._keep else None
         try:
-            files.write_json(self._path, about | {"step": step, "points": self._points})
+            about |= {"step": step, "points": self._points, "data": self._data}
+            files.write_json(self._path, about)
         except RunError as error:
             if say is None:
                 raise

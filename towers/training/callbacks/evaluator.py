@@ -1,6 +1,7 @@
 """Evaluations during a run and at its end: metrics, pictures and the best checkpoint."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 from towers.monitoring.image_summaries import Gallery
@@ -59,14 +60,35 @@ class Evaluator:
                 self._gallery.show_training(step)
                 if self._last.predictions:
                     self._gallery.show_evaluation(step, self._last.predictions)
-            metrics, (name, _) = self._last.metrics, run.task.objective()
-            monitor.eval_point(step, metrics, self._part)
-            value = metrics.get(f"{name}_ema")
-            value = metrics.get(name) if value is None else value
+            monitor.eval_point(step, self._last.metrics, self._part)
+            value = self._objective(self._last)
             is_best = self._best.add(step, self._prepared.timetable.examples(step), value)
             if is_best and run.options.keep_best:
                 self._prepared.checkpoints.best = step
             return is_best
+
+    def evaluate_best_again(self, now: int) -> None:
+        """Evaluate the best weights on the examples of now, if they were on others.
+
+        Args:
+            now: step of the weights in use.
+        """
+        if self._best.outdated is None:
+            return
+        step, examples, before = self._best.outdated
+        name, _ = self._run.task.objective()
+        text = "its evaluation is of other examples"
+        with self._preemption.evaluation(now), self._best_weights(now) as are_others:
+            if (are_others or step == now) and (evaluation := self._evaluate(self._preemption)):
+                value = self._objective(evaluation)
+                self._best.add(step, examples, value)
+                text = f"{name} {before:.6g} on other examples, {value or math.nan:.6g} on these"
+        self._monitor.say(f"best        step {step}: {text}")
+
+    def _objective(self, evaluation: Evaluation) -> float | None:
+        name, _ = self._run.task.objective()
+        value = evaluation.metrics.get(f"{name}_ema")
+        return evaluation.metrics.get(name) if value is None else value
 
     def invalidate(self) -> None:
         """Forget the last result: the weights have changed since."""
@@ -112,7 +134,8 @@ class Evaluator:
                     evaluate = self._run.task.make_evaluator(self._run.data.test)
                     evaluations["test"] = evaluate(self._preemption)
                     if evaluations["test"]:
-                        self._monitor.say_figures("test", step, evaluations["test"].metrics)
+                        of = self._prepared.checkpoints.best if are_others else step
+                        self._monitor.say_figures("test", of, evaluations["test"].metrics)
         return None if None in evaluations.values() else evaluations
 
     @contextlib.contextmanager

@@ -50,11 +50,13 @@ def load(names: str) -> list[_K.Callback]:
         callbacks += returned if isinstance(returned, list | tuple) else [returned]
         for callback in callbacks:
             if not isinstance(callback, _K.Callback):
-                what, needed = type(callback).__name__, "keras.callbacks.Callback"
+                what, needed = repr(callback)[:60], "keras.callbacks.Callback"
                 if isinstance(callback, type):
                     what, needed = f"the class {callback.__name__}", f"{callback.__name__}(...)"
-                line = f"--callbacks={name} returned {what}; a list of {needed} is needed"
-                raise InputError(line)
+                in_list = "a list with " if callback is not returned else ""
+                raise InputError(
+                    f"--callbacks={name} returned {in_list}{what}; a list of {needed} is needed"
+                )
             _check_hooks(name, callback)
             if isinstance(callback, _K.BackupAndRestore | ExactResume):
                 raise InputError(
@@ -135,9 +137,12 @@ class _EpochMeans:
     Attributes:
         sums: {name: sum over the steps so far}.
         num_steps: number of steps of the epoch that this run has made.
+        epoch_size: number of examples of an epoch.
     """
 
-    def __init__(self):
+    def __init__(self, size: int):
+        """Begin an epoch of so many examples."""
+        self.epoch_size = size
         self.sums: dict[str, float] = {}
         self.num_steps = 0
 
@@ -164,7 +169,7 @@ class Callbacks:
         """
         self._train_state, self._task, self._timetable = run.train_state, run.task, timetable
         self._model, self._training = run.train_state.model, False
-        self._means, self._in_epoch = _EpochMeans(), False
+        self._means, self._in_epoch = _EpochMeans(timetable.train_size), False
         self._last_logs: dict[str, float] = {}  # of an epoch
         self._before: np.ndarray | None = None  # the state before an on_epoch_end that is called
         self._list = None
@@ -206,17 +211,24 @@ class Callbacks:
             state: from `state`, of the restored checkpoint; None: there is none.
 
         Returns:
-            Notes on what they do not hold any more.
+            Notes on what is not as it was.
         """
         if not self:
             return []
-        unsaved: list[str] = []
+        notes, size = [], self._timetable.train_size
         if state is not None:
             unpack(state, [self._means])
+        if is_other := self._means.epoch_size != size:
+            notes.append(
+                f"note        an epoch has {size} examples, and had {self._means.epoch_size}: "
+                "callbacks see epochs counted anew, and no row of a CSVLogger is dropped"
+            )
+            self._means = _EpochMeans(size)
         loggers = [c for c in self._list.callbacks if isinstance(c, _K.CSVLogger)]
         for logger in loggers if step or state is not None else ():
             logger.append = True
-            _cut(logger, self._epoch(step - bool(self._means.num_steps)))
+            if not is_other:
+                _cut(logger, self._epoch(step - bool(self._means.num_steps)))
         if state is None:
             self._call("on_train_begin")
         else:  # the hooks have been called before: what they change is as it was saved
@@ -228,9 +240,10 @@ class Callbacks:
             self._train_state.set_copies()
             # A logger sees by its file whether there is a header.
             others = [None if c in loggers else c for c in self._list.callbacks]
-            unsaved = unpack(state, [self._means, *others])
+            if unsaved := unpack(state, [None if is_other else self._means, *others]):
+                notes.append(f"note        {unsaved_note(unsaved)}")
         self._training = True
-        return [f"note        {unsaved_note(unsaved)}"] if unsaved else []
+        return notes
 
     def is_epoch_open(self, step: int) -> bool:
         """Return whether an epoch ends at `step` whose on_epoch_end is not in the saved state."""
@@ -274,7 +287,7 @@ class Callbacks:
         changed = self._changes_weights("on_epoch_end", self._epoch(step - 1), logs)
         self._before, self._in_epoch = None, False
         if self._epoch(step) > self._epoch(step - 1):  # else a run of more epochs goes on in it
-            self._means = _EpochMeans()
+            self._means = _EpochMeans(self._timetable.train_size)
         return changed
 
     def end_run(self) -> bool:

@@ -66,6 +66,10 @@ _NAMES = {  # of parts, for people
     "data.validation.sha256": "the validation set (data.validation.sha256)",
     "data.test.sha256": "the test set (data.test.sha256)",
 }
+_ADVICE = {
+    "data.test.sha256": "; of a test set that is held out of a file or folder that has changed the "
+    "run was trained on some examples: keep test examples in one of their own"
+}
 _NUM_RATES = 9  # points of the remaining run at which learning rates are compared
 _TASK_TYPES = {  # of a task's fields, beside its spec
     "num_classes": int | None, "class_names": list, "columns": list, "image_shape": list | None,
@@ -206,24 +210,30 @@ def _is_task(task: Any) -> bool:
     )
 
 
-def check_data(run: RunContext, task: Mapping[str, Any], number: bool = False) -> None:
+def check_data(
+    run: RunContext, task: Mapping[str, Any], number: bool = False, trains: bool = False
+) -> None:
     """Check that data have the columns and the classes that a run was trained on.
 
     Args:
         run: with the data.
         task: of the run's manifest.
         number: whether their number has to be the same, too.
+        trains: whether the run is to go on, which another --dataset does not let it do.
 
     Raises:
         InputError: others are in their places now; these are named.
     """
     if changes := data_changes(run, task, number):
         dataset = run.options.dataset
-        same = f", as --dataset=TRAIN.csv,{dataset}" if re.fullmatch(r"[^,]*\.csv", dataset) else ""
+        is_table = re.fullmatch(r"[^,]*\.csv", dataset) and not trains
+        # The training table has the categories that another one lacks, not the other way round.
+        lacks = is_table and "new: " not in changes
+        same = f", as --dataset=TRAIN.csv,{dataset}" if lacks else ""
         raise InputError(
             f"--dataset={dataset} has other {changes} than the run was trained on: give data of "
             f"the same{same}, or train with another --train_dir and "
-            f"--init_from={run.options.train_dir}, which takes its weights"
+            f"--init_from={run.options.train_dir}, which takes the weights that fit"
         )
 
 
@@ -255,20 +265,35 @@ def check_image_shape(run: RunContext, task: Mapping[str, Any]) -> None:
         run: with the data.
         task: of the run's manifest.
     """
-    now, then = list(run.data.image_shape or ()), list(task.get("image_shape") or ())
-    if now and then and now != then:
-        shapes = ["x".join(map(str, shape)) for shape in (now, then)]
+    if change := image_shape_change(run, task):
+        height, width, _ = task["image_shape"]
         raise InputError(
-            f"--dataset={run.options.dataset} has images of {shapes[0]}, and the run was trained "
-            f"on {shapes[1]}: type --image_size={then[0]}x{then[1]}, or train in another "
+            f"{change}: type --image_size={height}x{width}, or train in another "
             f"--train_dir, with --init_from={run.options.train_dir} for its weights"
         )
+
+
+def image_shape_change(run: RunContext, task: Mapping[str, Any]) -> str:
+    """Return in words how the shape of images is another than in training; "" if it is not.
+
+    Args:
+        run: see `check_image_shape`.
+        task: see `check_image_shape`.
+    """
+    now, then = list(run.data.image_shape or ()), list(task.get("image_shape") or ())
+    if not (now and then and now != then):
+        return ""
+    shapes = ["x".join(map(str, shape)) for shape in (now, then)]
+    return (
+        f"--dataset={run.options.dataset} has images of {shapes[0]}, and the run was trained "
+        f"on {shapes[1]}"
+    )
 
 
 def differences(
     now: Mapping[str, Any], before: Mapping[str, Any], when: str = "at the run's start"
 ) -> list[str]:
-    """Return a line for each part that `_COMPARED` matches and that differs.
+    """Return a line for each part that `_COMPARED` matches and that differs; one for each split.
 
     Args:
         now: the record of a session, or some parts of it.
@@ -276,10 +301,16 @@ def differences(
         when: words that say when the record was made.
     """
     new, old = (dict(_flatten("", manifest)) for manifest in (now, before))
-    return [
-        f"{_NAMES.get(name, name)} differs: {_shorten(new[name])} now, {_shorten(old[name])} {when}"
+    differing = [
+        name
         for name in filter(_COMPARED.fullmatch, new)
         if None not in (new[name], old.get(name)) and new[name] != old[name]
+    ]
+    return [
+        f"{_NAMES.get(name, name)} differs: {_shorten(new[name])} now, {_shorten(old[name])} {when}"
+        f"{_ADVICE.get(name, '')}"
+        for name in differing
+        if name.endswith(".sha256") or f"{name.rpartition('.')[0]}.sha256" not in differing
     ]
 
 

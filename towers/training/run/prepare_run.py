@@ -225,8 +225,8 @@ def begin(
         task = manifest.read(source).get("task", {}) if source.is_dir() else {}
         if changes := manifest.data_changes(run, task, number=True):
             say(
-                f"note        {source} was trained on data of other {changes}: what its layers "
-                "have learned of those is taken for these"
+                f"note        {source} was trained on data of other {changes}: its weights are "
+                "taken in their order, the first for the first, whatever the names"
             )
         for line in init_from(run.train_state, options.init_from):
             say(line)
