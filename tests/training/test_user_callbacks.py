@@ -155,6 +155,19 @@ def test_an_epoch_of_another_size_drops_no_row_of_a_log(tmp_path, capsys):
     assert "an epoch has 21 examples, and had 14" in capsys.readouterr().out
 
 
+def test_what_was_best_on_other_examples_is_not_what_they_compare_with(tmp_path, capsys):
+    def run(test, steps):
+        early = keras.callbacks.EarlyStopping("val_loss", patience=2)
+        result = train(tmp_path, early, dataset=(DATA[0], test), max_steps=steps, num_epochs=0)
+        return result["steps"], early.best
+
+    assert run(DATA[1], 6)[0] == 6
+    harder = DATA[1][0], DATA[1][1] + 9  # no evaluation is as good as those before
+    steps, best = run(harder, 12)
+    assert steps == 12 and best > 9 and "EarlyStopping begins anew" in capsys.readouterr().out
+    assert run(harder, 12)[0] == 12 and "anew" not in capsys.readouterr().out
+
+
 def stopping():
     return Stops()
 

@@ -99,7 +99,9 @@ def _call(
     layer: Any, inputs: tf.Tensor, sync: SyncHandle | None, on_gpu: bool, scope: Any
 ) -> tf.Tensor:
     # On a GPU it computes in the layer's type, else in float32.
-    num_channels = inputs.shape[-1]
+    num_channels = layer.moving_mean.shape[0]
+    if inputs.shape[-1] is None:  # else of another number the reshape would make other rows
+        inputs = tf.ensure_shape(inputs, [*inputs.shape[:-1], num_channels])
     x = tf.cast(inputs, layer.compute_dtype if on_gpu else tf.float32)
     if x.shape.rank != 4:
         x = tf.reshape(x, [-1, 1, 1, num_channels])

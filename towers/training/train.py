@@ -151,7 +151,8 @@ def _train(
     step, last = timetable.first_step, timetable.last_step
     session = (manifest.read(folder).get("sessions") or [{}])[-1]
     evaluated = "validation" if run.data.validation else "test"
-    best = _best_of(run, folder, session.get("data", {}).get(evaluated, {}).get("sha256"))
+    sha256 = session.get("data", {}).get(evaluated, {}).get("sha256")
+    best = _best_of(run, folder, sha256)
     kept = best.outdated[0] if best.outdated else best.step
     checkpoints.best = kept if options.keep_best else None
     with contextlib.ExitStack() as stack:
@@ -170,7 +171,7 @@ def _train(
         model = run.train_state.model
         draw = make_histograms(run.builder, model, task.gradients, task.inputs)
         gallery = Gallery(monitor, timetable, prepared.sampler, draw, run.builder, model, run.data)
-        callbacks = Callbacks(user_callbacks, run, timetable)
+        callbacks = Callbacks(user_callbacks, run, timetable, sha256)
         evaluator = Evaluator(prepared, monitor, gallery, best, preemption, callbacks)
         finite_check = nonfinite.NonFiniteMonitor(run, folder, timetable, monitor.say)
         saved, seconds_to_first_step, changed, values = step, None, False, {}

@@ -42,7 +42,7 @@ class ExactResume(keras.callbacks.Callback):
     The generators of `tf.random` are not saved, nor is the state of other callbacks unless they are
     in `also`. Callbacks see the epoch's earlier batches again, with the logs of the last one. Put
     this callback last, after those that change weights when training ends. A fit that has ended is
-    not repeated: to start anew, name another folder.
+    not repeated, but goes on with more `epochs`: to start anew, name another folder.
     """
 
     def __init__(

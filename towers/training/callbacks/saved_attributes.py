@@ -57,7 +57,7 @@ def unpack(packed: np.ndarray, items: Sequence[Any]) -> list[str]:
     """
     found = []
     with np.load(io.BytesIO(packed.tobytes()), allow_pickle=False) as saved:
-        attributes = json.loads(str(saved["attributes"]))
+        attributes = json.loads(str(saved["attributes"])) if "attributes" in saved else []
         for item, (kind, values, unsaved) in zip(items, attributes, strict=False):
             if type(item).__name__ == kind:
                 found += unsaved

@@ -10,6 +10,7 @@ on, EarlyStopping and ModelCheckpoint know what was best, and CSVLogger adds to 
 
 import csv
 import difflib
+import functools
 import inspect
 import math
 import re
@@ -138,11 +139,12 @@ class _EpochMeans:
         sums: {name: sum over the steps so far}.
         num_steps: number of steps of the epoch that this run has made.
         epoch_size: number of examples of an epoch.
+        evaluated: sha256 of the examples that are evaluated, if it is known.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, data: str | None):
         """Begin an epoch of so many examples."""
-        self.epoch_size = size
+        self.epoch_size, self.evaluated = size, data
         self.sums: dict[str, float] = {}
         self.num_steps = 0
 
@@ -159,17 +161,25 @@ class _EpochMeans:
 class Callbacks:
     """Calls the hooks of a run's Keras callbacks. False if there are none."""
 
-    def __init__(self, callbacks: Sequence[_K.Callback], run: RunContext, timetable: Timetable):
+    def __init__(
+        self,
+        callbacks: Sequence[_K.Callback],
+        run: RunContext,
+        timetable: Timetable,
+        evaluated: str | None = None,
+    ):
         """Set the model and the parameters of the callbacks.
 
         Args:
             callbacks: as `prepare` leaves them.
             run: whose model they see.
             timetable: of the run.
+            evaluated: sha256 of the examples that are evaluated, if it is known.
         """
         self._train_state, self._task, self._timetable = run.train_state, run.task, timetable
         self._model, self._training = run.train_state.model, False
-        self._means, self._in_epoch = _EpochMeans(timetable.train_size), False
+        self._new_means = functools.partial(_EpochMeans, timetable.train_size, evaluated)
+        self._means, self._in_epoch = self._new_means(), False
         self._last_logs: dict[str, float] = {}  # of an epoch
         self._before: np.ndarray | None = None  # the state before an on_epoch_end that is called
         self._list = None
@@ -215,19 +225,20 @@ class Callbacks:
         """
         if not self:
             return []
-        notes, size = [], self._timetable.train_size
+        notes, now, before = [], self._means, self._new_means()
         if state is not None:
-            unpack(state, [self._means])
-        if is_other := self._means.epoch_size != size:
+            unpack(state, [before])
+        if same_size := before.epoch_size == now.epoch_size:
+            self._means = before
+        else:
             notes.append(
-                f"note        an epoch has {size} examples, and had {self._means.epoch_size}: "
+                f"note        an epoch has {now.epoch_size} examples, and had {before.epoch_size}: "
                 "callbacks see epochs counted anew, and no row of a CSVLogger is dropped"
             )
-            self._means = _EpochMeans(size)
         loggers = [c for c in self._list.callbacks if isinstance(c, _K.CSVLogger)]
         for logger in loggers if step or state is not None else ():
             logger.append = True
-            if not is_other:
+            if same_size:
                 _cut(logger, self._epoch(step - bool(self._means.num_steps)))
         if state is None:
             self._call("on_train_begin")
@@ -239,11 +250,24 @@ class Callbacks:
                     self._in_epoch = True
             self._train_state.set_copies()
             # A logger sees by its file whether there is a header.
-            others = [None if c in loggers else c for c in self._list.callbacks]
-            if unsaved := unpack(state, [None if is_other else self._means, *others]):
+            anew = loggers + self._of_other_data(before.evaluated, now.evaluated)
+            if names := [type(c).__name__ for c in anew[len(loggers) :]]:
+                notes.append(
+                    f"note        what was best is of other examples than are evaluated now: "
+                    f"{', '.join(names)} {'begins' if len(names) == 1 else 'begin'} anew"
+                )
+            others = [None if c in anew else c for c in self._list.callbacks]
+            if unsaved := unpack(state, [self._means if same_size else None, *others]):
                 notes.append(f"note        {unsaved_note(unsaved)}")
+            self._means.evaluated = now.evaluated
         self._training = True
         return notes
+
+    def _of_other_data(self, before: str | None, now: str | None) -> list[_K.Callback]:
+        if None in (before, now) or before == now:
+            return []
+        monitoring = (c for c in self._list.callbacks if isinstance(c, _MONITORS))
+        return [c for c in monitoring if c.monitor.startswith("val_")]
 
     def is_epoch_open(self, step: int) -> bool:
         """Return whether an epoch ends at `step` whose on_epoch_end is not in the saved state."""
@@ -287,7 +311,7 @@ class Callbacks:
         changed = self._changes_weights("on_epoch_end", self._epoch(step - 1), logs)
         self._before, self._in_epoch = None, False
         if self._epoch(step) > self._epoch(step - 1):  # else a run of more epochs goes on in it
-            self._means = _EpochMeans(self._timetable.train_size)
+            self._means = self._new_means()
         return changed
 
     def end_run(self) -> bool:
