@@ -134,12 +134,12 @@ class ExactResume(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Save the end, from which a call with more epochs goes on."""
         if self._first_epoch is not None:
-            self._random_at_epoch = _random_state()
-            if self._iterator is not None:
+            self._random_at_epoch, ended = _random_state(), bool(self.model.stop_training)
+            if self._iterator is not None and not ended:
                 goes_on = self._is_long_pass
                 data = self._iterator if goes_on else tf_internals.next_pass(self._iterator)
                 self._positions["position"] = self._iterator_state(data)
-            self._save(self._epoch + 1, 0, ended=bool(self.model.stop_training))
+            self._save(self._epoch + 1, 0, ended)
         tf_internals.begin_at_epoch(self.model, None)
 
     def _step_or_skip(self, iterator: Any) -> Any:

@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 
+from towers.formatting import figure
 from towers.monitoring.image_summaries import Gallery
 from towers.monitoring.monitor import Monitor
 from towers.training.callbacks.best_checkpoint import BestTracker
@@ -82,7 +83,8 @@ class Evaluator:
             if (are_others or step == now) and (evaluation := self._evaluate(self._preemption)):
                 value = self._objective(evaluation)
                 self._best.add(step, examples, value)
-                text = f"{name} {before:.6g} on other examples, {value or math.nan:.6g} on these"
+                value = math.nan if value is None else value
+                text = f"{name} {figure(before)} on other examples, {figure(value)} on these"
         self._monitor.say(f"best        step {step}: {text}")
 
     def _objective(self, evaluation: Evaluation) -> float | None:

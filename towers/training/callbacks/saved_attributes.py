@@ -69,8 +69,8 @@ def unpack(packed: np.ndarray, items: Sequence[Any]) -> list[str]:
 def unsaved_note(names: Sequence[str]) -> str:
     """Return a sentence on what `unpack` returns."""
     return (
-        f"{first_of(names)} could not be saved, and begin anew: of a public attribute numbers, "
-        "texts, arrays, and lists, tuples, sets, deques and dictionaries of such are"
+        f"not saved, so as at the start: {first_of(names)}; saved are public attributes that are "
+        "numbers, texts, arrays, and lists, tuples, sets, deques and dictionaries of these"
     )
 
 
