@@ -8,6 +8,7 @@ import os
 import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from towers.commands.sweep.options import SweepOptions, describe
@@ -26,6 +27,8 @@ def document(options: SweepOptions, entries: Sequence[Mapping[str, Any]]) -> dic
     """
     run_results = [entry["result"] for entry in entries if entry["result"]]
     objective, note = results.common_objective(run_results)
+    folders = (Path(options.sweep_dir, entry["name"]) for entry in entries if entry["result"])
+    note = "; ".join(filter(None, [note, results.other_data_note(folders, objective[0])]))
     rows, best = summarise(entries, objective), None
     if rows[0]["objective"]:
         folder = options.sweep_dir
