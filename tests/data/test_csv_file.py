@@ -139,6 +139,7 @@ MANY_NAMES = "a,b\n" + "".join(f"{i},name {i}\n" for i in range(1001))
         ("a;b\n1;2\n", "", "mine.csv: its cells are separated by ';'; write commas"),
         ('"a"\t"b"\n"x"\t2\n', "", "mine.csv: its cells are separated by '\\t'; write commas"),
         ('a,b\n1,2\n"3\n4",5\n6,"7\n8,9\n', "", "mine.csv, line 5: unexpected end of data; mend"),
+        ('a,b\n1,"2\n', "", "mine.csv, line 2: unexpected end of data; mend"),
         ("a,b,c\nx,y,1\n", "", "type --categories=a,b, leave"),
         ("a,b,a\n1,2,3\n", "", "mine.csv has two columns 'a'; give each a name of its own"),
         ("a,b\n1,2\n3\n", "", "line 3 has 1 cells, but the first line names 2 columns"),

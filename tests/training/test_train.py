@@ -357,6 +357,18 @@ def pooling():
     return keras.Sequential([keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(2)])
 
 
+def test_a_run_is_not_ended_by_a_length_that_it_has_passed(tmp_path):
+    given = dict(train_dir=tmp_path, model=tiny.dense, dataset=tiny.images, batch_size=6)
+    towers.train(**given, max_steps=30)
+    (tmp_path / "result.json").unlink()  # as of a run that was stopped
+    before = (tmp_path / "flags.cfg").read_text()
+    for shorter in {"max_steps": 20}, {"num_epochs": 0.5}:
+        with pytest.raises(InputError, match=f"--{[*shorter][0]}.* has made 30 steps, .*evaluate"):
+            towers.train(**given, **shorter)
+    assert (tmp_path / "flags.cfg").read_text() == before
+    assert towers.train(**given, max_steps=30)["steps"] == 30
+
+
 def test_a_finished_run_is_not_taken_for_one_of_other_data(tmp_path, capsys):
     """A notebook's cell that is run again with other arrays would show the old figures."""
     images, labels = np.random.rand(8, 8, 8, 3), np.arange(8) % 2

@@ -143,6 +143,20 @@ class Stops(keras.callbacks.Callback):
         self.model.stop_training = True
 
 
+def test_only_train_needs_them(folder, capsys):
+    (folder / "own_callbacks.py").write_text("def make():\n    return []\n")
+    given = dict(model="own_model:build", dataset=DATA, train_dir="run", max_steps=1)
+    source = f"from {__name__} import build as made\ndef build():\n    return made()\n"
+    (folder / "own_model.py").write_text(source)
+    towers.train(**given, callbacks="own_callbacks:make")
+    (folder / "own_callbacks.py").unlink()
+    towers.evaluate(train_dir="run", dataset=DATA)
+    assert "differs" not in capsys.readouterr().out
+    (folder / "own_model.py").write_text(f"{source}# edited\n")
+    towers.load("run")
+    assert "(code.model) differs" in capsys.readouterr().err
+
+
 def test_an_epoch_of_another_size_drops_no_row_of_a_log(tmp_path, capsys):
     def rows(dataset, steps):
         log = keras.callbacks.CSVLogger(tmp_path / "log.csv")

@@ -146,6 +146,7 @@ class CsvTable:
                         raise InputError(f"{path}: its cells are separated by {other!r}; {_COMMAS}")
                 rows = csv.reader(itertools.chain([first], lines), strict=True)
                 self.names = [name.strip() for name in next(rows, [])]
+                begin = rows.line_num + 1
                 if not self.names:
                     empty = ": its first line is empty" if first else " is empty"
                     raise InputError(f"{path}{empty}; {_FIRST_LINE}")
@@ -214,8 +215,8 @@ class CsvTable:
         return InputError(
             f"{self.path}, line {self.lines[place]}: the cell of column {name} is "
             f"{repr(cell) if cell else 'empty'}, and {rows:,} of {len(self._rows):,} rows have "
-            "such cells: fill them in (a number by the column's mean, a category by a text that "
-            "training has, too), or leave these rows out"
+            "such cells: fill them in (a feature by the column's mean, or by a text that training "
+            "has, too), or leave these rows out"
         )
 
     def _texts(self, name: str, role: str) -> list[str]:

@@ -352,7 +352,7 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
         )
     if not has_flags:
         if not is_run and verb.run_flags == "if_any" and not {"model", "dataset"} & given.keys():
-            _check_no_slip(Path(train_dir))
+            _check_slip(Path(train_dir))
         return {}
     try:
         of_run = _read_argv([f"--flagfile={path}"], _TRAIN)
@@ -371,6 +371,7 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
         replaced = set()
     elif verb.run_flags == "always":  # the machines and GPUs of training may be gone
         replaced |= _OF_MACHINES | ({"devices"} if of_run.get("devices") == "gpu" else set())
+        replaced.add("callbacks")  # whose module need not be there any more
     taken = {name: value for name, value in of_run.items() if name not in replaced}
     text = _read_text(path)
     if not given.get("trust"):
@@ -382,7 +383,7 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
     return taken
 
 
-def _check_no_slip(folder: Path) -> None:
+def _check_slip(folder: Path) -> None:
     """Raise InputError for a new run of the default model beside one of another, named alike."""
     try:
         runs = {path.name: path for path in folder.parent.iterdir() if files.is_run(path)}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,10 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
             f"--train_dir={options.train_dir} has no moving averages: take its weights, or train "
             "with --ema_decay"
         )
-    task = manifest.read(Path(options.train_dir)).get("task")
+    recorded = manifest.read(Path(options.train_dir))
+    for line in manifest.differences({"code": manifest.code(options)}, recorded):
+        print(f"warning     {line}", file=sys.stderr)
+    task = recorded.get("task")
     if not task:  # the manifest is older or lost
         data = load_data(options)
         kind = augment.resolve(options.augment, data, compiled=False)

@@ -114,6 +114,8 @@ def train(
             for line in [_finished_line(run, result), *table(result)]:
                 say(line)
             return result
+        if restored is not None:
+            _check_not_beyond(run, folder)
         recovery = remote.Recovery(options, say)
         with contextlib.closing(GpuHealth()) as health:
             while True:
@@ -290,7 +292,9 @@ def _train(
 def _announce(monitor: Monitor, prepared: PreparedRun) -> None:
     folder, last = prepared.run.options.train_dir, prepared.timetable.last_step
     if prepared.restored is None:
-        monitor.say(f"new run     {folder}, {count(last, 'step')}")
+        options = prepared.run.options
+        of = f"{options.model} on {options.dataset}"
+        monitor.say(f"new run     {folder}, {count(last, 'step')} of {of}")
     else:
         at = f"step {prepared.restored} of {last}, the newest checkpoint"
         monitor.say(f"continuing  {folder} at {at}")
@@ -358,6 +362,24 @@ def _finished(run: RunContext, folder: Path) -> dict[str, Any] | None:
     if not over or result.get("steps") != timetable.first_step:
         return None
     return result | {"train_dir": str(folder)}  # the folder may have been moved
+
+
+def _check_not_beyond(run: RunContext, folder: Path) -> None:
+    """Raise InputError if a run that goes on has made more steps than it is to have.
+
+    It would end at once, and its flags.cfg forget how long it was to be.
+    """
+    options, step = run.options, int(run.train_state.step.numpy())
+    beyond = int(run.train_state.examples.numpy()) - run.total_examples
+    if beyond >= options.batch_size or 0 < options.max_steps < step:
+        epochs = run.timetable().epochs(step)
+        asked = f"--num_epochs={run.total_epochs:g}"
+        if 0 < options.max_steps < step:
+            asked = f"--max_steps={options.max_steps}"
+        raise InputError(
+            f"{asked}: the run in {folder} has made {count(step, 'step')}, {epochs:.4g} epochs: "
+            f"give more, or towers evaluate --train_dir={folder} for what it has reached"
+        )
 
 
 def _last_flags(folder: Path) -> Mapping[str, Any]:
