@@ -133,7 +133,7 @@ def test_flags_cfg_repeats_the_run_and_calls_of_other_lengths_change_no_bit(
     assert all(ours[name] == theirs[name] for name in ours.keys() - speeds)
     lines = out.splitlines()
     assert lines[0] == "towers      2: /cpu:0, /cpu:1; gather on /cpu:0"
-    assert f"new run     {tmp_path}, 18 steps" in lines
+    assert f"new run     {tmp_path}, 18 steps of tests.tiny:cnn on tests.tiny:images" in lines
     watch = next(line for line in lines if line.startswith("watch it"))
     assert watch.endswith(f"towers tensorboard --train_dir={tmp_path}")
     assert lines[-1] == watch.removeprefix("watch it    ")
