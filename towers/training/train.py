@@ -151,7 +151,7 @@ def _train(
     run, folder, timetable = prepared.run, prepared.folder, prepared.timetable
     options, task, checkpoints = run.options, run.task, prepared.checkpoints
     step, last = timetable.first_step, timetable.last_step
-    session = (manifest.read(folder).get("sessions") or [{}])[-1]
+    session = _last_session(folder)
     evaluated = "validation" if run.data.validation else "test"
     sha256 = session.get("data", {}).get(evaluated, {}).get("sha256")
     best = _best_of(run, folder, sha256)
@@ -356,8 +356,8 @@ def _finished(run: RunContext, folder: Path) -> dict[str, Any] | None:
     result, timetable = read_result(folder), run.timetable()
     over = timetable.first_step == timetable.last_step or _best_of(run, folder).is_over()
     # A callback stops it again, unless there are none or others, or the run is to be longer.
-    callbacks = run.options.callbacks
-    same = bool(callbacks) and _last_flags(folder).get("callbacks", callbacks) == callbacks
+    callbacks, before = run.options.callbacks, _last_session(folder).get("flags", {})
+    same = bool(callbacks) and before.get("callbacks", callbacks) == callbacks
     over |= same and result.get("planned_steps") == timetable.last_step
     if not over or result.get("steps") != timetable.first_step:
         return None
@@ -382,10 +382,9 @@ def _check_not_beyond(run: RunContext, folder: Path) -> None:
         )
 
 
-def _last_flags(folder: Path) -> Mapping[str, Any]:
-    """Return the flags with which a run was last trained."""
-    sessions = manifest.read(folder).get("sessions") or [{}]
-    return sessions[-1].get("flags", {})
+def _last_session(folder: Path) -> Mapping[str, Any]:
+    """Return the manifest's record of a run's last start, {} if there is none."""
+    return (manifest.read(folder).get("sessions") or [{}])[-1]
 
 
 def _finished_line(run: RunContext, result: Mapping[str, Any]) -> str:
@@ -402,7 +401,7 @@ def _finished_line(run: RunContext, result: Mapping[str, Any]) -> str:
         if "planned_steps" in result:
             more = "an empty or another --callbacks=, or more --num_epochs, continue"
     line = f"finished    {folder} {done}: {more} it, --overwrite moves it aside"
-    trained = _last_flags(Path(folder))
+    trained = _last_session(Path(folder)).get("flags", {})
     unused = [
         f"--{field.name}={f'{now:g}' if isinstance(now, float) else text_of(now)}"
         for field in dataclasses.fields(run.options)
