@@ -139,6 +139,17 @@ def test_modules_that_programs_in_strings_import_are_there():
     assert [name for name in sorted(named) if importlib.util.find_spec(name) is None] == []
 
 
+def test_only_what_sets_up_a_run_or_shows_all_flags_has_all_options():
+    """The rest is given the part of them that it reads, such as `UpdateOptions`."""
+    rooms = "options", "commands", "training.run"
+    files = "cli", "training.train", "training.evaluate", "training.load"
+    others = "training.callbacks.replay_step", "monitoring.dashboard"
+    for module, names in imports_of_towers().items():
+        if "towers.options.run.Options" in names:
+            named = module in (*files, *others) or module.startswith(rooms)
+            assert named, f"{module}: take a class of towers.options.parts"
+
+
 def test_the_library_knows_no_model_and_no_experiment():
     for module, names in imports_of_towers().items():
         assert not top_level(names) & {"models", "configs", "scripts", "tests"}, module

@@ -43,7 +43,7 @@ CASES = {
     "BatchNorm": dict(model="tests.tiny:cnn", num_towers="1"),
     "16 bits": dict(dtype="mixed_float16"),
     "embedding": dict(
-        model="tests.training.test_variables:embedding", weight_decay=0.01, augment="resnet"
+        model="tests.training.test_optimizer_step:embedding", weight_decay=0.01, augment="resnet"
     ),
 }
 

@@ -32,7 +32,7 @@ DEVICES = ["/cpu:0", "/cpu:1"]
 
 def timetable(first=0, last=100, batch_size=128, **options):
     return Timetable(
-        first, first * batch_size, last, 10_000, Options(batch_size=batch_size, **options)
+        first, first * batch_size, last, 10_000, batch_size, 10, Options(**options)
     )
 
 

@@ -14,7 +14,8 @@ from towers import cli
 from towers.commands.compare.options import CompareOptions
 from towers.errors import InputError
 from towers.options import code_trust, fields, flags
-from towers.options.run import OPTIMIZERS, Options
+from towers.options.parts import OPTIMIZERS
+from towers.options.run import Options
 
 pytestmark = pytest.mark.unit
 

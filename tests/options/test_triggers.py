@@ -18,7 +18,9 @@ def timetable(first=0, first_examples=None, last=100, size=1000, **options):
     options = Options(**{"batch_size": 100, **options})
     if first_examples is None:
         first_examples = first * options.batch_size
-    return Timetable(first, first_examples, last, size, options)
+    return Timetable(
+        first, first_examples, last, size, options.batch_size, options.steps_per_loop, options
+    )
 
 
 def walk(plan):
@@ -26,7 +28,7 @@ def walk(plan):
     step, stops, done = plan.first_step, [], {kind: [] for kind in KINDS}
     while step < plan.last_step:
         num_steps = plan.num_steps(step)
-        assert 1 <= num_steps <= plan.options.steps_per_loop
+        assert 1 <= num_steps <= plan.steps_per_loop
         step += num_steps
         stops.append(step)
         for kind, steps in done.items():

@@ -12,7 +12,8 @@ from tests import tiny
 from tests.runs import released
 from towers import tf_internals
 from towers.builder import device_types
-from towers.options.run import OPTIMIZERS, Options
+from towers.options.parts import OPTIMIZERS
+from towers.options.run import Options
 from towers.training.step import train_state as places
 from towers.training.step.optimizer_step import make_update
 from towers.training.step.optimizers import make_optimizer, rules_of
@@ -84,7 +85,8 @@ def gradients_for(weights, step, overflow=False):
 def after_each_step(device, options, steps=3, overflow=(), **more):
     """Return {name: value} of master variables, penalty and norm, after each of some steps."""
     train_state = masters_on([device], mix("float64"), options, **more)
-    update = make_update(train_state, rules_of(options), ":" not in options.optimizer)
+    rules, by_flags = rules_of(options, options.batch_size), ":" not in options.optimizer
+    update = make_update(train_state, rules, by_flags)
     rate = tf.constant(0.1, tf.float64)
 
     @tf.function
@@ -159,7 +161,7 @@ def test_an_overflow_skips_the_step():
 
 def executed(train_state, options):
     """Return the nodes of an update, as they are executed; gradients lie beside the weights."""
-    update = make_update(train_state, rules_of(options))
+    update = make_update(train_state, rules_of(options, options.batch_size))
 
     @tf.function
     def step(gradients):

@@ -10,7 +10,8 @@ from keras import layers
 
 from tests.runs import refusal
 from towers.errors import InputError
-from towers.options.run import DTYPES, Options
+from towers.options.parts import DTYPES
+from towers.options.run import Options
 from towers.training.run import model
 
 SHAPE = (8, 8, 3)

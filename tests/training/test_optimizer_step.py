@@ -8,7 +8,7 @@ import tensorflow as tf
 from tests import tiny
 from tests.runs import released
 from towers.data import augment
-from towers.options.run import OPTIMIZERS as NAMES
+from towers.options.parts import OPTIMIZERS as NAMES
 from towers.training.run.setup import prepare
 from towers.training.step.optimizers import OPTIMIZERS
 

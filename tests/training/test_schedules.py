@@ -5,7 +5,7 @@ import math
 import pytest
 import tensorflow as tf
 
-from towers.options.run import SCHEDULES
+from towers.options.parts import SCHEDULES
 from towers.training.step.schedules import schedule
 
 pytestmark = pytest.mark.unit

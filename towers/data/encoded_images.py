@@ -25,7 +25,7 @@ from towers.builder.device_types import HOST, PROGRAM
 from towers.data.image_size import check_pixels
 from towers.data.pipeline import Data, IndexedSplit, digest, hold_out_test_set
 from towers.errors import InputError
-from towers.options.run import Options
+from towers.options.parts import DataOptions
 
 Size = tuple[int, int]  # (height, width)
 
@@ -112,7 +112,7 @@ class EncodedSplit(IndexedSplit):
         source: Source,
         image_shape: tuple[int, int, int],
         resize: bool,
-        max_pixels: int = Options.max_image_pixels,
+        max_pixels: int = DataOptions.max_image_pixels,
     ):
         """Set the source and the shape of images.
 

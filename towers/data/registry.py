@@ -15,7 +15,7 @@ import os
 from typing import TYPE_CHECKING
 
 from towers.errors import InputError
-from towers.options.run import Options
+from towers.options.parts import DataOptions
 
 if TYPE_CHECKING:
     from towers.data.pipeline import Data
@@ -66,7 +66,7 @@ def load(
         validation_fraction: the part of the training examples, 0..1, that becomes the validation
             split; 0: the data set's own, if it has one.
         target: the target columns of a table, separated by commas; "": the last one.
-        max_image_pixels: of an image in the user's files; None: `Options.max_image_pixels`.
+        max_image_pixels: of an image in the user's files; None: `DataOptions.max_image_pixels`.
         categories: the columns of a table that are categories, separated by commas.
 
     Raises:
@@ -84,7 +84,7 @@ def load(
     module = importlib.import_module(f"towers.data.{kind}")
     if kind == "cifar":
         module = module.SETS[dataset]
-    most = max_image_pixels or Options.max_image_pixels
+    most = max_image_pixels or DataOptions.max_image_pixels
     arguments = {
         "csv_file": (dataset, paths, target, categories),
         "npz": (dataset, *paths),

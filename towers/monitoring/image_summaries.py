@@ -23,7 +23,7 @@ from towers.data.tfdata_splits import BatchSplit
 from towers.formatting import first_line
 from towers.monitoring import pictures
 from towers.monitoring.monitor import Monitor
-from towers.options.run import Options
+from towers.options.parts import StepOptions
 from towers.options.triggers import Timetable
 
 # A global batch of the training set, as a step takes it: (example, draws), see `data.Split`.
@@ -38,14 +38,14 @@ class Sampler:
     read at the first call, which must come before training.
     """
 
-    def __init__(self, split: Split, options: Options):
+    def __init__(self, split: Split, options: StepOptions):
         """Prepare to read; nothing is read yet.
 
         Args:
             split: the examples.
             options: of the run.
         """
-        self._split, self._options, self._kept = split, options, None
+        self._split, self.options, self._kept = split, options, None
         number = tf.TensorSpec([], tf.int64)
         # Traced once: building a pipeline leaks memory in TensorFlow.
         self._read = tf.function(
@@ -72,12 +72,12 @@ class Sampler:
             return self._read(step, examples)
 
     def _batches(self, step: Any, examples: Any) -> tf.data.Dataset:
-        size, seed = self._options.batch_size, self._options.seed
+        size, seed = self.options.batch_size, self.options.seed
         return self._split.train_batches(size, seed=seed, step=step, examples=examples)
 
 
 def seen_by_towers(
-    builder: TowerBuilder, options: Options, batch: tuple[Any, ...], num: int
+    builder: TowerBuilder, options: StepOptions, batch: tuple[Any, ...], num: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the images of each tower's slice as its model sees them, with their labels.
 
@@ -144,7 +144,7 @@ class Gallery:
         """Show the batch after `step` updates as the towers see it, and the first filters."""
 
         def make() -> list[Summary]:
-            filters, options = pictures.filter_images(self._model), self._timetable.options
+            filters, options = pictures.filter_images(self._model), self._sampler.options
             if self._data.image_shape is None:
                 return filters
             names = self._data.class_names or [""]  # no labels without classes

@@ -149,7 +149,7 @@ class Monitor:
             **(self._noise_scalars(metrics) if plots else {}),
             **self._health(),
         }
-        if self._timetable.options.on_nan == "skip":
+        if metrics.get("skipped") is not None:
             scalars["skipped_steps"] = metrics["skipped"]
         if plots:
             self._writer.write_scalars("train", self._timetable.x(step - 1), scalars)
@@ -221,7 +221,7 @@ class Monitor:
 
     def advice(self) -> str | None:
         """Return a sentence on batch size and towers, None if the scale is not well known."""
-        return self._noise.advice(self._timetable.options.batch_size)
+        return self._noise.advice(self._timetable.batch_size)
 
     def close(self) -> None:
         """Close the progress bar."""

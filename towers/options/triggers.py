@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from fractions import Fraction
 
-from towers.options.run import Options
+from towers.options.parts import DueOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,11 +15,13 @@ class Timetable:
     first_examples: int  # examples seen at the start
     last_step: int  # steps done at the end
     train_size: int  # examples of an epoch
-    options: Options
+    batch_size: int
+    steps_per_loop: int
+    options: DueOptions
 
     def examples(self, step: int) -> int:
         """Return the number of examples seen after `step` steps."""
-        return self.first_examples + (step - self.first_step) * self.options.batch_size
+        return self.first_examples + (step - self.first_step) * self.batch_size
 
     def epochs(self, step: int) -> float:
         """Return the number of epochs seen after `step` steps."""
@@ -64,10 +66,10 @@ class Timetable:
             also: returns whether something else is due after a number of steps.
         """
         due = (self.logs, self.saves, self.evaluates, self.draws_histograms, also)
-        for n in range(1, self.options.steps_per_loop):
+        for n in range(1, self.steps_per_loop):
             if any(is_due(step + n) for is_due in due):
                 return n
-        return self.options.steps_per_loop
+        return self.steps_per_loop
 
     def _passes(self, step: int, every_epochs: float) -> bool:
         # Exact: in floats 1.1 * 10 is more than 11, which would be one step late.

@@ -84,7 +84,8 @@ def train(
             callbacks = user_callbacks.load(options.callbacks)
             remote.connect_run(options, bool(checkpoint.find(folder / "checkpoints")))
             run = build(options, say)
-            for line in user_callbacks.prepare(callbacks, run.task):
+            evaluates = options.evaluate_every_epochs > 0
+            for line in user_callbacks.prepare(callbacks, run.task, evaluates):
                 say(line)
         if Path.cwd() != current and not folder.is_absolute():
             raise InputError(

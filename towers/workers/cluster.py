@@ -36,7 +36,7 @@ from towers.builder.device_types import HOST, PROGRAM
 from towers.devices import remote
 from towers.errors import InputError, RunError
 from towers.formatting import count, first_line, table
-from towers.options.run import Options
+from towers.options.parts import DeviceOptions
 from towers.workers import bind_filter, rendezvous
 from towers.workers.addresses import check_distinct, find_workers, resolve, responds
 from towers.workers.rendezvous import Message, Owner, Reservation, WorkerInfo
@@ -478,7 +478,7 @@ def connect(
     return cluster
 
 
-def connect_run(options: Options, goes_on: bool = False) -> Cluster | None:
+def connect_run(options: DeviceOptions, goes_on: bool = False) -> Cluster | None:
     """Connect to the workers that a run's options name; None if they name none.
 
     Args:
@@ -507,7 +507,7 @@ def connect_run(options: Options, goes_on: bool = False) -> Cluster | None:
     return cluster
 
 
-def alternating_devices(options: Options, numbers: Sequence[int]) -> list[str]:
+def alternating_devices(options: DeviceOptions, numbers: Sequence[int]) -> list[str]:
     """Connect to the options' workers; return their devices, alternating between the workers.
 
     Args:

@@ -16,7 +16,7 @@ from towers import signals
 from towers.devices import remote
 from towers.errors import RunError
 from towers.formatting import count, first_line
-from towers.options.run import Options
+from towers.options.parts import DeviceOptions
 
 _MAX_ERRORS = 3  # failed connections in a row at one step, without a lost worker
 # Failed connections, and servers that were restarted.
@@ -26,7 +26,7 @@ _CONNECTION_ERRORS = tf.errors.UnavailableError, tf.errors.AbortedError, tf.erro
 class Recovery:
     """Recovers a run from the loss of workers; one object serves all its rebuilds."""
 
-    def __init__(self, options: Options, say: Callable[[str], None]):
+    def __init__(self, options: DeviceOptions, say: Callable[[str], None]):
         """Start without a lost worker.
 
         Args:

@@ -87,12 +87,13 @@ def _check_hooks(name: str, callback: _K.Callback) -> None:
             ) from None
 
 
-def prepare(callbacks: Sequence[_K.Callback], task: Task) -> list[str]:
+def prepare(callbacks: Sequence[_K.Callback], task: Task, evaluates: bool) -> list[str]:
     """Set the `mode` of callbacks that is "auto": Keras knows only the metrics of a compiled model.
 
     Args:
         callbacks: of the run.
         task: the task of the run, whose metrics callbacks may monitor.
+        evaluates: whether there are evaluations during the run.
 
     Returns:
         Notes for whoever uses what they write.
@@ -118,7 +119,7 @@ def prepare(callbacks: Sequence[_K.Callback], task: Task) -> list[str]:
             raise InputError(
                 f"--callbacks: there is no metric for {kind} of the name {callback.monitor}; {hint}"
             )
-        if callback.monitor.startswith("val_") and not task.options.evaluate_every_epochs:
+        if callback.monitor.startswith("val_") and not evaluates:
             raise InputError(
                 f"--callbacks: {kind} monitors {callback.monitor}, and --evaluate_every_epochs=0 "
                 "evaluates only at the end: type --evaluate_every_epochs=1"
@@ -189,7 +190,7 @@ class Callbacks:
             list(callbacks),
             model=self._model,
             epochs=self._epoch(timetable.last_step - 1) + 1,
-            steps=math.ceil(timetable.train_size / timetable.options.batch_size),
+            steps=math.ceil(timetable.train_size / timetable.batch_size),
             verbose=0,
         )
         self._model.stop_training = False
@@ -340,7 +341,7 @@ class Callbacks:
 
     def _batch_index(self, step: int) -> int:
         """Return how many steps of the current epoch precede step `step` of the run."""
-        size, batch_size = self._timetable.train_size, self._timetable.options.batch_size
+        size, batch_size = self._timetable.train_size, self._timetable.batch_size
         return self._timetable.examples(step) % size // batch_size
 
     def _call(self, hook: str, *args: Any) -> None:

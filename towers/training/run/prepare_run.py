@@ -237,7 +237,7 @@ def begin(
         say(f"data        {run.on_towers}")
     elif are_remote(run.builder.devices):
         say(f"data        sent to the {remote.MACHINES} with each step")
-    sampler = Sampler(run.data.train, options)
+    sampler = Sampler(run.data.train, run.task.options)
     with user_facing_errors(options), preemption, preemption.first_batch():
         batch = sampler.batch(step, examples)
     lines = [*rules, *loss_checks.check(run.task, batch), *devices.report(run.builder.devices)]

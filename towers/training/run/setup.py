@@ -19,6 +19,7 @@ from towers.data.remote_files import RemoteReader
 from towers.devices import memory, remote, selection
 from towers.errors import InputError
 from towers.options.augmentation import parse
+from towers.options.parts import DueOptions, StepOptions
 from towers.options.run import Options
 from towers.options.triggers import Timetable
 from towers.training.run import compile_from_flags, model
@@ -137,7 +138,16 @@ class RunContext:
         left = math.ceil((self.total_examples - examples) / self.options.batch_size)
         if self.options.max_steps:
             left = min(left, self.options.max_steps - step)
-        return Timetable(step, examples, step + max(left, 0), self.data.train.size, self.options)
+        options, size = self.options, self.data.train.size
+        return Timetable(
+            step,
+            examples,
+            step + max(left, 0),
+            size,
+            options.batch_size,
+            options.steps_per_loop,
+            options.part(DueOptions),
+        )
 
 
 def length_of(options: Options, size: int) -> tuple[float, int]:
@@ -273,11 +283,13 @@ def assemble(
             jit_compile=options.jit_compile,
             on_warning=diagnostics.append,
         )
+        of_step = options.part(StepOptions)
         if network.compiled:
-            task = compiled.Compiled(builder, network, options, dataset)
+            task = compiled.Compiled(builder, network, of_step, dataset)
         else:
-            train_state = _make_train_state(network, device_names, options, loss_scaling)
-            task = Classifier(builder, train_state, options, dataset)
+            train_state = _make_train_state(network, device_names, of_step, loss_scaling)
+            reports = bool(options.callbacks)  # which may ask for a batch's accuracy
+            task = Classifier(builder, train_state, of_step, dataset, batch_accuracy=reports)
         task.objective()  # raises InputError for a metric that does not exist
     _check_validation(options, dataset)
     _check_batch(options, dataset)
@@ -386,7 +398,7 @@ def _check_validation(options: Options, dataset: Data) -> None:
 
 
 def _make_train_state(
-    network: keras.Model, device_names: Sequence[str], options: Options, loss_scaling: bool
+    network: keras.Model, device_names: Sequence[str], options: StepOptions, loss_scaling: bool
 ) -> TrainState:
     weights = network.trainable_variables
     device = default_device(options.variables, device_names)

@@ -25,7 +25,7 @@ from towers.errors import InputError
 from towers.formatting import first_line
 from towers.monitoring import tower_metrics
 from towers.options import augmentation
-from towers.options.run import Options
+from towers.options.parts import StepOptions
 from towers.training.parallelize import builder_of, method_of, on_towers, passes_of, put_on
 from towers.training.run.model import floatx_of, overrides
 from towers.training.step import fused_update, loss_checks
@@ -54,7 +54,7 @@ class Compiled(Task):
     squares_rows = True
     _analysis: FunctionAnalysis | None = None
 
-    def __init__(self, builder: TowerBuilder, model: keras.Model, options: Options, data: Data):
+    def __init__(self, builder: TowerBuilder, model: keras.Model, options: StepOptions, data: Data):
         """Place the weights, and create all variables that a step needs.
 
         Args:

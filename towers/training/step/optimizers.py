@@ -8,7 +8,7 @@ import keras
 
 from towers.errors import InputError
 from towers.options.functions import call_without_arguments
-from towers.options.run import Options
+from towers.options.parts import UpdateOptions
 from towers.training.step.muon import Muon
 from towers.training.step.optimizer_step import UpdateRules, is_decayed
 
@@ -35,7 +35,7 @@ DECAY_APART = ("adamw", "lion", "lamb", "muon")  # with decoupled weight decay
 
 
 def make_optimizer(
-    weights: Sequence[keras.Variable], options: Options, **clips: float
+    weights: Sequence[keras.Variable], options: UpdateOptions, **clips: float
 ) -> keras.optimizers.Optimizer:
     """Return the Keras optimizer that `options.optimizer` names.
 
@@ -64,47 +64,52 @@ def make_optimizer(
     return optimizer
 
 
-def rules_of(options: Options) -> UpdateRules:
-    """Return the flags' weight decay, clipping and averages."""
+def rules_of(options: UpdateOptions, batch_size: int) -> UpdateRules:
+    """Return the flags' weight decay, clipping and averages.
+
+    Args:
+        options: of the run.
+        batch_size: examples of a step.
+    """
     return UpdateRules(
         weight_decay=0.0 if options.optimizer in DECAY_APART else options.weight_decay,
         clip_norm=options.clip_norm,
         clip_value=options.clip_value,
         clip_global_norm=options.clip_global_norm,
         ema_decay=options.ema_decay,
-        batch_size=options.batch_size,
+        batch_size=batch_size,
     )
 
 
-def limit_of(options: Options) -> int:
+def limit_of(options: UpdateOptions) -> int:
     """Return the number of non-finite steps in a row that ends the run."""
     return MOST_SKIPPED if options.on_nan == "skip" else 1
 
 
-def is_own(options: Options) -> bool:
+def is_own(options: UpdateOptions) -> bool:
     """Return whether a user's function makes the optimizer."""
     return ":" in options.optimizer
 
 
-def check_own(options: Options) -> None:
+def check_own(options: UpdateOptions) -> None:
     """Raise InputError for flags that a user's own optimizer sets itself."""
     names = ("learning_rate", "schedule", "warmup_epochs", "decay_epochs", "momentum")
     for name in names if is_own(options) else ():
-        if getattr(options, name) != getattr(Options, name):
+        if getattr(options, name) != getattr(UpdateOptions, name):
             raise InputError(
                 f"--{name}={getattr(options, name)}, but the optimizer of "
                 f"--optimizer={options.optimizer} has its own: set it there, and leave --{name} out"
             )
 
 
-def clips_of(options: Options) -> dict[str, float]:
+def clips_of(options: UpdateOptions) -> dict[str, float]:
     """Return the clipping flags as arguments of a Keras optimizer."""
     names = {"clip_norm": "clipnorm", "clip_value": "clipvalue"}
     names["clip_global_norm"] = "global_clipnorm"
     return {name: limit for flag, name in names.items() if (limit := getattr(options, flag))}
 
 
-def describe_flags(options: Options, loss_scale: Any) -> dict[str, str]:
+def describe_flags(options: UpdateOptions, loss_scale: Any) -> dict[str, str]:
     """Return `Task.describe_update` of an update by flags.
 
     Args:

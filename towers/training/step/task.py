@@ -34,7 +34,7 @@ from towers.monitoring import tower_metrics
 from towers.monitoring.pictures import Predictions
 from towers.monitoring.results import parse_monitor
 from towers.options import augmentation
-from towers.options.run import Options
+from towers.options.parts import StepOptions
 from towers.tf_internals import added_losses
 from towers.training.parallelize import traced
 from towers.training.run.model import floatx_of
@@ -53,8 +53,8 @@ class Task(abc.ABC):
 
     Attributes:
         train_state: the variables that a step changes.
-        placements: the allowed values of `Options.variables`.
-        default_on_gpus: the default of `Options.variables` on GPUs.
+        placements: the allowed values of `--variables`.
+        default_on_gpus: the default of `--variables` on GPUs.
         on_update: called with (gradients, weights) of each update while a step is traced.
         squares_rows: whether optimizers get sparse gradients with repeated rows, as in Keras; else
             repeated rows are summed first.
@@ -69,7 +69,7 @@ class Task(abc.ABC):
     squares_rows = False
     pads = names_averages = False
 
-    def __init__(self, builder: TowerBuilder, model: keras.Model, options: Options, data: Data):
+    def __init__(self, builder: TowerBuilder, model: keras.Model, options: StepOptions, data: Data):
         """Set the parts of the run.
 
         Args:
@@ -138,7 +138,7 @@ class Task(abc.ABC):
 
     def update_rules(self) -> UpdateRules:
         """Return what an update does beside the optimizer's arithmetic."""
-        return rules_of(self.options)
+        return rules_of(self.options, self.options.batch_size)
 
     def batch_metrics(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
         """Return metrics of a step's batch, from the towers' `metric_inputs`."""
@@ -445,7 +445,12 @@ class Classifier(Task):
     pads = names_averages = True
 
     def __init__(
-        self, builder: TowerBuilder, train_state: TrainState, options: Options, data: Data
+        self,
+        builder: TowerBuilder,
+        train_state: TrainState,
+        options: StepOptions,
+        data: Data,
+        batch_accuracy: bool = False,
     ):
         """Set the parts of the run.
 
@@ -454,18 +459,19 @@ class Classifier(Task):
             train_state: the variables that a step changes.
             options: of the run.
             data: of the run.
+            batch_accuracy: whether a step returns the accuracy of its batch.
         """
         super().__init__(builder, train_state.model, options, data)
-        self.train_state = train_state
+        self.train_state, self._batch_accuracy = train_state, batch_accuracy
         with tf.device(builder.gather_device):  # sums of a million examples need float64
             names = "accuracy", "loss"
             self._means = {name: keras.metrics.Mean(name, dtype="float64") for name in names}
 
     @property
     def step_names(self) -> Sequence[str]:
-        """See `Task`; the accuracy of a batch is computed if Keras callbacks may ask for it."""
+        """See `Task`."""
         names = "loss", "penalty", "gradient_norm", "learning_rate"
-        return [*names, "batch/accuracy"] if self.options.callbacks else names
+        return [*names, "batch/accuracy"] if self._batch_accuracy else names
 
     @property
     def rate_is_set(self) -> bool:
@@ -490,13 +496,13 @@ class Classifier(Task):
         return losses
 
     def metric_inputs(self, outputs: Any, targets: Sequence[Any]) -> Any:
-        """See `Task`: whether each example is classified correctly, if callbacks may ask.
+        """See `Task`: whether each example is classified correctly, for `batch_accuracy`.
 
         Args:
             outputs: logits `[b, classes]`.
             targets: labels `[b]` and, if there are any, sample weights.
         """
-        if not self.options.callbacks:
+        if not self._batch_accuracy:
             return ()
         labels = targets[0]
         predicted = tf.argmax(outputs, axis=-1, output_type=labels.dtype)
@@ -504,7 +510,7 @@ class Classifier(Task):
 
     def batch_metrics(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
         """See `Task`."""
-        if not self.options.callbacks:
+        if not self._batch_accuracy:
             return {}
         with tf.device(self.builder.gather_device), tf.name_scope("gather"):
             (right,) = gather.map_towers(gather.join, outputs)

@@ -1,0 +1,359 @@
+"""The options of a run in parts: what each part of the library is given of them.
+
+Each field is a flag of the command line. `run.Options` has all of them, checked; `Options.part`
+makes one of these classes from it.
+"""
+
+import contextlib
+import dataclasses
+import re
+from typing import Any
+
+from towers.errors import InputError
+from towers.options.fields import group, parse_numbers
+
+SCHEDULES = ("constant", "step", "linear", "cosine", "onecycle")
+DTYPES = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
+OPTIMIZERS = (
+    "sgd", "momentum", "nesterov", "adam", "adamw", "adamax", "nadam", "lion", "lamb", "rmsprop",
+    "adagrad", "adadelta", "muon",
+)  # fmt: skip
+
+MANY_MACHINES = "More than one machine"
+
+_model, _data = group("Model"), group("Data")
+_towers = group("Towers", affects="speed")
+_workers = group(MANY_MACHINES, affects="machine")
+_length, _update = group("Length", minimum=0), group("Update", minimum=0)
+_when = group("When", affects="report", minimum=0)
+_nan = group("What may go wrong")
+_tensorboard = group("TensorBoard", affects="report", minimum=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """The model, its precision, loss and metrics."""
+
+    model: str = _model(
+        "models.cnn:cnn", "Function, as module:function, that returns a Keras model: a compiled "
+        "one, with its own loss, metrics and optimizer, or a classifier that returns logits.",
+    )  # fmt: skip
+    model_args: str = _model("", "Keyword arguments of the model function: depth=20,width=16.")
+    init_from: str = _model(
+        "", "Weights to start a new run from, where names and shapes match: the folder of a run, "
+        "FILE.keras, FILE.weights.h5, or FILE.h5 of keras.applications.",
+    )  # fmt: skip
+    dtype: str = _model(
+        "float32", "Precision of the towers; master weights are float32 at least.", choices=DTYPES
+    )
+    loss: str = _model(
+        "", "Loss in place of the classifier's cross entropy of logits: a name of Keras, such as "
+        "mean_squared_error, or module:function. A compiled model has its own.",
+    )  # fmt: skip
+    metrics: str = _model(
+        "", "Metrics to report beside the loss: names of Keras, such as mae,auc, or "
+        "module:function. A compiled model has its own.",
+    )  # fmt: skip
+    monitor: str = _model(
+        "", "Metric by which the best evaluation, or run, is chosen, such as accuracy or auc, "
+        "after max: or min: if its direction is not known. Default: accuracy, else the first "
+        "metric, else loss.",
+    )  # fmt: skip
+
+    @property
+    def input_dtype(self) -> str:
+        """Dtype of the images and the loss: float64 or float32."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    def model_keywords(self) -> dict[str, Any]:
+        """Return `model_args` as keyword arguments: numbers, booleans or strings."""
+        keywords = {}
+        for part in filter(None, self.model_args.split(",")):
+            name, equals, value = part.partition("=")
+            if not equals or not name.strip().isidentifier():
+                raise InputError(
+                    f"--model_args={self.model_args}: {part!r} is not name=value, "
+                    "as in --model_args=depth=20,width=16"
+                )
+            if name.strip() in keywords:
+                raise InputError(f"--model_args={self.model_args} has two values of {name.strip()}")
+            keywords[name.strip()] = _parse_argument(value.strip())
+        return keywords
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """The data set, its batches, and how images are prepared."""
+
+    dataset: str = _data(
+        "shapes", "Training and test set: shapes (drawn in code), cifar10, cifar100, "
+        "cifar100_coarse (found in data_dir or downloaded), module:function of your own, FILE.npz "
+        "(x_train, y_train, x_test, y_test), FILE.csv or TRAIN.csv,TEST.csv, or files in data_dir: "
+        "folder (train/CLASS/*.png, test/CLASS/*.png; jpg, bmp, gif), tfrecord "
+        "(train*.tfrecord, test*.tfrecord).",
+    )  # fmt: skip
+    target: str = _data(
+        "", "Column of a .csv file to predict, or several with commas; default: the last one.",
+    )  # fmt: skip
+    categories: str = _data(
+        "", "Columns of a .csv file that are categories, with commas: each text in them becomes a "
+        "feature that is 0 or 1."
+    )  # fmt: skip
+    data_dir: str = _data(
+        "", "Folder where data files lie or go; default: the user's cache folder.",
+        affects="machine",
+    )  # fmt: skip
+    image_size: str = _data(
+        "", "Size to which the images of folder and tfrecord are resized: 64, or height x width, "
+        "48x64; without it they must be of one size.",
+    )  # fmt: skip
+    max_image_pixels: int = _data(
+        64_000_000, "Pixels that an image in the files of folder, tfrecord or predict may have: "
+        "decoding takes 3 bytes for each, in as many threads as there are cores.",
+        affects="machine", minimum=1,
+    )  # fmt: skip
+    augment: str = _data(
+        "auto", "Augmentation of training images: tutorial (crop to 3/4, flip, brightness, "
+        "contrast), resnet (pad 4, crop, flip), none: each standardises; shift (2 pixels reflected "
+        "around, crop, flip in every other epoch) keeps brightness and contrast; off: images are "
+        "taken as they are. auto: tutorial for shapes and the CIFARs; for images of your own "
+        "none, off with a compiled model. After that parts, as resnet,cutout=8,mixup: "
+        "cutout=SIDE (16), color=STRENGTH (0.4), randaugment=MAGNITUDE (9 of 10), mixup=ALPHA "
+        "(0.2), cutmix=ALPHA (1).",
+    )  # fmt: skip
+    test_time_flip: bool = _data(
+        False, "Average the model's outputs for an image and its mirror image in evaluations and "
+        "predictions.", affects="result",
+    )  # fmt: skip
+    validation_fraction: float = _data(
+        0.0, "Part of the training set that is kept for validation: evaluations during training "
+        "use it, and only the last one uses the test set.", minimum=0, maximum=0.9,
+    )  # fmt: skip
+    batch_size: int = _data(
+        128, "Examples of one step, over all towers: the GLOBAL batch.", minimum=1
+    )
+
+    def image_height_width(self) -> tuple[int, int] | None:
+        """Return `image_size` as (height, width), or None."""
+        if not self.image_size:
+            return None
+        match = re.fullmatch(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?", self.image_size, re.ASCII)
+        if not match:
+            raise InputError(
+                f"--image_size={self.image_size}: a size in pixels is needed, as 64, or height x "
+                "width, as 48x64"
+            )
+        return int(match[1]), int(match[2] or match[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceOptions:
+    """The towers, their variables, and the machines that they stand on."""
+
+    num_towers: int = _towers(
+        0, "Number of towers. 0: one for each visible GPU, else one on the CPU. N: exactly N GPUs, "
+        "or without any GPU N logical CPU devices; with --num_gpus that is an error.", minimum=0,
+        maximum=1000, alias="num_gpus",
+    )  # fmt: skip
+    devices: str = _towers(
+        "", "Devices in place of the first ones: /gpu:0,/gpu:2; or cpu for logical CPUs; or gpu: "
+        "GPUs alone, else an error.",
+    )  # fmt: skip
+    placement: str = _towers(
+        "report", "Ops of a tower that run elsewhere: report lists them before the first step, "
+        "strict makes them an error.", affects="report", choices=("report", "strict"),
+    )  # fmt: skip
+    rng_check: str = _towers(
+        "report", "Random numbers that are not drawn per example, so that results depend on the "
+        "number of towers: report lists them before the first step, strict makes them an error.",
+        affects="report", choices=("report", "strict"),
+    )  # fmt: skip
+    variables: str = _towers(
+        "default", "Master variables: cpu, with add_n there; sharded, each with its add_n on one "
+        "of the towers; replicated, a copy on every tower, gradients summed by collectives; auto, "
+        "the fastest in a short trial; default, cpu on CPUs and auto on GPUs.",
+        choices=("default", "cpu", "sharded", "replicated", "auto"),
+    )  # fmt: skip
+    jit_compile: bool = _towers(
+        False, "Let XLA compile each tower, forward and backward; BatchNorm in more than one tower "
+        "needs --batch_norm=local.",
+    )  # fmt: skip
+    log_device_placement: bool = _towers(
+        False, "Print which device runs how many ops of each type, and write every op to "
+        "train_dir/placement.tsv.", affects="report",
+    )  # fmt: skip
+    batch_norm: str = _towers(
+        "sync", "BatchNorm's moments: sync over the global batch, the same at any number of "
+        "towers; local over a tower's slice.", affects="result", choices=("sync", "local"),
+    )  # fmt: skip
+    accumulate_steps: int = _towers(
+        1, "Number of parts in which the batch of a step is computed, one after the other: less "
+        "memory, and the same update.", affects="result", minimum=1,
+    )  # fmt: skip
+    steps_per_loop: int = _towers(
+        10, "Steps inside one call of TensorFlow; changes no number.", minimum=1
+    )
+    workers: str = _workers(
+        "", "Machines that run `towers worker`, as host1:2222,host2:2222; or slurm, kubernetes, "
+        "TF_CONFIG: those that these have started. The towers stand on their devices.",
+    )  # fmt: skip
+    towers_per_worker: int = _workers(
+        0, "Towers of each worker. 0: one on each of its GPUs, else one. N: exactly N GPUs, or "
+        "without any GPU N logical CPU devices.", minimum=0,
+    )  # fmt: skip
+    worker_timeout_seconds: float = _workers(
+        15.0, "Seconds without an answer after which a worker is lost, and without contact to "
+        "this program after which it is free for others.", minimum=1, maximum=86_400,
+    )  # fmt: skip
+    min_workers: int = _workers(
+        0, "Least number of workers to train with. 0: a new run starts with all of them, and "
+        "continues with one.", minimum=0,
+    )  # fmt: skip
+    on_worker_loss: str = _workers(
+        "continue", "When a worker is lost: continue with those that are left, and with it when "
+        "it answers again; or stop, after saving.", choices=("continue", "stop"),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateOptions:
+    """How long a run is, the optimizer, its schedule, and all else that an update does."""
+
+    num_epochs: float = _length(
+        0.0, "Passes over the training set, up to a full batch; 0: as max_steps says, else 10.",
+        maximum=10**9,
+    )
+    max_steps: int = _length(
+        0, "Step at which the run stops; 0: as num_epochs says. With both the first ends the run, "
+        "and schedules go by num_epochs.",
+    )  # fmt: skip
+
+    optimizer: str = _update(
+        "momentum", "Optimizer, of Keras; muon for kernels of any rank; or module:function that "
+        "returns one, with a learning rate of its own.", choices=OPTIMIZERS, own=True,
+    )  # fmt: skip
+    learning_rate: float = _update(0.05, "Highest learning rate of the run.")
+    schedule: str = _update(
+        "cosine", "Schedule of the learning rate, over the epochs of the run.", choices=SCHEDULES
+    )
+    warmup_epochs: float = _update(
+        0.0, "Epochs of the learning rate's linear rise at the start; onecycle: 0 means a quarter "
+        "of the run.",
+    )  # fmt: skip
+    decay_epochs: str = _update(
+        "", "Epochs at which schedule step multiplies the learning rate: 80,120.", numbers=True
+    )
+    decay_factor: float = _update(
+        0.1, "Factor by which schedule step multiplies the learning rate.", maximum=1
+    )
+    momentum: float = _update(
+        0.9, "Momentum of the optimizers momentum, nesterov and muon.", maximum=1
+    )
+    weight_decay: float = _update(
+        0.0, "Decay of weights of two or more dimensions: added to the gradient (L2), or decoupled "
+        "in adamw, lion, lamb and muon.",
+    )  # fmt: skip
+    ema_decay: float = _update(
+        0.0, "Decay, for each 128 examples, of the weights' moving average, which is evaluated "
+        "beside them; 0: no average.", maximum=1,
+    )  # fmt: skip
+    label_smoothing: float = _update(
+        0.0, "Part of each label that is spread over all classes.", maximum=1
+    )
+    clip_norm: float = _update(0.0, "Largest norm of each variable's gathered gradient; 0: any.")
+    clip_value: float = _update(0.0, "Largest absolute value in a gathered gradient; 0: any.")
+    clip_global_norm: float = _update(
+        0.0, "Largest norm of all gathered gradients together; 0: any."
+    )
+    on_nan: str = _nan(
+        "stop", "After an infinite or NaN loss or gradient, which makes no update: stop, and write "
+        "what `towers replay` needs; skip the step, at most 10 in a row; rollback: continue from "
+        "the last checkpoint at half the learning rate, at most 3 times.",
+        choices=("stop", "skip", "rollback"),
+    )  # fmt: skip
+
+    def decay_boundaries(self) -> list[float]:
+        """Return `decay_epochs` as numbers."""
+        return parse_numbers("decay_epochs", self.decay_epochs)
+
+
+@dataclasses.dataclass(frozen=True)
+class DueOptions:
+    """What is due when: lines, evaluations, checkpoints, pictures."""
+
+    callbacks: str = _when(
+        "", "Function, as module:function, that returns a list of keras.callbacks.Callback, such "
+        "as those of W&B and MLflow, or several with commas; with them each call makes one step.",
+    )  # fmt: skip
+    log_every_steps: int = _when(
+        100, "Steps from one terminal line and TensorBoard point to the next.", minimum=1
+    )
+    evaluate_every_epochs: float = _when(
+        1.0, "Epochs from one evaluation over the whole test set to the next; 0: only at the end."
+    )
+    early_stopping_epochs: float = _when(
+        0.0, "Epochs without a better value of the monitored metric on validation data after which "
+        "the run ends; 0: never.", affects="result",
+    )  # fmt: skip
+    keep_best: bool = _when(
+        False, "Also keep the checkpoint of the best evaluation on validation data, which is then "
+        "tested, evaluated, exported and loaded.", affects="result",
+    )  # fmt: skip
+    checkpoint_every_steps: int = _when(
+        1000, "Steps from one checkpoint to the next; there is also one after 5 minutes, at the "
+        "end, and on Ctrl-C or SIGTERM; 0: only at the end and on signals.",
+    )  # fmt: skip
+    keep_checkpoints: int = _when(3, "Number of checkpoints that are kept: the newest.", minimum=1)
+    stall_seconds: float = _when(
+        300.0, "Seconds without a step, except for compiling, after which the run prints what it "
+        "waits for; 0: never.",
+    )  # fmt: skip
+    on_stall: str = _when(
+        "wait", "What a run does then: wait; or stop, after saving what is whole, with exit code "
+        "76.", choices=("wait", "stop"),
+    )  # fmt: skip
+    tensorboard_x: str = _tensorboard(
+        "step", "What curves are drawn over: updates, or examples seen.", affects="result",
+        choices=("step", "examples"),
+    )  # fmt: skip
+    histogram_every_epochs: float = _tensorboard(
+        0.0, "Epochs from one set of histograms, of weights, gradients and activations, to the "
+        "next; 0: none.",
+    )  # fmt: skip
+    profile_steps: str = _tensorboard(
+        "", "First and last step of a profile, as 100:110; without it a running process makes one "
+        "of 10 steps on the signal SIGUSR2.",
+    )  # fmt: skip
+    max_event_mib: float = _tensorboard(
+        200.0, "Size of the event files, in MiB: pictures and histograms, then curves are thinned "
+        "to stay below it.", minimum=1,
+    )  # fmt: skip
+
+    def profile_range(self) -> tuple[int, int] | None:
+        """Return `profile_steps` as (steps done at its start, at its end), or None."""
+        if not self.profile_steps:
+            return None
+        match = re.fullmatch(r"(\d{1,12}):(\d{1,12})", self.profile_steps, re.ASCII)
+        if not match or int(match[1]) >= int(match[2]):
+            raise InputError(
+                f"--profile_steps={self.profile_steps}: two steps are needed, the first before the "
+                "last, as 100:110"
+            )
+        return int(match[1]), int(match[2])
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions(UpdateOptions, DataOptions, ModelOptions):
+    """All that decides what a step and an evaluation compute."""
+
+    variables: str = "cpu"  # of the master weights: cpu, sharded or replicated
+    seed: int = 0
+
+
+def _parse_argument(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
