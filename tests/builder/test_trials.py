@@ -247,3 +247,27 @@ def test_a_function_is_traced_five_times_for_all_trials(monkeypatch):
 
     step(tf.constant(X, tf.float32))
     assert traced == [3, 5, 3, 5, 8]
+
+
+def test_a_custom_gradient_is_tried_where_a_tape_goes_back():
+    """An evaluation need not wait for the trial of it."""
+    gone_back, told = [], []
+
+    def clipped(upstream):
+        gone_back.append(upstream)
+        return tf.clip_by_norm(upstream, 1.0)
+
+    layer = Layer(of_inputs(backward(clipped)))
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=told.append)
+    x = tf.constant(X, tf.float32)
+    tf.function(lambda: builder.concat(layer, x))()
+    assert (gone_back, told) == ([], [])
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(builder.concat(layer, x) ** 2)
+        return tape.gradient(loss, [layer.weight.value])
+
+    step()
+    assert len(told) == 1 and "tf.custom_gradient" in told[0]

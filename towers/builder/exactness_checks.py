@@ -99,17 +99,24 @@ def check(analysis: FunctionAnalysis, batch: Sequence[Any], thorough: bool = Fal
 
 
 @tf.autograph.experimental.do_not_convert
-def check_on_samples(analysis: FunctionAnalysis) -> list[str]:
-    """Return lines on results that depend on other examples, on their number or order."""
+def check_on_samples(analysis: FunctionAnalysis, backward: bool = True) -> list[str]:
+    """Return lines on results that depend on other examples, on their number or order.
+
+    Args:
+        analysis: of the function.
+        backward: whether something goes back through the function: check its custom gradients.
+    """
     if analysis.trace is None:
         return []
     with tf.init_scope():
         # Enough for the largest run: an example that comes twice would hide a maximum.
         number = analysis.trace.size // FEW * _MANY
-        return _run_all(analysis, analysis.tracer.examples(number))
+        return _run_all(analysis, analysis.tracer.examples(number), backward=backward)
 
 
-def _run_all(analysis: FunctionAnalysis, batch: Sequence[Any], thorough: bool = False) -> list[str]:
+def _run_all(
+    analysis: FunctionAnalysis, batch: Sequence[Any], thorough: bool = False, backward: bool = True
+) -> list[str]:
     few = analysis.trace
     if few is None or not analysis.by_example:
         return []
@@ -126,7 +133,7 @@ def _run_all(analysis: FunctionAnalysis, batch: Sequence[Any], thorough: bool = 
             with contextlib.suppress(Exception):  # the towers will raise the error
                 lines += check_one()
     with contextlib.suppress(Exception):
-        lines += trials.backward()
+        lines += trials.backward() if backward else []
     if lines:
         with contextlib.suppress(Exception):
             lines = trials.in_python() or lines
@@ -137,7 +144,7 @@ def _run_all(analysis: FunctionAnalysis, batch: Sequence[Any], thorough: bool = 
             tracer.reads_before = True
             before = dataclasses.replace(tracer.trace(few.size), read_again=[])
             before = dataclasses.replace(analysis, tracer=tracer, trace=before)
-            if not _run_all(before, batch, thorough):
+            if not _run_all(before, batch, thorough, backward):
                 lines = [_READ_AGAIN.format(few.read_again[0])]
     return list(dict.fromkeys(lines))
 

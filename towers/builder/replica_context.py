@@ -273,7 +273,7 @@ class AnalysisCache:
         self._warned: set[str] = set()
         # (parts, Python state, analysis) of functions, the newest first; the next list, too.
         self._cache: list[tuple[list[Any], dict[tuple, str], FunctionAnalysis]] = []
-        self._checked: list[FunctionAnalysis] = []
+        self._checked: list[tuple[FunctionAnalysis, bool]] = []  # with `backward`
 
     def analyze(
         self, fn: Callable, *batch: Any, num_slices: int | None = None, silent: bool = False
@@ -334,17 +334,20 @@ class AnalysisCache:
         """Forget all analyses, as of a model that was compiled anew."""
         self._cache.clear()
 
-    def check_exactness(self, analysis: FunctionAnalysis, by_hand: bool = True) -> None:
+    def check_exactness(
+        self, analysis: FunctionAnalysis, by_hand: bool = True, backward: bool = True
+    ) -> None:
         """Report if an example's results depend on other examples or on its place, once.
 
         Args:
             analysis: of the function.
             by_hand: report unjoined tensors in attributes, too: nobody checks what uses them.
+            backward: check custom gradients, too; without a tape nothing goes back through them.
         """
         self.warn(analysis.not_joined if by_hand else ())
-        if not any(analysis is other for other in self._checked):
-            self._checked = [analysis, *self._checked[:_NUM_CHECKED]]
-            self.warn(exactness_checks.check_on_samples(analysis))
+        if not any(analysis is other and done >= backward for other, done in self._checked):
+            self._checked = [(analysis, backward), *self._checked[:_NUM_CHECKED]]
+            self.warn(exactness_checks.check_on_samples(analysis, backward))
 
     def warn(self, lines: Iterable[str]) -> None:
         """Report lines that have not been reported yet."""

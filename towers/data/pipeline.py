@@ -35,6 +35,8 @@ _PARTS_STREAM = -2  # and those of parts in streams -2, -3, ...
 _EPOCH_BEFORE_FIRST = -1  # its order determines which images are mirrored first
 _HELD_OUT = 0.1  # part of the training examples that is for testing if nothing else is
 _HELD_OUT_KEY = (2016, 0, 0)  # constant, so that a later evaluation finds the same examples
+# Without AutoGraph, which needs 0.5 s for the functions of a first pipeline.
+_as_written = tf.autograph.experimental.do_not_convert
 
 
 class Split(abc.ABC):
@@ -44,6 +46,7 @@ class Split(abc.ABC):
     spec: Structure  # of tf.TensorSpec: one example, without batch axis
     paired: bool = False  # whether draws include a partner for each example, another of its batch
 
+    @_as_written
     def train_batches(
         self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
     ) -> tf.data.Dataset:
@@ -65,6 +68,7 @@ class Split(abc.ABC):
         batches = self._shuffled_batches(batch_size, seed, examples)
         return self._with_draws(batches, batch_size, seed, step, examples)
 
+    @_as_written
     def eval_batches(self, batch_size: int) -> tf.data.Dataset:
         """Return one pass over the split in its own order.
 
@@ -93,7 +97,8 @@ class Split(abc.ABC):
     def _with_draws(
         self, batches: tf.data.Dataset, batch_size: int, seed: int, step: int, examples: int
     ) -> tf.data.Dataset:
-        def draw(step, number):
+        def draw(step, start):
+            number = start + tf.range(batch_size, dtype=tf.int64)
             # Two streams, so that the bases' draws do not depend on the number of parts.
             streams = (step, _BASE_DRAWS), (_PARTS_STREAM - step, _PART_DRAWS)
             columns = [
@@ -108,7 +113,7 @@ class Split(abc.ABC):
         def pair(batch, draws):
             return batch, (draws, tf.nest.map_structure(shift, (batch, draws)))
 
-        steps = tf.data.Dataset.counter(step), _example_numbers(batch_size, examples)
+        steps = tf.data.Dataset.counter(step), tf.data.Dataset.counter(examples, batch_size)
         batches = tf.data.Dataset.zip(batches, tf.data.Dataset.zip(*steps).map(draw))
         return prefetched(batches.map(pair) if self.paired else batches)
 
@@ -143,6 +148,7 @@ class IndexedSplit(Split):
 
     _rows: tf.Tensor | None = None  # this split's rows of the source; None: all
 
+    @_as_written
     def train_rows(
         self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
     ) -> tf.data.Dataset:
@@ -380,12 +386,8 @@ def shuffled_rows(batch_size: int, size: int, seed: int, examples: int) -> tf.da
         seed: of the order.
         examples: number of examples before the first batch, over all epochs.
     """
-    return _example_numbers(batch_size, examples).map(lambda number: _row(number, size, seed))
-
-
-def _example_numbers(batch_size: int, examples: int) -> tf.data.Dataset:
     starts = tf.data.Dataset.counter(examples, batch_size)
-    return starts.map(lambda start: start + tf.range(batch_size, dtype=tf.int64))
+    return starts.map(lambda s: _row(s + tf.range(batch_size, dtype=tf.int64), size, seed))
 
 
 def _row(number: tf.Tensor, size: int, seed: int) -> tf.Tensor:
