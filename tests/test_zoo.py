@@ -1,7 +1,7 @@
 """The zoo: small models as strangers write them, and whether verify says the truth about each.
 
-A normal run tries a model of each verdict that test_verify and test_verify_fit do not find; what is
-extended are all.
+A normal run tries some quick models of verdicts that test_verify and test_verify_fit do not find;
+what is extended are all.
 """
 
 from collections import Counter
@@ -42,14 +42,17 @@ def found(capsys, entry, num_towers):
 
 
 ELSEWHERE = ("random op", "mixed examples", "local BatchNorm", "batch size")
-REFUSED_TOO = "refused:batch_norm_in_cond"  # of two quick models one is enough
+RARELY = (  # for `scripts/test --all` alone
+    "refused:batch_norm_in_cond", "programs:added_divergence", "faults:noise_by_numpy_function",
+    "faults:square_draw", "faults:seed_by_its_name", "faults:projection_that_stays",
+)  # fmt: skip
 
 
 @pytest.mark.timeout(1500)  # of a large application
 @pytest.mark.parametrize(
     "entry", tried(
         zoo.ENTRIES,
-        lambda e: e.quick and e.expected not in ELSEWHERE and e.name != REFUSED_TOO,
+        lambda e: e.quick and e.expected not in ELSEWHERE and e.name not in RARELY,
     ),
 )
 def test_verify_says_the_truth(capsys, entry):

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from tests.data.splits import refusal
 from tests.fuzz import engine, inputs
+from tests.runs import rare
 from towers import cli
 from towers.commands.predict import inputs as predicted
 
 pytestmark = pytest.mark.process  # which looks through files of weights
 
 NUMBERS = {  # of each kind: in a few seconds, and in half a minute
-    "command_lines": (40, 150), "flagfiles": (20, 60), "foreign_flags": (4, 60),
+    "command_lines": (20, 150), "flagfiles": (20, 60), "foreign_flags": (4, 60),
     "texts_of_runs": (4, 50), "event_files": (4, 50), "data_files": (6, 60), "whole_runs": (2, 9),
     "weights": (2, 40),
 }  # fmt: skip
@@ -34,7 +35,9 @@ def caches(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("default")  # as where a user stands
 @pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.extended)])
-@pytest.mark.parametrize("kind", inputs.kinds())
+@pytest.mark.parametrize(
+    "kind", [rare(kind) if kind == "whole_runs" else kind for kind in inputs.kinds()]
+)
 def test_hostile_inputs_end_with_one_line(template, tmp_path, kind, many):
     @settings(
         max_examples=NUMBERS[kind][many],

@@ -26,7 +26,9 @@ CASES = {
     "one place for each weight": ({"variables": "sharded"}, 2),
     "clipping, 16 bits": ({"clip_global_norm": 1.0, "dtype": "mixed_float16"}, 2),
 }
-EXTENDED = ("three towers", "one place for each weight", "clipping, 16 bits")
+EXTENDED = (
+    "three towers", "one place for each weight", "clipping, 16 bits", "parts of a batch",
+)  # fmt: skip
 
 
 def normed(num_classes, image_shape):

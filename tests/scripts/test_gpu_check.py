@@ -263,6 +263,7 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.extended
 @pytest.mark.process
 def test_each_check_has_its_end_and_a_second_call_goes_on(made_up, tmp_path, capsys):
     argv = ["--dry=2", f"--folder={tmp_path}"]

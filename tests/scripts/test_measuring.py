@@ -38,6 +38,7 @@ def test_a_script_starts_without_tensorflows_lines(name):
 # curves.py.
 
 
+@pytest.mark.extended
 @pytest.mark.run
 def test_curves_are_real_and_differ_by_rounding(tmp_path, monkeypatch, capsys):
     path = tmp_path / "new folder" / "curves.png"

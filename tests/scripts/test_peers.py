@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from models import cnn
 from tests.programs import ROOT, python
-from tests.runs import released
 from towers.options.functions import load_function
 
 pytestmark = pytest.mark.process
@@ -66,7 +65,8 @@ def trained(name, windows, **config):
 LONG = "mirrored_fit", "session", "torch_ddp", "jax_loop"
 
 
-@pytest.mark.parametrize("name", released(["towers_fit", *LONG], "towers_fit"))
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["towers_fit", *LONG])
 def test_peer_trains_in_windows(name):
     _, reports = trained(name, windows=(0, 0.2, 0), learning_rate=0.02, weight_decay=1e-4)
     assert reports[0]["steps"] == 3

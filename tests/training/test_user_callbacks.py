@@ -245,7 +245,7 @@ def test_the_accuracy_of_training_is_that_of_fit(tmp_path):
     np.testing.assert_allclose(seen[0], seen[1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("lost_to", [5, 4, rare(3), rare(0)])
+@pytest.mark.parametrize("lost_to", [4, rare(5), rare(3), rare(0)])
 def test_what_callbacks_hold_goes_on_with_the_run(tmp_path, lost_to):
     """Whether it was stopped in an epoch or killed, when its newest checkpoint was an older one."""
 

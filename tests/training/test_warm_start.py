@@ -11,7 +11,7 @@ import pytest
 from keras.src.legacy.saving import legacy_h5_format
 
 from tests import tiny
-from tests.runs import command, refusal
+from tests.runs import command, rare, refusal
 from towers.errors import InputError
 from towers.training.run import manifest, warm_start
 from towers.training.run.setup import prepare
@@ -265,10 +265,10 @@ def test_a_file_that_is_none(train_state, source, tmp_path, pack, line):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("file", ["file.weights.h5", "file.keras"])
+@pytest.mark.parametrize("file", ["file.weights.h5", rare("file.keras")])
 def test_a_file_over_which_hdf5_goes_in_circles(source, tmp_path, monkeypatch, file):
     """Of the collection of texts: an object of no bytes, after which it looks for the next."""
-    monkeypatch.setattr(warm_start, "_SECONDS", 5.0)
+    monkeypatch.setattr(warm_start, "_SECONDS", 3.0)
     content = bytearray((source[0] / "file.weights.h5").read_bytes())
     place = content.index(b"GCOL")
     content[place + 16] = 0
@@ -277,7 +277,7 @@ def test_a_file_over_which_hdf5_goes_in_circles(source, tmp_path, monkeypatch, f
     path.write_bytes(content)
     if file == "file.keras":
         packed(0, bytes(content), path)
-    with pytest.raises(InputError, match="HDF5 reads for longer than 5 s"):
+    with pytest.raises(InputError, match="HDF5 reads for longer than 3 s"):
         begun(path)
 
 
