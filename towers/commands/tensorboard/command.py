@@ -5,7 +5,7 @@ import dataclasses
 import glob
 import io
 import os
-import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +13,12 @@ from towers.errors import InputError
 from towers.options.fields import check_values, option
 from towers.options.flags import NO_TRAIN_DIR
 from towers.options.run import Options
+from towers.signals import StopRequest
 
 # Points kept of each tag. By default TensorBoard keeps a random 1000 of a curve and 10 pictures; 0,
 # which its help calls all, draws empty curves.
 SAMPLES = "scalars=1000000,images=50,histograms=200"
+_POLL_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +60,12 @@ def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict
         say: called with each line to print.
     """
     address = start(options)
-    try:
+    # Polled: while a thread of TensorBoard loads TensorFlow, this one may not run for seconds.
+    with StopRequest() as stop:
         say(f"TensorBoard of {options.train_dir}: {address} (Ctrl-C ends it)")
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        say("ended")
+        while not stop():
+            time.sleep(_POLL_SECONDS)
+    say("ended")
     return {}
 
 
