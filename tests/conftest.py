@@ -119,6 +119,7 @@ def pytest_runtest_teardown(item, nextitem):
         last = nextitem is None or nextitem.path != item.path
         if last and dict(item.user_properties)["tier"] in ("run", "process"):
             gc.collect()  # models and graphs refer to themselves: a process grew to 7 GiB
+            gc.freeze()  # what a module leaves for ever is not looked through again
         if "trained" in item.funcargs:  # a test that is skipped has none
             item.funcargs["trained"].assert_unchanged()
 
