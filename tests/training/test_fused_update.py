@@ -85,7 +85,7 @@ def gradients_for(weights, step, overflow=False):
 def after_each_step(device, options, steps=3, overflow=(), **more):
     """Return {name: value} of master variables, penalty and norm, after each of some steps."""
     train_state = masters_on([device], mix("float64"), options, **more)
-    rules, by_flags = rules_of(options, options.batch_size), ":" not in options.optimizer
+    rules, by_flags = rules_of(options), ":" not in options.optimizer
     update = make_update(train_state, rules, by_flags)
     rate = tf.constant(0.1, tf.float64)
 
@@ -161,7 +161,7 @@ def test_an_overflow_skips_the_step():
 
 def executed(train_state, options):
     """Return the nodes of an update, as they are executed; gradients lie beside the weights."""
-    update = make_update(train_state, rules_of(options, options.batch_size))
+    update = make_update(train_state, rules_of(options))
 
     @tf.function
     def step(gradients):

@@ -60,7 +60,7 @@ def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict
         say: called with each line to print.
     """
     address = start(options)
-    # Polled: while a thread of TensorBoard loads TensorFlow, this one may not run for seconds.
+    # Polled: an exception of Ctrl-C has ended it with 130 now and then.
     with StopRequest() as stop:
         say(f"TensorBoard of {options.train_dir}: {address} (Ctrl-C ends it)")
         while not stop():

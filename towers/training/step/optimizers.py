@@ -8,7 +8,7 @@ import keras
 
 from towers.errors import InputError
 from towers.options.functions import call_without_arguments
-from towers.options.parts import UpdateOptions
+from towers.options.parts import StepOptions, UpdateOptions
 from towers.training.step.muon import Muon
 from towers.training.step.optimizer_step import UpdateRules, is_decayed
 
@@ -64,20 +64,15 @@ def make_optimizer(
     return optimizer
 
 
-def rules_of(options: UpdateOptions, batch_size: int) -> UpdateRules:
-    """Return the flags' weight decay, clipping and averages.
-
-    Args:
-        options: of the run.
-        batch_size: examples of a step.
-    """
+def rules_of(options: StepOptions) -> UpdateRules:
+    """Return the flags' weight decay, clipping and averages."""
     return UpdateRules(
         weight_decay=0.0 if options.optimizer in DECAY_APART else options.weight_decay,
         clip_norm=options.clip_norm,
         clip_value=options.clip_value,
         clip_global_norm=options.clip_global_norm,
         ema_decay=options.ema_decay,
-        batch_size=batch_size,
+        batch_size=options.batch_size,
     )
 
 

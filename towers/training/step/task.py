@@ -138,7 +138,7 @@ class Task(abc.ABC):
 
     def update_rules(self) -> UpdateRules:
         """Return what an update does beside the optimizer's arithmetic."""
-        return rules_of(self.options, self.options.batch_size)
+        return rules_of(self.options)
 
     def batch_metrics(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
         """Return metrics of a step's batch, from the towers' `metric_inputs`."""
