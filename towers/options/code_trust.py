@@ -16,7 +16,7 @@ from pathlib import Path
 from towers.errors import InputError
 from towers.options.functions import is_shipped
 from towers.options.inline_objects import PREFIX
-from towers.options.run import MACHINES_OPTION
+from towers.options.parts import MACHINES_OPTION
 
 # Options that may name a function.
 CODE = "model", "dataset", "loss", "metrics", "optimizer", "callbacks"

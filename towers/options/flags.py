@@ -30,8 +30,8 @@ from towers.formatting import is_number
 from towers.options import augmentation, code_trust
 from towers.options.fields import EXCLUSIVE, check_value, likely_name
 from towers.options.inline_objects import may_be_same_object, option_text
-from towers.options.parts import MANY_MACHINES
-from towers.options.run import MACHINES_OPTION, Options, text_of
+from towers.options.parts import MACHINES_OPTION, MANY_MACHINES
+from towers.options.run import Options, text_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ OPTIMIZERS = (
 )  # fmt: skip
 
 MANY_MACHINES = "More than one machine"
+MACHINES_OPTION = "workers"  # the option that names machines to connect to
 
 _model, _data = group("Model"), group("Data")
 _towers = group("Towers", affects="speed")
@@ -213,6 +214,23 @@ class DeviceOptions:
         "continue", "When a worker is lost: continue with those that are left, and with it when "
         "it answers again; or stop, after saving.", choices=("continue", "stop"),
     )  # fmt: skip
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the towers are on other machines."""
+        return bool(self.workers)
+
+    def check_benchmark(self) -> None:
+        """Raise InputError if the towers are to be on other machines."""
+        if self.workers:
+            raise InputError(
+                f"--workers={self.workers}: a benchmark is of this machine's devices; leave it "
+                "out, or read the speed of a run over workers in its own lines"
+            )
+
+    def on_this_machine(self, num_towers: int) -> "DeviceOptions":
+        """Return the same options, of the same class, with so many towers on this machine."""
+        return dataclasses.replace(self, workers="", num_towers=num_towers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,6 @@ OF_COMPILED = (
     "clip_global_norm",
 )  # fmt: skip
 
-MACHINES_OPTION = "workers"  # the option that names machines to connect to
-
 _Part = TypeVar("_Part")
 _run = group("The run", affects="call")
 
@@ -94,26 +92,14 @@ class Options(  # a dataclass has the fields of its last base first
         self.profile_range()
         self.gpu_options()
 
-    def check_benchmark(self) -> None:
-        """Raise InputError if the towers are to be on other machines."""
-        if self.workers:
-            raise InputError(
-                f"--workers={self.workers}: a benchmark is of this machine's devices; leave it "
-                "out, or read the speed of a run over workers in its own lines"
-            )
-
-    def on_this_machine(self, num_towers: int) -> "Options":
-        """Return the same run with so many towers on this machine."""
-        return dataclasses.replace(self, workers="", num_towers=num_towers)
-
     def part(self, kind: type[_Part]) -> _Part:
         """Return those options that are fields of another dataclass, such as `UpdateOptions`."""
         return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(kind)})
 
     def gpu_options(self) -> GpuOptions:
-        """Return the GPU options; no GPU is visible if the towers are on workers."""
+        """Return the GPU options; no GPU is visible if the towers are on other machines."""
         gpus = self.part(GpuOptions)
-        if self.workers and not self.visible_gpus:  # a worker on the same machine may have them
+        if self.elsewhere and not self.visible_gpus:  # they may be lent to others from here
             gpus = dataclasses.replace(gpus, visible_gpus="none")
         return gpus
 
