@@ -109,7 +109,7 @@ def test_metadata(dirty_wheel):
     tensorflow_2_21 = {">=2.21", "<2.22"}
     assert required[None] == {
         "tensorflow": tensorflow_2_21,
-        "keras": {">=3.15", "<4"},
+        "keras": {">=3.15", "<3.16"},
         "tensorboard": tensorflow_2_21,
         **dict.fromkeys(("numpy", "absl-py", "nvidia-ml-py", "packaging", "pillow", "tqdm"), set()),
     }

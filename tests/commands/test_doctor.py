@@ -228,7 +228,7 @@ def peers(*reasons):
     return [doctor.check_peer_access(dict(zip(pairs, reasons, strict=True)))]
 
 
-KERAS, CHIPSET = "keras>=3.15,<4", "the chipset does not support it"
+KERAS, CHIPSET = "keras>=3.15,<3.16", "the chipset does not support it"
 
 
 @pytest.mark.parametrize(
@@ -255,11 +255,11 @@ KERAS, CHIPSET = "keras>=3.15,<4", "the chipset does not support it"
         (shared_memory(64, True), "note", "64 MiB free; NCCL may need 1024", "--shm-size=1g"),
         (shared_memory(1024, False), "ok", "1024 MiB free", ""),
         (shared_memory(None, True), "problem", "cannot be read", "--shm-size=1g"),
-        (version(KERAS, "3.15.1"), "ok", "3.15.1 (>=3.15,<4)", ""),
-        (version(KERAS, "3.9"), "problem", "3.9, >=3.15,<4 is needed", "type pip"),
-        (version(KERAS, "4.0rc1"), "problem", "4.0rc1, >=3.15,<4 is needed", "type pip"),
-        (version(KERAS, None), "problem", "not installed, >=3.15,<4 is needed", "type pip"),
-        (version(KERAS, "?"), "problem", "?, >=3.15,<4 is needed", "type pip"),
+        (version(KERAS, "3.15.1"), "ok", "3.15.1 (>=3.15,<3.16)", ""),
+        (version(KERAS, "3.9"), "problem", "3.9, >=3.15,<3.16 is needed", "type pip"),
+        (version(KERAS, "4.0rc1"), "problem", "4.0rc1, >=3.15,<3.16 is needed", "type pip"),
+        (version(KERAS, None), "problem", "not installed, >=3.15,<3.16 is needed", "type pip"),
+        (version(KERAS, "?"), "problem", "?, >=3.15,<3.16 is needed", "type pip"),
         (version("keras", "1"), "ok", "1 (any)", ""),
     ],
 )  # fmt: skip

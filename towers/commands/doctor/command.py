@@ -102,7 +102,7 @@ def check_version(requirement: str, version: str | None, remedy: str) -> Check:
     """Check a package's version.
 
     Args:
-        requirement: as in setup.py, "keras>=3.15,<4".
+        requirement: as in setup.py, "keras>=3.15,<3.16".
         version: the installed version, None if there is none.
         remedy: what to do if it does not fit.
     """
