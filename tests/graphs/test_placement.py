@@ -148,7 +148,8 @@ def pinned(num_classes, image_shape, device="/cpu:1"):
     block = keras.Sequential(
         [keras.layers.Flatten(), Pinned(device, name="stubborn")], name="block"
     )
-    return keras.Sequential([keras.Input(image_shape), block, keras.layers.Dense(num_classes)])
+    dense = [keras.layers.Dense(4), keras.layers.Dense(num_classes)]
+    return keras.Sequential([keras.Input(image_shape), block, *dense])
 
 
 def pinned_weights(num_classes, image_shape):
@@ -215,6 +216,30 @@ def test_a_model_that_chooses_no_device_passes_strict(tmp_path, command, monkeyp
     assert "ops in towers, each on its tower's device" in out
 
 
+def assert_logged(out, tsv):
+    """Compare what --log_device_placement prints with its file."""
+    lines = out.splitlines()
+    mapping = lines.index("  device mapping:")
+    assert re.fullmatch(r"  /cpu:1 -> CPU, \d+ cores shared by all its devices", lines[mapping + 2])
+    (header,) = [i for i, x in enumerate(lines) if x.split() == ["op", "type", "/cpu:0", "/cpu:1"]]
+    rows_of_table = itertools.takewhile(lambda x: x.startswith("  "), lines[header + 1 :])
+    table = {line.split()[0]: line.split()[1:] for line in rows_of_table}
+    with open(tsv, newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    assert list(rows[0]) == ["name", "type", "tower", "layer", "requested", "device"]
+    ran = [row for row in rows if row["device"] != "-"]
+    assert len(ran) == sum(map(int, table["all"]))
+    sums = [row["device"] for row in ran if row["type"] == "AddN"]
+    assert set(sums) == {"/cpu:0"} and table["AddN"] == [str(len(sums)), "-"]
+    products = [row for row in ran if "MatMul" in row["type"] and row["tower"]]
+    assert {(row["tower"], row["requested"], row["device"]) for row in products} == {
+        ("0", "/cpu:0", "/cpu:0"),
+        ("1", "/cpu:1", "/cpu:1"),
+    }
+    assert {row["layer"].split("/")[-1] for row in products} >= {"dense", "dense_1"}
+    assert any(row["device"] == "-" for row in rows)  # what was folded, fused or pruned
+
+
 @pytest.mark.run
 def test_a_pinned_layer_is_listed_and_strict_stops_the_run(tmp_path, command):
     model = f"{__name__}:pinned", "--model_args=device=/cpu:1"
@@ -226,9 +251,10 @@ def test_a_pinned_layer_is_listed_and_strict_stops_the_run(tmp_path, command):
     assert "step 0" not in out
     assert not list(tmp_path.iterdir())
 
-    code, out, err = command(*model)
+    code, out, err = command(*model, "--log_device_placement")
     assert (code, err) == (0, "")
     assert f"  {line}" in out and tiny.saved_steps(tmp_path / "run")[-1] == 5
+    assert_logged(out, tmp_path / "run/placement.tsv")
     before = tiny.files(tmp_path)
     assert command(*model, "--placement=strict", "--max_steps=9")[0] == 1
     assert tiny.files(tmp_path) == before  # strict leaves an old run as it was
@@ -253,32 +279,6 @@ def test_what_cannot_run_is_one_line_without_a_run(tmp_path, command, model, fla
     assert found == code and len(err.splitlines()) == 1
     assert all(words in err for words in says)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.run
-def test_log_device_placement(tmp_path, command):
-    code, out, _ = command("tests.tiny:dense", "--log_device_placement")
-    assert code == 0
-    lines = out.splitlines()
-    mapping = lines.index("  device mapping:")
-    assert re.fullmatch(r"  /cpu:1 -> CPU, \d+ cores shared by all its devices", lines[mapping + 2])
-    (header,) = [i for i, x in enumerate(lines) if x.split() == ["op", "type", "/cpu:0", "/cpu:1"]]
-    rows_of_table = itertools.takewhile(lambda x: x.startswith("  "), lines[header + 1 :])
-    table = {line.split()[0]: line.split()[1:] for line in rows_of_table}
-    with open(tmp_path / "run/placement.tsv", newline="") as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
-    assert list(rows[0]) == ["name", "type", "tower", "layer", "requested", "device"]
-    ran = [row for row in rows if row["device"] != "-"]
-    assert len(ran) == sum(map(int, table["all"]))
-    sums = [row["device"] for row in ran if row["type"] == "AddN"]
-    assert set(sums) == {"/cpu:0"} and table["AddN"] == [str(len(sums)), "-"]
-    products = [row for row in ran if "MatMul" in row["type"] and row["tower"]]
-    assert {(row["tower"], row["requested"], row["device"]) for row in products} == {
-        ("0", "/cpu:0", "/cpu:0"),
-        ("1", "/cpu:1", "/cpu:1"),
-    }
-    assert {row["layer"].split("/")[-1] for row in products} >= {"dense", "dense_1"}
-    assert any(row["device"] == "-" for row in rows)  # what was folded, fused or pruned
 
 
 # ---------------------------------------------------------------------------- Lines
