@@ -199,9 +199,8 @@ def test_metrics_are_shown_by_their_names(trained, tmp_path, capfd, task, metric
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("changes", [{"accumulate_steps": 2}, {"jit_compile": True}])
-def test_towers_inside_a_loop_or_a_call_are_drawn_with_their_devices(changes):
-    given = dict(num_towers=2, devices="cpu", batch_size=8) | changes
+def test_towers_inside_a_loop_of_a_call_are_drawn_with_their_devices():
+    given = dict(num_towers=2, devices="cpu", batch_size=8, accumulate_steps=2, jit_compile=True)
     run = prepare(tiny.options("unused", **given))
     loop = run.train_loop()
     arguments = iter(run.data.train.train_batches(8, seed=0)), tf.constant(0)
