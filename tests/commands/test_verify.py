@@ -35,30 +35,27 @@ def command(capsys, model, *argv, data=IMAGES):
 
 
 def net(image_shape, num_classes, *middle):
-    first, last = layers.Conv2D(3, 3, activation="tanh"), layers.GlobalAveragePooling2D()
-    head = layers.Dense(num_classes)
-    return keras.Sequential([keras.Input(image_shape), first, *middle, last, head])
+    first, head = layers.Dense(3, "tanh"), layers.Dense(num_classes)
+    return keras.Sequential([keras.Input(image_shape), layers.Flatten(), first, *middle, head])
 
 
 # ---------------------------------------------------------------------------- What passes
 
 ALL_OPTIONS = (
-    "--augment=tutorial --optimizer=momentum --weight_decay=0.01 --ema_decay=0.9 "
+    "--augment=tutorial --optimizer=adamw --weight_decay=0.01 --ema_decay=0.9 "
     "--clip_global_norm=0.1 --label_smoothing=0.1 --schedule=cosine --learning_rate=0.1"
 ).split()
 
 
-def test_a_sound_model_passes_with_all_options_and_nothing_is_written(
-    capsys, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(verify, "precision", lambda: ["precision   TF32 is on"])
+def test_a_sound_model_passes_with_all_options_and_nothing_is_written(capsys, tmp_path):
     before = tiny.files(tmp_path)
-    flags = [*ALL_OPTIONS, "--float32", f"--train_dir={tmp_path}/run"]
+    flags = [*ALL_OPTIONS, f"--train_dir={tmp_path}/run"]
+    # A bias in front of BatchNorm has a gradient that is nothing but rounding.
     code, result, err = command(capsys, "tests.tiny:cnn", *flags)
     assert tiny.files(tmp_path) == before
     assert code == 0 and result["passed"] is True and result["first_difference"] is None
-    assert list(result["max_relative_difference"]) == list(result["ulps"]) == ["2"]
-    assert all(value < 1e-11 for value in result["max_relative_difference"].values())
+    assert list(result["max_relative_difference"]) == ["2"]
+    assert result["max_relative_difference"]["2"] < 1e-11
     names = set(result["differences"])
     of_evaluation = {f"evaluation/{name}" for name in "loss loss_ema accuracy accuracy_ema".split()}
     assert {
@@ -69,9 +66,6 @@ def test_a_sound_model_passes_with_all_options_and_nothing_is_written(
         "average/sequential/conv2d/kernel",
     } | of_evaluation <= names
     assert any(name.startswith("optimizer/") and "momentum" in name for name in names)
-    assert 0 < result["ulps"]["2"] < 1e4
-    assert "float32     2 towers: " in err
-    assert "precision   TF32 is on\n" in err  # what is compared in float32 depends on it
     assert "passed      the largest relative difference is" in err
     lines = [line.split() for line in err.splitlines()]
     header = next(line for line in lines if line[:3] == ["largest", "relative", "difference,"])
@@ -122,24 +116,18 @@ class InFloat32(layers.Layer):
 
 def no_float64():
     model = keras.Sequential([keras.Input((4,)), layers.Dense(6), InFloat32(), layers.Dense(1)])
-    model.compile("adam", "mse")
+    model.compile("sgd", "mse")
     return model
 
 
-@pytest.mark.parametrize(
-    "model, data, flags, names",
-    [
-        ("tests.tiny:dense", IMAGES,
-         "--optimizer=adamw --accumulate_steps=3 --clip_norm=0.01 --dtype=mixed_float16",
-         {"loss_scale"}),
-        ("plain_table", TABLE,
-         "--loss=mean_squared_error --metrics=mae --optimizer=adam --weight_decay=0.01",
-         {"metric/mae", "evaluation/mae"}),
-    ],
-)  # fmt: skip
-def test_a_loss_scale_and_losses_by_flags_pass(capsys, model, data, flags, names):
-    code, result, _ = command(capsys, model, *flags.split(), data=data)
-    assert code == 0 and names <= set(result["differences"])
+def test_losses_by_flags_pass_also_in_float32(capsys, monkeypatch):
+    monkeypatch.setattr(verify, "precision", lambda: ["precision   TF32 is on"])
+    flags = "--loss=mean_squared_error --metrics=mae --optimizer=adam --weight_decay=0.01".split()
+    code, result, err = command(capsys, "plain_table", *flags, "--float32", data=TABLE)
+    assert code == 0 and {"metric/mae", "evaluation/mae"} <= set(result["differences"])
+    assert list(result["ulps"]) == ["2"] and 0 < result["ulps"]["2"] < 1e4
+    assert "float32     2 towers: " in err
+    assert "precision   TF32 is on\n" in err  # what is compared in float32 depends on it
 
 
 def test_what_cannot_be_had_in_float64_is_compared_in_the_runs_own_precision(capsys):
@@ -166,23 +154,22 @@ def wrong_on_two_towers(results_of):
     return wrong
 
 
-def test_rounding_passes_and_an_error_of_a_millionth_is_found_in_every_array(capsys, monkeypatch):
+def test_an_error_of_a_millionth_is_found_in_every_array(capsys, monkeypatch):
+    """That rounding passes is seen above, with this model and optimizer."""
     wrong = wrong_on_two_towers(comparison._results_of)
     monkeypatch.setattr(comparison, "_results_of", wrong)
     monkeypatch.setattr(report, "_likely_cause", lambda *_: "none")
-    flags = ["--optimizer=adamw", "--ema_decay=0.9", "--num_towers=2,3"]
-    # A bias in front of BatchNorm has a gradient that is nothing but rounding.
+    flags = ["--optimizer=adamw", "--ema_decay=0.9"]
     code, result, _ = command(capsys, "tests.tiny:cnn", *flags)
     floats = {
-        name: row
+        name: row["2"]
         for name, row in result["differences"].items()
         if not name.endswith(("step", "examples", "iteration", "correct", "correct_ema", "state"))
     }
     assert code == 1 and result["first_difference"]["name"] == "loss"
     kinds = {"loss", "gradient", "model", "optimizer", "average", "evaluation"}
     assert {kind_of(name) for name in floats} == kinds
-    assert not [name for name, row in floats.items() if row["2"] < 1e-8]
-    assert not [name for name, row in floats.items() if row["3"] > 1e-9]
+    assert min(floats.values()) > 1e-8
 
 
 # ---------------------------------------------------------------------------- What fails
@@ -209,6 +196,7 @@ def test_a_fault_is_found_and_named(capsys):
 
 
 def test_padding_that_counts_is_found_in_evaluation_alone(capsys, monkeypatch):
+    """Steps are the same, with a loss scale, parts and averages, too."""
     evaluate = TrainRunner.evaluate
 
     def all_count(runner, batch):
@@ -217,7 +205,12 @@ def test_padding_that_counts_is_found_in_evaluation_alone(capsys, monkeypatch):
         return evaluate(runner, (example, counted if runner.num_towers < 2 else counted * 0 + 1))
 
     monkeypatch.setattr(TrainRunner, "evaluate", all_count)
-    code, result, _ = command(capsys, "tests.tiny:dense", "--ema_decay=0.9")
+    flags = (
+        "--ema_decay=0.9 --optimizer=adamw --accumulate_steps=3 --clip_norm=0.01 "
+        "--dtype=mixed_float16"
+    )
+    code, result, _ = command(capsys, "tests.tiny:dense", *flags.split())
+    assert "loss_scale" in result["differences"]
     first = result["first_difference"]
     assert code == 1 and first["cause"].startswith("evaluation: ")
     assert [first[key] for key in ("name", "step", "num_towers")] == ["evaluation/accuracy", 1, 2]
@@ -292,12 +285,12 @@ def test_what_keras_cannot_recompute_is_said_to_be_so(capsys):
     assert "Keras cannot recompute " in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_strict_refuses_draws_that_do_not_follow_the_example(tmp_path, capsys):
+@pytest.mark.parametrize("model", ["tensorflow_normal", rare("square_draw")])
+def test_strict_refuses_draws_that_do_not_follow_the_example(tmp_path, capsys, model):
     flags = [*TRAIN, "--num_towers=2", "--rng_check=strict", f"--train_dir={tmp_path}/run"]
-    for model in "tensorflow_normal", "square_draw":
-        assert cli.main(["train", *flags, f"--model=tests.zoo.faults:{model}"]) == 1
-        assert capsys.readouterr().err.splitlines()[-1].startswith("towers: --rng_check=strict: ")
-        assert not (tmp_path / "run").exists()
+    assert cli.main(["train", *flags, f"--model=tests.zoo.faults:{model}"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("towers: --rng_check=strict: ")
+    assert not (tmp_path / "run").exists()
 
 
 # ---------------------------------------------------------------------------- The comparison
