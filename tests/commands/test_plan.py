@@ -11,7 +11,7 @@ from tests.runs import command as command_line
 from tests.runs import released
 from towers import data, devices
 from towers.builder.batch_norm import exchange_launches
-from towers.commands.plan import command, gpus
+from towers.commands.plan import command
 from towers.graphs.communication import HOST, read_step
 from towers.options.run import Options
 from towers.training.run import memory_estimate
@@ -225,29 +225,17 @@ def test_what_is_said_of_bytes_memory_gpus_and_a_missing_gradient(capsys):
     assert max(map(len, said.splitlines())) <= 160
 
 
-def three_norms(num_classes, image_shape):
-    parts = [[keras.layers.Conv2D(2, 3), keras.layers.BatchNormalization()] for _ in range(3)]
-    end = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(num_classes)]
-    return keras.Sequential([keras.Input(image_shape), *sum(parts, []), *end])
-
-
-@pytest.mark.run
-def test_what_towers_exchange_in_batch_norm_is_launched():
-    options, dataset = options_of(model=f"{__name__}:three_norms"), data.load("tests.tiny:images")
-    views = [gpus.describe(gpus.estimate(options, number, dataset)) for number in (1, 2)]
-    one, two = (view["launches"]["tower"] for view in views)
-    assert two - one == exchange_launches(3)  # so a run's start says
-
-
-def line():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+def two_norms():
+    norms = [keras.layers.BatchNormalization(), keras.layers.BatchNormalization()]
+    dense = keras.layers.Dense(3), keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((4,)), dense[0], *norms, dense[1]])
     model.compile("sgd", "mse")
     return model
 
 
 @pytest.mark.run
-def test_a_compiled_model_is_planned_with_what_it_can_have(capsys):
-    flags = f"--model={__name__}:line --dataset=tests.tasks:table_data --batch_size=8 --json"
+def test_a_compiled_model_is_planned_with_what_it_can_have_and_its_batch_norm(capsys):
+    flags = f"--model={__name__}:two_norms --dataset=tests.tasks:table_data --batch_size=8 --json"
     code, out, said = command_line(capsys, "plan", *flags.split(), "--num_towers=2")
     assert code == 0 and "every trainable variable has one" in said, said
     result = json.loads(out)
@@ -255,6 +243,8 @@ def test_a_compiled_model_is_planned_with_what_it_can_have(capsys):
     assert result["gradients"]["missing"] == [] and not result["failed"]
     equal = {row["bytes_per_step"]["equal"] for row in result["placements"].values()}
     assert equal == {True}
+    one, two = (result["gpu"][number]["launches"]["tower"] for number in "12")
+    assert two - one == exchange_launches(2)  # so a run's start says
 
 
 @pytest.mark.parametrize(
