@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import script
 from tests.runs import rare
 from tests.worker_processes import ROOT, environment
 
@@ -36,11 +37,6 @@ def cluster(*flags, then=()):
             yield process, process.stdout.readline().split()
         finally:
             process.terminate()
-
-
-def on_workers(number, *command):
-    line = [*SCRIPT, f"--workers={number}", "--towers_per_worker=2", "--", *command]
-    return subprocess.run(line, env=environment(), timeout=SECONDS, **PIPES)
 
 
 def listening(flag):
@@ -81,15 +77,20 @@ def test_towers_divide_the_cores_and_no_worker_outlives_a_signal(monkeypatch, na
             time.sleep(0.05)
 
 
-def test_what_is_no_command_is_one_line():
-    done = on_workers(1, "no-such-command")
-    assert done.returncode == 2
-    assert done.stderr == "local_cluster: no-such-command: No such file or directory\n"
+def test_what_is_no_command_is_one_line(monkeypatch, capfd):
+    local_cluster = script("local_cluster")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # which it sets for good
+    monkeypatch.setattr(local_cluster, "end_with_parent", None)
+    assert local_cluster.run(["no-such-command"], environment()) == 2
+    line = "local_cluster: no-such-command: No such file or directory\n"
+    assert capfd.readouterr() == ("", line)
 
 
 @pytest.mark.extended
 def test_the_catalogue_is_tried_on_workers():
-    done = on_workers(2, ROOT / "scripts/catalogue", "layouts:heads_first")
+    line = [*SCRIPT, "--workers=2", "--towers_per_worker=2", "--", ROOT / "scripts/catalogue"]
+    line.append("layouts:heads_first")
+    done = subprocess.run(line, env=environment(), timeout=SECONDS, **PIPES)
     assert done.returncode == 0, done.stderr
     row, last = done.stdout.splitlines()[-2:]
     assert row.split()[:2] == ["layouts:heads_first", "same"] and row.endswith(" same")
