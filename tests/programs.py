@@ -3,12 +3,16 @@
 import importlib.machinery
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
+TENSORFLOWS_LINES = re.compile(
+    r"^[IWEF]\d{4} |^WARNING: All log messages|^To enable the following", re.M
+)
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -3,9 +3,7 @@
 import csv
 import itertools
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import keras
 import pytest
@@ -14,6 +12,7 @@ import tensorflow as tf
 import towers
 from scripts import matpow
 from tests import tiny
+from tests.programs import TENSORFLOWS_LINES, python
 from tests.runs import rare
 from towers import cli
 from towers.builder import device_types
@@ -24,7 +23,6 @@ from towers.training.run.tensorflow_errors import user_facing_errors
 
 pytestmark = pytest.mark.graph
 
-ROOT = Path(__file__).resolve().parents[2]
 DEVICES = ["/cpu:0", "/cpu:1"]
 HERE = "TensorFlow has /cpu:0, /cpu:1, /cpu:2, /cpu:3: "
 
@@ -113,8 +111,9 @@ def test_names_are_read_as_tower_and_layer():
 
 @pytest.mark.process
 def test_the_demonstrations(monkeypatch, capsys):
-    command = [sys.executable, "scripts/matmul_towers.py"]
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    done = python("scripts/matmul_towers.py")
+    assert done.returncode == 0 and not TENSORFLOWS_LINES.search(done.stderr), done.stderr
+    out = done.stdout
     assert out.startswith("[[ 44.  56.]\n [ 98. 128.]]\n")
     lines = [line.split() for line in out.splitlines()]
     assert {(name, device) for name, *_, device in lines if "MatMul" in name} == {

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 
@@ -11,11 +10,9 @@ from matplotlib import image
 
 from scripts import curves as curves_script
 from scripts import network_bytes
-from tests.programs import ROOT, python
-from tests.runs import released
+from tests.programs import ROOT, TENSORFLOWS_LINES, python
 
 pytestmark = pytest.mark.process
-LOG_LINE = re.compile(r"^[IWEF]\d{4} |^WARNING: All log messages|^To enable the following", re.M)
 TEXTS = {path: path.read_text() for path in (ROOT / "scripts").glob("*.py")}
 SCRIPTS = sorted(p.name for p, text in TEXTS.items() if "tensorflow" in text and "__main__" in text)
 
@@ -28,11 +25,13 @@ def table(printed):
     return [dict(zip(heading, row, strict=True)) for row in rows]
 
 
-@pytest.mark.parametrize("name", released(SCRIPTS, "gpu_check.py"))
+@pytest.mark.extended
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_starts_without_tensorflows_lines(name):
+    """Of one that is run, tests/graphs/test_placement.py looks at the lines."""
     done = python(f"scripts/{name}", "--help")
     assert done.returncode == 0 and done.stdout
-    assert not LOG_LINE.search(done.stderr), done.stderr
+    assert not TENSORFLOWS_LINES.search(done.stderr), done.stderr
 
 
 # curves.py.
