@@ -226,9 +226,10 @@ def test_what_is_said_of_bytes_memory_gpus_and_a_missing_gradient(capsys):
 
 
 def two_norms():
-    norms = [keras.layers.BatchNormalization(), keras.layers.BatchNormalization()]
-    dense = keras.layers.Dense(3), keras.layers.Dense(1)
-    model = keras.Sequential([keras.Input((4,)), dense[0], *norms, dense[1]])
+    parts = [[keras.layers.Conv2D(2, 1), keras.layers.BatchNormalization()] for _ in range(2)]
+    end = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(1)]
+    square = keras.layers.Reshape((2, 2, 1))
+    model = keras.Sequential([keras.Input((4,)), square, *sum(parts, []), *end])
     model.compile("sgd", "mse")
     return model
 
