@@ -112,7 +112,7 @@ def sequential(shape, *rest):
 # What is called.
 
 
-@row(ONE, TWO, THREE, JOINED, UNKNOWN, IN_PARTS, tier="graph")
+@row(THREE, JOINED, UNKNOWN, tier="graph")
 def variables_of_a_module_and_keywords():
     w, module = keras.Variable(X[:3], dtype="float64"), tf.Module()
     module.b = tf.Variable(0.5, dtype=tf.float64)
@@ -365,16 +365,12 @@ def images(size=7):
     return tf.random.stateless_normal([size, 4, 4, 3], [0, 0], 5.0, 2.0, tf.float64)
 
 
-def convolutions(**keywords):
-    norm = functools.partial(layers.BatchNormalization, **keywords)
-    body = [norm(momentum=0.5), layers.Conv2D(5, 3, activation="tanh")]
-    body += [norm(momentum=0.9, scale=False), layers.Flatten(), layers.Dense(4, "tanh"), norm()]
-    return of_model(sequential((4, 4, 3), *body), images())
-
-
 @row(THREE, GPUS_JOINED, rare=[EVEN, TWO_EXAMPLES, JOINED])
 def batch_norm():
-    return convolutions()
+    first = layers.BatchNormalization(momentum=0.5)
+    second = layers.BatchNormalization(momentum=0.9, scale=False)
+    body = first, layers.Conv2D(5, 3, activation="tanh"), second, layers.Flatten(), layers.Dense(4)
+    return of_model(sequential((4, 4, 3), *body), images())
 
 
 class Moments(layers.Layer):
@@ -450,7 +446,8 @@ def moments_of_several_layers():
 
 @row(LOCAL)
 def batch_norm_that_asks():
-    return convolutions(synchronized=True)
+    norm = layers.BatchNormalization(momentum=0.5, synchronized=True)
+    return of_model(sequential((3,), layers.Dense(3), norm, layers.Dense(2)))
 
 
 @row(THREE)
@@ -497,8 +494,7 @@ def fused_batch_norm():
     models = []
     for shape, use in ((3,), {}), ((5, 3), {"scale"}), ((4, 4, 3), {"center"}), ((2, 4, 4, 3), {}):
         norm = layers.BatchNormalization(momentum=0.5, **dict.fromkeys(use, False))
-        rest = layers.Dense(4, "tanh"), layers.Flatten(), layers.Dense(2)
-        models.append(sequential(shape, norm, *rest))
+        models.append(sequential(shape, norm, layers.Flatten(), layers.Dense(2, "tanh")))
     batch = [
         tf.random.stateless_normal([7, *net.input_shape[1:]], [1, 2], 30.0, 2.0) for net in models
     ]
@@ -599,7 +595,9 @@ def step_of(case, way, devices=DEVICES, gather_device="/cpu:0"):
         loss_fn = lambda *batch: contrast(builder.concat(case.losses, *batch))  # noqa: E731
         step = with_tape(loss_fn, case.weights, True)
     specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in case.batch]
-    return tf.function(step, None if way.known else specs) if way.compiled else step
+    if not way.compiled:
+        return step
+    return tf.function(step, None if way.known else specs, autograph=False)
 
 
 def of_towers(make, way):
