@@ -147,8 +147,9 @@ def deep(num_classes, image_shape, depth):
 def test_of_masters_on_workers_as_many_tensors_cross_however_many_they_are(far, update, towers):
     def num_transfers(depth):
         options = Options(
-            model=f"{__name__}:deep", model_args=f"depth={depth}", variables="sharded",
-            batch_size=8, devices="cpu", ema_decay=0.9, **update,
+            model=f"{__name__}:deep", model_args=f"depth={depth}", dataset="tests.tiny:images",
+            augment="none", variables="sharded", batch_size=8, devices="cpu", ema_decay=0.9,
+            **update,
         )  # fmt: skip
         found = crossing(loop_of(far[towers], options)[-1])
         return {route: len(values) for route, values in found.items()}

@@ -34,7 +34,7 @@ def towers(line, code=0):
 
 
 def test_verify_compares_towers_of_workers_with_one_device_here(addresses, capsys):
-    line = f"{SMALL} --steps=2 --num_towers=3 --workers={addresses} --json"
+    line = f"{SMALL} --model=tests.tiny:cnn --steps=2 --num_towers=3 --workers={addresses} --json"
     code, out, err = command(capsys, "verify", *line.split())
     if connected := remote.current_cluster():
         connected.close()

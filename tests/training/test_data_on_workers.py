@@ -39,9 +39,9 @@ def loop_of(batch_size=7, **given):
     return loop
 
 
-def assert_same_numbers(two_workers, num_steps=3, **given):
+def assert_same_numbers(two_workers, num_steps=3, over_workers=None, **given):
     """Return the loop over workers, after its numbers were found to be those of one device here."""
-    over_workers = loop_of(**two_workers, **given)
+    over_workers = over_workers or loop_of(**two_workers, **given)
     here = loop_of(**given)
     assert over_workers(num_steps) == pytest.approx(here(num_steps), rel=1e-12)
     tiny.assert_close(over_workers.state(), here.state(), 1e-12)
@@ -49,8 +49,8 @@ def assert_same_numbers(two_workers, num_steps=3, **given):
 
 
 def sent(loop):
-    """Return the bytes of each slice of the batch that a step sends to a tower; none is whole."""
-    placement = read_placement(loop.run.train_loop(telemetry=False), loop.batches, tf.constant(0))
+    """Return the bytes of each slice of the batch that a step of a new loop sends to a tower."""
+    placement = read_placement(loop.loop, loop.batches, tf.constant(0))
     slices = ("/split/", "/GatherV2")
     return [t.bytes for t in placement.transfers if any(part in t.name for part in slices)]
 
@@ -66,9 +66,11 @@ def test_of_arrays_rows_are_sent(two_workers, given):
 
 
 def test_of_own_code_each_worker_is_sent_its_slices(two_workers):
-    loop = assert_same_numbers(two_workers, dataset=f"{__name__}:generated")
+    given = dict(dataset=f"{__name__}:generated")
+    loop = loop_of(**two_workers, **given)
     assert loop.run.on_towers is None
-    assert max(sent(loop)) == 2 * 8 * 8 * 3  # of a batch of 7 images
+    assert max(sent(loop)) == 2 * 8 * 8 * 3  # of a batch of 7 images, none whole
+    assert_same_numbers(two_workers, over_workers=loop, **given)
 
 
 @extended
@@ -103,12 +105,12 @@ def test_workers_read_their_own_files_from_any_step_on(two_workers, files, more)
         return
     kept = loop.state()
     loop(3)
-    again = loop_of(**two_workers, **files)
-    for name, variable in again.train_state.variables().items():
+    gone_on = loop.state()
+    for name, variable in loop.train_state.variables().items():
         variable.assign(kept[name])
-    again.batches = iter(again.run.batches(9, 9 * 7))
-    again(3)
-    tiny.assert_identical(again.state(), loop.state())
+    loop.batches = iter(loop.run.batches(9, 9 * 7))
+    loop(3)
+    tiny.assert_identical(loop.state(), gone_on)
 
 
 def test_devices_of_this_machine_are_not_asked_for_beside(two_workers):
