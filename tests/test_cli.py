@@ -305,13 +305,14 @@ def build(num_classes):
 """
 
 
-@pytest.mark.process
-def test_the_users_own_line_is_named_through_keras_and_autograph(folder):
+@pytest.mark.run
+def test_the_users_own_line_is_named_through_keras_and_autograph(folder, monkeypatch, capsys):
     (folder / "mine.py").write_text(FAILING)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     asked = "--model=mine:build --max_steps=2 --batch_size=4 --dataset=tests.tiny:images"
-    failed = shell("train", *asked.split(), "--num_towers=2", "--train_dir=run")
-    assert failed.returncode == 1 and "Traceback (most recent" in failed.stderr
-    assert failed.stderr.splitlines()[-1] == (
+    assert cli.main(["train", *asked.split(), "--num_towers=2", "--train_dir=run"]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback (most recent" in said and said.splitlines()[-1] == (
         "towers: the error comes from mine.py, line 6, in call: your own code (--model=mine:build)"
     )
 
