@@ -115,16 +115,17 @@ def layers_and_step(names, builder, size):
         return {name: layer(x, training=True) for name, layer in layers.items()}
 
     spec = tf.TensorSpec([size, 6, 5])
-    return layers, tf.function(lambda x: builder.concat(fn, x), input_signature=[spec])
+    step = tf.function(lambda x: builder.concat(fn, x), [spec], autograph=False)
+    return layers, step
 
 
 @pytest.mark.run
-@pytest.mark.parametrize(("num_towers", "size"), [rare(3, 7), (4, None)])
+@pytest.mark.parametrize(("num_towers", "size"), [rare(4, 7), (3, None)])
 def test_layers_draw_for_each_example_what_one_device_draws(num_towers, size):
     plain, _ = layers_and_step(LAYERS, None, size)
-    expected = [{name: plain[name](EXAMPLES, training=True) for name in LAYERS} for _ in range(3)]
+    expected = [{name: plain[name](EXAMPLES, training=True) for name in LAYERS} for _ in range(2)]
     _, step = layers_and_step(LAYERS, TowerBuilder(DEVICES[:num_towers]), size)
-    found = [step(EXAMPLES) for _ in range(3)]
+    found = [step(EXAMPLES) for _ in range(2)]
     for name in LAYERS:
         assert np.abs(expected[0][name] - expected[1][name]).max() > 0  # it draws anew
         for own, other in zip(found, expected, strict=True):
@@ -153,7 +154,7 @@ def test_gpus_draw_the_same_without_a_key_from_the_host():
         names = ["Dropout", "MultiHeadAttention", "RandomRotation"]
         _, step = layers_and_step(names, builder, None)
         kinds_of_ops = {op.type for op in step.get_concrete_function().graph.get_operations()}
-        return [step(EXAMPLES) for _ in range(3)], kinds_of_ops
+        return [step(EXAMPLES) for _ in range(2)], kinds_of_ops
 
     builder = TowerBuilder(DEVICES[1:3])
     expected, of_cpus = draw_on(builder)

@@ -55,7 +55,7 @@ def executed(model, num_towers, **keywords):
     def own(value):
         return value.values if isinstance(value, PerTower) else [value]
 
-    @tf.function(input_signature=[tf.TensorSpec(x.shape, x.dtype)])
+    @tf.function(input_signature=[tf.TensorSpec(x.shape, x.dtype)], autograph=False)
     def update(x):
         loss, gradients = builder.gradients(loss_fn, weights, x)
         kept.assign(loss)
@@ -92,11 +92,10 @@ def test_one_gpu_receives_the_batch_and_sends_nothing():
     assert sent == {("/cpu:0", GPUS[0]): ["float32"]}
 
 
-@pytest.mark.parametrize("num_towers", [2, 3])
-def test_towers_receive_their_slices_and_the_key_of_collectives_and_the_state_of_seeds(num_towers):
-    sent, ops = executed(build(2), num_towers)
-    of_host = {("/cpu:0", device): ["float32", "int32"] for device in GPUS[:num_towers]}
-    of_first = {(GPUS[0], device): ["int64"] for device in GPUS[1:num_towers]}
+def test_towers_receive_their_slices_and_the_key_of_collectives_and_the_state_of_seeds():
+    sent, ops = executed(build(2), 3)
+    of_host = {("/cpu:0", device): ["float32", "int32"] for device in GPUS}
+    of_first = {(GPUS[0], device): ["int64"] for device in GPUS[1:]}
     assert {ends: sorted(types) for ends, types in sent.items()} == of_host | of_first
     # Of each BatchNorm layer one forward and one backward, then gradients and loss.
     assert ops[GPUS[0]]["CollectiveGatherV2"] == 4
@@ -119,12 +118,12 @@ def ops_of_layers(num_layers, num_towers, **keywords):
 
 
 def test_parts_of_a_batch_are_added_packed():
-    one, five = (ops_of_layers(number, 1, accumulate_steps=2) for number in (1, 5))
-    assert five["AddN"] == one["AddN"] > 0
+    one, three = (ops_of_layers(number, 1, accumulate_steps=2) for number in (1, 3))
+    assert three["AddN"] == one["AddN"] > 0
 
 
 @pytest.mark.parametrize("num_towers", [1, 2])
 def test_more_variables_cost_no_more_ops_of_the_gather(num_towers):
-    three, six, nine = (launches(ops_of_layers(number, num_towers)) for number in (3, 6, 9))
-    assert nine - six == six - three  # forward and backward of a layer
-    assert (six - three) / 3 <= 6  # product and bias; two products, bias; which the test updates
+    two, four, six = (launches(ops_of_layers(number, num_towers)) for number in (2, 4, 6))
+    assert six - four == four - two  # forward and backward of a layer
+    assert (four - two) / 2 <= 6  # product and bias; two products, bias; which the test updates
