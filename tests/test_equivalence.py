@@ -37,7 +37,7 @@ def on(num_towers, model="tests.tiny:dense", **options):
     return num_towers, {"model": model} | options
 
 
-DROPOUTS = "tests.zoo.draws:dropouts"
+DROPOUTS = "tests.zoo.draws:dropout_used_twice"
 RUNS = {  # what the rules of updates are: training/test_optimizer_step.py
     "dropouts": on(3, DROPOUTS),
     "two examples, crops": on(
