@@ -178,7 +178,7 @@ def told(fn, compiled=True):
             loss = tf.reduce_mean(towers.concat(layer, x))
         return tape.gradient(loss, layer.trainable_variables)
 
-    tf.function(step).get_concrete_function(x) if compiled else step(x)
+    tf.function(step, autograph=False).get_concrete_function(x) if compiled else step(x)
     return lines
 
 
