@@ -202,7 +202,7 @@ def seen(model, x):
     "leave, use, said",
     [
         (spread, lambda m: m.spread, "attribute 'spread' of layer leaving"),
-        (spread, lambda m: ops.mean(m.spread * 2), "attribute 'spread' of layer leaving"),
+        rare(spread, lambda m: ops.mean(m.spread * 2), "attribute 'spread' of layer leaving"),
         (seen, lambda m: ops.mean(Seen.x), "a tensor that layer leaving"),
     ],
 )
