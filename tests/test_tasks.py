@@ -87,7 +87,7 @@ def test_a_task_goes_from_training_to_predictions(trained, kind, tmp_path, capsy
         np.testing.assert_allclose(flat(outputs), flat(row), rtol=1e-5, atol=1e-6)
         assert (entry["class"] is None) == (kind not in ("images", "text"))
 
-    flags = f"--model=tests.tasks:{kind}", f"--dataset=tests.tasks:{kind}_data", "--max_steps=2"
+    flags = f"--model=tests.tasks:{kind}", f"--dataset=tests.tasks:{kind}_data", "--max_steps=1"
     flags = *flags, f"--init_from={tmp_path / 'a.keras'}"
     num = len(model.weights)
     out = done(capsys, "train", tmp_path / "new", *flags)
