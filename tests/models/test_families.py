@@ -24,7 +24,7 @@ LARGE = [pytest.mark.run, pytest.mark.extended]  # slow to build
         pytest.param(resnet, "resnet32", "0.46", 464_154, marks=LARGE),
         pytest.param(resnet, "resnet44", "0.66", 658_586, marks=LARGE),
         pytest.param(resnet, "resnet56", "0.85", 853_018, marks=LARGE),
-        pytest.param(resnet, "resnet110", "1.7", 1_727_962, marks=pytest.mark.run),
+        pytest.param(resnet, "resnet110", "1.7", 1_727_962, marks=LARGE),
         (preact_resnet, "preact_resnet20", None, 269_722),
         pytest.param(preact_resnet, "preact_resnet56", None, 853_018, marks=LARGE),
         pytest.param(preact_resnet, "preact_resnet110", "1.7", 1_727_962, marks=LARGE),

@@ -28,7 +28,7 @@ MODELS = {
     "densenet": (functools.partial(densenet_bc, 10, dropout=0.2), 32),
     "resnext": (functools.partial(resnext, 11, 2, 4, 8), 32),
     "vit": (functools.partial(vit, 2, 24, 3), 32),
-    "fast": (functools.partial(fast, width=25, small_size=16, small_steps=1), 32),
+    "fast": (functools.partial(fast, width=9, small_size=16, small_steps=1), 32),
 }
 TYPES = [  # of computation, and of weights and logits
     ("float64", "float64"), ("bfloat16", "float32"), rare("float32", "float32"),
