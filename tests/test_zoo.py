@@ -45,6 +45,7 @@ ELSEWHERE = ("random op", "mixed examples", "local BatchNorm", "batch size")
 RARELY = (  # for `scripts/test --all` alone
     "refused:batch_norm_in_cond", "programs:added_divergence", "faults:noise_by_numpy_function",
     "faults:square_draw", "faults:seed_by_its_name", "faults:projection_that_stays",
+    "mixing:place_as_feature", "state:last_example",  # as builder/test_trials has them
 )  # fmt: skip
 
 
