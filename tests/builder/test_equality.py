@@ -403,13 +403,6 @@ class Measured(layers.Layer):
         return x
 
 
-@row(THREE, rare=[GPUS, JOINED])
-def metrics_that_a_layer_updates():
-    measured = Measured()
-    case = of_model(sequential((3,), layers.Dense(5, "tanh"), measured, layers.Dense(2)))
-    return case._replace(state=measured.metrics_variables)
-
-
 class Largest(keras.metrics.Metric):
     """The largest number so far, and a moving average of batches' means."""
 
@@ -425,16 +418,18 @@ class Largest(keras.metrics.Metric):
         return self.most
 
 
-@row(TWO, THREE)
-def metrics_that_a_loss_function_updates():
-    of_batches, largest = keras.metrics.Mean(dtype="float64"), Largest()
+@row(TWO, THREE, rare=[GPUS, JOINED])
+def metrics_that_a_layer_and_a_loss_function_update():
+    measured, of_batches, largest = Measured(), keras.metrics.Mean(dtype="float64"), Largest()
+    case = of_model(sequential((3,), layers.Dense(5, "tanh"), measured, layers.Dense(2)))
 
     def losses(x):
         of_batches.update_state(tf.reduce_mean(x))
         largest.update_state(x)
-        return x[:, 0]
+        return case.losses(x)
 
-    return Case(losses, [], state=[*of_batches.variables, *largest.variables])
+    state = [*measured.metrics_variables, *of_batches.variables, *largest.variables]
+    return case._replace(losses=losses, state=state)
 
 
 @row(GPUS, rare=[GPU, GPUS_UNKNOWN, GPUS_EVEN, GPUS_TWO_EXAMPLES])
