@@ -130,7 +130,8 @@ def test_mixed_precision_computes_in_16_bits(way):
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=2e-2 * size)
 
 
-PARTS, MOMENTS = THREE._replace(parts=2), equality.moments_of_several_layers
+PARTS, MOMENTS = THREE._replace(num_towers=2, parts=2), equality.moments_of_several_layers
+TWO_LOCAL = LOCAL._replace(num_towers=2)
 of_cpus = functools.cache(of_towers)
 
 
@@ -138,7 +139,7 @@ of_cpus = functools.cache(of_towers)
     ("make", "way", "changes"),
     [
         (MOMENTS, PARTS._replace(known=False), dict(on_gpus=True)),
-        rare(MOMENTS, LOCAL, dict(on_gpus=True)), (MOMENTS, LOCAL, dict(by_xla=True)),
+        rare(MOMENTS, LOCAL, dict(on_gpus=True)), (MOMENTS, TWO_LOCAL, dict(by_xla=True)),
         rare(equality.fused_maps, PARTS._replace(joined=True), dict(on_gpus=True)),
         rare(MOMENTS, LOCAL, dict(on_gpus=True, by_xla=True)),
         rare(equality.fused_maps, LOCAL._replace(parts=2), dict(on_gpus=True)),
