@@ -112,7 +112,7 @@ def sequential(shape, *rest):
 # What is called.
 
 
-@row(THREE, JOINED, UNKNOWN, tier="graph")
+@row(THREE, JOINED, IN_PARTS, UNKNOWN, tier="graph")
 def variables_of_a_module_and_keywords():
     w, module = keras.Variable(X[:3], dtype="float64"), tf.Module()
     module.b = tf.Variable(0.5, dtype=tf.float64)
