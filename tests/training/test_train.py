@@ -1,5 +1,7 @@
 """Whole runs: what they leave behind, and that nothing is lost or changed by stopping them."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -15,6 +17,7 @@ from tests import runs, tiny, trained_runs
 from tests.runs import command, points, result_of
 from towers import cli
 from towers.errors import InputError
+from towers.formatting import figure
 from towers.monitoring import events
 from towers.monitoring.monitor import Monitor
 from towers.options.run import Options
@@ -93,87 +96,87 @@ def test_a_run_leaves_these_files(trained):
     assert {f"--train_dir={folder}", "--variables=default"} <= set(flags)
 
 
-def test_flags_cfg_repeats_the_run_and_calls_of_other_lengths_change_no_bit(
-    whole, tmp_path, monkeypatch, capsys
-):
-    """Points are written at once; evaluations and checkpoints in between: one graph each."""
-    seen, compiled = [], []
+@pytest.fixture(scope="module")
+def stopped(whole, tmp_path_factory):
+    """The folder of that run by its flags.cfg and other calls, stopped in its second evaluation.
 
-    def keep(owner, name, call):
-        make = getattr(owner, name)
+    With its exit code, what it wrote, the points before each call, and what it has traced.
+    """
+    folder, seen, traced, batches = tmp_path_factory.mktemp("stopped"), [], [], []
+    make, evaluate = RunContext.train_loop, Task._evaluate
 
-        def made(*args, **kwargs):
-            compiled.append(make(*args, **kwargs))
-            return call(compiled[-1])
+    def observed(*args, **kwargs):
+        traced.append(loop := make(*args, **kwargs))
 
-        monkeypatch.setattr(owner, name, made)
-
-    def observed(loop):
         def call(batches, num_steps, *measured):
-            seen.append([step for step, _ in points(tmp_path / "train")])
+            seen.append([step for step, _ in points(folder / "train")])
             return loop(batches, num_steps, *measured)
 
         call.get_concrete_function = loop.get_concrete_function
         return call
 
-    keep(RunContext, "train_loop", observed)
-    tasks, evaluate = [], Task._evaluate
-    monkeypatch.setattr(Task, "_evaluate", lambda *own: (tasks.append(own[0]), evaluate(*own))[1])
-    flags = f"--flagfile={whole}/flags.cfg", f"--train_dir={tmp_path}", "--steps_per_loop=3"
-    code, out, _ = command(capsys, "train", *flags)
-    assert code == 0
+    def signalled(task, batch):
+        batches.append(1)
+        if len(batches) == 6:  # the second of the evaluation after 9 steps; one has four
+            os.kill(os.getpid(), signal.SIGINT), os.kill(os.getpid(), signal.SIGTERM)
+        if task not in tasks:
+            tasks.append(task)
+        return evaluate(task, batch)
+
+    tasks, out, err = [], io.StringIO(), io.StringIO()
+    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunContext, "train_loop", observed)
+        patch.setattr(Task, "_evaluate", signalled)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = cli.main(["train", *in_parts(whole, folder), "--steps_per_loop=3"])
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
+    traced += [task._traced_test_step for task in tasks]
+    return folder, code, out.getvalue(), err.getvalue(), seen, traced
+
+
+OF_PARTS = dict(checkpoint_every_steps=0, histogram_every_epochs=0)
+
+
+def in_parts(whole, folder):
+    flags = [f"--{name}={value}" for name, value in OF_PARTS.items()]
+    return f"--flagfile={whole}/flags.cfg", f"--train_dir={folder}", *flags
+
+
+def test_points_are_written_at_once_and_one_graph_makes_calls_of_all_lengths(stopped):
+    """Evaluations and checkpoints come in between; that no bit changes, the next test tells."""
+    folder, _, out, _, seen, traced = stopped
     assert seen[:3] == [[], [], [0]]  # the first call makes no step, it shows the placement
-    compiled += [task._traced_test_step for task in set(tasks)]
-    assert [made.experimental_get_tracing_count() for made in compiled] == [1, 1]
-    tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(whole))
-    for tag in "loss/total", "gradient_norm", "learning_rate", "progress/examples":
-        assert points(tmp_path / "train", tag) == points(whole / "train", tag)
-    speeds = {"examples_per_second", "seconds_to_first_step", "train_dir"}
-    ours, theirs = result_of(tmp_path), result_of(whole)
-    assert all(ours[name] == theirs[name] for name in ours.keys() - speeds)
+    assert [made.experimental_get_tracing_count() for made in traced] == [1, 1]
     lines = out.splitlines()
     assert lines[0] == "towers      2: /cpu:0, /cpu:1; gather on /cpu:0"
-    assert f"new run     {tmp_path}, 18 steps of tests.tiny:cnn on tests.tiny:images" in lines
+    assert f"new run     {folder}, 18 steps of tests.tiny:cnn on tests.tiny:images" in lines
     watch = next(line for line in lines if line.startswith("watch it"))
-    assert watch.endswith(f"towers tensorboard --train_dir={tmp_path}")
-    assert lines[-1] == watch.removeprefix("watch it    ")
-    assert f"  test_accuracy          {ours['test_accuracy']:.4f}" in lines
+    assert watch.endswith(f"towers tensorboard --train_dir={folder}")
 
 
 # Going on
 
 
-def test_a_run_in_parts_is_the_run_in_one(whole, tmp_path, monkeypatch, capsys):
+def test_a_run_in_parts_is_the_run_in_one(whole, stopped, tmp_path, monkeypatch, capsys):
     """It is ended in an evaluation, by a crash after all steps, and not at all.
 
     That one which --max_steps ended goes on so, test_determinism tells.
     """
-    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    own = dict(checkpoint_every_steps=0, histogram_every_epochs=0, train_dir=str(tmp_path))
-    flags = f"--flagfile={whole}/flags.cfg", *(f"--{n}={v}" for n, v in own.items()), "--json"
-    evaluate, batches = Task._evaluate, []
-
-    def signalled(task, batch):
-        batches.append(1)
-        if len(batches) == 6:  # the second of the evaluation after 9 steps; one has four
-            os.kill(os.getpid(), signal.SIGINT), os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(task, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Task, "_evaluate", signalled)
-        code, out, err = command(capsys, "train", *flags)
-    assert (code, out) == (75, "")
+    folder, code, _, err, *_ = stopped
+    assert code == 75
     line = "towers: stopped at step 9 of 18: saved; the same command continues the run\n"
     assert err.endswith(line) and err.count("towers: ") == 1
-    assert tiny.saved_steps(tmp_path) == [0, 9] and not (tmp_path / "result.json").exists()
-    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
-    evaluated = [step for step, _ in points(tmp_path / "eval", "test/accuracy")]
+    assert tiny.saved_steps(folder) == [0, 9] and not (folder / "result.json").exists()
+    evaluated = [step for step, _ in points(folder / "eval", "test/accuracy")]
     assert evaluated == [5]  # and no part of that after 9
 
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     with monkeypatch.context() as patch:
         patch.setattr("towers.monitoring.dashboard.close_root", crash)
         with pytest.raises(RuntimeError, match="lightning"):
-            train(tiny.options(**GIVEN | own))
+            train(tiny.options(tmp_path, **GIVEN | OF_PARTS))
+    flags = *in_parts(whole, tmp_path), "--json"
     for words in ["continuing", "after 18 of"], ["finished"]:  # once more: it is finished
         code, out, err = command(capsys, "train", *flags)
         assert code == 0 and json.loads(out) == result_of(tmp_path) and out.count("\n") == 1
@@ -182,12 +185,12 @@ def test_a_run_in_parts_is_the_run_in_one(whole, tmp_path, monkeypatch, capsys):
     assert "finished" in err and "not trained with --clip_norm=3" in err
     tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(whole))
     result, expected = result_of(tmp_path), result_of(whole)
-    for name in (
-        "steps", "examples", "test_loss", "test_accuracy", "test_accuracy_ema", "train_loss",
-        "gradient_noise_scale",
-    ):  # fmt: skip
-        assert result[name] == expected[name]
-    assert result["examples_per_second"] > 0
+    speeds = {"examples_per_second", "seconds_to_first_step", "train_dir"}
+    assert result.keys() == expected.keys() and result["examples_per_second"] > 0
+    assert all(result[name] == expected[name] for name in result.keys() - speeds)
+    lines = err.splitlines()
+    assert f"  test_accuracy          {result['test_accuracy']:.4f}" in lines
+    assert lines[-1].endswith(f"towers tensorboard --train_dir={tmp_path}")
     assert_each_point_once(tmp_path)
     of_test = [points(folder / "eval", "test/accuracy") for folder in (tmp_path, whole)]
     assert of_test[0] == of_test[1]
@@ -202,17 +205,20 @@ def test_a_run_goes_on_with_other_towers_and_places_and_shows_the_same_loss(tmp_
     """That of all towers; the tutorial shows the last one's. A checkpoint knows no place."""
     given = GIVEN | dict(model="tests.tiny:dense", model_args="", dtype="float64", augment="none")
     given |= dict(evaluate_every_epochs=0, checkpoint_every_steps=0, log_every_steps=1)
-    train(tiny.options(tmp_path / "whole", **given | dict(num_towers=1)))
-    shown = re.findall(r"loss = (\S+),", capsys.readouterr().out)
+    whole = tiny.Loop(tiny.options("unused", **given | dict(num_towers=1)))
+    expected = [whole() for _ in range(LAST)]
     for num_towers, variables, steps in (2, "sharded", 5), (3, "replicated", 11), (1, "cpu", 0):
         parts = dict(num_towers=num_towers, variables=variables, placement="strict")
-        train(tiny.options(tmp_path / "parts", **given | parts, max_steps=steps))
-    whole, parts = tiny.saved(tmp_path / "whole"), tiny.saved(tmp_path / "parts")
-    tiny.assert_close(parts, whole, 1e-10)
-    assert parts["step"] == LAST
-    assert re.findall(r"loss = (\S+),", capsys.readouterr().out) == shown and len(set(shown)) > 9
-    whole, parts = (points(tmp_path / name / "train") for name in ("whole", "parts"))
-    assert parts == [(step, pytest.approx(value, rel=1e-6)) for step, value in whole]
+        train(tiny.options(tmp_path, **given | parts, max_steps=steps))
+    saved = tiny.saved(tmp_path)
+    state = {name.replace("/", ".S"): value for name, value in whole.state().items()}
+    tiny.assert_close(saved, state, 1e-10)
+    assert saved["step"] == LAST
+    losses = [step["loss"] for step in expected]
+    shown = re.findall(r"loss = (\S+),", capsys.readouterr().out)
+    assert shown == [figure(loss) for loss in losses] and len(set(shown)) > 9
+    totals = [pytest.approx(step["loss"] + step["penalty"], rel=1e-6) for step in expected]
+    assert points(tmp_path / "train") == list(enumerate(totals))
 
 
 @pytest.mark.unit
@@ -266,7 +272,6 @@ def test_a_checkpoint_is_also_written_when_minutes_have_passed(tmp_path, monkeyp
     given = dict(max_steps=3, log_every_steps=1, keep_checkpoints=9)
     for name, every, on_nan, steps in (
         ("by clock", 1000, "stop", [0, 1, 2, 3]),
-        ("at the end", 0, "stop", [0, 3]),
         ("as on any machine", 1000, "rollback", [0, 3]),
     ):
         own = dict(checkpoint_every_steps=every, on_nan=on_nan)
@@ -296,16 +301,6 @@ def test_a_run_does_not_go_on_with_classes_or_columns_of_other_names(tmp_path, c
     assert f"{tmp_path}/run was trained on data of other columns (" in capsys.readouterr().out
 
 
-def test_files_of_the_user_beside_a_new_run_are_named(tmp_path, capsys):
-    for name in "notes.txt", "data.csv", ".hidden":
-        (tmp_path / name).touch()
-    train(tiny.options(tmp_path, max_steps=1))
-    out = capsys.readouterr().out
-    assert f"{tmp_path} also holds data.csv, notes.txt, which a later --overwrite" in out
-    train(tiny.options(tmp_path, max_steps=2))
-    assert "also holds" not in capsys.readouterr().out
-
-
 def test_the_curves_of_another_program_are_left_alone(tmp_path):
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "events.out.tfevents.1.other").write_bytes(b"theirs")
@@ -317,6 +312,7 @@ def test_the_curves_of_another_program_are_left_alone(tmp_path):
 
 def test_two_cannot_train_in_one_folder(tmp_path, monkeypatch):
     said = []
+    monkeypatch.setattr("towers.training.train._SAVE_SECONDS", 0.0)  # no saves: none by clock
 
     def second():
         for overwrite in False, True:
@@ -357,16 +353,22 @@ def pooling():
     return keras.Sequential([keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(2)])
 
 
-def test_a_run_is_not_ended_by_a_length_that_it_has_passed(tmp_path):
+def test_a_run_is_not_ended_by_a_length_that_it_has_passed(tmp_path, capsys):
+    """Files of the user beside a new run are named, and not when it goes on."""
+    for name in "notes.txt", "data.csv", ".hidden":
+        (tmp_path / name).touch()
     given = dict(train_dir=tmp_path, model=tiny.dense, dataset=tiny.images, batch_size=6)
-    towers.train(**given, max_steps=30)
+    towers.train(**given, max_steps=9)
+    out = capsys.readouterr().out
+    assert f"{tmp_path} also holds data.csv, notes.txt, which a later --overwrite" in out
     (tmp_path / "result.json").unlink()  # as of a run that was stopped
     before = (tmp_path / "flags.cfg").read_text()
-    for shorter in {"max_steps": 20}, {"num_epochs": 0.5}:
-        with pytest.raises(InputError, match=f"--{[*shorter][0]}.* has made 30 steps, .*evaluate"):
+    for shorter in {"max_steps": 6}, {"num_epochs": 0.5}:
+        with pytest.raises(InputError, match=f"--{[*shorter][0]}.* has made 9 steps, .*evaluate"):
             towers.train(**given, **shorter)
     assert (tmp_path / "flags.cfg").read_text() == before
-    assert towers.train(**given, max_steps=30)["steps"] == 30
+    assert towers.train(**given, max_steps=9)["steps"] == 9
+    assert "also holds" not in capsys.readouterr().out
 
 
 def test_a_finished_run_is_not_taken_for_one_of_other_data(tmp_path, capsys):
