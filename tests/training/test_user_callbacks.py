@@ -65,9 +65,12 @@ class Losses(keras.callbacks.Callback):
         self.epochs.append([logs["loss"], logs.get("mae", 0.0), logs.get("val_mae", 0.0)])
 
 
+GIVEN = dict(model=build, dataset=DATA, batch_size=7, num_epochs=3, dtype="float64")
+
+
 def train(folder, *callbacks, **options):
-    options = dict(model=build, dataset=DATA, batch_size=7, num_epochs=3, dtype="float64") | options
-    return towers.train(train_dir=folder / "run", callbacks=list(callbacks), **options)
+    given = dict(train_dir=folder / "run", callbacks=list(callbacks))
+    return towers.train(**GIVEN | given | options)
 
 
 def fit(*callbacks, **options):
@@ -134,13 +137,21 @@ def test_one_that_stops_training_ends_the_run_and_its_weights_are_saved(tmp_path
     before = tiny.files(tmp_path)
     assert train(tmp_path, Ends(), num_epochs=9) == result and tiny.files(tmp_path) == before
     said = capsys.readouterr().out
-    assert "ended early, at step 4 of 18" in said and "--callbacks=" in said
+    assert "ended early, at step 4 of 18" in said
+    assert "an empty or another --callbacks=, or more --num_epochs" in said
+    for _ in "ab":  # another goes on, and stops at the next epoch; the second time it is over
+        named = dict(callbacks=f"{__name__}:stopping", train_dir=tmp_path / "run", num_epochs=9)
+        assert towers.train(**GIVEN | named)["steps"] == 6
     assert train(tmp_path, num_epochs=9)["steps"] == 18  # without callbacks it goes on
 
 
 class Stops(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         self.model.stop_training = True
+
+
+def stopping():
+    return Stops()
 
 
 def test_only_train_needs_them(folder, capsys):
@@ -157,77 +168,26 @@ def test_only_train_needs_them(folder, capsys):
     assert "(code.model) differs" in capsys.readouterr().err
 
 
-def test_an_epoch_of_another_size_drops_no_row_of_a_log(tmp_path, capsys):
-    def rows(dataset, steps):
+def test_callbacks_go_on_with_other_examples(tmp_path, capsys):
+    """What was best on another test set is not compared with; a log loses no row."""
+
+    def run(training, test, steps):
         log = keras.callbacks.CSVLogger(tmp_path / "log.csv")
-        train(tmp_path, log, dataset=dataset, max_steps=steps, num_epochs=0)
-        text = (tmp_path / "log.csv").read_text()
-        return [int(line.partition(",")[0]) for line in text.splitlines()[1:]]
-
-    assert rows(DATA, 6) == [0, 1, 2]
-    assert rows(((X, Y), DATA[1]), 9) == [0, 1, 2, 2]
-    assert "an epoch has 21 examples, and had 14" in capsys.readouterr().out
-
-
-def test_what_was_best_on_other_examples_is_not_what_they_compare_with(tmp_path, capsys):
-    def run(test, steps):
         early = keras.callbacks.EarlyStopping("val_loss", patience=2)
-        result = train(tmp_path, early, dataset=(DATA[0], test), max_steps=steps, num_epochs=0)
-        return result["steps"], early.best
+        train(tmp_path, log, early, dataset=(training, test), max_steps=steps, num_epochs=0)
+        rows = (tmp_path / "log.csv").read_text().splitlines()[1:]
+        out = capsys.readouterr().out
+        told = "EarlyStopping begins anew" in out, "an epoch has 21 examples, and had 14" in out
+        return [int(row.partition(",")[0]) for row in rows], early.best, told
 
-    assert run(DATA[1], 6)[0] == 6
+    assert run(*DATA, 6)[::2] == ([0, 1, 2], (False, False))
     harder = DATA[1][0], DATA[1][1] + 9  # no evaluation is as good as those before
-    steps, best = run(harder, 12)
-    assert steps == 12 and best > 9 and "EarlyStopping begins anew" in capsys.readouterr().out
-    assert run(harder, 12)[0] == 12 and "anew" not in capsys.readouterr().out
+    epochs, best, told = run(DATA[0], harder, 12)  # it would stop at 10
+    assert epochs == [0, 1, 2, 3, 4, 5] and best > 9 and told == (True, False)
+    assert run((X, Y), harder, 15)[::2] == ([0, 1, 2, 3, 4, 5, 4], (False, True))
 
 
-def stopping():
-    return Stops()
-
-
-def passing():
-    return keras.callbacks.LambdaCallback()
-
-
-def test_a_run_that_one_has_stopped_goes_on_with_another(tmp_path, capsys):
-    given = dict(model=build, dataset=DATA, batch_size=7, num_epochs=3, train_dir=tmp_path / "run")
-
-    def steps(name):
-        return towers.train(**given, callbacks=f"{__name__}:{name}")["steps"]
-
-    assert steps("stopping") == steps("stopping") == 2
-    assert "an empty or another --callbacks=, or more --num_epochs" in capsys.readouterr().out
-    assert steps("passing") == steps("passing") == 6
-
-
-@pytest.mark.parametrize("monitored", ["accuracy", "val_accuracy", rare("val_loss")])
-def test_of_a_classifier_too_keras_knows_which_values_are_better(tmp_path, monitored):
-    def plain():
-        keras.utils.set_random_seed(0)
-        return keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
-
-    kept = keras.callbacks.ModelCheckpoint(
-        tmp_path / "best.keras", monitor=monitored, save_best_only=True
-    )
-    stops = keras.callbacks.EarlyStopping(monitored, patience=1, min_delta=9.0)
-    labels = [(x, (y > 0).ravel().astype("int32")) for x, y in DATA]
-    losses, given = Losses(), dict(dataset=labels, max_steps=8, batch_size=7, log_every_steps=100)
-    result = towers.train(
-        train_dir=tmp_path / "run", model=plain, callbacks=lambda: [losses, kept, stops], **given
-    )
-    assert result["steps"] == 4 and (tmp_path / "best.keras").exists()
-    assert result["train_loss"] == pytest.approx(losses.steps[-1])  # nothing was logged there
-
-
-def test_that_a_stored_model_takes_prepared_images_is_said(tmp_path, capsys):
-    kept = keras.callbacks.ModelCheckpoint(tmp_path / "best.keras")
-    given = dict(model=tiny.dense, dataset=tiny.images, max_steps=1, callbacks=[kept])
-    towers.train(train_dir=tmp_path / "run", **given)
-    assert "ModelCheckpoint takes images as they are prepared" in capsys.readouterr().out
-
-
-def test_the_accuracy_of_training_is_that_of_fit(tmp_path):
+def test_of_a_classifier_too_keras_knows_what_is_better_and_its_accuracy_is_that_of_fit(tmp_path):
     def plain():
         keras.utils.set_random_seed(0)
         return keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
@@ -236,13 +196,28 @@ def test_the_accuracy_of_training_is_that_of_fit(tmp_path):
         def on_epoch_end(self, epoch, logs=None):
             seen.append([logs["accuracy"], logs["loss"]])
 
+    names = "accuracy", "val_accuracy", "val_loss"
+    kept = [
+        keras.callbacks.ModelCheckpoint(
+            tmp_path / f"{name}.keras", monitor=name, save_best_only=True
+        )
+        for name in names
+    ]
+    stops = [keras.callbacks.EarlyStopping(name, patience=1, min_delta=9.0) for name in names]
     seen, labels = [], [(x, (y > 0).ravel().astype("int32")) for x, y in DATA]
-    given = dict(dataset=labels, max_steps=2, batch_size=7, num_towers=2, learning_rate=1e-9)
-    towers.train(train_dir=tmp_path / "run", model=plain, callbacks=Accuracies, **given)
+    losses, given = Losses(), dict(dataset=labels, max_steps=8, batch_size=7, log_every_steps=100)
+    given |= dict(num_towers=2, learning_rate=1e-9)
+    result = towers.train(
+        train_dir=tmp_path / "run", model=plain, **given,
+        callbacks=lambda: [losses, Accuracies(), *kept, *stops],
+    )  # fmt: skip
+    assert result["steps"] == 4 and [each.stopped_epoch for each in stops] == [1] * 3
+    assert all((tmp_path / f"{name}.keras").exists() for name in names)
+    assert result["train_loss"] == pytest.approx(losses.steps[-1])  # nothing was logged there
     model, loss = plain(), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.0), loss, metrics=["accuracy"])
     model.fit(*labels[0], batch_size=7, callbacks=[Accuracies()], verbose=0)
-    np.testing.assert_allclose(seen[0], seen[1], rtol=1e-6)
+    np.testing.assert_allclose(seen[0], seen[-1], rtol=1e-6)
 
 
 @pytest.mark.parametrize("lost_to", [4, rare(5), rare(3), rare(0)])
@@ -328,7 +303,6 @@ def hooked(hook, function):
         (lambda: [keras.callbacks.CSVLogger], r"with the class CSVLogger; .*CSVLogger\(...\)"),
         (lambda: keras.callbacks.BackupAndRestore("b"), "leave BackupAndRestore out"),
         (lambda: [keras.callbacks.ReduceLROnPlateau()], "ReduceLROnPlateau sets the learning rate"),
-        (lambda: keras.callbacks.EarlyStopping("val_los"), "val_los; did you mean val_loss?"),
         (lambda: keras.callbacks.EarlyStopping("val_maes"), "val_maes; did you mean val_mae?"),
         (
             lambda: keras.callbacks.ModelCheckpoint("b.keras", "f1", save_best_only=True),
@@ -351,36 +325,27 @@ def test_what_cannot_be_had_is_one_line(tmp_path, given, says):
     assert (tmp_path / "run").exists() == in_a_step
 
 
-def test_one_that_fails_loses_no_step(tmp_path, capsys):
-    def fails(batch, logs):
-        if batch == 1:
-            raise KeyError("of the user's own")
+def test_one_that_fails_loses_no_step_and_no_end_of_an_epoch(tmp_path, capsys):
+    def of_batch(batch, logs):
+        if (when := "in an epoch") in failing:
+            raise KeyError(when)
 
-    given = dict(dataset=DATA, model=tiny_model, loss="mse", max_steps=3, batch_size=4)
-    with pytest.raises(KeyError):
-        calls = lambda: hooked("on_train_batch_end", fails)  # noqa: E731
-        towers.train(train_dir=tmp_path, callbacks=calls, **given)
-    assert "saved       step 2: the same command" in capsys.readouterr().out
-    assert towers.train(train_dir=tmp_path, callbacks="", **given)["steps"] == 3
+    def of_epoch(epoch, logs):
+        if epoch == 1 and (when := "at its end") in failing:
+            raise KeyError(when)
+
+    failing, log = ["in an epoch", "at its end"], tmp_path / "log.csv"
+    for saved in 1, 4:
+        calls = [keras.callbacks.CSVLogger(log), hooked("on_train_batch_end", of_batch)]
+        with pytest.raises(KeyError, match=failing[0]):
+            train(tmp_path, *calls, hooked("on_epoch_end", of_epoch), Losses())
+        assert f"saved       step {saved}: the same command" in capsys.readouterr().out
+        calls[0].csv_file.close()
+        failing.pop(0)
+    calls = [keras.callbacks.CSVLogger(log), hooked("on_train_batch_end", of_batch)]
+    assert train(tmp_path, *calls, hooked("on_epoch_end", of_epoch), own := Losses())["steps"] == 6
     assert "continuing" in capsys.readouterr().out
-
-
-def test_an_epoch_whose_callback_fails_ends_when_the_run_goes_on(tmp_path):
-    def fails(epoch, logs):
-        if epoch == 1 and failing:
-            raise KeyError("of the user's own")
-
-    failing, log = [True], tmp_path / "log.csv"
-    for _ in "ab":
-        calls = [keras.callbacks.CSVLogger(log), hooked("on_epoch_end", fails), Losses()]
-        if failing:
-            with pytest.raises(KeyError):
-                train(tmp_path, *calls)
-            calls[0].csv_file.close()
-        else:
-            train(tmp_path, *calls)
-        failing.clear()
-    assert calls[-1].numbers == [0, 1, 2] and len(log.read_text().splitlines()) == 4
+    assert own.numbers == [0, 1, 2] and len(log.read_text().splitlines()) == 4
 
 
 def test_a_function_is_named_by_its_flag_and_that_of_a_foreign_run_is_asked_for(
@@ -393,12 +358,15 @@ def test_a_function_is_named_by_its_flag_and_that_of_a_foreign_run_is_asked_for(
         "    def on_train_batch_end(self, batch, logs):\n"
         "        print('rate', float(self.model.optimizer.learning_rate))\n"
         "def log():\n"
-        "    return [keras.callbacks.CSVLogger('log.csv'), Rate()]\n"
+        "    kept = keras.callbacks.ModelCheckpoint('best.keras')\n"
+        "    return [keras.callbacks.CSVLogger('log.csv'), Rate(), kept]\n"
     )
     run = ["--train_dir=run", "--max_steps=2", "--batch_size=7", "--evaluate_every_epochs=0"]
     names = ["--model=tests.tiny:dense", "--dataset=tests.tiny:images"]
     assert cli.main(["train", *run, *names, "--callbacks=my_callbacks:log"]) == 0
-    assert "\nrate 0.05" in capsys.readouterr().out  # of a model that is not compiled, too
+    out = capsys.readouterr().out
+    assert "\nrate 0.05" in out  # of a model that is not compiled, too
+    assert "ModelCheckpoint takes images as they are prepared" in out
     first, second = (tmp_path / "log.csv").read_text().splitlines()[:2]
     assert first == "epoch,accuracy,loss,val_accuracy,val_loss" and second.startswith("0,")
     flags = tmp_path / "run/flags.cfg"
