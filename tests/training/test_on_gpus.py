@@ -1,7 +1,9 @@
 """A run whose towers are on GPUs, for which logical CPU devices stand in: /cpu:0 is the host."""
 
+import contextlib
 import dataclasses
 import gc
+import io
 
 import keras
 import numpy as np
@@ -65,19 +67,46 @@ def test_the_numbers_are_those_of_cpus():
         assert counts == [3 * 7] * (2 if variables == "replicated" else 1)
 
 
-@pytest.mark.parametrize("keep_best", runs.released([False, True], True))
-def test_every_tower_evaluates_the_weights_that_were_restored(tmp_path, keep_best):
-    """Those of a checkpoint, and at the end of a run those of its best one."""
+def run_on_two(folder, keep_best):
+    """Train, with a best checkpoint that is not the last one: weights only get worse."""
     given = dict(num_towers=2, variables="replicated", dtype="float64", max_steps=8)
-    if keep_best:  # weights that only get worse
+    given |= dict(log_every_steps=5, steps_per_loop=2)
+    if keep_best:
         given |= dict(keep_best=True, validation_fraction=0.2, evaluate_every_epochs=0.2)
         given |= dict(learning_rate=30.0, schedule="constant")
-    result = train(tiny.options(tmp_path, **given))
-    assert not keep_best or best_checkpoint.step_of(tmp_path) < 8
-    of_run = dict(train_dir=str(tmp_path), say=lambda line: None)
+    return train(tiny.options(folder, **given))
+
+
+@pytest.fixture(scope="module")
+def run_with_a_best(tmp_path_factory):
+    """The folder of such a run, its result, and what it said."""
+    folder, out = tmp_path_factory.mktemp("best"), io.StringIO()
+    with device_types.cpus_for_gpus(), contextlib.redirect_stdout(out):
+        result = run_on_two(folder, True)
+    return folder, result, out.getvalue()
+
+
+@pytest.mark.parametrize("keep_best", runs.released([False, True], True))
+def test_every_tower_evaluates_the_weights_that_were_restored(tmp_path, run_with_a_best, keep_best):
+    """Those of a checkpoint, and at the end of a run those of its best one."""
+    folder, result, _ = run_with_a_best
+    if not keep_best:
+        folder, result = tmp_path, run_on_two(tmp_path, False)
+    assert not keep_best or best_checkpoint.step_of(folder) < 8
+    of_run = dict(train_dir=str(folder), say=lambda line: None)
     on_two, on_one = evaluate(**of_run), evaluate(**of_run, devices="/cpu:0", num_towers=1)
     found = [result["test_loss"], on_two["loss"]]
     assert found == pytest.approx([on_one["loss"]] * 2, rel=1e-9)
+
+
+@runs.by_the_clock
+def test_seconds_of_towers_are_measured_where_a_point_is_due(run_with_a_best):
+    """And it is told where the data lie."""
+    folder, _, out = run_with_a_best
+    tag = "speed/compute_seconds"
+    points = events.read(folder / "train", {tag}).values()
+    assert points and all(0 < point[tag] < 10 for point in points)
+    assert "data        0.0 MiB on each GPU: the host sends" in out
 
 
 def compiled(num_classes, image_shape):
@@ -112,17 +141,6 @@ def test_a_step_that_nobody_looks_at_sends_nothing_to_the_host(towers):
     placement = read_placement(loop.loop, loop.batches, tf.constant(0))
     back = [t.name for t in placement.transfers if t.target == "/cpu:0" and t.bytes]
     assert [name for name in back if "telemetry" not in name] == []
-
-
-@runs.by_the_clock
-def test_seconds_of_towers_are_measured_where_a_point_is_due(tmp_path, capsys):
-    """And it is told where the data lie."""
-    given = dict(num_towers=2, variables="replicated", log_every_steps=5, steps_per_loop=2)
-    train(tiny.options(tmp_path, max_steps=12, **given))
-    tag = "speed/compute_seconds"
-    points = events.read(tmp_path / "train", {tag}).values()
-    assert points and all(0 < point[tag] < 10 for point in points)
-    assert "data        0.0 MiB on each GPU: the host sends" in capsys.readouterr().out
 
 
 @runs.by_the_clock

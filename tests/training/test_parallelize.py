@@ -266,13 +266,13 @@ CASES = {
         {"call": longest_of_batch}, **EMBEDDING, top=lambda: dense(1),
         rnn=lambda: keras.layers.SimpleRNN(2),
     ), few_ragged_rows, (2,)),
-    "gan": foreign(model_of(
+    "gan": Case(model_of(
         {"train_step": gan_step},
         generator=lambda: small(3, 5, keras.layers.BatchNormalization()),
         critic=lambda: small(5, 1, dropout(0.3, seed=1)),
         noise=lambda: keras.random.SeedGenerator(2),
         optimizers=lambda: (keras.optimizers.Adam(), keras.optimizers.Adam()),
-    ), numbers=(2,)),
+    ), in_tf_data, (2,)),
     "two steps": foreign(model_of(  # of a model that is not built before
         {"call": call_normalized, "train_step": two_steps}, out=lambda: dense(1),
         hidden=lambda: dense(5, use_bias=False), norm=keras.layers.BatchNormalization,
