@@ -78,11 +78,18 @@ def test_a_run_whose_folder_goes_is_saved_beside_and_ends(
     assert end_of(beside) == end_of(undisturbed)
 
 
-def test_parts_of_a_folder_that_go_are_written_again(tmp_path, monkeypatch, capsys, undisturbed):
+@pytest.mark.parametrize("index", runs.released(["", "half of one"], ""))
+def test_parts_of_a_folder_that_go_are_written_again(
+    tmp_path, monkeypatch, capsys, undisturbed, index
+):
+    """And a first checkpoint that a full disk left blocks nothing."""
     run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints/ckpt-0.index").write_text(index)
     runs.at_step(monkeypatch, {5: lambda: delete_parts(run)})
     train(tiny.options(run, **STEPS))
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "/ckpt-0 cannot be read (" in err
     assert len(re.findall("^warning .*written again", out, re.MULTILINE)) == 1
     names = {path.name for path in run.iterdir()}
     assert names > {"flags.cfg", "manifest.json", "result.json", "checkpoints"}
@@ -157,17 +164,6 @@ def test_what_dead_processes_left_is_cleared_and_a_whole_checkpoint_gets_its_nam
     assert tiny.saved_steps(run) == [10, 12, 14]
     left = {path.name for path in run.rglob("*") if "tfevents" not in path.name}
     assert not [n for n in left if "99" in n and n != ".mine.99" or "_temp" in n or "ckpt-8" in n]
-
-
-@pytest.mark.parametrize("index", runs.released(["", "half of one"], ""))
-def test_a_first_checkpoint_that_a_full_disk_left_blocks_nothing(
-    tmp_path, capsys, undisturbed, index
-):
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints/ckpt-0.index").write_text(index)
-    train(tiny.options(tmp_path, **STEPS))
-    assert "/ckpt-0 cannot be read (" in capsys.readouterr().err
-    assert end_of(tmp_path) == end_of(undisturbed)
 
 
 def test_a_newest_checkpoint_that_is_not_there_is_told(undisturbed, tmp_path, capsys):
