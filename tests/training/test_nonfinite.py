@@ -223,7 +223,7 @@ def test_skipping_is_bounded(tmp_path):
 OF_NAMED = ("cpu", "gradient", "own step, gradient", "GPUs")
 
 
-@pytest.mark.parametrize("name", runs.released(OF_NAMED, "gradient"))
+@pytest.mark.parametrize("name", runs.released(OF_NAMED, "cpu", "gradient"))
 def test_the_step_is_named_written_and_made_again(tmp_path, capsys, name):
     with on_devices(name), pytest.raises(RunError) as caught:
         train(options(tmp_path, batch_size=4, max_steps=15, **KINDS[name]))
