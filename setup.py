@@ -79,15 +79,13 @@ setup(
     ],
     extras_require={
         "gpu": ["tensorflow[and-cuda]>=2.21,<2.22"],
-        "plot": ["matplotlib"],
         # TensorBoard's page for the traces of --profile_steps; 2.24 opens those of TensorFlow 2.21.
         "profile": ["tensorboard-plugin-profile>=2.24,<3"],
         # What `towers benchmark --against` measures besides TensorFlow, as in README's table.
-        "peers": ["jax==0.10.2", "torch==2.13.0"],
+        "peers": ["torch==2.13.0"],
         "test": [
             "build",
             "hypothesis",
-            "matplotlib",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

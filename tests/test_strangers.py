@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 HOSTILE = 'import os\nopen(os.environ["TOWERS_TEST_MARK"], "a").write(__name__ + "\\n")\nTHIS\n'
 NAMES = (
     "keras numpy tensorflow zipfile secrets random difflib queue calendar tqdm absl tensorboard "
-    "h5py PIL pandas matplotlib torch jax nvidia ml_dtypes ast pynvml packaging yaml towers_models"
+    "h5py PIL pandas torch nvidia ml_dtypes ast pynvml packaging yaml towers_models"
 ).split()
 RUN = "--model=models.resnet:resnet --model_args=depth=8,width=1 --batch_size=32 --devices=cpu"
 TRAIN = f"train {RUN} --max_steps=2 --evaluate_every_epochs=0 --augment=none --train_dir=run"
@@ -30,7 +30,7 @@ ARGUMENTS = {
     "train": f"{TRAIN} --train_dir=again",
     "evaluate": "--train_dir=run",
     "verify": f"{RUN} --num_towers=1,2 --steps=1",
-    "benchmark": f"{RUN} --num_towers=1,2 --windows=1 --seconds=0.1 --against=session,mirrored,jax",
+    "benchmark": f"{RUN} --num_towers=1,2 --windows=1 --seconds=0.1 --against=session,mirrored",
     "plan": RUN,
     "doctor": "--train_dir=run",
     "sweep": f"{RUN} --max_steps=1 --vary=learning_rate:0.1,0.2 --evaluate_every_epochs=0",

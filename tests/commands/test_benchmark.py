@@ -79,10 +79,10 @@ def log_of_the_last(folder):
 def test_the_command_line_with_peers(folder, capsys):
     write_peer(folder, "mirrored", KEEP_IMAGES)
     write_peer(folder, "fit", "say(skipped='fit is not installed: pip install fit'); sys.exit()")
-    write_peer(folder, "jax_loop", CRASH)
+    write_peer(folder, "torch_ddp", CRASH)
     argv = (
         "benchmark --model=tests.tiny:dense --num_towers=1,2 --windows=2 --seconds=0.02 --json "
-        "--batch_size=8 --model_args=width=3 --against=mirrored,fit,jax,mirrored_own_layers "
+        "--batch_size=8 --model_args=width=3 --against=mirrored,fit,torch_ddp,mirrored_own_layers "
         "--plot=a.png --dataset=tests.tiny:images --augment=none --optimizer=adamw"
     )
     code, out, err = command_line(capsys, *argv.split())
@@ -102,9 +102,9 @@ def test_the_command_line_with_peers(folder, capsys):
         assert result["ratio_ranges"][name] == pytest.approx(expected)
         assert result["ratios"][name] == pytest.approx(expected["median"])
     assert result["skipped"] == {"fit": "fit is not installed: pip install fit"}
-    assert result["failed"] == {"jax": "exit code 3: no memory is left"}
+    assert result["failed"] == {"torch_ddp": "exit code 3: no memory is left"}
     assert result["versions"]["tensorflow"] == tf.__version__
-    assert "| strong | 2 | 8 |" in err and "failed      jax: exit code 3" in err
+    assert "| strong | 2 | 8 |" in err and "failed      torch_ddp: exit code 3" in err
     assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
     assert log_of_the_last(folder).count("0.02") == 4  # turns of peers
     # No train_dir; peers train what we train, on the same images.
@@ -263,7 +263,7 @@ def test_a_result_is_made_of_the_windows():
 @pytest.mark.parametrize(
     "given, words",
     [
-        ("--against=jax,tensorpack", "'tensorpack' is unknown; allowed are mirrored"),
+        ("--against=fit,tensorpack", "'tensorpack' is unknown; allowed are mirrored"),
         ("--num_towers=2,1", "greater than the one before"),
         ("--variables=auto", "cpu, sharded or replicated"),
         ("--windows=0", "at least 1"),

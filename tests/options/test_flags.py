@@ -123,8 +123,8 @@ def test_verbs_read_flags_of_their_own():
     options = cli.parse("plan", ["--num_gpus=8", "--gpu_memory_gib=80"])
     assert (options.num_towers, options.gpu_memory_gib) == (8, 80.0)
     assert options.run.devices == ""  # it tells what GPUs would do
-    options = cli.parse("benchmark", ["--num_gpus=1,2", "--against=jax, fit", "--windows=3"])
-    assert (options.num_towers, options.peers(), options.windows) == ("1,2", ["jax", "fit"], 3)
+    options = cli.parse("benchmark", ["--num_gpus=1,2", "--against=session, fit", "--windows=3"])
+    assert (options.num_towers, options.peers(), options.windows) == ("1,2", ["session", "fit"], 3)
 
 
 def test_compare_takes_folders_and_flags_of_its_own():

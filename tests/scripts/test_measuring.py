@@ -1,28 +1,16 @@
 """Scripts that measure or compare, on the tiniest input: their tables, and what they compare."""
 
-import argparse
 import os
 import subprocess
-import sys
 
 import pytest
-from matplotlib import image
 
-from scripts import curves as curves_script
 from scripts import network_bytes
 from tests.programs import ROOT, TENSORFLOWS_LINES, python
 
 pytestmark = pytest.mark.process
 TEXTS = {path: path.read_text() for path in (ROOT / "scripts").glob("*.py")}
 SCRIPTS = sorted(p.name for p, text in TEXTS.items() if "tensorflow" in text and "__main__" in text)
-
-
-def table(printed):
-    """Return {heading: cell} of each row that a script printed."""
-    lines = [line for line in printed.splitlines() if line.startswith("|")]
-    heading, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    assert set(rule) == {"---"}
-    return [dict(zip(heading, row, strict=True)) for row in rows]
 
 
 @pytest.mark.extended
@@ -32,54 +20,6 @@ def test_a_script_starts_without_tensorflows_lines(name):
     done = python(f"scripts/{name}", "--help")
     assert done.returncode == 0 and done.stdout
     assert not TENSORFLOWS_LINES.search(done.stderr), done.stderr
-
-
-# curves.py.
-
-
-@pytest.mark.extended
-@pytest.mark.run
-def test_curves_are_real_and_differ_by_rounding(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "new folder" / "curves.png"
-    tiny = ("--model=tests.tiny:dense", "--model_args=", "--dataset=tests.tiny:images")
-    arguments = ("--steps=5", "--num_towers=1,1,2", "--control", "--batch_size=7", *tiny)
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["curves.py", *arguments, f"--output={path}"])
-    curves_script.main()
-    printed = capsys.readouterr().out
-    title = "tests.tiny:dense() on tests.tiny:images, batch size 7, float32, seed 0; 5 steps, "
-    assert printed.startswith(title) and printed.splitlines()[-1] == str(path)
-    assert image.imread(path).shape == (800, 1200, 4)
-
-    one, again, two, control = rows = table(printed)
-    names = ["1 tower", "1 tower, again", "2 towers", "1 tower, changed in the last bit"]
-    assert [row["towers"] for row in rows] == names
-    largest = "largest difference from 1 tower"
-    assert one[largest] == again[largest] == "0" and one["at step"] == "-"
-    assert 0 < float(two[largest]) < 1e-5 and 0 < float(control[largest]) < 1e-5
-    assert 1 <= int(two["at step"]) <= 5
-    for row in rows:
-        assert abs(float(row["first loss"]) - float(row["last loss"])) > 1e-3
-    assert float(one["last loss"]) == pytest.approx(float(two["last loss"]), abs=1e-5)
-
-
-@pytest.mark.unit
-def test_one_tower_comes_first():
-    for value in ("2,4", "1,0", "1,2,3,4,5"):
-        with pytest.raises(argparse.ArgumentTypeError, match=f"^{value}: 1 must come first"):
-            curves_script.numbers(value)
-
-
-def test_without_matplotlib_one_line_says_what_to_type(tmp_path):
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
-    program = (
-        f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); "
-        "runpy.run_path('scripts/curves.py', run_name='__main__')"
-    )
-    done = python("-c", program)
-    assert done.returncode == 2
-    [line] = done.stderr.splitlines()
-    assert line.endswith("type pip install -e '.[plot]' in the checkout")
 
 
 # Beside what others do.

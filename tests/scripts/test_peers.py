@@ -15,7 +15,7 @@ from towers.options.functions import load_function
 pytestmark = pytest.mark.process
 
 PEERS = ROOT / "scripts" / "peers"
-PACKAGES = {"torch_ddp": "torch", "jax_loop": "jax"}
+PACKAGES = {"torch_ddp": "torch"}
 ODD_SHAPE = (9, 14, 3)  # "same" padding is another on odd sides
 
 
@@ -49,7 +49,7 @@ def trained(name, windows, **config):
     """Run a peer, check the order and the kinds of its lines; returns (ready, its windows)."""
     ready, *reports, memory = start(name, windows, **config)
     assert ready["ready"] is True
-    versions = {"torch_ddp": {"torch"}, "jax_loop": {"jax"}, "session": {"tensorflow"}}
+    versions = {"torch_ddp": {"torch"}, "session": {"tensorflow"}}
     assert set(ready["versions"]) == versions.get(name, {"tensorflow", "keras"})
     for report, seconds in zip(reports, windows, strict=True):
         assert set(report) == {"steps", "seconds", "loss"}
@@ -62,7 +62,7 @@ def trained(name, windows, **config):
 # The protocol.
 
 
-LONG = "mirrored_fit", "session", "torch_ddp", "jax_loop"
+LONG = "mirrored_fit", "session", "torch_ddp"
 
 
 @pytest.mark.extended
@@ -79,7 +79,7 @@ RESNET |= {"augment": "resnet", "image_shape": [12, 12, 3]}
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["fit", "mirrored", "session", "torch_ddp", "jax_loop"])
+@pytest.mark.parametrize("name", ["fit", "mirrored", "session", "torch_ddp"])
 def test_peer_trains_on_images_of_a_file(name, tmp_path):
     draw = np.random.default_rng(0)
     images = draw.integers(256, size=(40, 12, 12, 3), dtype=np.uint8)
@@ -107,7 +107,6 @@ def test_missing_package_is_skipped_by_name(name, tmp_path):
     [
         ("session", {"model": "models.resnet:resnet20"}, "model=models.resnet:resnet20"),
         ("torch_ddp", {"model": "tests.tiny:dense"}, "tests.tiny:dense is not written in PyTorch"),
-        ("jax_loop", {"batch_size": 7}, "batch_size=7 is not a multiple of num_devices=2"),
     ],
 )
 def test_what_a_peer_cannot_do_is_skipped_with_a_reason(name, config, words):
@@ -205,20 +204,3 @@ def test_torch_model_is_the_same_function(ours, module):
         theirs.train(train)
         with torch.no_grad():
             assert_same_logits(theirs(inputs).numpy(), np.array(model(images, training=train)))
-
-
-@pytest.mark.graph
-@pytest.mark.extended
-def test_jax_model_is_the_same_function(ours, module):
-    models, lane = module("jax_models"), module("lane")
-    import jax
-
-    config, model, images = ours
-    theirs = models.make_model(lane.Config(**config))
-    shapes = [{k: v.shape for k, v in part.items()} for part in theirs.init(jax.random.key(0))]
-    kinds = (model.trainable_variables, model.non_trainable_variables)
-    values = [{"/".join(v.path.split("/")[-2:]): np.array(v) for v in kind} for kind in kinds]
-    assert shapes == [{k: v.shape for k, v in part.items()} for part in values]
-    for train in (False, True):  # in this order: a training step moves the statistics
-        logits, _ = theirs.apply(*values, images, train)
-        assert_same_logits(np.array(logits), np.array(model(images, training=train)))

@@ -25,7 +25,7 @@ from towers.options.augmentation import parse
 from towers.options.fields import parse_tower_numbers
 
 PEER_FOLDER = Path(search_path.CHECKOUT, "scripts", "peers")
-PROGRAMS = {"jax": "jax_loop", "mirrored_own_layers": "mirrored"}  # {peer: program}
+PROGRAMS = {"mirrored_own_layers": "mirrored"}  # {peer: program}
 PEER_OPTIONS = (
     "model dtype optimizer learning_rate momentum weight_decay ema_decay steps_per_loop seed"
 )

@@ -6,7 +6,7 @@ from towers.errors import InputError
 from towers.options.fields import check_picture, check_values, option
 from towers.options.run import Options
 
-PEERS = "mirrored mirrored_own_layers mirrored_fit fit towers_fit torch_ddp jax session".split()
+PEERS = "mirrored mirrored_own_layers mirrored_fit fit towers_fit torch_ddp session".split()
 
 
 @dataclasses.dataclass(frozen=True)
