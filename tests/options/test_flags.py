@@ -51,7 +51,7 @@ OF_VERBS = {
     "train": ("", ""),
     "verify": ("--num_towers=1,2,3,4 --steps=10 --float32=false", ""),
     "benchmark":
-        ("--dataset=synthetic --num_towers= --against= --windows=5 --seconds=2 --plot=", ""),
+        ("--dataset=synthetic --num_towers= --against= --windows=5 --seconds=2", ""),
     "plan": ("--num_towers=0 --gpu_memory_gib=16", ""),
     "sweep": ("--vary= --samples=0 --sweep_seed=0 --sweep_dir=runs/sweep --parallel=1",
               "train_dir overwrite"),

@@ -2,11 +2,8 @@
 
 import dataclasses
 import difflib
-import importlib.util
 import numbers
-import os
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 from towers.errors import InputError
@@ -153,19 +150,6 @@ def likely_name(name: str, known: Collection[str]) -> str:
     usual = FOREIGN_NAMES.get(name.lower().replace("-", "_"))
     close = [usual] if usual in known else difflib.get_close_matches(name, known, n=1)
     return close[0] if close else ""
-
-
-def check_picture(plot: str) -> None:
-    """Raise InputError if a PNG file cannot be written to `plot`; "" means no file."""
-    if not plot:
-        return
-    if not plot.lower().endswith(".png"):
-        raise InputError(f"--plot={plot}: a name that ends in .png is needed")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("--plot needs matplotlib: pip install matplotlib")
-    folder = Path(plot).expanduser().parent
-    if not os.access(folder, os.W_OK):
-        raise InputError(f"--plot={plot}: there is no folder {folder} to write to")
 
 
 def parse_tower_numbers(text: str) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from towers import devices
 from towers.commands.benchmark.options import BenchmarkOptions
-from towers.commands.benchmark.results import collect, draw, lines
+from towers.commands.benchmark.results import collect, lines
 from towers.commands.benchmark.runner import Runner, take_turns
 from towers.errors import InputError
 from towers.formatting import count
@@ -77,9 +77,6 @@ def run(options: BenchmarkOptions, say: Callable[[str], None] = print) -> dict[s
     result["skipped"] |= dict.fromkeys(programs, why) if why else {}
     for line in lines(options, result):
         say(line)
-    if options.plot:
-        draw(result, options.plot)
-        say(f"plot        {options.plot}")
     return result
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from towers.errors import InputError
-from towers.options.fields import check_picture, check_values, option
+from towers.options.fields import check_values, option
 from towers.options.run import Options
 
 PEERS = "mirrored mirrored_own_layers mirrored_fit fit towers_fit torch_ddp session".split()
@@ -30,7 +30,6 @@ class BenchmarkOptions:
     seconds: float = option(
         2.0, "Benchmark", "Length of a turn, at least.", minimum=0.01, maximum=3600
     )
-    plot: str = option("", "Benchmark", "PNG file for a picture of the result.")
 
     def __post_init__(self) -> None:
         """Raise InputError for a value out of range."""
@@ -42,7 +41,6 @@ class BenchmarkOptions:
                 raise InputError(
                     f"--against={self.against}: {name!r} is unknown; allowed are {', '.join(PEERS)}"
                 )
-        check_picture(self.plot)
 
     def peers(self) -> list[str]:
         """Return the names in `against`, each once."""

@@ -1,4 +1,4 @@
-"""Rates, ratios, tables and the picture of `towers benchmark`."""
+"""Rates, ratios and tables of `towers benchmark`."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ from typing import Any
 from towers.commands.benchmark.options import BenchmarkOptions
 from towers.commands.benchmark.runner import Runner
 from towers.devices import host
-from towers.formatting import count, markdown
+from towers.formatting import markdown
 
 _COPIED = "num_towers batch_size devices shared peak_memory_mib".split()
 
@@ -119,30 +119,3 @@ def lines(options: BenchmarkOptions, result: Mapping[str, Any]) -> Iterator[str]
 def _range(values: Mapping[str, float], digits: int = 0) -> str:
     low, middle, high = (f"{values[key]:.{digits}f}" for key in ("min", "median", "max"))
     return f"{middle} ({low} to {high})"
-
-
-def draw(result: Mapping[str, Any], path: str) -> None:
-    """Write a bar chart of examples/s, with ranges, of our towers and other programs.
-
-    Args:
-        result: the result that `collect` returns.
-        path: PNG file to write; ~ is the home folder.
-    """
-    from matplotlib.figure import Figure
-
-    strong = [row for row in result["results"] if row["scaling"] == "strong"]
-    bars = {count(row["num_towers"], "tower"): row["examples_per_second"] for row in strong}
-    bars |= {name: peer["examples_per_second"] for name, peer in result["peers"].items()}
-    middles = [rate["median"] for rate in bars.values()]
-    ranges = [[abs(rate["median"] - rate[end]) for rate in bars.values()] for end in ("min", "max")]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    colours = ["tab:blue" if i < len(strong) else "tab:gray" for i in range(len(bars))]
-    drawn = axes.barh(list(bars), middles, color=colours, xerr=ranges, capsize=3)
-    axes.bar_label(drawn, fmt="{:.0f}", padding=3)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.set_xlabel(f"examples/s at batch size {strong[-1]['batch_size']}: median and range")
-    where = result["machine"]
-    axes.set_title(f"{where['cores']} cores, {where['processor']}", fontsize=9)
-    figure.savefig(os.path.expanduser(path), dpi=120)
