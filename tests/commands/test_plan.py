@@ -1,5 +1,6 @@
-"""What a run would move, hold and launch on GPUs; bytes are counted twice."""
+"""What a run would move, hold and launch on GPUs."""
 
+import dataclasses
 import json
 
 import keras
@@ -13,8 +14,10 @@ from towers import data, devices
 from towers.builder.batch_norm import exchange_launches
 from towers.commands.plan import command
 from towers.graphs.communication import HOST, read_step
+from towers.graphs.placement import read_placement
 from towers.options.run import Options
 from towers.training.run import memory_estimate
+from towers.training.run.setup import assemble
 
 pytestmark = pytest.mark.unit
 
@@ -63,11 +66,6 @@ def test_what_the_dense_model_moves_and_holds_with_its_variables_on_the_host():
     exact = found.describe(total / 2**30)
     assert exact["fits"] is True and exact["largest_batch_per_tower"] == 3
     assert found.describe((total - 1) / 2**30)["largest_batch_per_tower"] == 2
-    assert found.equal is True
-    found.planned[HOST, TOWERS[0]] += 1  # a byte
-    assert found.equal is False
-    found.step.loops.add("While")  # into which nobody looks
-    assert found.equal is None
 
 
 @pytest.mark.run
@@ -122,13 +120,21 @@ CASES = {
 @pytest.mark.run
 @pytest.mark.parametrize("case", released(CASES, *CASES.keys() - {"replicated"}))
 def test_the_traced_graph_and_the_executed_one_give_the_same_bytes(case):
-    found = place(2, **CASES[case])
+    options = options_of(**CASES[case])
+    run = assemble(options, TOWERS[:2], data.load(options.dataset))
+    loop = run.train_loop(telemetry=False)
+    batches = iter(run.data.train.train_batches(options.batch_size, seed=options.seed))
+    placement = read_placement(loop, batches, tf.constant(0))
+    step = read_step(loop.get_concrete_function(batches, tf.constant(0)))
+    known = {op.name for op in step.known}  # constants, of which the optimizer decides
+    sent = [transfer for transfer in placement.transfers if transfer.name not in known]
+    executed = dataclasses.replace(placement, transfers=tuple(sent)).crossing_bytes()
     if "loss scale" in case:  # a value behind a branch has no size in the executed graph
-        assert found.equal and sum(found.unknown.values()) <= 1
+        assert sum(transfer.bytes is None for transfer in sent) <= 1
+        assert sum(step.crossing_bytes()[way] != executed[way] for way in executed) <= 1
     else:
-        assert found.planned == found.executed and not found.unknown
-    known = {op.name for op in found.step.known}
-    assert not known & {tensor.op.name for tensor, _ in found.step.crossings()}
+        assert step.crossing_bytes() == executed and None not in [t.bytes for t in sent]
+    assert not known & {tensor.op.name for tensor, _ in step.crossings()}
 
 
 @pytest.mark.graph
@@ -206,7 +212,7 @@ def test_what_is_said_of_bytes_memory_gpus_and_a_missing_gradient(capsys):
     assert list(result["placements"]) == ["cpu", "sharded", "replicated"]
     for row in result["placements"].values():
         counts, held = row["bytes_per_step"], row["memory_bytes"]
-        assert counts["planned"] == counts["executed"] and counts["equal"] is True
+        assert min(counts["planned"].values()) > 0 and counts["loops"] == []
         assert held["total"] == sum(v for k, v in held.items() if k != "total")
         assert row["fits"] and row["largest_batch_per_tower"] >= 4
     missing = {"op": "GatherV2", "dtype": "uint8", "layer": "functional/lookup"}
@@ -215,9 +221,8 @@ def test_what_is_said_of_bytes_memory_gpus_and_a_missing_gradient(capsys):
         assert row["to_host"]["count"] >= 1 <= row["from_host"]["count"]
         assert row["collectives"]["count"] == (0 if number == "1" else 1)
         assert row["launches"]["tower"] > 0 < row["launches"]["update"]
-        assert row["undirected"] == []
     for words in (
-        "FAILED      no gradient: nothing/kernel", "each of 2 GPUs", " equal",
+        "FAILED      no gradient: nothing/kernel", "each of 2 GPUs",
         "no kernel: GatherV2 of uint8, layer functional/lookup",
         "a tower's GPU holds, in MB, of 2 GiB",
     ):  # fmt: skip
@@ -242,8 +247,6 @@ def test_a_compiled_model_is_planned_with_what_it_can_have_and_its_batch_norm(ca
     result = json.loads(out)
     assert list(result["placements"]) == ["cpu", "sharded", "replicated"]
     assert result["gradients"]["missing"] == [] and not result["failed"]
-    equal = {row["bytes_per_step"]["equal"] for row in result["placements"].values()}
-    assert equal == {True}
     one, two = (result["gpu"][number]["launches"]["tower"] for number in "12")
     assert two - one == exchange_launches(2)  # so a run's start says
 

@@ -3,8 +3,8 @@
     step = read_step(train_loop.get_concrete_function(batches, tf.constant(0)))
     step.crossing_bytes()       # {("/cpu:0", "/cpu:1"): 4_300_000, ...}
 
-It reads the traced graph; `towers.graphs.placement` reads the executed one. Equal bytes in both are
-a check of either.
+It reads the traced graph; `towers.graphs.placement` reads the executed one, and a test holds that
+the same bytes cross in both.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from towers.builder.device_types import HOST
 from towers.builder.op_names import tower_of
-from towers.graphs.placement import Placement, needed_ops, short_device_name
+from towers.graphs.placement import needed_ops, short_device_name
 from towers.tf_internals import called_graph
 
 _COPIES = frozenset("Identity IdentityN StopGradient PreventGradient".split())
@@ -175,30 +175,6 @@ def read_step(function: Any) -> TracedStep:
     return TracedStep(
         body, {i.op: outside.get(o.op) or short_device_name(o.op.device) or HOST for o, i in pairs}
     )
-
-
-def executed_bytes(
-    placement: Placement, step: TracedStep
-) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
-    """Return the bytes sent in an executed graph, to compare with those of the traced one.
-
-    Args:
-        placement: of the executed graph.
-        step: the traced one, which knows the constant values.
-
-    Returns:
-        {(source, target): bytes in a step}, without constant values, and {(source, target): number
-        of values of unknown size}.
-    """
-    known = {op.name for op in step.known}
-    crossing, unknown = Counter(), Counter()
-    for transfer in placement.transfers:
-        route = transfer.source, transfer.target
-        if transfer.bytes is None:
-            unknown[route] += 1
-        elif transfer.name not in known:
-            crossing[route] += transfer.bytes
-    return +crossing, unknown
 
 
 def _is_local(op: tf.Operation, caller: str) -> bool:

@@ -1,8 +1,7 @@
 """`towers plan`: the transfers, memory and kernel launches of a run on GPUs, before it starts.
 
 The run's real training step is built with its towers on logical CPU devices that are apart from the
-host, as GPUs are, so no GPU is needed. Transfers between devices are counted twice, in the traced
-graph and in the one that TensorFlow executes; the memory follows from the first.
+host, as GPUs are, so no GPU is needed. Transfers and memory are counted in the traced graph.
 """
 
 import dataclasses
@@ -18,8 +17,7 @@ from towers.commands.plan.options import PlanOptions
 from towers.commands.plan.report import report
 from towers.data import Data
 from towers.errors import InputError
-from towers.graphs.communication import HOST, TracedStep, executed_bytes, read_step
-from towers.graphs.placement import read_placement
+from towers.graphs.communication import HOST, TracedStep, read_step
 from towers.options.run import Options
 from towers.training.run import memory_estimate
 from towers.training.run.setup import RunContext, assemble, load_data
@@ -39,7 +37,7 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
     Returns:
         "num_towers", "batch_size", "placements" {"cpu": {"bytes_per_step", "memory_bytes", "fits",
         "largest_batch_per_tower"}}, "gradients" {"missing"}, "gpu" {"1": `gpus.describe`, "2": of
-        two towers}, and "failed": a gradient is missing, or the two counts of bytes differ.
+        two towers}, and "failed": a gradient is missing.
     """
     run_options, num_towers = options.run, options.num_towers or DEFAULT_TOWERS
     if not 2 <= num_towers <= run_options.batch_size:
@@ -66,14 +64,13 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
     for count in 1, 2:
         say(f"tracing     the step as GPUs make it, with {count} of them ...")
         on_gpus[str(count)] = gpus.describe(gpus.estimate(run_options, count, dataset))
-    unequal = any(row["bytes_per_step"]["equal"] is False for row in placements.values())
     result = {
         "num_towers": num_towers,
         "batch_size": run_options.batch_size,
         "placements": placements,
         "gradients": {"missing": missing},
         "gpu": on_gpus,
-        "failed": bool(missing) or unequal,
+        "failed": bool(missing),
     }
     for line in report(result, options.gpu_memory_gib):
         say(line)
@@ -86,20 +83,7 @@ class PlacedStep:
 
     run: RunContext
     step: TracedStep
-    planned: Counter[tuple[str, str]]  # {(source, target): bytes} in the traced graph
-    executed: Counter[tuple[str, str]]  # in the executed one
-    unknown: Counter[tuple[str, str]]  # number of values of unknown size there
-
-    @property
-    def equal(self) -> bool | None:
-        """Whether both counts agree; None if the step has loops, which are not counted."""
-        if self.step.loops:
-            return None
-        return all(
-            self.planned[way] == self.executed[way]
-            or (self.planned[way] > self.executed[way] and self.unknown[way] > 0)
-            for way in self.planned.keys() | self.executed.keys()
-        )
+    planned: Counter[tuple[str, str]]  # {(source, target): bytes}
 
     def describe(self, gpu_memory_gib: float) -> dict[str, Any]:
         """Return this placement's entry in the plan's result."""
@@ -111,15 +95,10 @@ class PlacedStep:
         summed = self.step.summed_bytes()
         # A ring all-reduce sends this share over each link (Patarasuk and Yuan 2009).
         ring = 2 * (len(summed) - 1) / max(len(summed), 1)
-
-        def routes(crossing: Counter[tuple[str, str]]) -> dict[str, int]:
-            return {f"{source} -> {target}": b for (source, target), b in sorted(crossing.items())}
-
         return {
             "bytes_per_step": {
-                "planned": routes(self.planned),
-                "executed": routes(self.executed),
-                "equal": self.equal,
+                "planned": {f"{a} -> {b}": size for (a, b), size in sorted(self.planned.items())},
+                "loops": sorted(self.step.loops),  # in which bytes are not counted
                 "per_device": {
                     name: {
                         "sent": sum(b for (way, _), b in self.planned.items() if way == name),
@@ -136,7 +115,7 @@ class PlacedStep:
 
 
 def place(options: Options, names: Sequence[str], dataset: Data) -> PlacedStep:
-    """Build a run's train loop and count its transfers in both graphs, without running it.
+    """Trace a run's train loop and count its transfers.
 
     Args:
         options: options of the run, with the placement of its variables.
@@ -147,10 +126,8 @@ def place(options: Options, names: Sequence[str], dataset: Data) -> PlacedStep:
     train_loop = run.train_loop(telemetry=False)  # the plan leaves it out
     batches = iter(dataset.train.train_batches(options.batch_size, seed=options.seed))
     with user_facing_errors(options):
-        placement = read_placement(train_loop, batches, tf.constant(0))
-    step = read_step(train_loop.get_concrete_function(batches, tf.constant(0)))
-    executed, unknown = executed_bytes(placement, step)
-    return PlacedStep(run, step, step.crossing_bytes(), executed, unknown)
+        step = read_step(train_loop.get_concrete_function(batches, tf.constant(0)))
+    return PlacedStep(run, step, step.crossing_bytes())
 
 
 def _missing_gradients(run: RunContext) -> list[str]:
