@@ -17,9 +17,7 @@ import numpy as np
 
 from towers.monitoring import events
 
-_TRAIN_TAGS = (
-    "loss/data", "loss/total", "progress/examples", "progress/epoch", "speed/examples_per_second",
-)  # fmt: skip
+_TRAIN_TAGS = ("loss/data", "loss/total", "progress/examples", "speed/examples_per_second")
 _PART = re.compile("^(test|validation)/")  # part of the data set
 
 Points = Mapping[float, Mapping[str, float]]  # {x: {tag: value}}
@@ -45,7 +43,6 @@ class Curves:
     evaluated: Mapping[str, Curve]  # {metric: curve of its evaluations}
     examples: np.ndarray  # examples seen at training points, with 0 at the start, [N]
     seconds: np.ndarray  # of training up to there, [N]; NaN if the speed is unknown
-    epoch_size: float | None  # examples of an epoch, None if unknown
 
     def of(self, metric: str) -> Curve:
         """Return a metric's curve, that of the moving average if there is one; it may be empty."""
@@ -56,10 +53,6 @@ class Curves:
         """Return the seconds of training up to `examples` examples, None if unknown."""
         known = len(self.examples) > 1 and np.isfinite(self.seconds[-1])
         return float(np.interp(examples, self.examples, self.seconds)) if known else None
-
-    def epochs_at(self, examples: float) -> float | None:
-        """Return the epochs up to `examples` examples, None if unknown."""
-        return examples / self.epoch_size if self.epoch_size else None
 
 
 def read_curves(folder: Path, batch_size: int = 1, by_examples: bool = False) -> Curves:
@@ -85,14 +78,12 @@ def read_curves(folder: Path, batch_size: int = 1, by_examples: bool = False) ->
         return Curve(x if by_examples else np.where(x > known_x[-1], beyond, before), values)
 
     rates = np.array([train[x].get("speed/examples_per_second", np.nan) for x in steps])
-    _, epochs = _series(train, "progress/epoch")
     loss = curve(train, "loss/data")
     return Curves(
         loss=loss if len(loss.values) else curve(train, "loss/total"),
         evaluated={tag: curve(evaluated, tag) for tag in set().union(*evaluated.values())},
         examples=known_examples,
         seconds=training_seconds(seen, rates),
-        epoch_size=seen[-1] / epochs[-1] if len(seen) and len(epochs) else None,
     )
 
 

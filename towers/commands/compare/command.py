@@ -4,12 +4,11 @@ It reads the runs' folders, also while they train, and needs no TensorFlow.
 """
 
 import contextlib
-import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,18 +24,14 @@ from towers.options.run import names_that_affect
 
 WIDEST = 44  # characters of a column
 # The columns of the tables after the objective, with their digits.
-_RESULTS = {
-    "test_loss": 4, "train_loss": 4, "examples_per_second": 1, "examples": 0, "epochs": 2,
-    "seconds": 2,
-}  # fmt: skip
-_TIMES = {"seconds": 2, "steps": 0, "examples": 0, "epochs": 2}
+_RESULTS = {"test_loss": 4, "examples_per_second": 1, "examples": 0, "seconds": 2}
+_TIMES = {"seconds": 2, "steps": 0, "examples": 0}
 
 _FLAGS_OF_A_RUN = (*names_that_affect("call"), "visible_gpus")  # a sweep deals GPUs out
 _ROUNDING = 1e-6  # event files hold 32 bits: 0.9 is a little less there
 
 
-@dataclasses.dataclass(frozen=True)
-class ComparedRun:
+class _Run(NamedTuple):
     """A run to compare; fields that its folder says nothing about are empty."""
 
     name: str  # relative to the common folder
@@ -117,7 +112,7 @@ def _find_runs(names: Sequence[str]) -> list[Path]:
     return list(folders.values())
 
 
-def _read_run(folder: Path, name: str) -> ComparedRun:
+def _read_run(folder: Path, name: str) -> _Run:
     lines = (files.read_text(folder / "flags.cfg") or "").splitlines()
     pairs = [line[2:].partition("=") for line in lines if line.startswith("--")]
     flags = {RENAMED.get(f, f): value for f, _, value in pairs if f not in _FLAGS_OF_A_RUN}
@@ -132,10 +127,10 @@ def _read_run(folder: Path, name: str) -> ComparedRun:
     status = "finished"
     if "steps" not in result:
         status = "unfinished" if len(curves.loss.values) or curves.evaluated else "empty"
-    return ComparedRun(name, folder, status, flags, batch_size, result, curves)
+    return _Run(name, folder, status, flags, batch_size, result, curves)
 
 
-def _find_objective(runs: Sequence[ComparedRun], wanted: str) -> tuple[Objective, str]:
+def _find_objective(runs: Sequence[_Run], wanted: str) -> tuple[Objective, str]:
     """Return the objective to compare by, `wanted` or the runs' own, and a note on it."""
     finished = [run.result for run in runs if run.result]
     tags = {tag for run in runs for tag in run.curves.evaluated}
@@ -156,7 +151,7 @@ def _find_objective(runs: Sequence[ComparedRun], wanted: str) -> tuple[Objective
     return (next(known, splits[0] + metric), way), ""
 
 
-def _common_target(runs: Sequence[ComparedRun], objective: Objective) -> float | None:
+def _common_target(runs: Sequence[_Run], objective: Objective) -> float | None:
     """Return the best value that all evaluated runs reached, None without an evaluation."""
     sign = 1 if objective[1] == "max" else -1
     curves = (sign * run.curves.of(metric_name(objective[0])).values for run in runs)
@@ -164,7 +159,7 @@ def _common_target(runs: Sequence[ComparedRun], objective: Objective) -> float |
     return sign * math.floor(min(best) * 1e4) / 1e4 if best else None
 
 
-def _metrics_of(run: ComparedRun, objective: str) -> dict[str, float | None]:
+def _metrics_of(run: _Run, objective: str) -> dict[str, float | None]:
     """Return the last known metrics of a run, from its result or else from its curves."""
     curves, result = run.curves, run.result
     at = number(result, "examples") or (curves.examples[-1] if len(curves.examples) > 1 else None)
@@ -173,19 +168,17 @@ def _metrics_of(run: ComparedRun, objective: str) -> dict[str, float | None]:
     return {
         "steps": number(result, "steps"),
         "examples": at,
-        "epochs": curves.epochs_at(at) if at else None,
         "objective": curves.of(metric_name(objective)).last if final is None else final,
         "test_loss": number(result, "test_loss"),
-        "train_loss": number(result, "train_loss") or curves.loss.last,
         "examples_per_second": number(result, "examples_per_second") or (seconds and at / seconds),
         "seconds": seconds,
     }
 
 
 def _time_to_target(
-    run: ComparedRun, objective: Objective, target: float
+    run: _Run, objective: Objective, target: float
 ) -> dict[str, float | None] | None:
-    """Return the seconds, examples, steps and epochs up to the target, None if never reached."""
+    """Return the seconds, examples and steps up to the target, None if never reached."""
     curve, sign = run.curves.of(metric_name(objective[0])), 1 if objective[1] == "max" else -1
     rounding = _ROUNDING * max(abs(target), 1.0)
     reached = np.flatnonzero(sign * (curve.values - target) >= -rounding)
@@ -196,7 +189,6 @@ def _time_to_target(
         "seconds": run.curves.seconds_at(examples),
         "examples": round(examples),
         "steps": round(examples / run.batch_size),
-        "epochs": run.curves.epochs_at(examples),
     }
 
 

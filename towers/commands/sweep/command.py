@@ -70,23 +70,19 @@ def run(
             {
                 "name": planned.name,
                 "flags": dict(planned.flags),
-                "status": "finished" if result else "waiting",
+                "status": "finished" if (result := _result_of(planned)) else "waiting",
                 "seconds": seconds.get(planned.name, 0.0),
                 "result": result,
                 "error": None,
-                "train_dir": planned.options.train_dir,
                 "log": str(folder / f"{planned.name}.log"),
             }
-            for planned, result in zip(runs, map(_result_of, runs), strict=True)
+            for planned in runs
         ]
 
         def write() -> dict[str, Any]:
             result = report.document(options, entries)
             files.write_json(folder / "sweep.json", result)
             return result
-
-        def stopping() -> bool:
-            return stop() or ending.is_set()
 
         ending = threading.Event()
         waiting = [pair for pair in zip(runs, entries, strict=True) if not pair[1]["result"]]
@@ -97,7 +93,8 @@ def run(
         write()  # the runs read there what is varied
         with ThreadPoolExecutor(len(places)) as pool, contextlib.ExitStack() as stack:
             stack.callback(ending.set)  # if this fails, its runs save and end
-            futures = [pool.submit(_train, *pair, places, program, stopping) for pair in waiting]
+            how = places, program, lambda: stop() or ending.is_set()
+            futures = [pool.submit(_train, *pair, *how) for pair in waiting]
             for future in as_completed(futures):
                 if entry := future.result():
                     write()
@@ -115,7 +112,7 @@ def assign_gpus(
     driver: Sequence[DriverGpu],
     environ: Mapping[str, str],
 ) -> list[list[str]]:
-    """Divide the visible GPUs among the runs that train at a time.
+    """Return the GPUs for each of `parallel` runs; [] leaves a run those that it finds.
 
     All get the same number of GPUs, so that runs can be compared; a rest stays idle.
 
@@ -124,13 +121,6 @@ def assign_gpus(
         parallel: number of runs at a time.
         driver: the driver's GPUs.
         environ: environment variables, which may hide GPUs.
-
-    Returns:
-        Numbers, or names, of the GPUs for each of `parallel` runs; [] leaves a run those that it
-        finds: if there are none, no run is to use one, or `parallel` is 1.
-
-    Raises:
-        InputError: the GPUs do not suffice, do not exist, or are varied by --vary.
     """
     users = [run for run in runs if not _on_cpu(run.options)]
     if not users:

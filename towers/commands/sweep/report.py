@@ -7,8 +7,7 @@ averaged over runs that differ only in their seed. Combinations with a failed ru
 import os
 import shlex
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from towers.commands.sweep.options import SweepOptions, describe
@@ -25,11 +24,8 @@ def document(options: SweepOptions, entries: Sequence[Mapping[str, Any]]) -> dic
         options: options of the sweep.
         entries: a dict for each run, as `command.run` makes them.
     """
-    run_results = [entry["result"] for entry in entries if entry["result"]]
-    objective, note = results.common_objective(run_results)
-    folders = (Path(options.sweep_dir, entry["name"]) for entry in entries if entry["result"])
-    note = "; ".join(filter(None, [note, results.other_data_note(folders, objective[0])]))
-    rows, best = summarise(entries, objective), None
+    objective, note = results.common_objective([e["result"] for e in entries if e["result"]])
+    rows, best = _summary(entries, objective), None
     if rows[0]["objective"]:
         folder = options.sweep_dir
         words = ["towers", "train", f"--flagfile={folder}/{rows[0]['runs'][0]}.cfg"]
@@ -39,9 +35,6 @@ def document(options: SweepOptions, entries: Sequence[Mapping[str, Any]]) -> dic
     ends = [entry["status"] for entry in entries]
     return {
         "sweep_dir": options.sweep_dir,
-        "vary": list(options.vary),
-        "samples": options.samples,
-        "sweep_seed": options.sweep_seed,
         "total": len(entries),
         **{status: ends.count(status) for status in ("finished", "failed", "stopped")},
         "objective": objective[0],
@@ -53,17 +46,11 @@ def document(options: SweepOptions, entries: Sequence[Mapping[str, Any]]) -> dic
     }
 
 
-def summarise(entries: Sequence[Mapping[str, Any]], objective: Objective) -> list[dict[str, Any]]:
+def _summary(entries: Sequence[Mapping[str, Any]], objective: Objective) -> list[dict[str, Any]]:
     """Return a row for each combination of what is varied except the seed, best first.
 
-    Args:
-        entries: see `document`.
-        objective: metric and direction to rank by.
-
-    Returns:
-        Rows {"flags", "runs": names, "finished": n, "failed": n, "objective": {"mean", "std",
-        "min", "max"}, "examples_per_second": likewise}. Both are None where no run has the number;
-        "std" is the sample standard deviation, None for one run.
+    A row has "flags", "runs": names, "finished": n, "failed": n, and the "objective": {"mean",
+    "std"}, None where no run has it; "std" is that of the sample, None for one run.
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for entry in entries:
@@ -71,16 +58,15 @@ def summarise(entries: Sequence[Mapping[str, Any]], objective: Objective) -> lis
     (name, direction), rows = objective, []
     for group in groups.values():
         finished = [entry["result"] for entry in group if entry["status"] == "finished"]
+        known = [v for result in finished if (v := averaged_number(result, name)) is not None]
+        std = statistics.stdev(known) if len(known) > 1 else None
         rows.append(
             {
                 "flags": {flag: v for flag, v in group[0]["flags"].items() if flag != "seed"},
                 "runs": [entry["name"] for entry in group],
                 "finished": len(finished),
                 "failed": sum(entry["status"] == "failed" for entry in group),
-                "objective": _spread(averaged_number(result, name) for result in finished),
-                "examples_per_second": _spread(
-                    results.number(result, "examples_per_second") for result in finished
-                ),
+                "objective": {"mean": statistics.fmean(known), "std": std} if known else None,
             }
         )
 
@@ -89,14 +75,6 @@ def summarise(entries: Sequence[Mapping[str, Any]], objective: Objective) -> lis
         return not row["objective"], row["failed"] > 0, -mean if direction == "max" else mean
 
     return sorted(rows, key=rank)
-
-
-def _spread(values: Iterable[float | None]) -> dict[str, float | None] | None:
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    std = statistics.stdev(known) if len(known) > 1 else None
-    return {"mean": statistics.fmean(known), "std": std, "min": min(known), "max": max(known)}
 
 
 def line_of(entry: Mapping[str, Any], place: int, total: int) -> str:
@@ -125,12 +103,10 @@ def closing_lines(result: Mapping[str, Any]) -> list[str]:
         note = f"{objective}: {where}, of the moving average where there is one; mean over n seeds"
         names, rows = list(result["summary"][0]["flags"]), []
         for row in result["summary"]:
-            spread, rate = row["objective"] or {}, row["examples_per_second"] or {}
             cells = [text_of(row["flags"][name]) for name in names]
-            cells += [_digits(spread.get(key)) for key in ("mean", "std", "min", "max")]
-            rows.append([*cells, row["finished"], _digits(rate.get("mean"), 1), row["failed"]])
-        header = [*names, objective, "std", "min", "max", "n", "examples/s", "failed"]
-        lines += ["", *table(header, rows), "", note]
+            cells += [_digits((row["objective"] or {}).get(key)) for key in ("mean", "std")]
+            rows.append([*cells, row["finished"], row["failed"]])
+        lines += ["", *table([*names, objective, "std", "n", "failed"], rows), "", note]
         lines += [result["note"]] if result["note"] else []
     if best := result["best"]:
         flags = describe(best["flags"]) or "as the flags are"
@@ -142,5 +118,5 @@ def closing_lines(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _digits(value: float | None, number: int = 4) -> str | None:
-    return None if value is None else f"{value:.{number}f}"
+def _digits(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4f}"
