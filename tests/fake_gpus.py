@@ -244,7 +244,6 @@ def install_driver(monkeypatch, *cards, there=True):
         "nvmlShutdown": open_count.pop,
         "nvmlDeviceGetCount": lambda: len(cards),
         "nvmlSystemGetDriverVersion": lambda: "555.42.02",
-        "nvmlSystemGetCudaDriverVersion": lambda: 12050,
         "nvmlDeviceGetHandleByIndex": handle,
         "nvmlSystemGetProcessName": process_name,
         "nvmlDeviceGetP2PStatus": p2p_status,

@@ -73,7 +73,6 @@ def machine(monkeypatch, tmp_path):
             return sums or {"float32": None, "int64": None}
 
         monkeypatch.setattr(nvml, "driver_version", lambda: driver and "550.54" or None)
-        monkeypatch.setattr(nvml, "driver_cuda_version", lambda: driver and (12, 6) or None)
         monkeypatch.setattr(self_test, "run_probe", run_probe)
         monkeypatch.setattr(self_test, "run_all_sum", run_all_sum)
         checks = doctor.run(Options(train_dir=str(tmp_path / "run"), **options), lines.append)
@@ -210,11 +209,6 @@ def driver(*given):
     return list(doctor.check_driver(*given))
 
 
-def kernels(*capabilities, known=("sm_60", "sm_70", "sm_80", "sm_89", "compute_90")):
-    build = {"cuda_compute_capabilities": known} if known else {}
-    return list(doctor.check_kernels([("", capability) for capability in capabilities], build))
-
-
 def version(needed, there):
     return [doctor.check_version(needed, there, "type pip")]
 
@@ -234,20 +228,15 @@ KERAS, CHIPSET = "keras>=3.15,<3.16", "the chipset does not support it"
 @pytest.mark.parametrize(
     ("checks", "status", "detail", "remedy"),
     [
-        (driver("525.60.13", None, "12.5.1"), "ok", "525.60.13; CUDA 12.5.1 needs 525.60.13", ""),
-        (driver("525.60.11", (12, 0), "12.5.1"), "problem", "needs 525.60.13", "the NVIDIA driver"),
-        (driver("470.256.02", (11, 4), "12.5"), "problem", "needs 525.60.13", "update the NVIDIA"),
-        (driver("550.54.14", (12, 4), "12.5.1"), "note", "is of CUDA 12.4, which runs by minor ver",
-         "update the NVIDIA driver"),
-        (driver("555.42.02", (12, 5), "12.5.1"), "ok", "555.42.02", ""),
-        (driver("580.65.06", (13, 0), "12.5.1"), "ok", "580.65.06", ""),
-        (driver("570.10", (12, 8), "13.0.1"), "problem", "needs 580.65.06", "the NVIDIA driver"),
-        (driver("new", (12, 8), "12.5.1"), "note", "new; CUDA 12.5.1 needs", "the NVIDIA driver"),
-        *((driver("550.54", (12, 4), unknown), *[None] * 3) for unknown in (None, "", "?", "99.1")),
-        (driver(None, None, "12.5.1"), *[None] * 3),
-        (kernels((6, 1), (7, 5), (8, 0), (8, 6), (8, 9), None), *[None] * 3),
-        (kernels((9, 0), known=None), *[None] * 3),  # a build that does not tell
-        (kernels((9, 0), (12, 0), (8, 0)), "note", "capability 9.0, 12.0: ", "CUDA_CACHE_MAXSIZE"),
+        (driver("525.60.13", "12.5.1"), "ok", "525.60.13; CUDA 12.5.1 needs 525.60.13", ""),
+        (driver("525.60.11", "12.5.1"), "problem", "needs 525.60.13", "the NVIDIA driver"),
+        (driver("470.256.02", "12.5"), "problem", "needs 525.60.13", "update the NVIDIA"),
+        (driver("555.42.02", "12.5.1"), "ok", "555.42.02", ""),
+        (driver("580.65.06", "12.5.1"), "ok", "580.65.06", ""),
+        (driver("570.10", "13.0.1"), "problem", "needs 580.65.06", "the NVIDIA driver"),
+        (driver("new", "12.5.1"), "note", "new; CUDA 12.5.1 needs", "the NVIDIA driver"),
+        *((driver("550.54", unknown), *[None] * 3) for unknown in (None, "", "?", "99.1")),
+        (driver(None, "12.5.1"), *[None] * 3),
         (peers("", "", ""), "ok", "P2P: 0-1 0-2 1-2", ""),
         (peers("", CHIPSET, None), "note",
          f"P2P: 0-1; {CHIPSET}: 0-2; the driver does not tell: 1-2", "IOMMU"),
@@ -264,7 +253,7 @@ KERAS, CHIPSET = "keras>=3.15,<3.16", "the chipset does not support it"
     ],
 )  # fmt: skip
 def test_what_one_check_finds(checks, status, detail, remedy):
-    """Of drivers, kernels to compile, P2P, room for NCCL, versions; None: it finds nothing."""
+    """Of drivers, P2P, room for NCCL, versions; None: it finds nothing."""
     assert [check.status for check in checks] == [status] * (status is not None)
     for check in checks:
         assert detail in check.detail and remedy in check.remedy

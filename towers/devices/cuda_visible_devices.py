@@ -218,22 +218,6 @@ def why_skipped(
     )
 
 
-def compiles(capability: tuple[int, int] | None, build: Mapping[str, object]) -> bool:
-    """Return whether TensorFlow must compile its kernels for a compute capability.
-
-    Binary kernels for "sm_80" run on 8.0 to 8.9.
-
-    Args:
-        capability: as (8, 6); None: unknown, for which False is returned.
-        build: tf.sysconfig.get_build_info().
-    """
-    names = [n for n in build.get("cuda_compute_capabilities", ()) if n.startswith("sm_")]
-    if capability is None or not names:
-        return False
-    major, minor = capability
-    return all(m != major or least > minor for m, least in map(_capability, names))
-
-
 def _capability(name: str) -> tuple[int, int]:
     """Return (8, 9) for "sm_89" and "compute_89", (9, 0) for "sm_90a"."""
     digits = re.search("([0-9]+)([0-9])", name)

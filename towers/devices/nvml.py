@@ -99,13 +99,6 @@ def driver_version() -> str | None:
         return _ask(pynvml.nvmlSystemGetDriverVersion) if there else None
 
 
-def driver_cuda_version() -> tuple[int, int] | None:
-    """Return the newest CUDA version that the driver supports, (12, 4); None if unknown."""
-    with opened() as there:
-        number = _ask(pynvml.nvmlSystemGetCudaDriverVersion) if there else None
-    return number and (number // 1000, number % 1000 // 10)
-
-
 def peer_access(gpus: Sequence[DriverGpu]) -> dict[tuple[str, str], str | None]:
     """Return {("0", "1"): why two GPUs cannot access each other's memory (P2P)}.
 

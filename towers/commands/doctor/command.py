@@ -158,9 +158,7 @@ def _check_devices(driver: Sequence[DriverGpu], environ: Mapping[str, str]) -> I
     yield _check_gpus(driver, gpus, start["build"], environ)
     yield from _check_memory(driver, visible)
     if driver:
-        versions = nvml.driver_version(), nvml.driver_cuda_version()
-        yield from check_driver(*versions, start["build"].get("cuda_version"))
-        yield from check_kernels(gpus, start["build"])
+        yield from check_driver(nvml.driver_version(), start["build"].get("cuda_version"))
     numbered = list(enumerate(cuda_visible_devices.match(gpus, visible)))
     usable = [f"/gpu:{number}" for number, gpu in numbered if not (gpu and gpu.full)]
     devices = ["/cpu:0", *(usable if gpus else ["/cpu:1"])]
@@ -225,52 +223,23 @@ def _check_memory(driver: Sequence[DriverGpu], visible: Sequence[DriverGpu]) -> 
         yield found(name, not gpu.full, detail, f"type {instead}, or end what holds it")
 
 
-def check_driver(
-    version: str | None, newest: tuple[int, int] | None, cuda: str | None
-) -> Iterator[Check]:
+def check_driver(version: str | None, cuda: str | None) -> Iterator[Check]:
     """Check that the driver is new enough for TensorFlow's CUDA, if both are known.
 
     Args:
         version: the driver's version, as "550.54.14".
-        newest: the newest CUDA that it supports, as (12, 4).
         cuda: TensorFlow's CUDA, as "12.5.1".
     """
-    built = tuple(map(int, re.findall("[0-9]+", cuda or "")[:2]))
-    least = LEAST_DRIVER.get(built[0]) if built else None
+    major = re.match("[0-9]+", cuda or "")
+    least = LEAST_DRIVER.get(int(major[0])) if major else None
     if not (version and least):
         return
     update = "update the NVIDIA driver (nvidia-smi shows it; in a container it is the host's)"
     detail = f"{version}; CUDA {cuda} needs {least} or newer"
     try:
-        too_old = Version(version) < Version(least)
+        yield found("driver", Version(version) >= Version(least), detail, update)
     except InvalidVersion:
         yield Check("driver", NOTE, detail, update)
-        return
-    if not too_old and newest and newest < built:
-        of_driver = ".".join(map(str, newest))
-        detail += f"; it is of CUDA {of_driver}, which runs by minor version compatibility"
-        yield Check("driver", NOTE, detail, f"if a kernel or XLA fails to compile, {update}")
-    else:
-        yield found("driver", not too_old, detail, update)
-
-
-def check_kernels(
-    gpus: Sequence[cuda_visible_devices.Seen], build: Mapping[str, object]
-) -> Iterator[Check]:
-    """Report GPUs without built kernels, which CUDA compiles at first use.
-
-    Args:
-        gpus: (name, compute capability) of TensorFlow's GPUs.
-        build: TensorFlow's build information.
-    """
-    newer = {
-        capability for _, capability in gpus if cuda_visible_devices.compiles(capability, build)
-    }
-    if newer:
-        names = ", ".join(".".join(map(str, capability)) for capability in sorted(newer))
-        detail = f"none are built for compute capability {names}: CUDA compiles them at first use"
-        keep = "type export CUDA_CACHE_MAXSIZE=4294967296, which keeps them; it takes minutes once"
-        yield Check("kernels", NOTE, detail, keep)
 
 
 def check_peer_access(access: Mapping[tuple[str, str], str | None]) -> Check:
