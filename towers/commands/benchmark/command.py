@@ -89,12 +89,9 @@ def start_own(
         options: the options of the benchmark.
         images: file to which the first writes the training set, or "".
         start: starts a `Runner` of these arguments.
-
-    Raises:
-        InputError: a runner refuses its options.
     """
     run, runners = options.run, []
-    numbers = parse_tower_numbers(options.num_towers) or default_numbers(run.devices)
+    numbers = parse_tower_numbers(options.num_towers) or _default_numbers(run.devices)
     plan = [(n, "strong", run.batch_size) for n in reversed(numbers)]
     plan += [(n, "weak", run.batch_size * n) for n in reversed(numbers) if n > 1]
     for num_towers, scaling, batch_size in plan:
@@ -130,7 +127,7 @@ def _peer_config(
     }
 
 
-def default_numbers(named: str) -> list[int]:
+def _default_numbers(named: str) -> list[int]:
     """Return 1 and the number of GPUs or named devices; without GPUs 1, 2 and 4."""
     named = named.strip().lower()
     if named not in ("", "cpu", "gpu"):

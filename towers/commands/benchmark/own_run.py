@@ -77,17 +77,11 @@ class OwnRun:
         }
 
     def train(self, seconds: float, part: str = "") -> dict[str, float]:
-        """Make steps for a while.
+        """Make steps for a while; return {"steps": their number, "seconds": their time}.
 
         Args:
             seconds: the least time; a call of a loop is finished.
             part: "" for training, "control" for the control.
-
-        Returns:
-            {"steps": number of steps, "seconds": the time that they took}.
-
-        Raises:
-            RunError: the loss or a gradient is not finite.
         """
         num_steps = self.run.options.steps_per_loop
         start, steps, passed = time.perf_counter(), 0, 0.0

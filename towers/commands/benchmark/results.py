@@ -1,7 +1,6 @@
 """Rates, ratios and tables of `towers benchmark`."""
 
 import os
-import platform
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,12 +14,8 @@ _COPIED = "num_towers batch_size devices shared peak_memory_mib".split()
 
 
 def collect(runners: Sequence[Runner]) -> dict[str, Any]:
-    """Return the result of a benchmark, and end the other programs.
-
-    Args:
-        runners: after their turns; peers are compared with the first.
-    """
-    ready, ours = runners[0].ready, runners[0].windows[""]
+    """Return the result of a benchmark after all turns, and end the other programs."""
+    ready, ours = runners[0].ready, runners[0].windows[""]  # with which peers are compared
     own = [result_of(runner) for runner in runners if runner.scaling]
     failed = {r.name: r.failed for r in runners if r.failed}
     skipped = {r.name: r.ready["skipped"] for r in runners if "skipped" in r.ready}
@@ -41,7 +36,6 @@ def collect(runners: Sequence[Runner]) -> dict[str, Any]:
         "machine": {
             "processor": host.processor(),
             "cores": os.cpu_count(),
-            "system": platform.platform(),
             "devices": ready["devices"],
             "device_names": ready["device_names"],
         },

@@ -131,10 +131,10 @@ class Runner:
 def take_turns(
     runners: Sequence[Runner], windows: int, seconds: float, say: Callable[[str], None]
 ) -> None:
-    """Run all windows in turn; a program that fails gets no further turn.
+    """Run all windows in turn; a program that is not ready, or fails, gets no further turn.
 
     Args:
-        runners: all of them; those that are not ready are left out.
+        runners: all of them.
         windows: windows of each.
         seconds: length of a window, at least.
         say: called with each line to print.
