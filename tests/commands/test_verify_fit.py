@@ -240,7 +240,6 @@ def test_bad_input_is_said_in_one_line():
         ("dtype='float16' must be", model, {"dtype": "float16"}),
         ("steps=0", model, {"steps": 0}),
         ("num_towers=2,1", model, {"num_towers": (2, 1)}),
-        ("no argument step; did you mean steps", model, {"step": 3}),
         ("no y, and the loss of .* needs it: type towers.verify", model, {"y": None}),
         ("num_towers=3 and --devices=", model, {"num_towers": (3,), "devices": "/cpu:0,/cpu:1"}),
     ):

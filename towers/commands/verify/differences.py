@@ -59,6 +59,8 @@ def compare(
 ) -> Iterator[Difference]:
     """Make a step of each batch on all runners, from the reference's variables; yield differences.
 
+    They come by step, then by runner, then in the order of `Runner.make_step`.
+
     Args:
         reference: the runner on one device.
         runners: the runners to compare with it.
@@ -68,9 +70,6 @@ def compare(
         say: called with a line after the first step.
         tolerance: relative difference above which `_rounding_noise` is measured, too.
         nudge: relative change of the weights for that.
-
-    Returns:
-        Differences by step, then by runner, then in the order of `Runner.make_step`.
     """
     expected = reference.variables()
     for runner in runners:

@@ -6,9 +6,7 @@ is left as it was.
 """
 
 import contextlib
-import difflib
 import functools
-import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -87,10 +85,6 @@ def verify(
     """
     if not isinstance(model, keras.Model):
         raise InputError(f"verify takes a keras.Model, not {type(model).__name__}")
-    for name in how.keys() - _ARGUMENTS.keys():
-        hint = difflib.get_close_matches(name, _ARGUMENTS, n=1)
-        known = f"did you mean {hint[0]}?" if hint else f"there are {', '.join(_ARGUMENTS)}"
-        raise InputError(f"verify has no argument {name}; {known}")
     if not model.compiled:
         raise InputError(
             f"{model.name} is not compiled, and verify trains it: type "
@@ -154,15 +148,6 @@ def verify(
     for line in dict.fromkeys(str(warning.message) for warning in warned):
         say(f"warning     {line}")
     return result
-
-
-# Arguments that verify takes, or passes on to parallelize.
-_ARGUMENTS = {
-    name: parameter
-    for function in (verify, parallelize)
-    for name, parameter in inspect.signature(function).parameters.items()
-    if parameter.kind is not parameter.VAR_KEYWORD
-}
 
 
 def _build(model: keras.Model, batch: Any) -> None:
