@@ -221,6 +221,7 @@ def test_what_is_said_of_bytes_memory_gpus_and_a_missing_gradient(capsys):
         assert row["to_host"]["count"] >= 1 <= row["from_host"]["count"]
         assert row["collectives"]["count"] == (0 if number == "1" else 1)
         assert row["launches"]["tower"] > 0 < row["launches"]["update"]
+        assert row["undirected"] == []
     for words in (
         "FAILED      no gradient: nothing/kernel", "each of 2 GPUs",
         "no kernel: GatherV2 of uint8, layer functional/lookup",

@@ -6,20 +6,18 @@
     view.transfers("host", "/gpu:0")      # copies to there in a step, with bytes
     view.launches("update")               # kernels that the update launches on the busiest GPU
 
-It reads the graph that TensorFlow executes, after its placer, optimizer and partitioner, with a GPU
-in place of each logical CPU but the first. The kernel registry says in which memory an op's inputs
-and outputs are; a value that is made in one memory and read in another is copied in each step, a
-constant too, and each copy from a GPU to the host is a wait.
+It reads the graph that TensorFlow executes, with a GPU in place of each logical CPU but the first.
+A value that is made in one memory and read in another is copied in each step, a constant too, and
+each copy from a GPU to the host is a wait.
 
 One difference remains: on a GPU Keras calls cuDNN for an LSTM or a GRU whose arguments allow it;
 here such a layer is a loop.
 """
 
 import contextlib
-import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -33,8 +31,7 @@ _PLUMBING = frozenset(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class MemoryCopy:
+class MemoryCopy(NamedTuple):
     """A value that is copied between memories in each step."""
 
     name: str  # traced name of the op that makes it
@@ -47,8 +44,7 @@ class MemoryCopy:
     repeated: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class GpuEstimate:
+class GpuEstimate(NamedTuple):
     """The ops and copies of a step on GPUs.
 
     Those in a loop of the model, such as an LSTM's, are listed once: `repeated` marks them.
@@ -97,7 +93,7 @@ class GpuEstimate:
             source: "host" or "/gpu:0".
             target: likewise.
             gpu: only copies from or to this GPU.
-            measured: whether to count kernels, too, that run in measured steps alone.
+            measured: whether to include those of measured steps only.
         """
         return [
             copy

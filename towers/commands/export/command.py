@@ -5,7 +5,6 @@ import io
 import math
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -61,11 +60,8 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
             )
             passed = difference <= _TOLERANCE.get(options.run.dtype, _TOLERANCE_OF_HALF)
             if passed and output.is_dir():
-                old = path.with_name("old")
-                os.replace(output, old)
-                os.replace(path, output)
-                shutil.rmtree(old)  # once the new one is in place
-            elif passed:
+                os.replace(output, path.with_name("old"))  # which goes with the temporary folder
+            if passed:
                 os.replace(path, output)
     except OSError as error:
         raise RunError(f"--output={output} cannot be written: {error.strerror or error}") from None

@@ -38,9 +38,9 @@ def describe(gpu_view: GpuEstimate) -> dict[str, Any]:
     """Return the plan's entry for a step on GPUs; counts are those of the busiest GPU.
 
     Returns:
-        "without_kernel" [{"op", "dtype", "layer"}]; copies in a step "from_host", "to_host",
-        "from_gpus" and "collectives", each {"count", "bytes", "repeated": number of copies inside a
-        loop of the model}; kernel "launches" {"tower", "update": others}.
+        "without_kernel" [{"op", "dtype", "layer"}]; "undirected" [names]; copies in a step
+        "from_host", "to_host", "from_gpus" and "collectives", each {"count", "bytes", "repeated":
+        number of copies inside a loop of the model}; kernel "launches" {"tower", "update": others}.
     """
     gpus = sorted({op.gpu for op in gpu_view.ops}) or ["/gpu:0"]
     towers = {scope for scope in gpu_view.scopes if scope.startswith("tower_")}
@@ -61,6 +61,7 @@ def describe(gpu_view: GpuEstimate) -> dict[str, Any]:
         "without_kernel": [
             {"op": op, "dtype": dtype, "layer": layer} for op, dtype, layer in missing
         ],
+        "undirected": list(gpu_view.undirected),
         "from_host": busiest(lambda gpu: gpu_view.transfers(HOST, gpu)),
         "to_host": busiest(lambda gpu: gpu_view.transfers(gpu, HOST)),
         "from_gpus": busiest(from_gpus),

@@ -31,7 +31,6 @@ from towers.commands.verify.runner import (
 from towers.errors import InputError
 from towers.graphs.gpu_estimate import not_fused
 from towers.options.fields import parse_tower_numbers
-from towers.training.parallelize import parallelize
 from towers.training.run.model import overrides
 from towers.training.run.process_state import preserve_rng
 from towers.training.step.train_state import optimizers_of, restore_after

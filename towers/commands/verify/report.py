@@ -26,9 +26,6 @@ from towers.formatting import table
 from towers.graphs.placement import Op, traced_ops
 from towers.training.step.train_state import variables_of
 
-KINDS = (
-    "loss", "metric", "gradient", "model", "optimizer", "average", "evaluation", "prediction"
-)  # fmt: skip
 SHOWN = 12  # arrays in the table
 _NARROW = (tf.float32, tf.float16, tf.bfloat16)
 _WEIGHT_OPS = ("Placeholder", "ReadVariableOp")  # how towers get a weight's value
@@ -63,10 +60,10 @@ def verify_runners(
     rows = largest_by_array(differences, "relative_difference")
     largest, first_difference = largest_by_towers(rows), None
     lines = {}
-    for kind in KINDS:
-        if group := {name: row for name, row in rows.items() if kind_of(name) == kind}:
-            title = kind if len(group) == 1 else f"{kind}, of {len(group)}"
-            lines[title] = largest_by_towers(group)
+    for kind in dict.fromkeys(kind_of(d.name) for d in differences):
+        group = {name: row for name, row in rows.items() if kind_of(name) == kind}
+        title = kind if len(group) == 1 else f"{kind}, of {len(group)}"
+        lines[title] = largest_by_towers(group)
     shown = [*lines.items(), *itertools.islice(rows.items(), SHOWN)]
     cells = [[name, *(f"{value:.1e}" for value in row.values())] for name, row in shown]
     for line in table(["largest relative difference, towers:", *largest], cells, widest=100):
