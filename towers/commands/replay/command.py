@@ -1,15 +1,16 @@
 """`towers replay`: repeats a step that was not finite, and shows its tensors layer by layer."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from towers.errors import InputError
+from towers.formatting import table
 from towers.options.augmentation import parse
 from towers.options.run import Options
 from towers.training.callbacks import nonfinite
-from towers.training.callbacks.replay_step import TensorRange, replay_step
+from towers.training.callbacks.replay_step import replay_step
 from towers.training.run.setup import find
 
 _HEADINGS = {
@@ -19,6 +20,7 @@ _HEADINGS = {
     "gradient": "gradients",
     "variable": "variables before the step",
 }
+_COLUMNS = ("least", "greatest", "not finite", "of")
 
 
 def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -45,7 +47,11 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
     fault = again.fault
     say(f"step {report['step']} again, on {device}: the loss is {again.loss_text}")
     for kind, heading in _HEADINGS.items():
-        for line in _table(heading, [tensor for tensor in again.ranges if tensor.kind == kind]):
+        rows = []
+        for tensor in (tensor for tensor in again.ranges if tensor.kind == kind):
+            ends = [n if n is None else f"{n:.4g}" for n in (tensor.low, tensor.high)]
+            rows.append([tensor.name, *ends, tensor.not_finite, tensor.size])
+        for line in table([heading, *_COLUMNS], rows, widest=100) if rows else ():
             say(line)
     say(f"then        {report['line']}")
     if again.is_finite:
@@ -66,19 +72,3 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
         "device": device,
         "ranges": [dataclasses.asdict(tensor) for tensor in again.ranges],
     }
-
-
-def _table(heading: str, ranges: Sequence[TensorRange]) -> list[str]:
-    if not ranges:
-        return []
-    width = max(len(tensor.name) for tensor in ranges)
-    titles = f"{'least':>12} {'greatest':>12} {'not finite':>12} {'of':>10}"
-    lines = [f"{heading:{width + 2}} {titles}"]
-    for tensor in ranges:
-        low, high = ("-" if n is None else f"{n:.4g}" for n in (tensor.low, tensor.high))
-        mark = "  <--" if tensor.not_finite else ""
-        lines.append(
-            f"  {tensor.name:{width}} {low:>12} {high:>12} {tensor.not_finite:>12} "
-            f"{tensor.size:>10}{mark}"
-        )
-    return lines
