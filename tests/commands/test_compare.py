@@ -261,17 +261,6 @@ def test_another_objective_can_be_named_and_different_ones_are_told():
     assert compare_lines("c", "d")[0]["objective"] == "test_loss"
 
 
-def test_runs_on_other_test_sets_are_told(capsys):
-    for name, sha256 in {"a": "1", "b": "1", "c": "2", "d": None}.items():
-        make_run(name, [0.5], result={"test_accuracy": 0.5})
-        manifest = {"sessions": [{"data": {"test": {"sha256": sha256}, "train": {"sha256": name}}}]}
-        Path(name, "manifest.json").write_text(json.dumps(manifest))
-    make_run("e", [0.5], result={"test_accuracy": 0.5})
-    for names, told in {("a", "b", "d", "e"): False, ("a", "b", "c"): True}.items():
-        code, out, _ = command_line(capsys, "compare", *names)
-        assert code == 0 and ("the test sets differ, as of a and c" in out) == told
-
-
 def test_seconds_are_examples_by_speed():
     for examples, rates, seconds in (
         ([10, 110, 310], [math.nan, 100, 50], [0, 0.1, 1.1, 5.1]),

@@ -53,7 +53,7 @@ OF_VERBS = {
     "benchmark":
         ("--dataset=synthetic --num_towers= --against= --windows=5 --seconds=2", ""),
     "plan": ("--num_towers=0 --gpu_memory_gib=16", ""),
-    "sweep": ("--vary= --samples=0 --sweep_seed=0 --sweep_dir=runs/sweep --parallel=1",
+    "sweep": ("--vary= --samples=0 --sweep_dir=runs/sweep --parallel=1",
               "train_dir overwrite"),
 }
 

@@ -4,9 +4,8 @@ A run's objective is the metric by which runs are ranked, such as "test_accuracy
 "validation_auc", with its direction, "max" or "min". Results without one are of classifiers.
 """
 
-import contextlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,23 +82,6 @@ def common_objective(results: Sequence[Mapping[str, Any]]) -> tuple[Objective, s
     chosen = next(known, ("test_loss", "min"))
     names = ", ".join(name for name, _ in objectives)
     return chosen, f"the runs have different objectives, {names}: compared by {chosen[0]}"
-
-
-def other_data_note(folders: Iterable[Path], objective: str) -> str:
-    """Return a note if runs were not evaluated on the same examples, else "".
-
-    Args:
-        folders: of the runs; one whose manifest does not tell is left out.
-        objective: name of the metric that they are compared by.
-    """
-    part, found = objective.partition("_")[0], {}
-    for folder in folders:
-        with contextlib.suppress(KeyError, IndexError, TypeError):  # damaged, or none
-            session = files.read_json(folder / "manifest.json")["sessions"][-1]
-            found.setdefault(session["data"][part]["sha256"], folder.name)
-    if len(found := {sha: name for sha, name in found.items() if sha}) < 2:
-        return ""
-    return f"warning: the {part} sets differ, as of {' and '.join(list(found.values())[:2])}"
 
 
 def metric_name(name: str) -> str:

@@ -80,8 +80,6 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
     ]
     for line in _tables(entries, differing, objective[0], target):
         say(line)
-    if note := results.other_data_note((run.folder for run in runs), objective[0]):
-        say(note)
     say(f"curves      towers tensorboard --train_dir={common}")
     for noted in [noted for name in options.runs for noted in results.noted_runs(Path(name))]:
         if noted["status"] == "failed":

@@ -31,7 +31,7 @@ class InputFile(NamedTuple):
     file: str
     size: int
     read: Callable[[int, int], Examples]
-    note: str = ""  # what the model does not see of the file
+    note: str = ""  # on an image that was resized
 
 
 def find(
@@ -109,28 +109,23 @@ def _image_part(path: str, trained: TrainedModel) -> InputFile:
     spec, options = trained.spec()[0], trained.options
     channels = spec.shape[-1] if trained.task["image_shape"] else None
     if channels not in (1, 3, 4) or spec.dtype != tf.uint8:
-        columns = ", ".join(_table_columns(trained))
-        other = f".csv file with its columns, {columns}" if columns else ".npy file of such values"
-        takes = f"this model takes {_describe(spec)}"
-        raise InputError(f"{path} is an image, and {takes}: name a {other}")
-
-    def decoded(channels: int = channels) -> tf.Tensor:
-        return encoded_images.decoded(
-            path, Path(path).read_bytes, options.max_image_pixels, channels
+        raise InputError(
+            f"{path} is an image, and this model takes {_describe(spec)}: name a .csv or .npy file"
         )
 
+    source = path, Path(path).read_bytes, options.max_image_pixels, channels
+
     def read(*_: int) -> np.ndarray:
-        image = decoded()
+        image = encoded_images.decoded(*source)
         if image.shape != spec.shape:
             with tf.device("/cpu:0"):
                 image = encoded_images.resized(image, spec.shape[:2])
         return image.numpy()[None]
 
-    height, width, own_channels = decoded(0).shape
-    notes = ["the colours are not seen"] if channels == 1 and own_channels > 2 else []
-    if not options.image_size and spec.shape[:2] != [height, width]:
-        notes.append(f"{height}x{width} resized to {spec.shape[0]}x{spec.shape[1]}")
-    return InputFile(path, 1, read, ", ".join(notes))
+    height, width = encoded_images.decoded(*source).shape[:2]
+    resized = not options.image_size and spec.shape[:2] != [height, width]
+    note = f"{height}x{width} resized to {spec.shape[0]}x{spec.shape[1]}" if resized else ""
+    return InputFile(path, 1, read, note)
 
 
 def _npy_part(path: str, trained: TrainedModel) -> InputFile:
@@ -171,23 +166,11 @@ def _csv_part(path: str, trained: TrainedModel) -> InputFile:
             "example, without its target"
         )
     categories = list(filter(None, options.categories.split(","))) if known else []
-    unread = [name for name in table.names if known and name not in _table_columns(trained)]
-    note = f"not read: {first_of(unread)}" if unread else ""
     features = table.features(columns, categories).astype(np.float32)
-    return _arrays_part(path, [features], trained, note)
+    return _arrays_part(path, [features], trained)
 
 
-def _table_columns(trained: TrainedModel) -> list[str]:
-    """Return the columns of a table that a model takes, [] if it was not trained on a table."""
-    categories = trained.options.categories.split(",")
-    columns = trained.task.get("columns") or ()
-    names = ((column.partition("=")[0], column) for column in columns)
-    return list(dict.fromkeys(name if name in categories else column for name, column in names))
-
-
-def _arrays_part(
-    path: str, arrays: Sequence[np.ndarray], trained: TrainedModel, note: str = ""
-) -> InputFile:
+def _arrays_part(path: str, arrays: Sequence[np.ndarray], trained: TrainedModel) -> InputFile:
     spec = trained.spec()[0]
     leaves = tf.nest.flatten(spec)
     for name, array, leaf in zip(_leaf_names(spec), arrays, leaves, strict=True):
@@ -212,7 +195,7 @@ def _arrays_part(
         cut = [np.asarray(array[start:stop], kind) for array, kind in pairs]
         return tf.nest.pack_sequence_as(spec, cut)
 
-    return InputFile(path, len(arrays[0]), read, note)
+    return InputFile(path, len(arrays[0]), read)
 
 
 def _leaf_names(spec: Any) -> list[str]:

@@ -50,9 +50,6 @@ Exit codes: 0 all runs are finished; 1 a run failed; 2 bad input; 75 stopped, ru
         0, "Sweep", "Number of random combinations; 0: all combinations, of lists alone.",
         minimum=0, maximum=10**5,
     )  # fmt: skip
-    sweep_seed: int = option(
-        0, "Sweep", "Seed of the random combinations; the runs' own is --seed.", minimum=0
-    )
     sweep_dir: str = option(
         "runs/sweep", "Sweep", "Folder of the sweep: a folder for each run, and sweep.json."
     )
@@ -100,7 +97,7 @@ def plan(options: SweepOptions) -> list[PlannedRun]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"--vary={twice[0]}:... is given twice: write all its values in one")
     if options.samples:
-        combinations = sample(varied, options.samples, options.sweep_seed)
+        combinations = sample(varied, options.samples)
     elif ranges := [v.flag for v in varied if not v.values]:
         raise InputError(
             f"--vary={ranges[0]} is a range: give the number of random combinations too, as "
@@ -148,22 +145,16 @@ def parse(text: str) -> Varied:
         raise InputError(f"--vary={text}: {error}") from None
 
 
-def sample(varied: Sequence[Varied], number: int, seed: int) -> list[dict[str, Any]]:
+def sample(varied: Sequence[Varied], number: int) -> list[dict[str, Any]]:
     """Return distinct random combinations {flag: value}; a higher `number` keeps the first ones.
 
     Args:
-        varied: flags to vary.
+        varied: flags to vary; a draw depends only on its own number and the flag.
         number: number of combinations.
-        seed: seed of the draws; each depends only on it, its own number and the flag.
-
-    Raises:
-        InputError: there are not so many combinations.
     """
     combinations: dict[str, dict[str, Any]] = {}
     for draw in range(100 * number + 1000):
-        combination = {
-            v.flag: v.draw(random.Random(f"{seed} {draw} {v.flag}").random()) for v in varied
-        }
+        combination = {v.flag: v.draw(random.Random(f"0 {draw} {v.flag}").random()) for v in varied}
         combinations.setdefault(describe(combination), combination)
         if len(combinations) == number:
             return list(combinations.values())
