@@ -122,10 +122,7 @@ def test_in_a_step_of_a_run_too_sums_cross_once_for_each_worker(far, variables):
     sent = sum(map(sum, crossing(placement, always=True).values()))
     assert sent <= (4 if variables == "cpu" else 2) * size + images
     values = loop(batches, tf.constant(1))
-    norms, cosines = values["tower_gradient_norm"].numpy(), values["tower_cosine"].numpy()
-    assert (norms > 0).all()
-    assert (np.abs(cosines) <= 1).all()
-    assert (cosines > 0).any()
+    assert (values["tower_gradient_norm"].numpy() > 0).all()
 
 
 def deep(num_classes, image_shape, depth):
@@ -159,5 +156,5 @@ def test_of_masters_on_workers_as_many_tensors_cross_however_many_they_are(far, 
     assert found == num_transfers(2 * depth)
     one_each = far[towers] != far
     for worker in {machine_of(device) for device in far} if one_each else ():
-        # Its loss when its gradients are there, its norms, its products; its means, its update.
+        # Its loss when its gradients are there, its norms, its squares; its means, its update.
         assert found[worker, ""] == 5

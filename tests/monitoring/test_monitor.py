@@ -14,7 +14,7 @@ from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from tests import tiny
 from towers.monitoring import events
-from towers.monitoring.monitor import Monitor, tensorboard_command
+from towers.monitoring.monitor import Monitor, straggler, tensorboard_command
 from towers.monitoring.scalar_reader import read_curves
 from towers.options.run import Options
 from towers.options.triggers import Timetable
@@ -25,9 +25,10 @@ METRICS = {
     "loss": 1.25, "penalty": 0.5, "learning_rate": 0.05,
     "gradient_norm": 2.0, "data_gradient_norm": 1.5,
     "tower_examples": [64.0, 64.0], "tower_loss": [1.0, 1.5],
-    "tower_gradient_norm": [3.0, 2.0], "tower_cosine": [0.5, 0.75],
+    "tower_gradient_norm": [3.0, 2.0],
 }  # fmt: skip
 DEVICES = ["/cpu:0", "/cpu:1"]
+EVEN, SLOW = [0.1, 0.1, 0.1], [0.1, 0.1, 0.3]
 
 
 def timetable(first=0, last=100, batch_size=128, **options):
@@ -110,7 +111,6 @@ def test_a_point_of_training_in_full(make, clock, tmp_path):
     memory = {tag: value for tag, value in first.items() if tag.endswith("memory_mib")}
     assert len(memory) == 4 and all(50 < value < 50_000 for value in memory.values())
     assert memory["tower_0/memory_mib"] <= memory["tower_0/peak_memory_mib"]
-    trace = (6.5 - 2.25) / (1 / 64 - 1 / 128)
     assert {tag: value for tag, value in first.items() if tag not in memory} == pytest.approx(
         {
             "loss/data": 1.25, "loss/regularisation": 0.5, "loss/total": 1.75,
@@ -118,8 +118,6 @@ def test_a_point_of_training_in_full(make, clock, tmp_path):
             "progress/examples": 128, "progress/epoch": 0.0128,
             "tower_0/loss": 1.0, "tower_1/loss": 1.5,
             "tower_0/gradient_norm": 3.0, "tower_1/gradient_norm": 2.0,
-            "tower_0/cosine_to_mean": 0.5, "tower_1/cosine_to_mean": 0.75,
-            "noise_scale/trace": trace, "noise_scale/squared_norm": 2.25 - trace / 128,
         },
         rel=1e-5,
     )  # fmt: skip
@@ -139,30 +137,38 @@ def test_a_point_of_training_in_full(make, clock, tmp_path):
     assert set(first) < set(second)
 
 
-def test_the_noise_scale_is_drawn_and_explained(tmp_path, make):
-    monitor = make()
-    quiet = METRICS | {"tower_gradient_norm": [1.6, 1.6], "data_gradient_norm": 1.5}
-    for step in range(1, 13):
-        step_to(monitor, step - 1, step, quiet)
-    trace = (1.6**2 - 1.5**2) * 128
-    expected = trace / (1.5**2 - trace / 128)
-    assert [value for _, value in points(tmp_path / "train", "noise_scale/examples")] == (
-        pytest.approx([expected] * 12, rel=1e-5)
-    )
-    assert monitor.noise_scale() == pytest.approx(expected, rel=1e-5)
-    assert f"about {expected:.0f} examples" in monitor.advice()
-    assert make(12).noise_scale() == pytest.approx(expected, rel=1e-5)  # it goes on from there
-
-
 @pytest.mark.parametrize("num_towers", [1, 2])
-def test_one_tower_with_examples_has_no_noise_scale(tmp_path, make, num_towers):
+def test_a_tower_without_examples_has_no_curves(tmp_path, make, num_towers):
     alone = METRICS | {"tower_examples": [128.0, 0.0]}
     alone = {n: value[:num_towers] if "tower_" in n else value for n, value in alone.items()}
     monitor = make(devices=DEVICES[:num_towers])
     step_to(monitor, 0, 1, alone)
     tags = {tag for _, tag, _ in tiny.events(tmp_path / "train")}
-    assert "tower_0/loss" in tags and not any("noise" in tag or "tower_1" in tag for tag in tags)
-    assert monitor.noise_scale() is None
+    assert "tower_0/loss" in tags and not any("tower_1" in tag for tag in tags)
+
+
+@pytest.mark.parametrize(
+    "points, named",
+    [
+        ([[0.1, 0.2, 0.12]] * 3, ["tower 1 on /gpu:1 takes 0.200 s a step, 0.120 s is"]),  # once
+        ([EVEN, SLOW, EVEN, SLOW, EVEN], []),  # one slow point is nothing
+        ([[0.1, 0.11, 0.12]] * 4, []),  # nor are little differences
+        ([[0.08, 0.138, 0.139]] * 3, []),  # nor is one that is ahead
+        ([[0.1, 0.14]] * 2, ["tower 1"]),  # of two the slower is measured by the other
+        ([[0.1, 0.1, 0.2, 0.21]] * 2, ["tower 3"]),  # half of the towers are slow
+        ([SLOW, SLOW, EVEN, SLOW, SLOW], ["tower 2", "tower 2"]),
+        ([SLOW, SLOW, [0.3, 0.1, 0.1], [0.3, 0.1, 0.1]], ["tower 2", "tower 0"]),
+        ([[0.3, 0.0, 0.0]] * 2, []),  # towers without examples are left out
+        ([[0.3, 0.1, 0.0]] * 2, ["tower 0"]),
+        ([[0.0, 0.0, 0.0]] * 2, []),
+    ],
+)
+def test_a_tower_that_others_wait_for_is_named(points, named):
+    devices = [f"/gpu:{i}" for i in range(len(points[0]))]
+    last = [points[max(end - 3, 0) : end] for end in range(1, len(points) + 1)]
+    said = [line for three in last if (line := straggler(three, devices))]
+    assert len(said) == len(named)
+    assert all(name in line for name, line in zip(named, said, strict=True))
 
 
 def test_a_straggler_is_named_and_the_health_of_the_gpus_is_part_of_a_point(tmp_path, make, out):

@@ -51,7 +51,6 @@ def test_each_tower_is_seen(float64, tmp_path):
     first = [events.read(tmp_path / "train" / f"tower_{i}")[0] for i in range(2)]
     norms = [tower["tower/gradient_norm"] for tower in first]
     np.testing.assert_allclose(norms, expected, rtol=1e-5)
-    assert 0 < first[0]["tower/cosine_to_mean"] <= 1.00001
     assert first[0]["tower/step_seconds"] > 0 and first[1]["tower/memory_mib"] > 0
     assert points[1]["loss"] == pytest.approx(history["loss"][0])
     assert points[3]["progress/epoch"] == 1.5

@@ -223,7 +223,7 @@ def test_a_run_goes_on_with_other_towers_and_places_and_shows_the_same_loss(tmp_
 
 @pytest.mark.unit
 def test_the_table_of_a_result_has_no_rows_without_a_value():
-    unknown = {"examples_per_second": None, "gradient_noise_scale": None, "test_auc": None}
+    unknown = {"examples_per_second": None, "test_auc": None}
     lines = table({"steps": 3, **unknown, "devices": ["/cpu:0"], "train_dir": "runs/a"})
     assert [line.split() for line in lines[1:-1]] == [
         ["steps", "3"], ["devices", "/cpu:0"], ["train_dir", "runs/a"]

@@ -22,17 +22,12 @@ CHARTS = {
         "learning rate": "learning_rate",
         "gradient norm": "gradient_norm",
         "regularisation": "loss/regularisation",
-        "noise scale, in examples": "noise_scale/examples",
-        "trace of the gradients' covariance, squared norm of their mean": (
-            "noise_scale/trace noise_scale/squared_norm"
-        ),
         "epoch": "progress/epoch",
         "examples": "progress/examples",
     },
     "towers": {
         "loss of each tower": "tower_{}/loss",
         "gradient norm of each tower": "tower_{}/gradient_norm",
-        "cosine between a tower's gradient and the mean": "tower_{}/cosine_to_mean",
         "seconds of each tower's step": "tower_{}/step_seconds",
         "memory of each tower, MiB": "tower_{}/memory_mib",
         "peak memory of each tower, MiB": "tower_{}/peak_memory_mib",

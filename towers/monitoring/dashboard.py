@@ -39,7 +39,7 @@ _FLAGS = Options.__dataclass_fields__
 _USUAL_FLAGS = ("batch_size", "learning_rate", "model", "num_towers", "optimizer")
 _FIGURES = (  # of result.json, whatever the task
     "train_loss", "examples_per_second", "seconds_to_first_step", "steps", "examples",
-    "test_examples", "gradient_noise_scale",
+    "test_examples",
 )  # fmt: skip
 
 

@@ -16,21 +16,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tqdm import tqdm
 
+from towers.builder.device_types import are_gpus
 from towers.formatting import figure, printable
 from towers.monitoring import events, tower_metrics
 from towers.monitoring.event_writer import STAGES, EventWriter
-from towers.monitoring.gradient_noise import NoiseScale, Stragglers, estimate
 from towers.monitoring.speed import RATE, Speed, by_tower
 from towers.options.triggers import Timetable
 
 _PHASES = (*tower_metrics.PHASES, "update_seconds")
 _CALLS = 100  # calls of the train loop whose times are kept before they are summed
-_NOISE_TAGS = "noise_scale/trace", "noise_scale/squared_norm"
+_SLOW_FACTOR = 1.25  # times the usual seconds: a tower that the others wait for
 
 
 class Monitor:
@@ -63,14 +62,12 @@ class Monitor:
         self.pause = self._speed.pause
         of_train, of_eval = (train_dir / part for part in STAGES)
         self._evaluated = _cut(of_train, of_eval, timetable)
-        before = events.read(of_train, {"loss/data", RATE, *_NOISE_TAGS}).values()
+        before = events.read(of_train, {"loss/data", RATE}).values()
         self.last_loss: float | None = None  # at the last point of any process
         self.shows_remaining = True  # with evaluations; not where the run ends early
-        self._noise, self._rates = NoiseScale(), []
+        self._rates: list[float] = []
         for point in before:  # of the run before it was continued
             self.last_loss = point.get("loss/data", self.last_loss)
-            if all(tag in point for tag in _NOISE_TAGS):
-                self._noise.add(*(point[tag] for tag in _NOISE_TAGS))
             if RATE in point and timetable.first_step == timetable.last_step:
                 self._rates.append(point[RATE])  # this process makes no steps
         self._writer = EventWriter(train_dir, timetable.options.max_event_mib, self.say, check)
@@ -83,7 +80,7 @@ class Monitor:
             mininterval=1.0 if in_notebook() else 0.1,
             disable=not (sys.stderr.isatty() or in_notebook()),
         )
-        self._stragglers = Stragglers(devices)
+        self._own_seconds: list[Sequence[float]] = []  # of the last points
         self._warm: tuple[float, int] | None = None  # time and step of the first point
         self._calls: list[Mapping[str, tf.Tensor]] = []
 
@@ -130,7 +127,6 @@ class Monitor:
         of_towers = {
             "loss": metrics["tower_loss"],
             "gradient_norm": metrics["tower_gradient_norm"],
-            "cosine_to_mean": metrics["tower_cosine"],
             "step_seconds": own_seconds,
         }
         plots = self._timetable.plots(step) or step != self._timetable.first_step + 1
@@ -146,7 +142,6 @@ class Monitor:
             **by_tower(self._devices, of_towers, metrics["tower_examples"]),
             **speed,
             **phases,
-            **(self._noise_scalars(metrics) if plots else {}),
             **self._health(),
         }
         if metrics.get("skipped") is not None:
@@ -159,8 +154,10 @@ class Monitor:
             f"loss = {figure(metrics['loss'])}, "
             f"learning rate {figure(metrics['learning_rate'], 5)} ({rate}ETA {self._eta(step)})"
         )
-        if own_seconds and (line := self._stragglers.line(own_seconds)):
-            self.say(line)
+        if own_seconds:
+            self._own_seconds = [*self._own_seconds[-2:], own_seconds]
+            if line := straggler(self._own_seconds, self._devices):
+                self.say(line)
 
     def eval_point(
         self, step: int, scalars: Mapping[str, float | None], part: str = "test"
@@ -215,30 +212,9 @@ class Monitor:
         rates = self._rates[1:] or self._rates
         return statistics.median(rates) if rates else None
 
-    def noise_scale(self) -> float | None:
-        """Return the gradient noise scale in examples, None if it is not well known."""
-        return self._noise.known_examples()
-
-    def advice(self) -> str | None:
-        """Return a sentence on batch size and towers, None if the scale is not well known."""
-        return self._noise.advice(self._timetable.batch_size)
-
     def close(self) -> None:
         """Close the progress bar."""
         self._bar.close()
-
-    def _noise_scalars(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        values = estimate(
-            metrics["tower_gradient_norm"], metrics["tower_examples"], metrics["data_gradient_norm"]
-        )
-        # Rounded as in event files, from which a continued run reads them.
-        values = np.float32(values or math.nan).tolist()
-        if not np.isfinite(values).all():
-            return {}
-        self._noise.add(*values)
-        scalars = dict(zip(_NOISE_TAGS, values, strict=True))
-        scale = self._noise.examples()
-        return scalars if scale is None else scalars | {"noise_scale/examples": scale}
 
     def _eta(self, step: int) -> str:
         """Return the remaining time, "0:12:30", at the speed since the first point."""
@@ -248,6 +224,33 @@ class Monitor:
             return "?"
         seconds = (self._clock() - start) / max(step - first, 1) * remaining
         return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def straggler(points: Sequence[Sequence[float]], devices: Sequence[str]) -> str | None:
+    """Return a line if the last point is the second in a row with the same slow tower, else None.
+
+    If towers synchronize within a step, as for BatchNorm, all times are alike and none is slow.
+
+    Args:
+        points: seconds of each tower at the last three points; 0: it had no examples.
+        devices: device of each tower.
+    """
+    slowest: list[int | None] = []
+    for seconds in points:
+        known = [value for value in seconds if value > 0] or [0.0]
+        # The median of all, not of the others: on devices that share cores one tower may be faster
+        # than the rest. Of two, the smaller.
+        usual = min(known) if len(known) == 2 else statistics.median(known)
+        noise_seconds = 0.0 if are_gpus(devices) else 0.005  # CPU devices share cores
+        is_slow = max(known) > max(_SLOW_FACTOR * usual, usual + noise_seconds)
+        slowest.append(seconds.index(max(known)) if is_slow else None)
+    tower = slowest[-1]
+    if tower is None or slowest[-2:] != [tower] * 2 or slowest[:-2] == [tower]:
+        return None
+    return (
+        f"straggler   tower {tower} on {devices[tower]} takes {seconds[tower]:.3f} "
+        f"s a step, {usual:.3f} s is usual: all wait for it"
+    )
 
 
 def _cut(of_train: Path, of_eval: Path, timetable: Timetable) -> set[int]:

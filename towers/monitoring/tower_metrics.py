@@ -7,6 +7,8 @@ has to wait for a value from the GPU to time it. GPUs are therefore timed only i
 which start when the GPUs are idle; in other steps nothing is sent to the host.
 """
 
+import collections
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +16,11 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_internals
+from towers.builder import cross_host, gather
 from towers.builder.device_types import HOST, is_gpu, machine_of
 from towers.builder.joined_outputs import TowerGradients
 from towers.builder.losses import TowerSums
 from towers.builder.tower import TowerBuilder
-from towers.monitoring.gradient_products import on_current_device, products_of_towers
 
 PHASES = ("input_wait_seconds", "compute_seconds", "gather_seconds")
 _GPU_SECONDS = ("tower_seconds", "compute_seconds", "gather_seconds")  # on GPUs
@@ -26,7 +28,7 @@ _GPU_SECONDS = ("tower_seconds", "compute_seconds", "gather_seconds")  # on GPUs
 
 def measured_shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the results of `measure`, except seconds."""
-    of_towers = ("tower_examples", "tower_loss", "tower_gradient_norm", "tower_cosine")
+    of_towers = ("tower_examples", "tower_loss", "tower_gradient_norm")
     return dict.fromkeys(of_towers, (num_towers,)) | {"data_gradient_norm": ()}
 
 
@@ -116,7 +118,7 @@ def measure(
     measured: tf.Tensor,
     loss_scale: tf.Tensor | None,
 ) -> dict[str, tf.Tensor]:
-    """Return the seconds of a step up to its gathered gradients, and how its towers agree.
+    """Return the seconds of a step up to its gathered gradients, and its towers' losses and norms.
 
     Args:
         start: time before which no tower starts, in seconds.
@@ -131,7 +133,7 @@ def measure(
     Returns:
         For each tower, [towers], 0 without examples: "tower_seconds" (from the batch to its
         gradients), "tower_examples", "tower_loss" (mean over its examples), "tower_gradient_norm"
-        (of the mean over its examples), "tower_cosine" (between its gradient and that of all).
+        (of the mean over its examples).
         Scalars: "compute_seconds" (until the last tower has its gradients), "gather_seconds" (from
         then on: most of the gather runs while towers compute), "data_gradient_norm" (of the
         gathered gradient).
@@ -140,13 +142,12 @@ def measure(
     def compute(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
         ends = _end_times(sums, builder)
         gathered = time_after((gradients, ends))
-        means = gradients if len(gradients) > 1 else list(gradients) * len(sums.losses)
-        products = products_of_towers(sums.gradients, means, builder.devices, measured)
+        squares = _squares(sums.gradients, gradients, builder.devices, measured)
         with tf.device(HOST):
             own_seconds = tf.stack(ends) - start
             compute_seconds = tf.reduce_max(own_seconds)
             counts = tf.cast(tf.stack(sums.counts), tf.float32)
-            with tf.control_dependencies([loss]):  # as in `gradient_products._at_means`
+            with tf.control_dependencies([loss]):  # as in `_squares`
                 losses = tf.cast(tf.stack(sums.losses), tf.float32)
             scale = 1.0 if loss_scale is None else tf.convert_to_tensor(loss_scale)
             of_towers = {
@@ -156,7 +157,7 @@ def measure(
             }
             return {
                 **_pad(of_towers, builder),
-                **_agreement(products, counts * scale, scale, builder),
+                **_norms(squares, counts * scale, scale, builder),
                 "compute_seconds": compute_seconds,
                 "gather_seconds": gathered - start - compute_seconds,
             }
@@ -167,7 +168,7 @@ def measure(
 def measure_joined(
     gradients: TowerGradients, builder: TowerBuilder, measured: tf.Tensor, scale: Any
 ) -> dict[str, tf.Tensor]:
-    """Measure how the towers' gradients agree where one loss is computed from all outputs.
+    """Measure the towers' gradients where one loss is computed from all outputs.
 
     Args:
         gradients: the towers' parts of the loss's gradient.
@@ -176,17 +177,16 @@ def measure_joined(
         scale: scale of the loss.
 
     Returns:
-        "tower_examples", "tower_gradient_norm", "tower_cosine" and "data_gradient_norm" as in
-        `measure`, and "tower_step_seconds" (forward and backward, 0 if unknown).
+        "tower_examples", "tower_gradient_norm" and "data_gradient_norm" as in `measure`, and
+        "tower_step_seconds" (forward and backward, 0 if unknown).
     """
     with tf.device(HOST):
         examples = tf.cast(tf.stack(gradients.counts), tf.float32)
         share = examples / tf.reduce_sum(examples) * tf.cast(scale, tf.float32)
 
     def compute(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
-        of_towers = gradients.of_towers
-        means = [gradients.gathered] * len(of_towers)
-        products = products_of_towers(of_towers, means, builder.devices, measured)
+        gathered = [gradients.gathered]
+        squares = _squares(gradients.of_towers, gathered, builder.devices, measured)
         with tf.device(HOST):
             seconds = tf.zeros_like(examples, tf.float64)
         for before, after in gradients.phases:
@@ -198,23 +198,76 @@ def measure_joined(
                 seconds += tf.maximum(tf.stack(ends) - start, 0.0)
         with tf.device(HOST):
             times = _pad({"tower_step_seconds": tf.cast(seconds, tf.float32)}, builder)
-            return times | _agreement(products, share, tf.cast(scale, tf.float32), builder)
+            return times | _norms(squares, share, tf.cast(scale, tf.float32), builder)
 
     with tf.device(HOST):
         metrics = _pad({"tower_examples": examples}, builder)
     return metrics | _if_measured(compute, measured, builder)
 
 
-def _agreement(
-    products: tf.Tensor, weights: tf.Tensor, scale: Any, builder: TowerBuilder
+def _squares(
+    of_towers: Sequence[Sequence[Any]],
+    gathered: Sequence[Sequence[Any]],
+    devices: Sequence[str],
+    measured: tf.Tensor | None,
+) -> tf.Tensor:
+    """Return the sum of squares of each tower's gradients, and of the gathered ones, [towers + 1].
+
+    Each is computed where the gradients are, 0 unless `measured`; each machine sends one tensor.
+    All wait for the gather: `add_n` accumulates into any input buffer without another reader, so
+    that a reader before it would change the order of its additions at random.
+    """
+    rows = len(of_towers) + 1
+    by_place = collections.defaultdict(list)  # {device: [(row, gradient)]}
+    for row, (gradients, device) in enumerate(zip(of_towers, devices, strict=False)):
+        by_place[device] += [(row, each) for each in gradients if each is not None]
+    for each in gathered[0]:
+        if each is not None:
+            device = each.values.device if isinstance(each, tf.IndexedSlices) else each.device
+            by_place[device].append((rows - 1, each))
+
+    def sums(members: Sequence[tuple[int, Any]]) -> tf.Tensor:
+        zero = tf.zeros([])
+        values = [[zero] for _ in range(rows)]
+        for row, gradient in members:
+            values[row].append(_sum_of_squares(gradient))
+        return tf.stack([tf.add_n(each) for each in values])
+
+    with tf.device(HOST), gather.after(gathered):
+        late = on_current_device(tf.constant(True) if measured is None else measured)
+    parts = []
+    for place, members in by_place.items():
+        with tf.device(place):
+            if measured is None:
+                with tf.control_dependencies([late]):
+                    parts.append(sums(members))
+                continue
+            here = on_current_device(late)  # sent once: the branch is decided here
+            of_place = functools.partial(sums, members)
+            parts.append(tf.cond(here, of_place, lambda: tf.zeros([rows])))
+    parts = cross_host.sum_by_machine(parts, list(by_place), tf.add_n)
+    with tf.device(HOST):
+        return tf.add_n(parts)
+
+
+def _sum_of_squares(gradient: Any) -> tf.Tensor:
+    if isinstance(gradient, tf.IndexedSlices):
+        gradient = gather.sum_rows(gradient).values
+    return 2.0 * tf.nn.l2_loss(tf.cast(gradient, tf.float32))
+
+
+def on_current_device(value: tf.Tensor) -> tf.Tensor:
+    """Copy `value` to the current device; Grappler would remove a tf.identity."""
+    return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
+
+
+def _norms(
+    squares: tf.Tensor, weights: tf.Tensor, scale: Any, builder: TowerBuilder
 ) -> dict[str, tf.Tensor]:
-    """Return norms and cosines; a tower's gradient is its mean gradient times its weight."""
-    tower_square, both, whole = tf.unstack(products, axis=1)
-    of_towers = {
-        "tower_gradient_norm": tf.math.divide_no_nan(tf.sqrt(tower_square), weights),
-        "tower_cosine": tf.math.divide_no_nan(both, tf.sqrt(tower_square) * tf.sqrt(whole)),
-    }
-    return _pad(of_towers, builder) | {"data_gradient_norm": tf.sqrt(whole[0]) / scale}
+    """Return norms; a tower's gradient is its mean gradient times its weight."""
+    own = tf.math.divide_no_nan(tf.sqrt(squares[:-1]), weights)
+    norms = _pad({"tower_gradient_norm": own}, builder)
+    return norms | {"data_gradient_norm": tf.sqrt(squares[-1]) / scale}
 
 
 def _if_measured(

@@ -265,7 +265,6 @@ def _train(
         "examples_per_second": monitor.examples_per_second(),
         "seconds_to_first_step": seconds_to_first_step,
         "train_loss": monitor.last_loss,
-        "gradient_noise_scale": monitor.noise_scale(),
         **{f"{s}_{n}": v for s, e in evaluations.items() for n, v in e.metrics.items()},
         "test_examples": evaluations["test"].examples,
         **({} if skipped is None else {"skipped_steps": skipped}),
@@ -281,8 +280,6 @@ def _train(
     dashboard.close_root(folder, result, timetable.x(step))
     manifest.finish(folder, run.train_state.variables())
     files.write_json(folder / RESULT, result)  # written last: it marks the run as finished
-    if advice := monitor.advice():
-        monitor.say(f"gradient noise scale: {advice}")
     if skipped:
         monitor.say(f"skipped     {skipped} of {step} steps, whose loss or gradient was not finite")
     for line in table(result):

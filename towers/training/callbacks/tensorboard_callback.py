@@ -25,14 +25,14 @@ from towers.training.callbacks.backup_and_restore import is_skipped
 from towers.training.parallelize import builder_of, passes_of
 from towers.training.step.train_state import dynamic_scale
 
-_OF_TOWERS = ("tower_examples", "tower_gradient_norm", "tower_cosine", "tower_step_seconds")
+_OF_TOWERS = ("tower_examples", "tower_gradient_norm", "tower_step_seconds")
 
 
 class TowerBoard(keras.callbacks.Callback):
     """Writes TensorBoard event files of `fit` over towers.
 
-    For each tower: gradient norm, cosine to the mean gradient, seconds of its step (not with
-    `accumulate_steps`) and memory. For all: Keras' logs of training and validation, learning rate,
+    For each tower: gradient norm, seconds of its step (not with `accumulate_steps`) and
+    memory. For all: Keras' logs of training and validation, learning rate,
     epoch, examples per second, and the graph of a step. Towers have no loss of their own: it is
     computed once, from all outputs.
 
@@ -150,10 +150,7 @@ class TowerBoard(keras.callbacks.Callback):
         x = int(self.model.optimizer.iterations) - self.model.steps_per_execution
         values = dict(zip(_OF_TOWERS, self._seen.numpy().tolist(), strict=True))
         self._measured.assign(False)
-        of_towers = {
-            "gradient_norm": values["tower_gradient_norm"],
-            "cosine_to_mean": values["tower_cosine"],
-        }
+        of_towers = {"gradient_norm": values["tower_gradient_norm"]}
         if any(values["tower_step_seconds"]):
             of_towers["step_seconds"] = values["tower_step_seconds"]
         num_batches = self.params.get("steps")
