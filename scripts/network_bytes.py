@@ -6,9 +6,8 @@ The machines are network namespaces (`slow_network`), the model is the tutorial'
 its gradients take. With `--variables=cpu` each worker is sent the weights, and sends its gradients:
 the program sends W x G. With `sharded` a worker sends the weights that it holds to the W-1 others,
 and each of them the gradients of theirs: 2(W-1)/W x G in the mean over the workers, which is the
-least that a ring could do; where one weight is most of the model, its worker sends more. To a
-worker with several towers the mean of the gradients, G, comes back in the last of the steps, which
-is that of the log.
+least that a ring could do; where one weight is most of the model, its worker sends more. A worker
+with several towers sends their sum.
 """
 
 import argparse
@@ -103,9 +102,8 @@ def main() -> None:
         for row in measure(number, arguments.towers_per_worker):
             of_program, *of_workers = [size / row["gradients"] for size in row["sent"]]
             sharded = row["variables"] == "sharded"
-            mean = (arguments.towers_per_worker > 1) / _STEPS
             share = (number - 1) / number
-            expected = (0, (2 + mean) * share) if sharded else (number * (1 + mean), 1)
+            expected = (0, 2 * share) if sharded else (number, 1)
             each = ", ".join(f"{size:.2f}" for size in of_workers)
             print(
                 f"| {row['variables']} | {number} | {of_program:.2f} | {expected[0]:.2f} | "
