@@ -6,23 +6,18 @@ training steps of the user's own are not checked.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.replica_scope import ReplicaScope
 from towers.errors import InputError
-from towers.formatting import count
 from towers.training.run.model import overrides
 from towers.training.step.output_activation import OutputActivation, ending_of, final_activation
 from towers.training.step.output_checks import LossInput, OutputCheck, doubtful_metrics, shape_of
 from towers.training.step.task import Task
-
-_ROWS = 32  # of the first loss, or a tower's slice if that is larger
 
 
 class LossRecorder:
@@ -50,7 +45,7 @@ class LossRecorder:
                 weights = args[0] if args else kwargs.get("sample_weight")
                 if not depth and isinstance(y_true, tf.Tensor) and isinstance(y_pred, tf.Tensor):
                     target = next((i for i, leaf in enumerate(leaves) if leaf is y_true), None)
-                    self.of_examples &= self._record(loss, target, y_true, y_pred, weights)
+                    self.of_examples &= self._record(loss, target, y_true, y_pred)
                     if self.of_examples:  # do not call a user's loss twice
                         self.of_examples = _is_per_example(call, loss, y_true, y_pred, weights)
                 depth += 1
@@ -64,14 +59,11 @@ class LossRecorder:
         with tf_internals.patch_losses(make):
             yield
 
-    def _record(self, loss: Any, target: int | None, y: Any, outputs: Any, weights: Any) -> bool:
+    def _record(self, loss: Any, target: int | None, y: Any, outputs: Any) -> bool:
         """Record a loss if its shapes are known; return whether it is Keras' own and unmasked."""
-        shapes = [
-            None if t is None or t.shape.rank is None else tuple(t.shape)
-            for t in (y, outputs, weights if isinstance(weights, tf.Tensor) else None)
-        ]
-        if not all(shapes[:2]):  # unknown, or without a batch axis
+        if not (y.shape.rank and outputs.shape.rank):  # unknown, or without a batch axis
             return False
+        shapes = tuple(y.shape), tuple(outputs.shape)
         inputs = LossInput(loss, target, *shapes, tf_internals.mask_of(outputs) is not None)
         self.inputs.append(inputs)
         return bool(inputs.kind) and not inputs.masked
@@ -147,7 +139,6 @@ def check(task: Task, batch: Any) -> list[str]:
     ]
     if recorder.is_keras:
         lines += _check_outputs(task, recorder, example)
-        _check_first_loss(task, batch, lines)
     return [f"warning     {line}" for line in dict.fromkeys(lines)]
 
 
@@ -178,19 +169,21 @@ def translate_loss_errors(task: Task, recorder: LossRecorder, batches: Any) -> I
             raise
         example, _ = next(iter(batches))
         if recorder.is_keras and not raised:
-            _check_structure(task, example)
             _check_outputs(task, recorder, example)
         subject = f"the metric {raised}" if raised else "its loss"
-        shapes = ", ".join(
+        given = [
             f"targets {shape_of(inputs.y)} with outputs {shape_of(inputs.outputs)}"
             for inputs in recorder.inputs
-        )
-        shapes = f" ({shapes or f'targets {_shapes_of(example[1:])}'})"
-        text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-        text = " ".join(text.partition(" for '{{node")[0].split()).removesuffix(".")[:200]
+        ]
+        outputs = _outputs(task.model)
+        if isinstance(outputs, dict) or not given:
+            given = [f"targets {_shapes_of(example[1:2]) or 'none'}"]
+            given += [f"outputs {', '.join(outputs)}"] if isinstance(outputs, dict) else []
+        given += [f"sample weights {_shapes_of(part)}" for part in example[2:]]
+        text = " ".join(str(error).partition(" for '{{node")[0].split()).removesuffix(".")[:200]
         raise InputError(
-            f"{_flag_of(task)}: {subject} cannot be computed of this data set{shapes}: "
-            f"{text or type(error).__name__}"
+            f"{_flag_of(task)}: {subject} cannot be computed of this data set "
+            f"({', '.join(given)}): {text or type(error).__name__}"
         ) from None
 
 
@@ -210,40 +203,6 @@ def _check_classifier(task: Task, example: Any) -> list[str]:
     ]
 
 
-def _check_structure(task: Task, example: Any) -> None:
-    """Raise InputError for missing targets, or names that are not those of the outputs."""
-    if len(example) < 2:
-        raise InputError(
-            f"--dataset={task.options.dataset} gives no targets, and the loss of "
-            f"{task.options.model} needs them: give (x, y)"
-        )
-    outputs, losses = _outputs(task.model), task.model.loss
-    names = list(outputs) if isinstance(outputs, dict) else None
-    names = names or getattr(task.model, "output_names", None)  # a Sequential has none
-    if outputs is None or not names:
-        return
-    losses = losses if isinstance(losses, dict) else dict.fromkeys(names, losses)
-    for name in losses:
-        if name not in names:
-            raise InputError(
-                f"--model={task.options.model}: there is a loss for {name!r}, and the outputs are "
-                f"{_quoted(names)}: name one of them"
-            )
-    needed = {name for name in names if losses.get(name) is not None}
-    for role, named in zip(("targets", "sample weights"), example[1:], strict=False):
-        if isinstance(named, dict) and not needed <= set(named) <= set(names):
-            raise InputError(
-                f"--dataset={task.options.dataset}: the {role} are named {_quoted(named)}, and the "
-                f"outputs of {task.options.model} {_quoted(names)}: give both the same names"
-            )
-    if (number := len(tf.nest.flatten(example[1]))) not in (len(needed), len(names)):
-        raise InputError(
-            f"--dataset={task.options.dataset} gives {count(number, 'tensor')} of targets, and "
-            f"{task.options.model} has the outputs {_quoted(names)}: give a dict with targets for "
-            "each of these"
-        )
-
-
 def _check_outputs(task: Task, recorder: LossRecorder, example: Any) -> list[str]:
     leaves = tf.nest.flatten(example[1]) if len(example) > 1 else []
     data = task.data
@@ -255,20 +214,13 @@ def _check_outputs(task: Task, recorder: LossRecorder, example: Any) -> list[str
             f"{_flag_of(task)}: the targets have no names, and Keras takes them in the order "
             f"{', '.join(sorted(outputs))}: give a dict of targets"
         )
-    order = lines[:]
     for inputs, (name, ending) in zip(recorder.inputs, _output_endings(recorder), strict=True):
         values = None if inputs.target is None else leaves[inputs.target].numpy()
         if values is not None and not (values.size and values.dtype.kind in "iufb"):
             values = None
         weighted = len(example) > 2 or inputs.masked
         one = OutputCheck(_flag_of(task), name, inputs, ending, values, weighted, *classes)
-        try:
-            lines += one.check()
-        except InputError as error:
-            if not order:
-                raise
-            reason = str(error).removeprefix(f"{_flag_of(task)}: ")
-            raise InputError(f"{order[0]}; as they are: {reason}") from None
+        lines += one.check()
         if len(recorder.inputs) == 1:
             groups = (getattr(metric, "metrics", ()) for metric in recorder.model.metrics)
             lines += doubtful_metrics(one, itertools.chain.from_iterable(groups))
@@ -296,58 +248,6 @@ def _output_endings(recorder: LossRecorder) -> list[tuple[str, OutputActivation]
     return endings
 
 
-def _check_first_loss(task: Task, batch: Any, warnings: Sequence[str]) -> None:
-    """Raise InputError for an infinite or NaN first loss; `warnings` may give the reason."""
-    example, draws = batch
-    rows = tf.nest.flatten(draws)[0].shape[0]  # with mixing, those of the partners, too
-    rows = max(-(-rows // task.builder.num_slices), min(rows, _ROWS))
-    some = tf.nest.map_structure(lambda t: t[:rows], (*example, draws))
-    losses: list[Any] = []
-
-    def compute(*batch: Any) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        values: list[tf.Tensor] = []
-        losses.clear()
-
-        def make(call: Callable) -> Callable:
-            def recording(loss: Any, *args: Any, **kwargs: Any) -> tf.Tensor:
-                value = call(loss, *args, **kwargs)
-                losses.append(loss)
-                values.append(value)
-                return value
-
-            return recording
-
-        with tf.device(task.builder.devices[0]), ReplicaScope(), tf_internals.patch_losses(make):
-            return task.loss(*batch), values
-
-    try:
-        total, values = tf.function(compute, autograph=False)(*some)
-        total, finite = float(total), [np.isfinite(value).all() for value in values]
-    except Exception:  # it may need the whole batch
-        return
-    if np.isfinite(total):
-        return
-    parts = {"inputs": example[0], "targets": example[1:2], "sample weights": example[2:]}
-    for role, part in parts.items():
-        leaves = [leaf for leaf in tf.nest.flatten(part) if leaf.dtype.is_floating]
-        if not all(bool(tf.reduce_all(tf.math.is_finite(leaf))) for leaf in leaves):
-            raise InputError(
-                f"--dataset={task.options.dataset}: there are {role} that are infinite or NaN in "
-                f"the first batch, and the loss is {total:g} before the first step: leave these "
-                "examples out, or put numbers in their place"
-            )
-    names = {id(loss): name for _, name, loss in tf_internals.loss_paths(task.model)}
-    bad = [names.get(id(loss)) for loss, ok in zip(losses, finite, strict=True) if not ok]
-    bad = [name for name in bad if name is not None and len(names) > 1]
-    fault = f"the loss{f' of output {bad[0]!r}' if bad else ''} is {total:g} before the first step"
-    if warnings:
-        raise InputError(f"{fault}: {warnings[0]}")
-    raise InputError(
-        f"{_flag_of(task)}: {fault}: scale inputs and targets to about -1..1, and look whether the "
-        "outputs are what the loss takes (no logarithm, root or division of 0 or less)"
-    )
-
-
 def _outputs(model: keras.Model) -> Any:
     """Return the symbolic outputs, by name if they have one; None for a subclassed model."""
     return model.output if getattr(model, "outputs", None) else None
@@ -356,10 +256,6 @@ def _outputs(model: keras.Model) -> Any:
 def _flag_of(task: Task) -> str:
     options = task.options
     return f"--loss={options.loss}" if options.loss else f"--model={options.model}"
-
-
-def _quoted(names: Any) -> str:
-    return ", ".join(map(repr, names))
 
 
 def _shapes_of(structure: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Checks that targets, final activation and metrics of an output match its loss."""
+"""Checks that targets, final activation and metrics of an output match its loss.
+
+Looked for is what would train silently, and wrong; Keras itself refuses what it cannot compute.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -37,7 +40,6 @@ _NUMBERS = (
 # These broadcast silently.
 _ELEMENTWISE = (*_NUMBERS, *_MASKS, "cosine_similarity", "kl_divergence", "hinge", "squared_hinge",
                 "categorical_hinge")  # fmt: skip
-_LARGE = 100.0  # mean size of targets that take long to reach
 _SLACK = 0.01  # rounding and resizing overshoot a little
 _RANGES = {"softmax": (0, 1), "sigmoid": (0, 1), "tanh": (-1, 1), "relu": (0, float("inf"))}
 
@@ -50,7 +52,6 @@ class LossInput:
     target: int | None  # index of y among the leaves of the data's y; None: it is computed
     y: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
-    weights: tuple[int | None, ...] | None
     masked: bool
 
     @property
@@ -80,17 +81,10 @@ class OutputCheck:
     def check(self) -> list[str]:
         """Return warnings; raise InputError for a certain mistake."""
         kind, values = self.inputs.kind, self.values
-        if not kind:
-            return []
-        self._check_shapes()
-        self._check_weights()
+        if kind in _ELEMENTWISE:
+            self._check_shapes()
         if kind in _PROBABILITIES:
             self._check_activation()
-        if kind == "poisson" and self.ending.activation in ("linear", "tanh"):
-            self._warn(
-                f"{self.output} may be below 0, and poisson takes its logarithm: "
-                'take activation="softplus"'
-            )
         if values is not None:
             if kind in _SPARSE:
                 self._check_classes(values)
@@ -99,8 +93,7 @@ class OutputCheck:
             if kind in (*_ONE_HOT, *_BINARY):
                 self._check_several_labels(values)
             if kind in _NUMBERS:
-                self._check_range(values)
-                self._check_class_names()
+                self._check_numbers(values)
         return self.warnings
 
     @property
@@ -115,73 +108,22 @@ class OutputCheck:
         self.warnings.append(f"{self.named}: {reason}")
 
     def _check_shapes(self) -> None:
-        kind, y, outputs = self.inputs.kind, self.inputs.y, self.inputs.outputs
-        both = f"targets of shape {shape_of(y)}, and {self.output} has shape {shape_of(outputs)}"
-        of_classes = getattr(self.inputs.loss, "axis", -1) == -1
-        if len(outputs) > 1 and outputs[-1] == 1:
-            if kind in (*_SPARSE, *_ONE_HOT) and of_classes:
-                self._refuse(
-                    f"{self.output} has 1 unit, and {kind} needs one for each class: take more "
-                    'units, or for two classes activation="sigmoid" with binary_crossentropy'
-                )
-            if self.ending.activation == "softmax":
-                self._refuse(
-                    f"{self.output} is a softmax of 1 unit, which always gives 1: take "
-                    'activation="sigmoid", or more units'
-                )
-        if kind not in _SPARSE:
-            y, outputs = _squeezed(y, outputs)
-        same = _alike(y, outputs)
-        numbers = _alike(y, outputs[:-1]) or _alike(y, (*outputs[:-1], 1))
-        if kind in _SPARSE and same and (outputs[-1] or 0) > 1:
-            sums = None if self.values is None else self.values.sum(axis=-1, dtype=np.float64)
-            if sums is None or self.values.ndim < 2 or np.isclose(sums, 1).all():
-                advice = f"take {_ONE_HOT[0]}"
-            else:
-                advice = (
-                    "these have several ones in a row, or none: with binary_crossentropy and "
-                    'activation="sigmoid" each output is a label of its own'
-                )
-            self._refuse(f"{both}; {kind} takes the number of the class: {advice}")
-        elif kind in _SPARSE and not numbers:
+        """Raise InputError for targets that would be broadcast."""
+        y, outputs = self.inputs.y, self.inputs.outputs
+        if len(y) == len(outputs) + 1 and y[-1] == 1:  # Keras takes an axis of size 1 away
+            outputs = (*outputs, 1)
+        elif len(outputs) == len(y) + 1 and outputs[-1] == 1:
+            y = (*y, 1)
+        pairs = zip(y[1:], outputs[1:], strict=False)
+        if len(y) != len(outputs) or not all(None in pair or pair[0] == pair[1] for pair in pairs):
+            advice = "let the model give outputs of the targets' shape"
+            if len(y) == 2 >= len(outputs) and y[1] != 1:
+                advice = f"give the last layer {y[1]} units"
+            elif len(y) <= 2 == len(outputs):
+                advice = "give the last layer 1 unit, or a target for each of its units"
             self._refuse(
-                f"{both}; {kind} takes the number of the class, of shape "
-                f"{shape_of(outputs[:-1])}: let the model give a place for each target"
-            )
-        elif kind in _ONE_HOT and of_classes and not same:
-            advice = f"these are numbers of classes: take sparse_{_ONE_HOT[0]}"
-            advice = advice if numbers else "give both the same"
-            self._refuse(f"{both}; {kind} takes a number for each output: {advice}")
-        elif kind in (*_BINARY, *_ELEMENTWISE) and not same:
-            self._refuse(f"{both}; {kind} needs both the same: {self._same_shape(y, outputs)}")
-
-    def _same_shape(self, y: tuple, outputs: tuple) -> str:
-        """Return a remedy for targets and outputs of different shapes."""
-        if max(len(y), len(outputs)) > 2:
-            return "let the model give outputs of the targets' shape"
-        if len(y) >= len(outputs) and y[-1:] != (1,):
-            return f"give the last layer {y[-1]} units"
-        if self.inputs.kind in _BINARY:
-            return (
-                "give the model 1 unit; or, if the targets are numbers of classes, take "
-                'activation="softmax" with sparse_categorical_crossentropy'
-            )
-        return "give the last layer 1 unit, or a target for each of its units"
-
-    def _check_weights(self) -> None:
-        outputs = self.inputs.outputs
-        if not self.inputs.weights or self.inputs.kind in _MASKS:
-            return
-        if self.inputs.kind not in _SPARSE:
-            _, outputs = _squeezed(self.inputs.y, outputs)
-        losses = outputs[:-1] if len(outputs) > 1 else outputs
-        loss_shape, weights = _squeezed(losses, self.inputs.weights)
-        sizes = zip(loss_shape[1:], weights[1:], strict=False)
-        fit = all(weight in (1, size) or None in (size, weight) for size, weight in sizes)
-        if len(loss_shape) != len(weights) or not fit:
-            self._refuse(
-                f"sample weights of shape {shape_of(self.inputs.weights)}, and the losses of "
-                f"{self.output} have shape {shape_of(losses)}: give one weight for each of them"
+                f"targets of shape {shape_of(self.inputs.y)}, and {self.output} has shape "
+                f"{shape_of(self.inputs.outputs)}; {self.inputs.kind} needs both the same: {advice}"
             )
 
     def _check_activation(self) -> None:
@@ -228,53 +170,40 @@ class OutputCheck:
                 f"targets of {self.output} such as {values[broken][0]:g} are no whole numbers, and "
                 f"{kind} takes the number of the class: for numbers take mean_squared_error"
             )
-        if (ignored := getattr(self.inputs.loss, "ignore_class", None)) is not None:
-            values = values[values != ignored]
+        ignored = getattr(self.inputs.loss, "ignore_class", None)
         bad = np.unique(values[(values < 0) | (values >= size)]).astype(np.int64)
-        if not bad.size:
-            if self.num_classes > size and ignored is None:
-                self._refuse(
-                    f"the targets are of {self.num_classes} classes, and {self.output} has {size} "
-                    f"units: give the last layer {self.num_classes}"
-                )
-            if self.no_classes and ignored is None:
-                self._refuse(self.no_classes)
-            return
-        one, first = bad.size == 1, bad[0]
-        if set(np.unique(values)) <= {0, 255}:
-            advice = "divide masks of 0 and 255 by 255"
-        elif one and first == size and values.min() == 1:
-            advice = f"count them from 0, or give the last layer {size + 1} units"
-        elif one and (first < 0 or first == 255):
-            advice = f"if {first} means no class, give the loss ignore_class={first}"
-            advice += "" if first > 0 else "; else count from 0"
-        elif first < 0:
-            advice = "count them from 0"
-        else:
+        bad = bad[bad != ignored]
+        if bad.size:
             advice = f"give the last layer {bad[-1] + 1} units or more"
-        self._refuse(
-            f"there are targets {', '.join(map(str, bad[:3]))}{', ...' * (bad.size > 3)}, and "
-            f"{self.output} has {size} units, for classes 0..{size - 1}: {advice}"
-        )
+            if bad[0] < 0 or bad[-1] == 255:
+                advice = f"if {bad[0]} means no class, give the loss ignore_class={bad[0]}"
+            elif bad[0] == size and values.min() == 1:
+                advice = f"count them from 0, or give the last layer {size + 1} units"
+            self._refuse(
+                f"there are targets {', '.join(map(str, bad[:3]))}{', ...' * (bad.size > 3)}, and "
+                f"{self.output} has {size} units, for classes 0..{size - 1}: {advice}"
+            )
+        if self.num_classes > size and ignored is None:
+            self._refuse(
+                f"the targets are of {self.num_classes} classes, and {self.output} has {size} "
+                f"units: give the last layer {self.num_classes}"
+            )
+        if self.no_classes and ignored is None:
+            self._refuse(self.no_classes)
 
     def _check_zeros_and_ones(self, values: np.ndarray) -> None:
         """Raise InputError for targets outside of 0..1, unless they may be excluded."""
         kind, least, most = self.inputs.kind, float(values.min()), float(values.max())
-        finite = np.isfinite([least, most]).all()
-        if self.weighted or not finite or (least >= 0 and most <= 1):
+        if self.weighted or not np.isfinite([least, most]).all() or (least >= 0 and most <= 1):
             return
-        distinct = set(np.unique(values).tolist())
-        if distinct <= {-1.0, 1.0} and kind in _BINARY:
-            advice = "write 0 for -1, or take keras.losses.Hinge"
-        elif distinct <= {0.0, 255.0} or (least >= 0 and most == 255):
+        advice = "bring them there, or take a loss for numbers, such as mean_squared_error"
+        if most == 255:
             advice = "divide masks by 255"
-        elif least >= 0 and distinct == set(map(float, range(int(most) + 1))) and kind in _BINARY:
+        elif kind in _BINARY and least == 0 and np.array_equal(values, np.floor(values)):
             advice = (
                 "for numbers of classes take sparse_categorical_crossentropy, "
                 f"and {int(most) + 1} units"
             )
-        else:
-            advice = "bring them there, or take a loss for numbers, such as mean_squared_error"
         self._refuse(
             f"targets of {self.output} go from {least:g} to {most:g}, and {kind} takes 0..1: "
             f"{advice}"
@@ -283,39 +212,25 @@ class OutputCheck:
     def _check_several_labels(self, values: np.ndarray) -> None:
         """Warn of multi-label targets of a softmax."""
         one_class = self.inputs.kind in _ONE_HOT or self.ending.activation == "softmax"
-        if not one_class or getattr(self.inputs.loss, "axis", -1) != -1:
+        if not one_class or getattr(self.inputs.loss, "axis", -1) != -1 or values.ndim < 2:
             return
-        if values.ndim > 1 and values.shape[-1] > 1 and np.isin(values, (0, 1)).all():
-            if (values.sum(axis=-1) > 1).any():
-                self._warn(
-                    f"{self.output} has targets with several ones in a row; a softmax gives one "
-                    'class: take activation="sigmoid" with binary_crossentropy'
-                )
+        if np.isin(values, (0, 1)).all() and (values.sum(axis=-1) > 1).any():
+            self._warn(
+                f"{self.output} has targets with several ones in a row; a softmax gives one "
+                'class: take activation="sigmoid" with binary_crossentropy'
+            )
 
-    def _check_range(self, values: np.ndarray) -> None:
-        """Warn of targets outside of the activation's range."""
-        activation, infinity = self.ending.activation, float("inf")
-        low, high = _RANGES.get(activation or "", (-infinity, infinity))
-        if self.weighted or not np.isfinite(values).all():
-            return
+    def _check_numbers(self, values: np.ndarray) -> None:
+        """Warn of targets outside of the activation's range, or that stand for texts."""
+        activation, names = self.ending.activation, self.class_names
+        low, high = _RANGES.get(activation or "", (-np.inf, np.inf))
         least, most = float(values.min()), float(values.max())
-        if least < low - _SLACK or most > high + _SLACK:
-            reach = f"{low} or more" if high == infinity else f"{low} to {high}"
+        if not self.weighted and (least < low - _SLACK or most > high + _SLACK):
+            reach = f"{low} or more" if high == np.inf else f"{low} to {high}"
             self._warn(
                 f"targets of {self.output} go from {least:g} to {most:g}, and its {activation} "
                 f"gives {reach}: take the {activation} off the last layer, or scale the targets"
             )
-        size = float(np.abs(values).mean())
-        if self.inputs.kind in _NUMBERS[:2] and activation == "linear" and size > _LARGE:
-            self._warn(
-                f"targets of {self.output} are {size:.3g} in the mean, and outputs begin near 0, "
-                "which takes long to learn: divide the targets, or let a last layer, as "
-                f"keras.layers.Rescaling({10 ** round(np.log10(size))}), multiply the outputs"
-            )
-
-    def _check_class_names(self) -> None:
-        """Warn of a loss for numbers whose targets stand for texts."""
-        names = self.class_names
         if not all(name.isdecimal() for name in names):
             self._warn(
                 f"the targets are the classes {first_of(names)}, and {self.inputs.kind} learns "
@@ -330,12 +245,12 @@ _COUNTING = (
     keras.metrics.CategoricalAccuracy,
     keras.metrics.SparseCategoricalAccuracy,
 )
-# Metrics that take probabilities unless this argument is given.
+# Metrics that take probabilities: their arguments, by default, and what to give for logits.
 _OF_LOGITS = {
-    keras.metrics.AUC: "from_logits=True",
-    keras.metrics.BinaryAccuracy: "threshold=0",
-    keras.metrics.Precision: "thresholds=0",
-    keras.metrics.Recall: "thresholds=0",
+    keras.metrics.AUC: ("from_logits", False, "from_logits=True"),
+    keras.metrics.BinaryAccuracy: ("threshold", 0.5, "threshold=0"),
+    keras.metrics.Precision: ("thresholds", None, "thresholds=0"),
+    keras.metrics.Recall: ("thresholds", None, "thresholds=0"),
 }
 
 
@@ -352,42 +267,20 @@ def doubtful_metrics(one: OutputCheck, metrics: Iterable[keras.Metric]) -> list[
         broken = values[values != np.floor(values)]
     logits = one.ending.activation == "linear" and kind in _BINARY
     for metric in metrics:
+        argument, default, remedy = _OF_LOGITS.get(type(metric), ("", None, ""))
         if broken.size and type(metric) in _COUNTING:
             lines.append(
                 f"{one.named}: the metric {metric.name} counts classes, and the targets are "
                 f"numbers such as {broken[0]:g}: take mean_absolute_error"
             )
-        elif logits and type(metric) in _OF_LOGITS and _takes_probabilities(metric):
+        elif logits and remedy and metric.get_config().get(argument) == default:
             lines.append(
                 f"{one.named}: the metric {metric.name} takes probabilities, and the model gives "
-                f"logits: take keras.metrics.{type(metric).__name__}({_OF_LOGITS[type(metric)]})"
+                f"logits: take keras.metrics.{type(metric).__name__}({remedy})"
             )
     return lines
-
-
-def _takes_probabilities(metric: keras.Metric) -> bool:
-    config = metric.get_config()
-    if isinstance(metric, keras.metrics.AUC):
-        return not config.get("from_logits")
-    threshold = config.get("threshold", config.get("thresholds"))
-    return threshold in (0.5, [0.5], None) and config.get("top_k") is None
 
 
 def shape_of(shape: Sequence[int | None]) -> str:
     """Return a shape as text: "(batch, 3)"."""
     return f"({', '.join(['batch', *(str(n or '?') for n in shape[1:])])})"
-
-
-def _alike(a: Sequence[int | None], b: Sequence[int | None]) -> bool:
-    """Return whether shapes are compatible, apart from the batch axis."""
-    pairs = zip(a[1:], b[1:], strict=False)
-    return len(a) == len(b) and all(None in pair or pair[0] == pair[1] for pair in pairs)
-
-
-def _squeezed(a: tuple, b: tuple) -> tuple[tuple, tuple]:
-    """Return shapes of equal rank, squeezed or expanded at a last axis of size 1 as in Keras."""
-    if len(a) == len(b) + 1 and a[-1] == 1:
-        return (a, (*b, 1)) if len(b) == 1 else (a[:-1], b)
-    if len(b) == len(a) + 1 and b[-1] == 1:
-        return ((*a, 1), b) if len(a) == 1 else (a, b[:-1])
-    return a, b
