@@ -178,7 +178,7 @@ def test_strict_placement_and_what_the_run_says(tmp_path, capsys):
     ("model", "code", "line"),
     [
         ("tests.tiny:cnn", 2, "jit_compile: .* BatchNorm .*--batch_norm=local"),
-        (f"{__name__}:text", 1, "XLA cannot compile AsString, of layer .*text: leave the flag out"),
+        (f"{__name__}:text", 1, "--jit_compile: XLA cannot compile the towers: .*AsString"),
     ],
 )
 def test_what_xla_cannot_compile_is_one_line(tmp_path, capsys, model, code, line):

@@ -155,7 +155,7 @@ def recomputed():
         (dict(loss="mse", monitor="auc"), "--monitor=auc"),
         (dict(loss="mse", optimizer=lambda: 3), "--optimizer="),
         (dict(optimizer=lambda: keras.optimizers.SGD(), learning_rate=0.3), "--learning_rate"),
-        (dict(model=recomputed, loss="mse"), "Keras cannot recompute Sequential in a graph"),
+        (dict(model=recomputed, loss="mse"), "Keras cannot recompute a layer in a graph"),
         (dict(model=lambda: adversarial(Adversarial)), "give it a test_step that returns a dict"),
         (dict(model=adversarial, monitor="maker_loss"), "maker_loss: allowed are judge_loss"),
         (dict(model=Adversarial), "train_step of its own, and is not compiled: call its compile"),

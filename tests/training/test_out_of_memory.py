@@ -10,9 +10,8 @@ from towers.devices import memory
 from towers.errors import InputError, RunError
 from towers.options.run import Options
 from towers.training.run import memory_estimate as of_step
-from towers.training.run import out_of_memory
 from towers.training.run.setup import prepare
-from towers.training.run.tensorflow_errors import user_facing_errors
+from towers.training.run.tensorflow_errors import out_of_memory, user_facing_errors
 from towers.training.step.train_state import TrainState
 
 pytestmark = pytest.mark.unit
@@ -47,13 +46,13 @@ LOWER = "type a lower --batch_size, or more --accumulate_steps for the same upda
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_what_tensorflow_says_is_understood(text):
-    line = out_of_memory.line(text, Options())
+    line = out_of_memory(text, Options())
     assert line.startswith(f"out of memory: {TEXTS[text]}") and LOWER in line
 
 
 def test_other_things_that_are_exhausted_are_left_alone():
     for text in "No space left on device", "Too many open files", "Dst tensor", "MemoryError: ":
-        assert out_of_memory.line(text, Options()) is None
+        assert out_of_memory(text, Options()) is None
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,7 @@ def test_other_things_that_are_exhausted_are_left_alone():
     ],
 )
 def test_the_largest_batch_that_fits_is_named(estimate, advice):
-    assert advice in out_of_memory.line(next(iter(TEXTS)), Options(batch_size=128), estimate)
+    assert advice in out_of_memory(next(iter(TEXTS)), Options(batch_size=128), estimate)
 
 
 @pytest.mark.run

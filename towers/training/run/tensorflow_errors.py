@@ -1,11 +1,13 @@
 """Translates TensorFlow's errors that the user can fix into one line with a remedy."""
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
+from towers import tf_internals
 from towers.builder.op_names import layer_of
 from towers.devices import memory
 from towers.errors import InputError, RunError
@@ -14,40 +16,44 @@ from towers.graphs.placement import short_device_name
 from towers.options.code_trust import CODE
 from towers.options.error_origin import locate_in_user_code
 from towers.options.run import Options
-from towers.training.run import out_of_memory
 
 # Text around a reason, besides that which `first_line` removes.
 _NOISE = re.compile(
     r"\[\[.*?\]\]|\[Op:.*|assertion failed:"
     r"|InputError: |Error in user-defined function passed to .*? with iterator: \S+ "
 )
-# Without soft placement: for an op in a graph, or for one that runs eagerly.
-_DEVICE_REFUSED = re.compile(
-    r"Cannot assign a device for operation (?P<op>\S+?):.*explicitly assigned to (?P<device>\S+)"
-    r"|Could not satisfy device specification '(?P<specification>\S+)'",
-    re.DOTALL,
-)
-# The device exists, and has no kernel for the op's types; or no device has one.
-_NO_KERNEL = re.compile(
-    r"Cannot assign a device for operation '?(?P<name>[^\s':]+).*?device specification "
-    r"'(?P<device>\S+?)' because no supported kernel(?:.*\nOp: (?P<op>\w+))?",
-    re.DOTALL,
-)
-_NOWHERE = re.compile(
-    r"No OpKernel was registered to support Op '(?P<op>\w+)' used by \{\{node (?P<name>\S+?)\}\}"
-)
-_XLA_REFUSED = re.compile(
-    r"unsupported operations .*?: (?P<op>\w+) \(.*?\{\{node (?P<name>\S+?)\}\}"
-)
 # TensorFlow's text of an error in Python code that a pipeline calls.
 _TRACEBACK = re.compile(r"(?s)Traceback \(most recent call last\):\n.*?\n(?=\n\n|\s*\[\[|\Z)")
 _BATCH = re.compile(r"(?m)^in \S.* batch \d+$")  # the note of a `keras.utils.PyDataset`
-# Text in other errors, and its meaning.
-_MEANINGS = {
+# Text in other errors, and its meaning; TensorFlow's own words follow.
+_HARD = "--allow_soft_placement=false (leave it out, or let the model choose no device)"
+_OF_INPUT = {
+    "Cannot assign a device": _HARD,
+    "Could not satisfy device spec": _HARD,
+    "No OpKernel was registered": "--model={0.model} has an op that no device of this machine runs",
+}
+_OF_RUN = {
     "IteratorGetNext": "--dataset={0.dataset} cannot be read{1}",
     "SummaryWriter": "--train_dir={0.train_dir} cannot be written",
     "tf2xla": "--jit_compile: XLA cannot compile the towers",
 }
+# From TensorFlow's allocators.
+_TENSOR = re.compile(
+    r"OOM when allocating tensor with shape\[(?P<shape>[\d,]*)\] and type (?P<type>[\w ]+?) on "
+    r"(?P<device>/\S+)"
+)
+# From XLA, and from the libraries below it.
+_BYTES = re.compile(
+    r"(?:out of memory (?:while )?(?:trying to allocate|allocating) |failed to allocate [^(\n]*\()"
+    r"(?P<bytes>\d+) ?b",
+    re.IGNORECASE,
+)
+_ORDINAL = re.compile(r"device ordinal (\d+)")
+# A copy to a GPU found no room there.
+_COPY = re.compile(r"Failed copying input tensor from \S+ to (\S+) in order to run (\w+)")
+_NO_ROOM = "Dst tensor is not initialized"
+_TYPES = {"float": "float32", "double": "float64", "half": "float16"}
+_TOWER = re.compile(r"tower_(\d+)/[^\s}]*")
 
 
 @contextlib.contextmanager
@@ -64,8 +70,7 @@ def user_facing_errors(
         largest_batch: returns the largest batch size that is expected to fit the memory.
 
     Raises:
-        InputError: a device does not exist, or has no kernel for an op, without soft placement;
-            or no device has one.
+        InputError: no device runs an op as it is asked to.
         RunError: the data set cannot be read, the event files cannot be written, XLA cannot compile
             the model, or memory is too small. A traceback of the user's pipeline is a note of it.
     """
@@ -78,27 +83,17 @@ def user_facing_errors(
     except ValueError as error:
         if "custom_gradient decorator currently supports keywords" not in str(error):
             raise
-        named = re.search(r"when calling (\w+)", str(error))
         raise InputError(
-            f"--model={options.model}: Keras cannot recompute {named[1] if named else 'a layer'} "
-            "in a graph of TensorFlow's, with towers or without (remat takes no keyword arguments "
-            "there): use keras.remat(lambda x: ...)(x) within the layer, or leave remat out"
+            f"--model={options.model}: Keras cannot recompute a layer in a graph of TensorFlow's: "
+            "remat takes no keyword arguments there: leave it out"
         ) from None
     except tf.errors.OpError as error:
         text = str(error)
-        if line := out_of_memory.line(text, options, largest_batch):
+        if line := out_of_memory(text, options, largest_batch):
             raise _with_traceback(line, error, options) from None
-        if refused := _NO_KERNEL.search(text) or _NOWHERE.search(text):
-            raise InputError(_no_kernel(**refused.groupdict())) from None
-        if refused := _DEVICE_REFUSED.search(text):
-            raise InputError(_no_device(**refused.groupdict())) from None
-        if refused := _XLA_REFUSED.search(text):
-            raise RunError(
-                f"--jit_compile: XLA cannot compile {refused['op']}, of layer "
-                f"{layer_of(refused['name'])}: leave the flag out, or do it without that op"
-            ) from None
-        meaning = next((meaning for part, meaning in _MEANINGS.items() if part in text), None)
-        if meaning is None:
+        known = _OF_INPUT | _OF_RUN
+        part = next((part for part in known if part in text), None)
+        if part is None:
             raise
         reason = first_line(type(error)(None, None, _NOISE.sub("", text)), 1000)
         if "assertion failed:" in text:  # its texts and numbers are in brackets
@@ -106,7 +101,9 @@ def user_facing_errors(
         if batch := _BATCH.search(text):
             reason += f" {batch[0]}"
         where = f" at step {step()}" if step else ""
-        line = f"{meaning.format(options, where)}: {reason[:300]}"
+        line = f"{known[part].format(options, where)}: {reason[:300]}"
+        if part in _OF_INPUT:
+            raise InputError(line) from None
         raise _with_traceback(line, error, options) from None
 
 
@@ -128,23 +125,67 @@ def _with_own_code(line: str, error: Exception, options: Options) -> str:
     return f"{line}; {origin}" if origin else line
 
 
-def _no_kernel(name: str, op: str | None, device: str = "") -> str:
-    node = f"{op or re.sub('_[0-9]+$', '', name.rpartition('/')[2])}, of layer {layer_of(name)}"
-    if not device:
-        return (
-            f"{node}: TensorFlow has no kernel for it on the devices of this machine, with these "
-            "types: do it without that op, or cast its inputs"
-        )
+def out_of_memory(
+    text: str, options: Options, largest_batch: Callable[[], int] | None = None
+) -> str | None:
+    """Return the line for an out-of-memory error, None for any other error.
+
+    Args:
+        text: of the error.
+        options: of the run, for the remedy.
+        largest_batch: returns the largest batch size that is expected to fit; None: it is unknown.
+    """
+    if match := _TENSOR.search(text):
+        sizes = [int(size) for size in match["shape"].split(",") if size]
+        kind = _TYPES.get(match["type"], match["type"].replace(" ", ""))
+        each = 1
+        with contextlib.suppress(TypeError):
+            each = tf.as_dtype(kind).size
+        asked = f"{memory.in_words(math.prod(sizes) * each)}, {kind}{sizes}"
+        device = short_device_name(match["device"])
+    elif match := _BYTES.search(text):
+        ordinal = _ORDINAL.search(text)
+        asked = memory.in_words(int(match["bytes"]))
+        device = f"/gpu:{ordinal[1]}" if ordinal else ""
+    elif _NO_ROOM in text or "CUDA_ERROR_OUT_OF_MEMORY" in text:
+        copied = _COPY.search(text)
+        asked, device = "room for a copy", short_device_name(copied[1]) if copied else ""
+    else:
+        return None
+    tower = _TOWER.search(text)
+    layer = f", in layer {layer_of(tower[0])}" if tower else ""
+    where = f"tower {tower[1]} on {device or 'a GPU'}" if tower else device or "a device"
     return (
-        f"--allow_soft_placement=false: {node}, has no kernel for {short_device_name(device)} with "
-        "these types: leave the flag out, and it runs on the CPU; `towers plan` names all such ops"
+        f"out of memory: {where} asked for {asked}{layer}{_memory_of(device)}; "
+        f"{_smaller_batch(options, largest_batch)}"
     )
 
 
-def _no_device(op: str | None, device: str | None, specification: str | None) -> str:
-    there = [short_device_name(device.name) for device in tf.config.list_logical_devices()]
+def _memory_of(device: str) -> str:
+    if "gpu" not in device:
+        return f"; the host has {memory.in_words(memory.of_host())}" if device else ""
+    limit = tf_internals.device_memory_bytes().get(device)
+    if not limit:
+        return ""
+    used = memory.of_device(device)
+    in_use = f", of which {memory.in_words(used[0] * memory.MIB)} were in use" if used else ""
+    return f"; it may take {memory.in_words(limit)}{in_use}"
+
+
+def _smaller_batch(options: Options, largest_batch: Callable[[], int] | None) -> str:
+    advice = "type a lower --batch_size, or more --accumulate_steps for the same update"
+    try:
+        fitting = largest_batch() if largest_batch else None
+    except Exception:  # a failing estimate must not hide the error
+        fitting = None
+    if fitting is None:
+        return advice
+    if fitting < 1:
+        return "no batch is expected to fit, by the reckoning of towers plan: take a smaller model"
+    if fitting >= options.batch_size:
+        return f"{advice}; towers plan would have expected {fitting} examples to fit"
+    parts = options.accumulate_steps * -(-options.batch_size // fitting)
     return (
-        f"--allow_soft_placement=false: {f'layer {layer_of(op)}' if op else 'the model'} asks for "
-        f"{short_device_name(device or specification)}, which is not there or cannot run it; "
-        f"TensorFlow has {', '.join(there)}: let the model choose no device, or leave the flag out"
+        f"the largest batch that is expected to fit, by the reckoning of towers plan, is {fitting}:"
+        f" type --batch_size={fitting}, or --accumulate_steps={parts} for the same update"
     )
