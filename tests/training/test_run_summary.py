@@ -4,8 +4,6 @@
 import pytest
 
 from tests import tiny
-from towers import devices
-from towers.builder.device_types import cpus_for_gpus
 from towers.training.run.run_summary import run_summary
 from towers.training.run.setup import prepare
 
@@ -85,21 +83,3 @@ def test_the_length_is_told_and_is_never_nothing():
     )
     assert "(`fit` makes 1 step an epoch, the last of 60)" in length(1, batch_size=64)
     assert length(0.001).startswith("length      1 step, 7 examples, 0.1167 epochs: 0.001 epochs ")
-
-
-@pytest.mark.run
-def test_what_batch_norm_over_all_gpus_costs_is_told():
-    devices.tower_devices(3, "cpu")
-    model = dict(model="models.resnet:resnet", model_args="depth=8,width=2", batch_size=8)
-
-    def lines(devices, **changes):
-        given = dict(num_towers=devices.count(",") + 1, devices=devices, variables="replicated")
-        given |= dict(augment="none") | model | changes
-        return [x for x in run_summary(prepare(tiny.options("t", **given))) if "kernels" in x]
-
-    with cpus_for_gpus():
-        (line,) = lines("/cpu:1,/cpu:2")
-        assert "7 layers" in line and f"{7 * 12 + 26} more" in line and "--batch_norm=local" in line
-        assert lines("/cpu:1,/cpu:2", batch_norm="local") == lines("/cpu:1") == []
-        assert lines("/cpu:1,/cpu:2", model="tests.tiny:dense", model_args="") == []
-    assert lines("/cpu:0,/cpu:1", variables="cpu") == []

@@ -27,17 +27,6 @@ from towers.builder.sync import SyncHandle
 from towers.errors import InputError
 
 
-def exchange_launches(num_layers: int) -> int:
-    """Return how many more kernels a GPU launches in a step for moments over all towers.
-
-    Beside its own two kernels a layer has 12 where slices are equal: 2 pack the tower's moments, 1
-    corrects its variance, 4 compute the moments of all, 1 normalises by them; backward 2 compute
-    slope and level of the line that is added, 1 evaluates it, 1 adds it. The factors of backward
-    are computed for all layers at once.
-    """
-    return 12 * num_layers + 26
-
-
 @contextlib.contextmanager
 def over_all_towers(sync: SyncHandle | None, mode: str, device: str) -> Iterator[None]:
     """Make BatchNorm layers in the block take their moments over all towers.

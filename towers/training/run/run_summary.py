@@ -2,11 +2,6 @@
 
 from collections import Counter
 
-import keras
-
-from towers import tf_internals
-from towers.builder import collectives
-from towers.builder.batch_norm import exchange_launches
 from towers.data import augment
 from towers.formatting import count
 from towers.training.run.setup import RunContext
@@ -53,7 +48,6 @@ def run_summary(run: RunContext) -> list[str]:
         f"seed {options.seed}",
         f"  6 BatchNorm: {options.batch_norm}, moments over {moments}{parts}; statistics "
         "gathered, assigned once a step",
-        *_cost_of_moments(run),
         f"  7 clock: {update['clock']}, EMA {options.ema_decay or 'none'}",
         "  8 the loss that is printed is that of all towers",
     ]
@@ -92,19 +86,3 @@ def _length(run: RunContext) -> str:
 
 def _epochs(number: str) -> str:
     return f"{number} epoch" if number == "1" else f"{number} epochs"
-
-
-def _cost_of_moments(run: RunContext) -> list[str]:
-    """Return a line on the cost of synchronized BatchNorm between GPUs, if there is any."""
-    if run.options.batch_norm != "sync" or not collectives.are_used(run.builder.devices):
-        return []
-    number = sum(
-        isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
-        for layer in tf_internals.layers_of(run.train_state.model)
-    )
-    line = (
-        f"    {count(number, 'layer')} meet twice a step, and each GPU launches some "
-        f"{exchange_launches(number)} more kernels for it: --batch_norm=local does without, "
-        "and gives other numbers"
-    )
-    return [line] if number else []
