@@ -45,7 +45,7 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
     if again.reason:
         raise InputError(f"--train_dir={folder}: its step cannot be made again: {again.reason}")
     fault = again.fault
-    say(f"step {report['step']} again, on {device}: the loss is {again.loss_text}")
+    say(f"step {report['step']} again, on {device}: the loss is {again.loss:g}")
     for kind, heading in _HEADINGS.items():
         rows = []
         for tensor in (tensor for tensor in again.ranges if tensor.kind == kind):
@@ -68,7 +68,7 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
         "fault": fault and fault.kind,
         "name": fault and fault.name,
         "rows": report["rows"],
-        "loss": again.loss_text,
+        "loss": f"{again.loss:g}",
         "device": device,
         "ranges": [dataclasses.asdict(tensor) for tensor in again.ranges],
     }

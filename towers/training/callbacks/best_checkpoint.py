@@ -19,12 +19,7 @@ NAME = "best.json"
 
 
 class BestTracker:
-    """Tracks the evaluations of a run and which of them is the best.
-
-    Attributes:
-        outdated: (step, examples, value) of the best evaluation, if that was of other examples than
-            are evaluated now, with which no value can be compared; else None.
-    """
+    """Tracks the evaluations of a run and which of them is the best."""
 
     def __init__(
         self,
@@ -55,6 +50,8 @@ class BestTracker:
             files.warn_damaged(self._path)
             points = []
         self._points = [p for p in points if same and p[0] <= step]
+        # (step, examples, value) of the best evaluation, if that was of other examples than are
+        # evaluated now, with which no value can be compared.
         self._data, self.outdated = data, None
         if None not in (data, content.get("data")) and data != content["data"]:
             self.outdated = next((p for p in self._points if p[0] == self.step), None)

@@ -1,6 +1,7 @@
 """Evaluations during a run and at its end: metrics, pictures and the best checkpoint."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -15,77 +16,62 @@ from towers.training.step.evaluation import Evaluation
 from towers.training.step.train_state import restore_after
 
 
+@dataclasses.dataclass
 class Evaluator:
     """Evaluates a run and shows the results.
 
     During the run it uses the validation data if there are any; the test set is for the end.
     """
 
-    def __init__(
-        self,
-        prepared: PreparedRun,
-        monitor: Monitor,
-        gallery: Gallery,
-        best: BestTracker,
-        preemption: PreemptionHandler,
-        callbacks: Callbacks,
-    ):
-        """Prepare evaluations; the first one compiles their function.
+    prepared: PreparedRun
+    monitor: Monitor  # writes curves and lines
+    gallery: Gallery  # writes pictures
+    best: BestTracker
+    preemption: PreemptionHandler  # whether to stop
+    callbacks: Callbacks  # the user's, whose hooks are called
 
-        Args:
-            prepared: the run.
-            monitor: writes curves and lines.
-            gallery: writes pictures.
-            best: keeps the best evaluation.
-            preemption: whether to stop.
-            callbacks: the user's, whose hooks are called.
-        """
-        self._prepared, self._run, self._best = prepared, prepared.run, best
-        self._monitor, self._gallery = monitor, gallery
-        self._preemption, self._callbacks = preemption, callbacks
+    def __post_init__(self) -> None:
+        """Prepare evaluations; the first one compiles their function."""
+        self._run = self.prepared.run
         self._last, self._last_step = None, None
         self._part = "validation" if self._run.data.validation else "test"
         evaluate = self._run.task.make_evaluator(self._run.splits()[self._part])
-        self._evaluate = callbacks.around(evaluate)
+        self._evaluate = self.callbacks.around(evaluate)
 
     def evaluate(self, step: int) -> bool:
         """Evaluate after `step` updates; return whether that is the best so far."""
-        run, monitor = self._run, self._monitor
-        with self._preemption.evaluation(step):
-            self._last, self._last_step = self._evaluate(self._preemption), step
+        run, monitor = self._run, self.monitor
+        with self.preemption.evaluation(step):
+            self._last, self._last_step = self._evaluate(self.preemption), step
             for line in run.take_diagnostics():  # of `test_step`, which is traced here
                 monitor.say(f"warning     {line}")
             if self._last is None:
                 return False
             if not monitor.evaluated(step):  # else a process that crashed has written the curves
-                self._gallery.show_training(step)
+                self.gallery.show_training(step)
                 if self._last.predictions:
-                    self._gallery.show_evaluation(step, self._last.predictions)
+                    self.gallery.show_evaluation(step, self._last.predictions)
             monitor.eval_point(step, self._last.metrics, self._part)
             value = self._objective(self._last)
-            is_best = self._best.add(step, self._prepared.timetable.examples(step), value)
+            is_best = self.best.add(step, self.prepared.timetable.examples(step), value)
             if is_best and run.options.keep_best:
-                self._prepared.checkpoints.best = step
+                self.prepared.checkpoints.best = step
             return is_best
 
     def evaluate_best_again(self, now: int) -> None:
-        """Evaluate the best weights on the examples of now, if they were on others.
-
-        Args:
-            now: step of the weights in use.
-        """
-        if self._best.outdated is None:
+        """Evaluate the best weights on the examples of now, if they were on others."""
+        if self.best.outdated is None:
             return
-        step, examples, before = self._best.outdated
+        step, examples, before = self.best.outdated
         name, _ = self._run.task.objective()
         text = "its evaluation is of other examples"
-        with self._preemption.evaluation(now), self._best_weights(now) as are_others:
-            if (are_others or step == now) and (evaluation := self._evaluate(self._preemption)):
+        with self.preemption.evaluation(now), self._best_weights(now) as are_others:
+            if (are_others or step == now) and (evaluation := self._evaluate(self.preemption)):
                 value = self._objective(evaluation)
-                self._best.add(step, examples, value)
+                self.best.add(step, examples, value)
                 value = math.nan if value is None else value
                 text = f"{name} {figure(before)} on other examples, {figure(value)} on these"
-        self._monitor.say(f"best        step {step}: {text}")
+        self.monitor.say(f"best        step {step}: {text}")
 
     def _objective(self, evaluation: Evaluation) -> float | None:
         name, _ = self._run.task.objective()
@@ -103,47 +89,47 @@ class Evaluator:
     def is_recorded(self, step: int) -> bool:
         """Return whether this or an earlier process has recorded the evaluation of `step`."""
         needed = self._run.options.keep_best or self._run.options.early_stopping_epochs
-        return self._monitor.evaluated(step) and (not needed or self._best.knows(step))
+        return self.monitor.evaluated(step) and (not needed or self.best.knows(step))
 
     def stops_early(self) -> bool:
         """Return whether the run ends early."""
-        return self._best.is_over() or self._callbacks.stopped()
+        return self.best.is_over() or self.callbacks.stopped()
 
     def stop_reason(self) -> str:
         """Return why the run ends early."""
-        if self._callbacks.stopped():
-            return self._callbacks.stop_reason()
+        if self.callbacks.stopped():
+            return self.callbacks.stop_reason()
         name, _ = self._run.task.objective()
         epochs = self._run.options.early_stopping_epochs
-        return f"{name} was best at step {self._best.step}, {epochs:g} epochs ago or more"
+        return f"{name} was best at step {self.best.step}, {epochs:g} epochs ago or more"
 
     def evaluate_at_end(self, step: int) -> dict[str, Evaluation] | None:
         """Return {split name: evaluation} of the final weights: the best ones if they are kept.
 
         Returns None if a signal stopped the evaluation.
         """
-        with self._preemption.evaluation(step):
+        with self.preemption.evaluation(step):
             if self._last_step != step:
                 self.evaluate(step)
             if self._last is None:
                 return None
-            self._best.write()
+            self.best.write()
             evaluations = {self._part: self._last}
             with self._best_weights(step) as are_others:
                 if are_others:
-                    evaluations[self._part] = self._evaluate(self._preemption)
+                    evaluations[self._part] = self._evaluate(self.preemption)
                 if "test" not in evaluations:
                     evaluate = self._run.task.make_evaluator(self._run.data.test)
-                    evaluations["test"] = evaluate(self._preemption)
+                    evaluations["test"] = evaluate(self.preemption)
                     if evaluations["test"]:
-                        of = self._prepared.checkpoints.best if are_others else step
-                        self._monitor.say_figures("test", of, evaluations["test"].metrics)
+                        of = self.prepared.checkpoints.best if are_others else step
+                        self.monitor.say_figures("test", of, evaluations["test"].metrics)
         return None if None in evaluations.values() else evaluations
 
     @contextlib.contextmanager
     def _best_weights(self, step: int) -> Iterator[bool]:
         """Use the best weights in the block; yield whether they are not those of `step`."""
-        checkpoints, train_state = self._prepared.checkpoints, self._run.train_state
+        checkpoints, train_state = self.prepared.checkpoints, self._run.train_state
         best = checkpoints.best
         if best not in (None, step) and not checkpoints.has(best):
             checkpoints.say(f"warning     the checkpoint of step {best}, the best, is not there")

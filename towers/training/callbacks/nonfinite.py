@@ -42,23 +42,19 @@ class NotFinite(RunError):
     """Raised if a non-finite step or weight ends the run."""
 
 
+@dataclasses.dataclass
 class NonFiniteMonitor:
     """Checks after each call of the train loop whether its steps were finite."""
 
-    def __init__(
-        self, run: RunContext, folder: Path, timetable: Timetable, say: Callable[[str], None]
-    ):
-        """Set the run.
+    run: RunContext
+    folder: Path  # the run's `train_dir`
+    timetable: Timetable
+    say: Callable[[str], None]  # prints a line
 
-        Args:
-            run: the run.
-            folder: its `train_dir`.
-            timetable: of the run.
-            say: prints a line.
-        """
-        self.run, self.folder, self._timetable, self._say = run, folder, timetable, say
+    def __post_init__(self) -> None:
+        """Begin with the steps that were skipped so far."""
         self._last: Mapping[str, Any] = {}
-        self._num_skipped = run.task.num_skipped()
+        self._num_skipped = self.run.task.num_skipped()
 
     def check(self, values: Mapping[str, Any], step: int, now: bool) -> None:
         """Report skipped steps, and raise if the limit of non-finite steps is reached.
@@ -77,7 +73,7 @@ class NonFiniteMonitor:
         if self.run.options.on_nan == "skip" and checked is values:
             before, self._num_skipped = self._num_skipped, self.run.task.num_skipped()
             if self._num_skipped > before:
-                self._say(
+                self.say(
                     f"skipped     {count(self._num_skipped - before, 'step')} before step {step}: "
                     f"the loss or a gradient was not finite; {self._num_skipped} since step 0"
                 )
@@ -124,7 +120,7 @@ class NonFiniteMonitor:
         report = {
             "step": step,
             "epoch": examples / run.data.train.size,
-            "loss": replayed.loss_text,
+            "loss": f"{replayed.loss:g}",  # JSON has no NaN
             "fault": fault and fault.kind,
             "name": fault and fault.name,
             "towers": towers,
@@ -157,7 +153,7 @@ class NonFiniteMonitor:
         if len(entries) >= MOST_ROLLBACKS or to is None:
             return
         (self.folder / FOLDER).mkdir(exist_ok=True)
-        entries = [*entries, {"step": step, "to": to, "examples": self._timetable.examples(to)}]
+        entries = [*entries, {"step": step, "to": to, "examples": self.timetable.examples(to)}]
         files.write_json(self.folder / FOLDER / ROLLBACKS, {"rollbacks": entries})
         checkpoints = checkpoint.find(self.folder / "checkpoints")
         for base in [Path(prefix) for number, prefix in checkpoints if number > to]:
@@ -194,9 +190,6 @@ def lower_learning_rate(run: RunContext, folder: Path, restored: int | None) -> 
         run: built and restored. Learning rates of the model's own optimizers are assigned.
         folder: of the run.
         restored: step of the restored checkpoint; None: it is a new run.
-
-    Raises:
-        InputError: --on_nan=rollback, and the learning rate cannot be lowered.
     """
     rates = [optimizer.learning_rate for optimizer in run.train_state.optimizers]
     has_own_rate = not run.task.rate_is_set
@@ -227,12 +220,9 @@ def _write(folder: Path, variables: Mapping[str, Any], batch: Any, report: Mappi
     checkpoint.write(directory / STATE, report["step"], values, {})
     arrays: dict[str, np.ndarray] = {}
     for i, leaf in enumerate(tf.nest.flatten(batch)):
-        array = leaf.numpy()
-        if array.dtype == object:  # strings, which NumPy would pickle
-            arrays[f"{i}_lengths"] = np.array([len(text) for text in array.flat])
-            arrays[f"{i}_shape"] = np.array(array.shape)
-            array = np.frombuffer(b"".join(array.flat), np.uint8)
-        arrays[str(i)] = array
+        if leaf.dtype == tf.string:  # which NumPy would pickle
+            leaf = tf.io.decode_raw(tf.io.serialize_tensor(leaf), tf.uint8)
+        arrays[str(i)] = leaf.numpy()
     with files.replacing(directory / BATCH) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)
     files.write_json(directory / REPORT, report)
@@ -255,9 +245,6 @@ def read(folder: Path, spec: Any) -> tuple[dict[str, np.ndarray], Any]:
     Args:
         folder: of the run.
         spec: the structure of the batch, (example, draws).
-
-    Raises:
-        InputError: a file is missing or damaged.
     """
     directory = folder / FOLDER
     try:
@@ -267,14 +254,12 @@ def read(folder: Path, spec: Any) -> tuple[dict[str, np.ndarray], Any]:
             arrays = dict(file)
     except Exception as error:  # of many kinds
         raise InputError(f"{directory} cannot be read: {first_line(error)}") from None
-    leaves = []
-    for i in range(len(tf.nest.flatten(spec))):
-        array = arrays[str(i)]
-        if f"{i}_lengths" in arrays:
-            ends = np.cumsum(arrays[f"{i}_lengths"])[:-1]
-            texts = [part.tobytes() for part in np.split(array, ends)]
-            array = np.array(texts, object).reshape(arrays[f"{i}_shape"])
-        leaves.append(tf.constant(array))
+    leaves = [
+        tf.io.parse_tensor(arrays[str(i)].tobytes(), tf.string)
+        if leaf is not None and leaf.dtype == tf.string
+        else tf.constant(arrays[str(i)])
+        for i, leaf in enumerate(tf.nest.flatten(spec))
+    ]
     return state, tf.nest.pack_sequence_as(spec, leaves)
 
 

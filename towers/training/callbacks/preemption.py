@@ -11,7 +11,7 @@ import faulthandler
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from towers import signals
 from towers.devices import remote
@@ -38,21 +38,15 @@ class _Waiting:
 
 
 class PreemptionHandler(signals.StopRequest):
-    """The stop request of a run, which is also answered while the main thread is blocked.
+    """The stop request of a run, which is also answered while the main thread is blocked."""
 
-    Attributes:
-        consistent: whether the master variables are the state after a step.
-        backup: (step, snapshot) on this machine, if a lost machine could take the state with it.
-    """
-
-    consistent = True
-    backup: State | None = None
+    consistent = True  # whether the master variables are the state after a step
+    backup: State | None = None  # on this machine, if a lost machine could take the state with it
 
     def __init__(
         self,
         checkpoints: CheckpointManager,
         say: Callable[[str], None],
-        health: Callable[[], Mapping[str, float]] = dict,
         stall_seconds: float = 0.0,
         on_stall: str = "wait",
     ):
@@ -61,11 +55,10 @@ class PreemptionHandler(signals.StopRequest):
         Args:
             checkpoints: of the run.
             say: prints a line.
-            health: returns {tag: value} of the GPUs, for the report of a stall.
             stall_seconds: seconds without progress that count as a stall; 0: never.
             on_stall: "stop" ends the process then; "wait" only reports it.
         """
-        self._checkpoints, self._say, self._health = checkpoints, say, health
+        self._checkpoints, self._say = checkpoints, say
         self._stall_seconds, self._on_stall = stall_seconds, on_stall
         self._train_loop: TrainLoop | None = None
         self._waiting: _Waiting | None = None
@@ -117,23 +110,20 @@ class PreemptionHandler(signals.StopRequest):
         def state() -> State | None:
             if self.backup:
                 return self.backup
-            before = train_loop.position()
-            if not before.between_steps:
+            requested, received = train_loop.position()
+            if requested == received:
                 return None
             snapshot = self._checkpoints.snapshot()
-            same = train_loop.position() == before
+            same = train_loop.position() == (requested, received)
             return (int(snapshot["step"]), snapshot) if same else None
 
-        def of_input() -> bool:
-            return train_loop.position().between_steps
-
-        with self._watching(STEP, step, state, of_input) as first:
+        with self._watching(STEP, step, state, lambda: train_loop.between_steps()) as first:
             self.consistent = False
             try:
                 yield
                 self.consistent = True
             except Exception:  # if the data set raised it, its step has changed nothing
-                self.consistent = train_loop.position().between_steps
+                self.consistent = train_loop.between_steps()
                 raise
         if not first:
             self._seconds_of_step = (time.monotonic() - start) / number
@@ -223,8 +213,6 @@ class PreemptionHandler(signals.StopRequest):
             f"{waiting.step}: it waits for {where}"
         )
         faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
-        for tag, value in self._health().items():
-            self._say(f"  {tag} {value:g}")
         if self._on_stall == "stop":
             self._save_and_leave(waiting, EXIT_STALLED, "stopped by --on_stall=stop", always=True)
 

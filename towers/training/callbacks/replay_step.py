@@ -22,23 +22,16 @@ _MOST_TRIALS = 40  # steps of the bisection
 
 @dataclasses.dataclass(frozen=True)
 class TensorRange:
-    """The range of the numbers in a tensor.
+    """The range of the numbers in a tensor."""
 
-    Attributes:
-        kind: "data", "variable", "layer", "loss" or "gradient".
-        name, dtype: of the tensor.
-        low, high: of its finite numbers, None if there are none.
-        not_finite, size: number of infinite or NaN elements, and of all.
-        rows: indices of the examples with such elements, if axis 0 of the tensor is the batch.
-    """
-
-    kind: str
+    kind: str  # "data", "variable", "layer", "loss" or "gradient"
     name: str
     dtype: str
-    low: float | None
+    low: float | None  # of its finite numbers, None if there are none
     high: float | None
-    not_finite: int
-    size: int
+    not_finite: int  # number of infinite or NaN elements
+    size: int  # number of all elements
+    # Examples with such elements, if axis 0 of the tensor is the batch.
     rows: list[int] = dataclasses.field(default_factory=list)
 
     @property
@@ -64,11 +57,6 @@ class ReplayResult:
             return "the step is not finite"
         finite = np.isfinite(self.loss)
         return "a gradient is not finite" if finite else f"the loss is {self.loss:g}"
-
-    @property
-    def loss_text(self) -> str:
-        """The loss as text: JSON has no NaN."""
-        return f"{self.loss:g}"
 
 
 def num_examples(batch: Any) -> int:

@@ -23,11 +23,7 @@ _CONTAINERS = {c.__name__: c for c in (list, tuple, set, dict, collections.deque
 
 
 def pack(items: Sequence[Any]) -> np.ndarray:
-    """Return the attributes of objects as bytes, uint8 [n]; no code is in them.
-
-    Args:
-        items: the objects.
-    """
+    """Return the attributes of objects as bytes, uint8 [n]; no code is in them."""
     arrays: list[np.ndarray] = []
     packed: list[list[Any]] = []  # [[class, {attribute: value}, [attributes that are not saved]]]
     for item in items:

@@ -1,6 +1,7 @@
 """The checkpoints of a run, written in a thread beside training."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import shutil
@@ -31,6 +32,7 @@ _CALLBACKS = "callbacks"  # name of what callbacks hold, among those of variable
 _NO_SPACE = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
 
+@dataclasses.dataclass(eq=False)
 class CheckpointManager:
     """Manages the checkpoints of one run: TensorFlow checkpoints `ckpt-STEP` in one folder.
 
@@ -38,36 +40,26 @@ class CheckpointManager:
     neither a crash nor a damaged file can make wrong.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        variables: Mapping[str, tf.Variable],
-        identity: Mapping[str, str],
-        keep: int = 3,
-        exact: bool = True,
-        remedy: str = "start anew with --overwrite, which keeps them beside",
-    ):
-        """Set the variables to save and restore; write nothing yet.
+    directory: Path  # made when the first is written
+    variables: Mapping[str, tf.Variable]  # to save and restore, by name
+    # Options that identify the run, saved with the variables. A checkpoint with others is refused:
+    # two models may have the same variables.
+    identity: Mapping[str, Any]
+    keep: int = 3  # number of the newest checkpoints that are kept
+    exact: bool = True  # whether a checkpoint with additional variables is refused
+    # What a message recommends if none can be read.
+    remedy: str = "start anew with --overwrite, which keeps them beside"
 
-        Args:
-            directory: of the checkpoints; made when the first is written.
-            variables: by name.
-            identity: options that identify the run, saved with the variables. A checkpoint with
-                others is refused: two models may have the same variables.
-            keep: number of the newest checkpoints that are kept.
-            exact: whether a checkpoint with additional variables is refused.
-            remedy: what a message recommends if none can be read.
-        """
-        self.directory, self.remedy = Path(directory), remedy
-        self.is_remote = are_remote(v.device for v in variables.values())  # if any is
-        self.variables, self.identity = dict(variables), dict(identity)
-        self.keep, self.exact = keep, exact
-        self.best: int | None = None  # a step whose checkpoint is kept beside the newest
+    best: int | None = None  # a step whose checkpoint is kept beside the newest
+    run_directory: files.RunDirectory | None = None  # once the run has its folder
+    say: Callable[[str], None] = print
+    callbacks_state: Callable[[], np.ndarray] | None = None  # saved with the variables
+    restored_callbacks: np.ndarray | None = None  # what the restored one has of it
+
+    def __post_init__(self) -> None:
+        """Write nothing yet."""
+        self.is_remote = are_remote(v.device for v in self.variables.values())  # if any is
         self._best_written: int | None = None
-        self.run_directory: files.RunDirectory | None = None  # once the run has its folder
-        self.say: Callable[[str], None] = print
-        self.callbacks_state: Callable[[], np.ndarray] | None = None  # saved with the variables
-        self.restored_callbacks: np.ndarray | None = None  # what the restored one has of it
         self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
         self._elsewhere: Path | None = None  # where the run was saved after it lost its folder
@@ -132,9 +124,6 @@ class CheckpointManager:
         Args:
             warn: called with a line for each missing or damaged one; None: raise InputError.
             wanted: step that is tried first.
-
-        Raises:
-            InputError: the checkpoint has other variables than this run, or all are damaged.
         """
 
         def read(prefix: str, reader: Any) -> dict[str, Any]:
@@ -164,9 +153,6 @@ class CheckpointManager:
             read: called with a checkpoint's path prefix and reader.
             warn: called with a line for each that is passed over; None: raise InputError.
             wanted: step that is tried first.
-
-        Raises:
-            InputError: all checkpoints are damaged, or `read_newest` raised it.
         """
         newest = checkpoint.read_newest(self.directory, read, warn, wanted)
         if newest is None:

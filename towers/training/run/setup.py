@@ -47,30 +47,22 @@ Stored = Callable[[], DeviceCache | RemoteReader | None]
 
 @dataclasses.dataclass(frozen=True)
 class RunContext:
-    """The parts of a run, built from its options.
-
-    Attributes:
-        options, builder, data, train_state, task: the parts.
-        stored: returns the training set on the towers' devices, where its first call copies it;
-            None if each step is sent its examples.
-        total_epochs: the length of schedules.
-        total_examples: where the run ends, unless `max_steps` ends it earlier.
-        diagnostics: warnings of the builder about the towers' function.
-        left_open: options that each process decides anew, as they were given.
-        lowered_at: numbers of examples at each of which the learning rate is halved.
-    """
+    """The parts of a run, built from its options."""
 
     options: Options
     builder: TowerBuilder
     data: Data
     train_state: TrainState
     task: Task
+    # Returns the training set on the towers' devices, where its first call copies it; None if each
+    # step is sent its examples.
     stored: Stored
-    total_epochs: float
-    total_examples: int
-    diagnostics: list[str] = dataclasses.field(default_factory=list)
+    total_epochs: float  # the length of schedules
+    total_examples: int  # where the run ends, unless `max_steps` ends it earlier
+    diagnostics: list[str] = dataclasses.field(default_factory=list)  # of the towers' function
+    # Options that each process decides anew, as they were given.
     left_open: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    lowered_at: Sequence[int] = ()
+    lowered_at: Sequence[int] = ()  # examples at each of which the learning rate is halved
 
     def take_diagnostics(self) -> list[str]:
         """Return the warnings since the last call."""
@@ -119,7 +111,7 @@ class RunContext:
 
     def learning_rate(self, examples: tf.Tensor) -> tf.Tensor:
         """Return the learning rate after a number of examples, a float64 scalar."""
-        rate = rate_of(self.options, self.data.train.size)(examples)
+        rate = _rate_of(self.options, self.data.train.size)(examples)
         for start in self.lowered_at:
             rate *= tf.where(examples >= start, tf.constant(0.5, rate.dtype), 1.0)
         return rate
@@ -150,13 +142,8 @@ class RunContext:
         )
 
 
-def length_of(options: Options, size: int) -> tuple[float, int]:
-    """Return `total_epochs` and `total_examples` of a `RunContext`.
-
-    Args:
-        options: of the run.
-        size: number of training examples.
-    """
+def _length_of(options: Options, size: int) -> tuple[float, int]:
+    """Return `total_epochs` and `total_examples` of a run on `size` training examples."""
     if options.num_epochs or not options.max_steps:
         total_epochs = options.num_epochs or DEFAULT_EPOCHS
         return total_epochs, max(round(total_epochs * size), 1)
@@ -164,17 +151,12 @@ def length_of(options: Options, size: int) -> tuple[float, int]:
     return total_examples / size, total_examples
 
 
-def rate_of(options: Options, size: int) -> Callable[[Any], tf.Tensor]:
-    """Return a function from the number of examples seen to the learning rate, float64.
-
-    Args:
-        options: of the run.
-        size: number of training examples.
-    """
+def _rate_of(options: Options, size: int) -> Callable[[Any], tf.Tensor]:
+    """Return a function from the number of examples seen to the learning rate, float64."""
     rate_at = schedule(
         options.schedule,
         peak=options.learning_rate,
-        total_epochs=length_of(options, size)[0],
+        total_epochs=_length_of(options, size)[0],
         warmup_epochs=options.warmup_epochs,
         decay_epochs=options.decay_boundaries(),
         decay_factor=options.decay_factor,
@@ -183,12 +165,7 @@ def rate_of(options: Options, size: int) -> Callable[[Any], tf.Tensor]:
 
 
 def prepare(options: Options) -> RunContext:
-    """Build the run that `options` describe.
-
-    Raises:
-        InputError: a device, the data or the model cannot be had as the options say.
-        RunError: the data set cannot be read, or a GPU does not compute.
-    """
+    """Build the run that `options` describe."""
     return assemble(options, *find(options))
 
 
@@ -203,11 +180,7 @@ def find(options: Options) -> tuple[list[str], Data]:
 
 
 def tower_devices(options: Options) -> list[str]:
-    """Return the towers' devices, on this machine or on others.
-
-    Raises:
-        InputError: they cannot be had.
-    """
+    """Return the towers' devices, on this machine or on others."""
     if cluster := remote.connect_run(options):
         return cluster.devices
     return devices.tower_devices(options.num_towers, options.devices, divide_cores=True)
@@ -220,10 +193,6 @@ def load_data(options: Options, say: Callable[[str], None] | None = None) -> Dat
         options: of the run.
         say: prints a line. If given, nothing is downloaded: synthetic images replace a data set
             that is not on this machine.
-
-    Raises:
-        InputError: there is no such data set.
-        RunError: it cannot be read.
     """
     name, folder = options.dataset, options.data_dir or None
     with user_facing_errors(options):
@@ -256,9 +225,6 @@ def assemble(
         loss_scaling: whether there is a loss scale; None: if the precision needs one.
         exact: whether, with float64, layers of another floating type compute in float64, too.
         stored: of another run on the same devices and data, to share its copy.
-
-    Raises:
-        InputError: the options do not fit the model, or it has no trainable weights.
     """
     check_own(options)
     diagnostics: list[str] = []
@@ -293,7 +259,7 @@ def assemble(
         task.objective()  # raises InputError for a metric that does not exist
     _check_validation(options, dataset)
     _check_batch(options, dataset)
-    total_epochs, total_examples = length_of(options, dataset.train.size)
+    total_epochs, total_examples = _length_of(options, dataset.train.size)
 
     @functools.cache
     def find_stored() -> DeviceCache | RemoteReader | None:

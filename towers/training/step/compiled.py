@@ -62,9 +62,6 @@ class Compiled(Task):
             model: a compiled model.
             options: of the run.
             data: of the run.
-
-        Raises:
-            InputError: an option is not possible with this model.
         """
         super().__init__(builder, model, options, data)
         device = default_device(options.variables, builder.devices)
@@ -357,12 +354,7 @@ class Compiled(Task):
         return super().tower_function(*batch)
 
     def losses_of(self, outputs: Any, *targets: Any) -> tf.Tensor:
-        """See `Task`; their mean is the compiled loss.
-
-        Args:
-            outputs: of the model.
-            *targets: y and, if there are any, sample weights.
-        """
+        """See `Task`; their mean is the compiled loss."""
         y, weights = [*self.cast(targets), None, None][:2]
         # The scope discards the updates of loss metrics, which are made over the whole batch.
         with keras.StatelessScope(), loss_checks.per_example_losses(self.options.batch_size):

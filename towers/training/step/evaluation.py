@@ -19,21 +19,15 @@ AVERAGED = "_ema"  # ends the names of metrics of the averages
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The results of evaluating a split.
+    """The results of evaluating a split."""
 
-    Attributes:
-        metrics: {name: value}: "accuracy" and "loss" (mean cross entropy in nats) of a classifier,
-            the metrics of a compiled model; those of the moving averages end in "_ema".
-        examples: number of examples.
-        class_accuracy: {class name: accuracy}, None for a class without examples; None without
-            classes. `class_accuracy_ema` is that of the averages.
-        predictions: of the model, if there are classes.
-    """
-
+    # "accuracy" and "loss" (mean cross entropy in nats) of a classifier, the metrics of a compiled
+    # model; those of the moving averages end in "_ema".
     metrics: Mapping[str, float | None]
-    examples: int
+    examples: int  # their number
+    # {class name: accuracy}, None for a class without examples; None without classes.
     class_accuracy: dict[str, float | None] | None = None
-    class_accuracy_ema: dict[str, float | None] | None = None
+    class_accuracy_ema: dict[str, float | None] | None = None  # that of the averages
     predictions: Predictions | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def figures(self) -> dict[str, Any]:

@@ -12,25 +12,7 @@ from towers import tf_internals
 from towers.errors import InputError
 
 _layers = keras.layers
-_WITH_KERNEL = (
-    _layers.Dense,
-    _layers.EinsumDense,
-    _layers.Conv1D,
-    _layers.Conv2D,
-    _layers.Conv3D,
-    _layers.Conv1DTranspose,
-    _layers.Conv2DTranspose,
-    _layers.Conv3DTranspose,
-    _layers.SeparableConv1D,
-    _layers.SeparableConv2D,
-)
-_MOVING = (
-    _layers.Flatten,
-    _layers.Identity,
-    _layers.Permute,
-    _layers.Reshape,
-    _layers.UpSampling1D,
-)  # these change no value
+_LINEAR = keras.activations.linear
 _KNOWN = ("softmax", "sigmoid", "tanh", "relu")
 
 
@@ -52,30 +34,22 @@ def ending_of(tensor: keras.KerasTensor) -> OutputActivation:
             tensor = outputs[place]
         elif isinstance(layer, keras.Model):
             return OutputActivation(final_activation(layer))
-        elif _is_moving(inner) and len(inputs) == 1:
+        elif isinstance(inner, _layers.Activation) and inner.activation is _LINEAR:
             tensor = inputs[0]
         else:
             return OutputActivation(_activation(inner), inner.name)
 
 
-def _is_moving(layer: keras.Operation) -> bool:
-    if isinstance(layer, _layers.Activation):
-        return layer.activation is keras.activations.linear
-    return isinstance(layer, _MOVING)
-
-
 def _activation(layer: keras.Operation) -> str | None:
-    if isinstance(layer, _WITH_KERNEL) and layer.activation is keras.activations.linear:
+    is_keras = type(layer).__module__.startswith("keras.")
+    activation = getattr(layer, "activation", layer) if is_keras else layer
+    if activation is _LINEAR:
         constrained = getattr(layer, "kernel_constraint", None) is not None
         return None if constrained else "linear"
-    if getattr(layer, "negative_slope", 0):
+    if activation is layer and getattr(layer, "axis", -1) != -1:
         return None
-    if not isinstance(layer, _WITH_KERNEL) and getattr(layer, "axis", -1) != -1:
-        return None
-    keeps = (*_WITH_KERNEL, _layers.Activation)
-    activation = layer.activation if isinstance(layer, keeps) else layer
     name = _name(activation)
-    return name if name in _KNOWN else None
+    return name if name in _KNOWN and not getattr(layer, "negative_slope", 0) else None
 
 
 def final_activation(layer: keras.Operation | None) -> str | None:
@@ -121,9 +95,6 @@ def mirrored(call: Callable, images: tf.Tensor) -> Any:
     Args:
         call: a model: from images to an output `[b, n]`, or a structure of such.
         images: `[b, H, W, C]`.
-
-    Raises:
-        InputError: an output has another rank.
     """
 
     def mean(output: tf.Tensor, other: tf.Tensor) -> tf.Tensor:

@@ -1,6 +1,7 @@
 """Skips non-finite updates in the training steps of compiled models."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from towers.training.step.optimizer_step import (
 from towers.training.step.train_state import TrainState
 
 
+@dataclasses.dataclass
 class NonFiniteGuard:
     """Skips non-finite updates of the optimizers in one step of a compiled model.
 
@@ -29,14 +31,11 @@ class NonFiniteGuard:
     inside of a user's own loop or branch are not guarded.
     """
 
-    def __init__(self, train_state: TrainState, on_update: Callable | None = None):
-        """Create the guard of a step during its trace.
+    train_state: TrainState
+    on_update: Callable | None = None  # see `Task`
 
-        Args:
-            train_state: the variables that the step changes.
-            on_update: see `Task`.
-        """
-        self.train_state, self._on_update = train_state, on_update
+    def __post_init__(self) -> None:
+        """Belong to the step that is being traced."""
         self.graph = tf.compat.v1.get_default_graph()
         self._losses: list[tf.Tensor] = []
         self._finite: list[tf.Tensor] = []
@@ -73,9 +72,9 @@ class NonFiniteGuard:
         if scale is not None:
             scale = tf.convert_to_tensor(scale.value)
             self._scales.append(scale)
-        if self._on_update:
+        if self.on_update:
             factor = 1.0 if scale is None else 1.0 / scale
-            self._on_update([None if g is None else scaled(g, factor) for g in gradients], weights)
+            self.on_update([None if g is None else scaled(g, factor) for g in gradients], weights)
         norm = global_norm([g for g in gradients if g is not None])
         finite = finite_now(self.train_state, 0, norm, _total(self._losses))
         self._finite.append(finite)

@@ -49,25 +49,17 @@ _BATCHES_BEHIND = 2
 
 
 class Task(abc.ABC):
-    """What a model is trained to do, and how that is measured.
+    """What a model is trained to do, and how that is measured."""
 
-    Attributes:
-        train_state: the variables that a step changes.
-        placements: the allowed values of `--variables`.
-        default_on_gpus: the default of `--variables` on GPUs.
-        on_update: called with (gradients, weights) of each update while a step is traced.
-        squares_rows: whether optimizers get sparse gradients with repeated rows, as in Keras; else
-            repeated rows are summed first.
-        pads: whether `test_step` takes a padded last batch.
-        names_averages: whether an evaluation has None for averages if there are none.
-    """
-
-    train_state: TrainState
-    placements: Sequence[str] = VARIABLES
-    default_on_gpus = "replicated"
+    train_state: TrainState  # the variables that a step changes
+    placements: Sequence[str] = VARIABLES  # the allowed values of `--variables`
+    default_on_gpus = "replicated"  # of `--variables`
+    # Called with (gradients, weights) of each update while a step is traced.
     on_update: Callable[[list[Any], Sequence[Any]], None] | None = None
+    # Whether optimizers get sparse gradients with repeated rows, as in Keras; else summed ones.
     squares_rows = False
-    pads = names_averages = False
+    pads = False  # whether `test_step` takes a padded last batch
+    names_averages = False  # whether an evaluation has None for averages if there are none
 
     def __init__(self, builder: TowerBuilder, model: keras.Model, options: StepOptions, data: Data):
         """Set the parts of the run.
@@ -87,11 +79,8 @@ class Task(abc.ABC):
         scale if there is one, in the order of the trainable variables (None where they are not
         known). The dict has the scalars in `step_names`: "loss" is the mean over all examples,
         "penalty" that of regularisation. With `measured`, a bool scalar, it also has the keys of
-        `tower_metrics.measured_shapes` and
-        `timed_shapes`; norms are computed if it is True. Else they are 0, and on GPUs all is.
-
-        Args:
-            learning_rate: returns the rate after a number of examples.
+        `tower_metrics.measured_shapes` and `timed_shapes`; norms are computed if it is True. Else
+        they are 0, and on GPUs all is.
         """
         builder, train_state = self.builder, self.train_state
         update = make_update(train_state, self.update_rules(), self.rate_is_set, self.squares_rows)
@@ -217,12 +206,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def losses_of(self, outputs: Any, *targets: Any) -> tf.Tensor:
-        """Return the losses of a tower's examples, `[b]`.
-
-        Args:
-            outputs: of the model.
-            *targets: y and, if there are any, sample weights.
-        """
+        """Return the losses of a tower's examples, `[b]`."""
 
     def metric_inputs(self, outputs: Any, targets: Sequence[Any]) -> Any:
         """Return a tower's inputs of metrics, each `[b, ...]`; () for none.
@@ -422,11 +406,7 @@ class Task(abc.ABC):
         )
 
     def objective(self) -> tuple[str, str]:
-        """Return the metric that selects the best evaluation, and "max" or "min".
-
-        Raises:
-            InputError: `options.monitor` is no metric of this task, or its direction is unknown.
-        """
+        """Return the metric that selects the best evaluation, and "max" or "min"."""
         known = self.metric_directions()
         if not self.options.monitor:
             candidates = [name for name in known if name != "loss" and known[name]]
@@ -483,13 +463,7 @@ class Classifier(Task):
         return self._losses_and_outputs(*batch)[0]
 
     def losses_of(self, outputs: Any, labels: tf.Tensor, *weights: tf.Tensor) -> tf.Tensor:
-        """See `Task`.
-
-        Args:
-            outputs: logits `[b, classes]`.
-            labels: integers `[b]`.
-            *weights: sample weights `[b]`, if there are any.
-        """
+        """See `Task`."""
         losses = cross_entropy(labels, outputs, self.options.label_smoothing)
         for weight in weights:
             losses *= tf.cast(weight, losses.dtype)

@@ -112,61 +112,41 @@ def make_train_loop(
     return TrainLoop(train_loop, scalars, barrier, train_state, (requested, received))
 
 
-@dataclasses.dataclass(frozen=True)
-class LoopPosition:
-    """The numbers of batches that the train loop has requested and received.
-
-    A step changes nothing before it has its batch; the next batch is requested at its end.
-    """
-
-    requested: int
-    received: int
-
-    @property
-    def between_steps(self) -> bool:
-        """Whether no step is in progress: the loop waits for its input."""
-        return self.requested > self.received
-
-
+@dataclasses.dataclass(frozen=True, eq=False)
 class TrainLoop:
     """The function that `make_train_loop` returns."""
 
-    def __init__(
-        self,
-        function: Any,
-        scalars: Mapping[str, tf.Variable],
-        barrier: tower_metrics.GpuIdleBarrier | None,
-        train_state: TrainState,
-        counters: tuple[tf.Variable, tf.Variable],
-    ):
-        """Set the compiled function and its variables.
+    function: Any  # compiled
+    scalars: Mapping[str, tf.Variable]  # values of the last step
+    barrier: tower_metrics.GpuIdleBarrier | None  # waits for GPUs before the clock is read
+    train_state: TrainState
+    counters: tuple[tf.Variable, tf.Variable]  # batches that were requested and received
 
-        Args:
-            function: the loop.
-            scalars: {name: variable that holds the value of the last step}.
-            barrier: waits for GPUs before the clock is read.
-            train_state: the variables that a step changes.
-            counters: the numbers of batches that were requested and received.
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the compiled function, as `get_concrete_function`."""
+        return getattr(self.function, name)
+
+    def position(self) -> tuple[int, int]:
+        """Return the numbers of batches requested and received; may be called from any thread.
+
+        If they differ, no step is in progress, as a step changes nothing before it has its batch.
         """
-        self._function, self._scalars = function, scalars
-        self._barrier, self._train_state = barrier, train_state
-        self._counters = counters
-        self.get_concrete_function = function.get_concrete_function
-        self.experimental_get_tracing_count = function.experimental_get_tracing_count
+        return tuple(int(counter.numpy()) for counter in self.counters)
 
-    def position(self) -> LoopPosition:
-        """Return the position of the loop; may be called from any thread, also during a call."""
-        return LoopPosition(*(int(counter.numpy()) for counter in self._counters))
+    def between_steps(self) -> bool:
+        """Return whether no step is in progress: the loop waits for its input."""
+        requested, received = self.position()
+        return requested > received
 
     def __call__(
         self, iterator: tf.data.Iterator, num_steps: tf.Tensor, measured: bool = True
     ) -> dict[str, tf.Tensor]:
         """Make steps. On GPUs, which a measurement stalls, measure one only if `measured`."""
-        if self._barrier:
-            self._barrier.wanted.assign(measured)
-        values = self._function(iterator, num_steps)
-        values |= {name: variable.read_value() for name, variable in self._scalars.items()}
-        values["stuck"] = self._train_state.stuck()
+        if self.barrier:
+            self.barrier.wanted.assign(measured)
+        values = self.function(iterator, num_steps)
+        values |= {name: variable.read_value() for name, variable in self.scalars.items()}
+        values["stuck"] = self.train_state.stuck()
         if "data_gradient_norm" in values:
             values.setdefault("gradient_norm", values["data_gradient_norm"])
         return values

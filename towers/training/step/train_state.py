@@ -294,9 +294,6 @@ def move(places: Sequence[tuple[keras.Variable, str]]) -> list[keras.Variable]:
 
     A variable stays if something else holds its `tf.Variable`, as a function does that was traced
     before: that would go on with the old one.
-
-    Args:
-        places: pairs (variable, name of its device).
     """
     moves = {id(v): (v, device) for v, device in places}.values()  # a variable may be listed twice
     moves = [(v, to) for v, to in moves if not is_device(tf_internals.value_of(v).device, to)]
