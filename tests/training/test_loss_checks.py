@@ -163,6 +163,7 @@ WRONG = {
     "no activation, by class": (
         dense(BCE(), 1), (X, BITS), ['activation="sigmoid"', "BinaryCrossentropy(from_logits=True)"]
     ),
+    "softmax of one": (dense("mse", 1, "softmax"), (X, BITS), ["always gives 1"]),
     "one-hot":
         (dense(SPARSE, 3, "softmax"), (X, ONE_HOT),
          ["its loss cannot be computed of this data set (targets (batch, 3) with outputs (batch, 3",

@@ -81,6 +81,11 @@ class OutputCheck:
     def check(self) -> list[str]:
         """Return warnings; raise InputError for a certain mistake."""
         kind, values = self.inputs.kind, self.values
+        if kind and self.ending.activation == "softmax" and self.inputs.outputs[1:][-1:] == (1,):
+            self._refuse(
+                f"{self.output} is a softmax of 1 unit, which always gives 1: take "
+                'activation="sigmoid", or more units'
+            )
         if kind in _ELEMENTWISE:
             self._check_shapes()
         if kind in _PROBABILITIES:
