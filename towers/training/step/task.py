@@ -463,7 +463,13 @@ class Classifier(Task):
         return self._losses_and_outputs(*batch)[0]
 
     def losses_of(self, outputs: Any, labels: tf.Tensor, *weights: tf.Tensor) -> tf.Tensor:
-        """See `Task`."""
+        """See `Task`.
+
+        Args:
+            outputs: logits `[b, classes]`.
+            labels: integers `[b]`.
+            *weights: sample weights `[b]`, if there are any.
+        """
         losses = cross_entropy(labels, outputs, self.options.label_smoothing)
         for weight in weights:
             losses *= tf.cast(weight, losses.dtype)
