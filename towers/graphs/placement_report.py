@@ -106,6 +106,9 @@ def write_tsv(path: Path, placement: Placement) -> None:
     Args:
         path: of the file, which is replaced.
         placement: of the executed graph.
+
+    Raises:
+        RunError: the file cannot be written.
     """
     rows = [("name", "type", "tower", "layer", "requested", "device")]
     for op in placement.ops + placement.compiled + placement.gone:

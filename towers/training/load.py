@@ -103,6 +103,9 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
         options: of the run, with its `train_dir`.
         averages: whether the weights are to be their moving averages.
         step: see `read_weights`.
+
+    Raises:
+        InputError: see `load`.
     """
     weights = read_weights(Path(options.train_dir), step)
     if averages and not weights.averages:

@@ -89,6 +89,9 @@ def start_own(
         options: the options of the benchmark.
         images: file to which the first writes the training set, or "".
         start: starts a `Runner` of these arguments.
+
+    Raises:
+        InputError: a runner refuses its options.
     """
     run, runners = options.run, []
     numbers = parse_tower_numbers(options.num_towers) or _default_numbers(run.devices)

@@ -82,6 +82,9 @@ class OwnRun:
         Args:
             seconds: the least time; a call of a loop is finished.
             part: "" for training, "control" for the control.
+
+        Raises:
+            RunError: the loss or a gradient is not finite.
         """
         num_steps = self.run.options.steps_per_loop
         start, steps, passed = time.perf_counter(), 0, 0.0

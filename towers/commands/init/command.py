@@ -45,6 +45,9 @@ def run(options: InitOptions, say: Callable[[str], None] = print) -> dict[str, A
     Args:
         options: the folder.
         say: called with each line to print.
+
+    Raises:
+        InputError: a file exists, or cannot be written.
     """
     folder = Path(options.folders[0] if options.folders else ".")
     package, names = Path(__file__).parent, ("my_net.py", "my_data.py")

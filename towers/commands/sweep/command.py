@@ -121,6 +121,9 @@ def assign_gpus(
         parallel: number of runs at a time.
         driver: the driver's GPUs.
         environ: environment variables, which may hide GPUs.
+
+    Raises:
+        InputError: the GPUs do not suffice, do not exist, or are varied by --vary.
     """
     users = [run for run in runs if not _on_cpu(run.options)]
     if not users:

@@ -151,6 +151,9 @@ def sample(varied: Sequence[Varied], number: int) -> list[dict[str, Any]]:
     Args:
         varied: flags to vary; a draw depends only on its own number and the flag.
         number: number of combinations.
+
+    Raises:
+        InputError: there are not so many combinations.
     """
     combinations: dict[str, dict[str, Any]] = {}
     for draw in range(100 * number + 1000):

@@ -228,6 +228,9 @@ def in_float64(
         batch: batch for a trial step, which is undone.
         failure: beginning of the line that is printed.
         say: called with that line.
+
+    Raises:
+        InputError: `make` or the step raised it.
     """
     try:
         runner = make()
@@ -253,6 +256,9 @@ def copy_of(model: keras.Model, x: Any) -> keras.Model:
     Args:
         model: a compiled model.
         x: inputs to build the copy with.
+
+    Raises:
+        TypeError: the model has its own `compile`, or methods that were set on it.
     """
     if type(model).compile is not keras.Model.compile:
         raise TypeError("it has a compile of its own")

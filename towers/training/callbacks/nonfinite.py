@@ -190,6 +190,9 @@ def lower_learning_rate(run: RunContext, folder: Path, restored: int | None) -> 
         run: built and restored. Learning rates of the model's own optimizers are assigned.
         folder: of the run.
         restored: step of the restored checkpoint; None: it is a new run.
+
+    Raises:
+        InputError: --on_nan=rollback, and the learning rate cannot be lowered.
     """
     rates = [optimizer.learning_rate for optimizer in run.train_state.optimizers]
     has_own_rate = not run.task.rate_is_set
@@ -245,6 +248,9 @@ def read(folder: Path, spec: Any) -> tuple[dict[str, np.ndarray], Any]:
     Args:
         folder: of the run.
         spec: the structure of the batch, (example, draws).
+
+    Raises:
+        InputError: a file is missing or damaged.
     """
     directory = folder / FOLDER
     try:

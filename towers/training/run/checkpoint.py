@@ -212,7 +212,12 @@ def _rename(folder: Path, temporary: str, step: int) -> None:
 
 @contextlib.contextmanager
 def open_reader(prefix: str) -> Iterator[Any]:
-    """Yield TensorFlow's reader of a checkpoint in a folder of any name."""
+    """Yield TensorFlow's reader of a checkpoint in a folder of any name.
+
+    Raises:
+        ValueError: it is of another step than its name says.
+        Exception: of any kind, if it is damaged.
+    """
     path = Path(prefix)
     for part in path.parent.glob(f"{path.name}.*"):
         files.check_is_file(part)

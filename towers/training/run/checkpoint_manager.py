@@ -124,6 +124,9 @@ class CheckpointManager:
         Args:
             warn: called with a line for each missing or damaged one; None: raise InputError.
             wanted: step that is tried first.
+
+        Raises:
+            InputError: the checkpoint has other variables than this run, or all are damaged.
         """
 
         def read(prefix: str, reader: Any) -> dict[str, Any]:
@@ -153,6 +156,9 @@ class CheckpointManager:
             read: called with a checkpoint's path prefix and reader.
             warn: called with a line for each that is passed over; None: raise InputError.
             wanted: step that is tried first.
+
+        Raises:
+            InputError: all checkpoints are damaged, or `read_newest` raised it.
         """
         newest = checkpoint.read_newest(self.directory, read, warn, wanted)
         if newest is None:

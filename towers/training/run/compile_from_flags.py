@@ -31,6 +31,9 @@ def compile_from_flags(model: keras.Model, options: Options) -> None:
     Args:
         model: built. Weight decay is added to the regularisers of its kernels.
         options: of the run.
+
+    Raises:
+        InputError: a flag names nothing that can be used, or --label_smoothing is given.
     """
     if options.label_smoothing:
         raise InputError(

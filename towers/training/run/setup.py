@@ -165,7 +165,12 @@ def _rate_of(options: Options, size: int) -> Callable[[Any], tf.Tensor]:
 
 
 def prepare(options: Options) -> RunContext:
-    """Build the run that `options` describe."""
+    """Build the run that `options` describe.
+
+    Raises:
+        InputError: a device, the data or the model cannot be had as the options say.
+        RunError: the data set cannot be read, or a GPU does not compute.
+    """
     return assemble(options, *find(options))
 
 
@@ -180,7 +185,11 @@ def find(options: Options) -> tuple[list[str], Data]:
 
 
 def tower_devices(options: Options) -> list[str]:
-    """Return the towers' devices, on this machine or on others."""
+    """Return the towers' devices, on this machine or on others.
+
+    Raises:
+        InputError: they cannot be had.
+    """
     if cluster := remote.connect_run(options):
         return cluster.devices
     return devices.tower_devices(options.num_towers, options.devices, divide_cores=True)
@@ -193,6 +202,10 @@ def load_data(options: Options, say: Callable[[str], None] | None = None) -> Dat
         options: of the run.
         say: prints a line. If given, nothing is downloaded: synthetic images replace a data set
             that is not on this machine.
+
+    Raises:
+        InputError: there is no such data set.
+        RunError: it cannot be read.
     """
     name, folder = options.dataset, options.data_dir or None
     with user_facing_errors(options):
@@ -225,6 +238,9 @@ def assemble(
         loss_scaling: whether there is a loss scale; None: if the precision needs one.
         exact: whether, with float64, layers of another floating type compute in float64, too.
         stored: of another run on the same devices and data, to share its copy.
+
+    Raises:
+        InputError: the options do not fit the model, or it has no trainable weights.
     """
     check_own(options)
     diagnostics: list[str] = []

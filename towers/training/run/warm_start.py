@@ -61,6 +61,9 @@ def init_from(train_state: TrainState, source: str) -> list[str]:
 
     Returns:
         The report: how many weights matched, and which did not.
+
+    Raises:
+        InputError: the source cannot be read, or has no weight of this model.
     """
     path = Path(source).expanduser()
     with contextlib.ExitStack() as opened:

@@ -62,6 +62,9 @@ class Compiled(Task):
             model: a compiled model.
             options: of the run.
             data: of the run.
+
+        Raises:
+            InputError: an option is not possible with this model.
         """
         super().__init__(builder, model, options, data)
         device = default_device(options.variables, builder.devices)

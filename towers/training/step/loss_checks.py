@@ -123,6 +123,9 @@ def check(task: Task, batch: Any) -> list[str]:
     Args:
         task: of the run, before its first step.
         batch: (example, draws).
+
+    Raises:
+        InputError: data, model and loss do not match.
     """
     example, _ = batch
     recorder: LossRecorder | None = getattr(task, "recorder", None)
@@ -147,6 +150,9 @@ def translate_loss_errors(task: Task, recorder: LossRecorder, batches: Any) -> I
         task: of the compiled model.
         recorder: of the model's losses, in use in the block.
         batches: (example, draws), the first of which is looked at after an error.
+
+    Raises:
+        InputError: there is no loss, or it or a metric cannot be computed of these data.
     """
     try:
         yield

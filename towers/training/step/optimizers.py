@@ -44,6 +44,9 @@ def make_optimizer(
         options: of the run. The learning rate of an optimizer in `OPTIMIZERS` is set every step;
             that of a user's function is its own.
         **clips: Keras' clipping arguments, for an optimizer that clips by itself.
+
+    Raises:
+        InputError: the user's function returns no optimizer.
     """
     if is_own(options):
         optimizer = call_without_arguments("optimizer", options.optimizer)

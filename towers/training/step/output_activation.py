@@ -95,6 +95,9 @@ def mirrored(call: Callable, images: tf.Tensor) -> Any:
     Args:
         call: a model: from images to an output `[b, n]`, or a structure of such.
         images: `[b, H, W, C]`.
+
+    Raises:
+        InputError: an output has another rank.
     """
 
     def mean(output: tf.Tensor, other: tf.Tensor) -> tf.Tensor:

@@ -406,7 +406,11 @@ class Task(abc.ABC):
         )
 
     def objective(self) -> tuple[str, str]:
-        """Return the metric that selects the best evaluation, and "max" or "min"."""
+        """Return the metric that selects the best evaluation, and "max" or "min".
+
+        Raises:
+            InputError: `options.monitor` is no metric of this task, or its direction is unknown.
+        """
         known = self.metric_directions()
         if not self.options.monitor:
             candidates = [name for name in known if name != "loss" and known[name]]
