@@ -122,7 +122,7 @@ def train(
             while True:
                 run = nonfinite.lower_learning_rate(run, folder, restored)
                 stalls = options.stall_seconds, options.on_stall
-                preemption = PreemptionHandler(checkpoints, say, health.read, *stalls)
+                preemption = PreemptionHandler(checkpoints, say, *stalls)
                 try:
                     with user_facing_errors(options), recovery.reraise_device_loss():
                         prepared = begin(run, folder, lock, checkpoints, restored, preemption, say)

@@ -117,7 +117,7 @@ class PreemptionHandler(signals.StopRequest):
             same = train_loop.position() == (requested, received)
             return (int(snapshot["step"]), snapshot) if same else None
 
-        with self._watching(STEP, step, state, lambda: train_loop.between_steps()) as first:
+        with self._watching(STEP, step, state, train_loop.between_steps) as first:
             self.consistent = False
             try:
                 yield

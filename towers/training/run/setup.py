@@ -111,7 +111,7 @@ class RunContext:
 
     def learning_rate(self, examples: tf.Tensor) -> tf.Tensor:
         """Return the learning rate after a number of examples, a float64 scalar."""
-        rate = _rate_of(self.options, self.data.train.size)(examples)
+        rate = rate_of(self.options, self.data.train.size)(examples)
         for start in self.lowered_at:
             rate *= tf.where(examples >= start, tf.constant(0.5, rate.dtype), 1.0)
         return rate
@@ -142,8 +142,13 @@ class RunContext:
         )
 
 
-def _length_of(options: Options, size: int) -> tuple[float, int]:
-    """Return `total_epochs` and `total_examples` of a run on `size` training examples."""
+def length_of(options: Options, size: int) -> tuple[float, int]:
+    """Return `total_epochs` and `total_examples` of a `RunContext`.
+
+    Args:
+        options: of the run.
+        size: number of training examples.
+    """
     if options.num_epochs or not options.max_steps:
         total_epochs = options.num_epochs or DEFAULT_EPOCHS
         return total_epochs, max(round(total_epochs * size), 1)
@@ -151,12 +156,17 @@ def _length_of(options: Options, size: int) -> tuple[float, int]:
     return total_examples / size, total_examples
 
 
-def _rate_of(options: Options, size: int) -> Callable[[Any], tf.Tensor]:
-    """Return a function from the number of examples seen to the learning rate, float64."""
+def rate_of(options: Options, size: int) -> Callable[[Any], tf.Tensor]:
+    """Return a function from the number of examples seen to the learning rate, float64.
+
+    Args:
+        options: of the run.
+        size: number of training examples.
+    """
     rate_at = schedule(
         options.schedule,
         peak=options.learning_rate,
-        total_epochs=_length_of(options, size)[0],
+        total_epochs=length_of(options, size)[0],
         warmup_epochs=options.warmup_epochs,
         decay_epochs=options.decay_boundaries(),
         decay_factor=options.decay_factor,
@@ -275,7 +285,7 @@ def assemble(
         task.objective()  # raises InputError for a metric that does not exist
     _check_validation(options, dataset)
     _check_batch(options, dataset)
-    total_epochs, total_examples = _length_of(options, dataset.train.size)
+    total_epochs, total_examples = length_of(options, dataset.train.size)
 
     @functools.cache
     def find_stored() -> DeviceCache | RemoteReader | None:
