@@ -113,6 +113,7 @@ def stopped(whole, tmp_path_factory):
             return loop(batches, num_steps, *measured)
 
         call.get_concrete_function = loop.get_concrete_function
+        call.between_steps = loop.between_steps
         return call
 
     def signalled(task, batch):

@@ -231,7 +231,7 @@ def _squares(
         values = [[zero] for _ in range(rows)]
         for row, gradient in members:
             values[row].append(_sum_of_squares(gradient))
-        return tf.stack([tf.add_n(each) for each in values])
+        return tf.stack([tf.reduce_sum(tf.stack(each)) for each in values])
 
     with tf.device(HOST), gather.after(gathered):
         late = on_current_device(tf.constant(True) if measured is None else measured)
