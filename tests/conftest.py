@@ -94,6 +94,7 @@ def pytest_collection_finish(session):
         tiers.install()
         gc.collect()
         gc.freeze()  # what has been imported need not be looked through again
+        gc.set_threshold(10_000, 20, 20)  # tracing makes many objects that live
 
 
 @pytest.hookimpl(wrapper=True)
