@@ -122,9 +122,15 @@ class TrainLoop:
     train_state: TrainState
     counters: tuple[tf.Variable, tf.Variable]  # batches that were requested and received
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the compiled function, as `get_concrete_function`."""
-        return getattr(self.function, name)
+    @property
+    def get_concrete_function(self) -> Any:
+        """The method of the compiled function."""
+        return self.function.get_concrete_function
+
+    @property
+    def experimental_get_tracing_count(self) -> Any:
+        """The method of the compiled function."""
+        return self.function.experimental_get_tracing_count
 
     def position(self) -> tuple[int, int]:
         """Return the numbers of batches requested and received; may be called from any thread.
