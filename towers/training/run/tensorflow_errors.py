@@ -36,6 +36,8 @@ _OF_RUN = {
     "IteratorGetNext": "--dataset={0.dataset} cannot be read{1}",
     "SummaryWriter": "--train_dir={0.train_dir} cannot be written",
     "tf2xla": "--jit_compile: XLA cannot compile the towers",
+    # The text above is at the end, which TensorFlow cuts off after 8 KiB of stack traces.
+    "when trying to compile graph": "--jit_compile: XLA cannot compile the towers",
 }
 # From TensorFlow's allocators.
 _TENSOR = re.compile(
