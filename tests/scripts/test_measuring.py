@@ -1,11 +1,10 @@
 """Scripts that measure or compare, on the tiniest input: their tables, and what they compare."""
 
-import os
-import subprocess
+import re
 
 import pytest
 
-from scripts import network_bytes
+from tests import worker_processes
 from tests.programs import ROOT, TENSORFLOWS_LINES, python
 
 pytestmark = pytest.mark.process
@@ -39,17 +38,14 @@ def test_towers_have_none_of_the_three_faults_of_mirrored_strategy():
 @pytest.mark.extended
 @pytest.mark.parametrize("towers_per_worker", [1, 2])
 def test_a_step_sends_what_it_must_and_no_more(towers_per_worker):
-    """By the counters of the machines' cards."""
-    if os.geteuid() != 0 or not has_namespaces():
-        pytest.skip("network namespaces are root's to make")
-    cpu, sharded = network_bytes.measure(2, towers_per_worker)
-    size = cpu["gradients"]
-    assert [row["variables"] for row in (cpu, sharded)] == ["cpu", "sharded"]
-    assert [sent / size for sent in cpu["sent"]] == pytest.approx([2, 1, 1], rel=0.05)
-    assert [sent / size for sent in sharded["sent"]] == pytest.approx([0, 1, 1], rel=0.05, abs=0.05)
-
-
-def has_namespaces():
-    made = subprocess.run(["ip", "netns", "add", "tptry"], capture_output=True, check=False)
-    subprocess.run(["ip", "netns", "delete", "tptry"], capture_output=True, check=False)
-    return made.returncode == 0 and os.path.exists("/dev/net/tun")
+    with worker_processes.workers(2) as addresses:
+        flags = f"--workers={','.join(addresses)}", f"--towers_per_worker={towers_per_worker}"
+        done = python("scripts/network_bytes.py", *flags)
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["cpu", "sharded"]
+    by_program = [float(row[1]) for row in rows]
+    by_worker = [[float(part) for part in re.findall(r"[\d.]+", row[3])] for row in rows]
+    assert by_program == pytest.approx([2, 0], rel=0.05, abs=0.05)
+    for mean_and_each in by_worker:
+        assert mean_and_each == pytest.approx([1, 1, 1], rel=0.05)
