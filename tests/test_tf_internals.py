@@ -153,8 +153,10 @@ def test_functions_that_are_replaced_take_what_they_took():
 
 @pytest.mark.unit
 def test_each_function_that_is_replaced_has_its_signature_here():
-    nodes = list(ast.walk(ast.parse(Path(tf_internals.__file__).read_text())))
-    calls = [n for n in nodes if getattr(getattr(n, "func", None), "id", "") == "_replaced"]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    called = {n: getattr(n.func, "id", getattr(n.func, "attr", "")) for n in nodes}
+    calls = [n for n in nodes if called[n] == "replaced"]
     constants = [n.value for n in ast.walk(ast.Tuple(calls)) if isinstance(n, ast.Constant)]
     known = {name for names in SIGNATURES.values() for name in names}
     assert {*filter(lambda value: isinstance(value, str), constants)} <= known
@@ -169,8 +171,8 @@ def test_replacements_are_nested_and_taken_back():
     def saying(word):
         return Owner, "say", lambda before: lambda owner: f"{word} {before(owner)}"
 
-    with pytest.raises(KeyError), tf_internals._replaced(saying("outer")):
-        with tf_internals._replaced(saying("inner"), saying("innermost")):
+    with pytest.raises(KeyError), tf_internals.replaced(saying("outer")):
+        with tf_internals.replaced(saying("inner"), saying("innermost")):
             assert Owner().say() == "innermost inner outer own"
             assert in_a_thread(Owner().say) == "own"
         assert Owner().say() == "outer own"
@@ -540,10 +542,15 @@ def test_outputs_and_losses_are_those_that_steps_compute(evaluated):
     def make(compute):
         return lambda *args, **kwargs: losses.append(compute(*args, **kwargs)) or losses[-1]
 
-    with tf_internals.watch_outputs(model, outputs.append):
+    def make_metrics(compute):
+        return lambda x, y, y_pred, **kwargs: outputs.append(y_pred) or compute(
+            x, y, y_pred, **kwargs
+        )
+
+    with tf_internals.replaced((model, "compute_metrics", make_metrics)):
         model.test_step(batch)
     tf.nest.map_structure(np.testing.assert_array_equal, outputs, [model(batch[0])])
-    with tf_internals.patch_compute_loss(model, make):
+    with tf_internals.replaced((model, "compute_loss", make)):
         logs = model.train_step(batch)
     assert [float(loss) for loss in losses] == [float(logs["loss"])]
     model.train_step(batch)

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,6 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src import dtype_policies
 from keras.src.backend.common import global_state
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.dtype_policies import DTypePolicyMap
 from keras.src.layers.core import input_layer
@@ -90,8 +90,12 @@ class _Switch:
 
 
 @contextlib.contextmanager
-def _replaced(*changes: tuple[Any, str, Make]) -> Iterator[None]:
-    """Patch functions for this thread: `make(before)` for each (owner, function name, make)."""
+def replaced(*changes: tuple[Any, str, Make]) -> Iterator[None]:
+    """Replace functions in the block, for this thread. Public: hooks, which layers and losses lack.
+
+    Args:
+        *changes: (owner, name of its function, make); `make` maps the function to its replacement.
+    """
     with contextlib.ExitStack() as stack:
         for owner, name, make in changes:
             with _LOCK:
@@ -108,16 +112,6 @@ def _replaced(*changes: tuple[Any, str, Make]) -> Iterator[None]:
 # Layers.
 
 
-def patch_layer_calls(make: Make) -> Block:
-    """Replace the call of all Keras layers. Public: a hook that sees each layer's outputs."""
-    return _replaced((keras.Layer, "__call__", make))
-
-
-def patch_add_loss(make: Make) -> Block:
-    """Replace `add_loss` of all Keras layers. Public: a hook that knows which layer adds a loss."""
-    return _replaced((keras.Layer, "add_loss", make))
-
-
 @contextlib.contextmanager
 def keep_losses() -> Iterator[None]:
     """Keep the losses of layers that are called again in the block. Public: none."""
@@ -130,7 +124,7 @@ def keep_losses() -> Iterator[None]:
 
         return clear
 
-    with _replaced((keras.Layer, "_clear_losses", make)):
+    with replaced((keras.Layer, "_clear_losses", make)):
         yield
     for layer, losses in saved.values():
         layer._losses[:] = losses
@@ -144,7 +138,7 @@ def patch_batch_norm(make_call: Make, make_moments: Make) -> Block:
         make_moments: maps the current `_moments` to its replacement.
     """
     layer = keras.layers.BatchNormalization
-    return _replaced((layer, "call", make_call), (layer, "_moments", make_moments))
+    return replaced((layer, "call", make_call), (layer, "_moments", make_moments))
 
 
 def has_own_moments(layer: keras.layers.BatchNormalization) -> bool:
@@ -162,23 +156,6 @@ def layers_of(layer: keras.Layer) -> list[keras.Layer]:
             layers[id(layer)] = layer
             waiting += reversed(layer._layers)
     return list(layers.values())
-
-
-def input_shapes(layer: keras.Layer) -> list[tuple]:
-    """Return the shapes that a layer was built for. Public: `inputs`, of functional models."""
-
-    def among(structure: Any) -> list[tuple]:
-        if isinstance(structure, Mapping):
-            return [shape for key in sorted(structure) for shape in among(structure[key])]
-        if not isinstance(structure, tuple | list):
-            return []
-        if all(isinstance(x, int | None) for x in structure):
-            return [tuple(structure)]
-        return [shape for part in structure for shape in among(part)]
-
-    if getattr(layer, "inputs", None):
-        return [x.shape for x in layer.inputs]
-    return among(list((layer._build_shapes_dict or {}).values()))
 
 
 def places_in_file(model: keras.Model) -> list[tuple[str, str, keras.Variable]]:
@@ -249,48 +226,12 @@ def metric_direction(model: keras.Model, name: str) -> str | None:
     """
     if name == "loss" or name.endswith("_loss"):
         return "min"
-    waiting, directions = list(model.metrics), {}
-    while waiting:
-        metric = waiting.pop()
-        directions[metric.name] = getattr(metric, "_direction", None)
-        waiting += getattr(metric, "metrics", ())
-    for known, direction in directions.items():  # of several outputs, after the output's name
-        if direction and (name == known or name.endswith(f"_{known}")):
+    compiled = [m for metric in model.metrics for m in getattr(metric, "metrics", ())]
+    for metric in (*model.metrics, *compiled):
+        is_it = f"_{name}".endswith(f"_{metric.name}")  # one of several follows the output's name
+        if is_it and (direction := getattr(metric, "_direction", None)):
             return {"up": "max", "down": "min"}[direction]
     return None
-
-
-def watch_outputs(model: keras.Model, watch: Callable[[Any], object]) -> Block:
-    """See the outputs from which metrics are computed. Public: predict again.
-
-    Args:
-        model: of the outputs.
-        watch: is called with them each time that metrics are computed in the block.
-    """
-
-    def make(compute: Callable) -> Callable:
-        def compute_metrics(x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
-            watch(y_pred)
-            return compute(x, y, y_pred, *args, **kwargs)
-
-        return compute_metrics
-
-    return _replaced((model, "compute_metrics", make))
-
-
-def patch_compute_loss(model: keras.Model, make: Make) -> Block:
-    """Replace a model's `compute_loss`. Public: a subclass; the model is the user's.
-
-    Args:
-        model: whose method is replaced, and not that of others.
-        make: maps the current method to its replacement.
-    """
-    return _replaced((model, "compute_loss", make))
-
-
-def patch_losses(make: Make) -> Block:
-    """Replace the call of all Keras losses. Public: a hook that sees a loss's arguments."""
-    return _replaced((keras.Loss, "__call__", make))
 
 
 def loss_paths(model: keras.Model) -> list[tuple[tuple, str, Any]]:
@@ -323,9 +264,7 @@ def raised_in_compiled(error: BaseException) -> str | None:
     """
     frameworks = "keras tensorflow numpy optree towers contextlib functools".split()
     part: str | None = None
-    trace = error.__traceback__
-    while trace is not None:
-        frame, trace = trace.tb_frame, trace.tb_next
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code in (CompileLoss.__call__.__code__, CompileLoss.call.__code__):
             part = ""
         elif frame.f_code is CompileMetrics.update_state.__code__:
@@ -400,32 +339,12 @@ def held_elsewhere(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
 
 def _collect_garbage() -> None:
     """Collect all that is in cycles; `gc.collect` returns at once while another thread does."""
-    done, here = [], threading.get_ident()
-
-    def note(phase: str, about: Mapping[str, int]) -> None:
-        if phase == "stop" and about["generation"] == 2 and threading.get_ident() == here:
-            done.append(True)
-
-    gc.callbacks.append(note)
-    try:
-        for _ in range(1000):
-            gc.collect()
-            if done:
-                return
-            time.sleep(0.001)
-    finally:
-        gc.callbacks.remove(note)
-
-
-def drop_functions(model: keras.Model) -> None:
-    """Drop the functions that a model has made of its steps. Public: none.
-
-    To assign None leaves TensorFlow with a reference, as to a part of a checkpoint.
-    """
-    for name in ("train_function", "test_function", "predict_function"):
-        if name in vars(model):
-            delattr(model, name)
-        setattr(model, name, None)
+    for _ in range(1000):
+        before = gc.get_stats()[-1]["collections"]
+        gc.collect()
+        if gc.get_stats()[-1]["collections"] > before:
+            return
+        time.sleep(0.001)
 
 
 def make_variable(value: tf.Tensor) -> tf.Variable:
@@ -447,7 +366,7 @@ def patch_assignments(make: Callable[[str], Make]) -> Block:
     """Replace the methods, by name, that assign to a `tf.Variable`. Public: none."""
     owners = variable_ops.BaseResourceVariable, variable_ops.ResourceVariable
     names = [(owner, name) for owner in owners for name in _ASSIGNMENTS if name in vars(owner)]
-    return _replaced(*((owner, name, make(name)) for owner, name in names))
+    return replaced(*((owner, name, make(name)) for owner, name in names))
 
 
 def record_assignments(assigned: list[tf.Variable]) -> Block:
@@ -485,7 +404,7 @@ def patch_reads(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
         )
 
     owner = variable_ops.BaseResourceVariable
-    return _replaced(
+    return replaced(
         (owner, "_read_variable_op", make_read), (owner, "sparse_read", make_read_rows)
     )
 
@@ -518,7 +437,7 @@ def recording_restarted() -> Block:
         return enter
 
     recorders = tf.GradientTape, tf.autodiff.ForwardAccumulator
-    return _replaced(*((recorder, "__enter__", make) for recorder in recorders))
+    return replaced(*((recorder, "__enter__", make) for recorder in recorders))
 
 
 def record_as_one_op(
@@ -541,34 +460,25 @@ def record_as_one_op(
     return outputs
 
 
-def remembered_logits(tensor: Any) -> tf.Tensor | None:
-    """Return the logits that Keras has attached to probabilities. Public: none."""
-    return getattr(tensor, "_keras_logits", None)
-
-
-def set_logits_of(tensor: Any, logits: tf.Tensor) -> None:
-    """Attach logits to probabilities, for Keras' losses. Public: `from_logits`, of a loss.
+def attached(tensor: Any, kind: str) -> tf.Tensor | None:
+    """Return what Keras has attached to a tensor, None for nothing. Public: none.
 
     Args:
-        tensor: the probabilities.
-        logits: of the same shape.
+        tensor: any.
+        kind: "mask", or "logits" of probabilities.
     """
-    tensor._keras_logits = logits
+    return getattr(tensor, f"_keras_{kind}", None)
 
 
-def mask_of(tensor: Any) -> tf.Tensor | None:
-    """Return the mask that Keras has attached to a tensor. Public: `_keras_mask`, of Keras 2."""
-    return get_keras_mask(tensor)
-
-
-def set_mask_of(tensor: Any, mask: tf.Tensor | None) -> None:
-    """Attach a mask to a tensor, as Keras does. Public: a layer's `compute_mask`.
+def attach(tensor: Any, kind: str, value: tf.Tensor | None) -> None:
+    """Attach a mask or logits to a tensor, as Keras does. Public: `compute_mask`, `from_logits`.
 
     Args:
-        tensor: gets the mask.
-        mask: of the tensor's first axes; None for none.
+        tensor: gets them.
+        kind: "mask" or "logits".
+        value: a mask of the tensor's first axes, or logits of its shape; None for none.
     """
-    set_keras_mask(tensor, mask)
+    setattr(tensor, f"_keras_{kind}", value)
 
 
 # The position of a fit: its epoch, and its iterator's position in the data.
@@ -606,20 +516,6 @@ def set_iterator_state(iterator: tf.data.Iterator, state: bytes) -> None:
 def next_pass(iterator: tf.data.Iterator) -> tf.data.Iterator:
     """Return a new iterator over the data of another. Public: none."""
     return iter(iterator._dataset)
-
-
-def begin_pass_again(iterator: tf.data.Iterator, state: bytes) -> None:
-    """Count the passes over an iterator's data from a saved one on.
-
-    Public: none; a dataset that is shuffled anew for each pass counts them for all its iterators.
-
-    Args:
-        iterator: of the data.
-        state: from `iterator_state`, at the beginning of the saved pass.
-    """
-    other = next_pass(iterator)
-    set_iterator_state(other, state)
-    next(other, None)
 
 
 # Keras' optimizers, which know one device.
@@ -663,7 +559,7 @@ def slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Block:
 
         return beside
 
-    return _replaced((optimizer, "add_variable_from_reference", make))
+    return replaced((optimizer, "add_variable_from_reference", make))
 
 
 def will_make_metrics(model: keras.Model) -> bool:
@@ -700,7 +596,7 @@ def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
 
     extended = tf.distribute.get_strategy().extended
     gathered = lambda _: list  # noqa: E731
-    return _replaced((extended, "update", make), (optimizer, "_all_reduce_sum_gradients", gathered))
+    return replaced((extended, "update", make), (optimizer, "_all_reduce_sum_gradients", gathered))
 
 
 def fused_sgd(
@@ -742,7 +638,7 @@ def fused_sgd(
 
         return update
 
-    return _replaced((optimizer, "update_step", make))
+    return replaced((optimizer, "update_step", make))
 
 
 # Keras' optimizers that update each element by itself, and the attributes of their slots.
@@ -808,13 +704,13 @@ DRAWS = (
 def patch_draws(draw: Callable) -> Block:
     """Call `draw(name, ...)` in place of the ops in DRAWS, in this thread."""
     makes = {name: lambda _, name=name: functools.partial(draw, name) for name in DRAWS}
-    return _replaced(*((draw_ops, name, make) for name, make in makes.items()))
+    return replaced(*((draw_ops, name, make) for name, make in makes.items()))
 
 
 def patch_keys(key_and_counter: Callable) -> Block:
     """Take key and counter of draws from `key_and_counter(seed)`. Public: none takes a key."""
     make = lambda _: lambda seed, _alg: key_and_counter(seed)  # noqa: E731
-    return _replaced((random_ops_util, "_get_key_counter", make))
+    return replaced((random_ops_util, "_get_key_counter", make))
 
 
 def state_of_unseeded_draws() -> tf.Variable:
@@ -838,7 +734,7 @@ def patch_integer_ops(make: Callable[[str], Make]) -> Block:
 
     Public: none; TensorFlow computes with int32 on the host.
     """
-    return _replaced(*((keras_backend.numpy, name, make(name)) for name in _OF_INTEGERS))
+    return replaced(*((keras_backend.numpy, name, make(name)) for name in _OF_INTEGERS))
 
 
 # Functions and graphs.
@@ -857,9 +753,8 @@ def custom_gradients_copied() -> Block:
                 result, grad = f(*args, **kwargs)
 
                 def copies(*upstream: Any, **options: Any) -> Any:
-                    flat = tf.nest.flatten(gradients := grad(*upstream, **options))
-                    copied = [g if g is None else tf.identity(g) for g in flat]
-                    return tf.nest.pack_sequence_as(gradients, copied)
+                    copy = lambda g: g if g is None else tf.identity(g)  # noqa: E731
+                    return tf.nest.map_structure(copy, grad(*upstream, **options))
 
                 return result, copies
 
@@ -867,7 +762,7 @@ def custom_gradients_copied() -> Block:
 
         return custom_gradient
 
-    return _replaced((tf, "custom_gradient", make))
+    return replaced((tf, "custom_gradient", make))
 
 
 def inline_functions(around: Callable[[], Block] = contextlib.nullcontext) -> Block:
@@ -903,7 +798,7 @@ def inline_functions(around: Callable[[], Block] = contextlib.nullcontext) -> Bl
 
         return call
 
-    return _replaced((Function, "__call__", make))
+    return replaced((Function, "__call__", make))
 
 
 # Do not convert this package in the user's `tf.function`s: that takes seconds, and nothing here
@@ -1101,34 +996,26 @@ def connect(jobs: Mapping[str, Mapping[int, str]], own_address: str) -> int:
     Returns:
         The port on which this process listens for the servers, at all its addresses.
     """
-    before = context.context().get_server_def()
-    cluster = tf.train.ClusterSpec(jobs).as_cluster_def()
-    local_job = cluster.job.add()
-    local_job.name = "localhost"
+    here = context.context()
+    before = here.get_server_def()
+    known = before and next(job.tasks[0] for job in before.cluster.job if job.name == "localhost")
     for attempts_left in reversed(range(_PORT_ATTEMPTS)):
-        if before is None:
-            local_job.tasks[0] = f"{own_address}:{pywrap_tfe.TF_PickUnusedPortOrDie()}"
-        else:
-            named = next(job for job in before.cluster.job if job.name == "localhost")
-            local_job.tasks[0] = named.tasks[0]
+        own = known or f"{own_address}:{pywrap_tfe.TF_PickUnusedPortOrDie()}"
         server = tensorflow_server_pb2.ServerDef(
-            cluster=cluster,
+            cluster=tf.train.ClusterSpec({**jobs, "localhost": [own]}).as_cluster_def(),
             job_name="localhost",
             protocol="grpc",
-            default_session_config=context.context().config,
+            default_session_config=here.config,
         )
         try:
-            if before is None:
-                context.context().set_server_def(server)
-            else:
-                context.context().update_server_def(server)
-            context.context().ensure_initialized()
+            (here.update_server_def if known else here.set_server_def)(server)
+            here.ensure_initialized()
             break
         except tf.errors.UnknownError:  # another process may have taken the port meanwhile
-            if before is not None or not attempts_left:
+            if known or not attempts_left:
                 raise
-            context.context()._server_def = None
-    return int(local_job.tasks[0].rpartition(":")[2])
+            here._server_def = None
+    return int(own.rpartition(":")[2])
 
 
 def was_connected() -> bool:
@@ -1203,7 +1090,7 @@ def force_float64() -> Block:
 
         return add
 
-    return _replaced(
+    return replaced(
         (keras.Layer, "add_weight", make_add_weight),
         (dtype_policies, "get", make_get),
         (input_layer, "InputLayer", make_input),
@@ -1241,5 +1128,5 @@ def floatx_set(dtype: str) -> Iterator[None]:
             keras.config.set_floatx(before)
 
     make = floatx("float32")  # a decorator, too
-    with _replaced((DataLayer, "__call__", make)), floatx(dtype):
+    with replaced((DataLayer, "__call__", make)), floatx(dtype):
         yield

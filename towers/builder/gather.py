@@ -105,9 +105,9 @@ def join(values: Sequence[Any]) -> Any:
     if not values:
         return None
     joined = tf.concat(values, axis=0)
-    masks = [tf_internals.mask_of(value) for value in values]
+    masks = [tf_internals.attached(value, "mask") for value in values]
     if all(mask is not None for mask in masks):
-        tf_internals.set_mask_of(joined, tf.concat(masks, axis=0))
+        tf_internals.attach(joined, "mask", tf.concat(masks, axis=0))
     return joined
 
 

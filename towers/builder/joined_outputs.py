@@ -304,7 +304,7 @@ def _with_values(structure: Any, values: Sequence[tf.Tensor]) -> Any:
             return leaf.with_flat_values(value)
         if isinstance(leaf, tf.SparseTensor):
             return tf.SparseTensor(leaf.indices, value, leaf.dense_shape)
-        tf_internals.set_mask_of(value, tf_internals.mask_of(leaf))
+        tf_internals.attach(value, "mask", tf_internals.attached(leaf, "mask"))
         return value
 
     return tf.nest.map_structure(replaced, structure)

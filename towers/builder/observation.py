@@ -94,8 +94,10 @@ class Observer:
             tf_internals.recording_restarted(),
             variables_refused(),
             tf_internals.patch_batch_norm(_without_training, _saved_moments),
-            tf_internals.patch_add_loss(self._make_add_loss),
-            tf_internals.patch_layer_calls(self._make_call),
+            tf_internals.replaced(
+                (keras.Layer, "add_loss", self._make_add_loss),
+                (keras.Layer, "__call__", self._make_call),
+            ),
         ):
             try:
                 yield

@@ -291,9 +291,9 @@ def _part(leaf: Any, tower: int, rows: BatchSlice) -> Any:
     device = getattr(leaf, "device", None) or ""
     with tf.device(device) if is_gpu(device) else contextlib.nullcontext():
         sliced = leaf[rows.start : rows.start + rows.size]
-    mask = tf_internals.mask_of(leaf)  # AutoGraph, which may convert this, does not support :=
+    mask = tf_internals.attached(leaf, "mask")  # AutoGraph, which may convert this, has no :=
     if mask is not None:
-        tf_internals.set_mask_of(sliced, mask[rows.start : rows.start + rows.size])
+        tf_internals.attach(sliced, "mask", mask[rows.start : rows.start + rows.size])
     return sliced
 
 

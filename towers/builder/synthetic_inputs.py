@@ -16,8 +16,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import tf_internals
-
 UNKNOWN_DIM = 4  # stands for an unknown length that is not the batch
 _LONGER = 16, 64  # tried next, for functions that need longer ones
 _COMPARISONS = "Equal NotEqual Less LessEqual Greater GreaterEqual".split()
@@ -47,7 +45,7 @@ def possible_shapes(leaves: Sequence[Any], layers: Sequence[keras.Layer]) -> Ite
         yield shapes
         return
     tried = []
-    for shapes_taken in map(tf_internals.input_shapes, layers):
+    for shapes_taken in map(_input_shapes, layers):
         unused, filled = list(map(tf.TensorShape, shapes_taken)), []
         for shape in shapes:
             suits = (t for t in unused if t.rank and shape[1:].is_compatible_with(t[1:]))
@@ -65,6 +63,15 @@ def possible_shapes(leaves: Sequence[Any], layers: Sequence[keras.Layer]) -> Ite
             else tf.TensorShape([*shape[:1], *(length if d is None else d for d in shape[1:])])
             for shape in shapes
         ]
+
+
+def _input_shapes(layer: keras.Layer) -> list[tuple]:
+    """Return the shapes that a layer was built for."""
+    if getattr(layer, "inputs", None):
+        return [x.shape for x in layer.inputs]
+    config, found = layer.get_build_config() or {}, []
+    keras.tree.map_shape_structure(found.append, list(config.get("shapes_dict", config).values()))
+    return [tuple(shape) for shape in found if isinstance(shape, tuple | list)]
 
 
 def is_known(leaf: Any) -> bool:

@@ -85,7 +85,7 @@ def _activations(model: keras.Model, inputs: tf.Tensor) -> dict[str, tf.Tensor]:
 
         return caught
 
-    with tf_internals.patch_layer_calls(make):
+    with tf_internals.replaced((keras.Layer, "__call__", make)):
         model(inputs, training=False)
     return activations
 

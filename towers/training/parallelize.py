@@ -191,7 +191,10 @@ def unparallelize(model: keras.Model) -> keras.Model:
         for name in _Steps.REPLACED:
             vars(model).pop(name, None)
         vars(model).update(steps.of_instance)
-    tf_internals.drop_functions(model)  # traced before
+    for name in ("train_function", "test_function", "predict_function"):  # traced before
+        if name in vars(model):
+            delattr(model, name)  # None alone would leave it to TensorFlow, as part of a checkpoint
+        setattr(model, name, None)
     return model
 
 
@@ -271,7 +274,7 @@ class _Steps:
             self.passes = Passes()
             self._is_on_one_device = name in self._on_one_device
             joined = fused_update.updates_joined(optimizers_of(self.model), self._update)
-            calls = tf_internals.patch_layer_calls(self._make_call)
+            calls = tf_internals.replaced((keras.Layer, "__call__", self._make_call))
             known = synthetic_inputs.feed_values(args, self._batch)
             making = self._making_variables()
             with tf.device(self._device), integers_on(self._device), joined, calls, known, making:
@@ -522,7 +525,7 @@ class _Steps:
 
     def _plain(self) -> contextlib.AbstractContextManager:
         """Call layers in the block as Keras does."""
-        return tf_internals.patch_layer_calls(lambda _: self._keras_call)
+        return tf_internals.replaced((keras.Layer, "__call__", lambda _: self._keras_call))
 
     def _place(self, variables: Sequence[keras.Variable]) -> None:
         """Move new variables to their device, before a function that is kept reads them.
@@ -588,7 +591,7 @@ def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> 
 
 def _logits_of(output: Any) -> dict[str, tf.Tensor]:
     """Return {op that makes probabilities, or "": logits} of an output, {} without logits."""
-    if (logits := tf_internals.remembered_logits(output)) is not None:
+    if (logits := tf_internals.attached(output, "logits")) is not None:
         return {"": logits}
     made_by = output.op.type if isinstance(output, tf.Tensor) else ""
     return {made_by: output.op.inputs[0]} if made_by in _PROBABILITIES else {}
@@ -602,7 +605,7 @@ def _with_logits(outputs: Any, logits: dict[int, dict[str, tf.Tensor]]) -> Any:
         if made_by:
             flat[i] = _PROBABILITIES[made_by](value)
         else:
-            tf_internals.set_logits_of(flat[i], value)
+            tf_internals.attach(flat[i], "logits", value)
     return tf.nest.pack_sequence_as(outputs, flat)
 
 

@@ -191,9 +191,12 @@ class ExactResume(keras.callbacks.Callback):
         if position is not None:
             tf_internals.set_iterator_state(iterator, position.tobytes())
             if saved.about["batch"] and "start" in saved.arrays:
-                # At the end of a pass, `position` does not say how often it was shuffled.
+                # At the end of a pass, `position` does not say how often it was shuffled: a dataset
+                # that is shuffled anew for each pass counts them for all its iterators.
                 self._positions["start"] = saved.arrays["start"].tobytes()
-                tf_internals.begin_pass_again(iterator, self._positions["start"])
+                again = tf_internals.next_pass(iterator)
+                tf_internals.set_iterator_state(again, self._positions["start"])
+                next(again, None)
             _set_random_state(saved.about["random"])
         elif saved.about["batch"]:
             for _ in range(saved.about["batch"] - self.model.steps_per_execution):

@@ -190,7 +190,7 @@ class _Step:
                 seen.extend(("gradient", weight.path, gradient) for gradient, weight in pairs)
 
         task.on_update = on_update
-        with tf_internals.patch_layer_calls(make):
+        with tf_internals.replaced((keras.Layer, "__call__", make)):
             values, _ = task.make_train_step(self.run.learning_rate)(example, draws)
         seen.append(("loss", "loss", values["loss"]))
         seen = [(k, n, t.values if isinstance(t, tf.IndexedSlices) else t) for k, n, t in seen]

@@ -438,9 +438,18 @@ class Compiled(Task):
         """
         outputs: list[Any] = []
         assigned: list[tf.Variable] = []
+
+        def make(compute: Callable) -> Callable:
+            def compute_metrics(x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
+                outputs.append(y_pred)
+                return compute(x, y, y_pred, *args, **kwargs)
+
+            return compute_metrics
+
         step = self.model.test_step if averaged else self._test_step_on_copies
         noted = tf_internals.record_assignments(assigned)
-        with noted, self._flips(), tf_internals.watch_outputs(self.model, outputs.append):
+        seen = tf_internals.replaced((self.model, "compute_metrics", make))
+        with noted, self._flips(), seen:
             logs = scalars(step(self._data(example, None)))
         if self.train_state.averages and not averaged:
             self._averages_state.add_unknown(self._unknown(assigned))
@@ -458,8 +467,8 @@ class Compiled(Task):
 
             return call_twice
 
-        flips = self.options.test_time_flip
-        return tf_internals.patch_layer_calls(make) if flips else contextlib.nullcontext()
+        changes = [(keras.Layer, "__call__", make)] if self.options.test_time_flip else []
+        return tf_internals.replaced(*changes)
 
     @functools.cached_property
     def _test_step_on_copies(self) -> Callable:

@@ -56,7 +56,7 @@ class LossRecorder:
 
             return recording
 
-        with tf_internals.patch_losses(make):
+        with tf_internals.replaced((keras.Loss, "__call__", make)):
             yield
 
     def _record(self, loss: Any, target: int | None, y: Any, outputs: Any) -> bool:
@@ -64,7 +64,8 @@ class LossRecorder:
         if not (y.shape.rank and outputs.shape.rank):  # unknown, or without a batch axis
             return False
         shapes = tuple(y.shape), tuple(outputs.shape)
-        inputs = LossInput(loss, target, *shapes, tf_internals.mask_of(outputs) is not None)
+        masked = tf_internals.attached(outputs, "mask") is not None
+        inputs = LossInput(loss, target, *shapes, masked)
         self.inputs.append(inputs)
         return bool(inputs.kind) and not inputs.masked
 
@@ -79,7 +80,7 @@ def per_example_losses(total: int) -> Iterator[None]:
     def make(call: Callable) -> Callable:
         return lambda loss, *args, **kwargs: _per_example(call, loss, total, *args, **kwargs)
 
-    with tf_internals.patch_losses(make):
+    with tf_internals.replaced((keras.Loss, "__call__", make)):
         yield
 
 
@@ -104,7 +105,7 @@ def _is_per_example(call: Callable, loss: Any, y: Any, outputs: Any, weights: An
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         values = compute(*args, **kwargs)
-        masks.append(tf_internals.mask_of(values))
+        masks.append(tf_internals.attached(values, "mask"))
         return values
 
     vars(loss)["call"] = noting
