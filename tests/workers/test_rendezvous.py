@@ -5,7 +5,7 @@ import json
 import pytest
 
 from towers.workers import rendezvous
-from towers.workers.rendezvous import DeviceInfo, Owner, Reservation, WorkerInfo
+from towers.workers.rendezvous import DeviceInfo, Reservation, WorkerInfo
 from towers.workers.server import Reservations
 
 pytestmark = pytest.mark.unit
@@ -14,9 +14,7 @@ from_text, to_text = rendezvous.from_text, rendezvous.to_text
 OFFER = WorkerInfo("1.0", "2.21.0", address="h:1", devices=(DeviceInfo("/gpu:0", "A100", 2**30),))
 
 
-@pytest.mark.parametrize(
-    "notice", [OFFER, Reservation("a", "h", 3, "u", 2.0), Owner("a", "h", 3, "u")]
-)
+@pytest.mark.parametrize("notice", [OFFER, Reservation("a", "h", 3, "u", 2.0)])
 def test_what_is_written_is_read_and_half_of_it_is_nothing(notice):
     text = to_text(notice)
     assert from_text(type(notice), text) == notice
@@ -24,7 +22,7 @@ def test_what_is_written_is_read_and_half_of_it_is_nothing(notice):
 
 
 def test_messages_are_understood_as_far_as_they_go_and_no_claim_keeps_a_worker_for_ever():
-    assert to_text(None) == "{}" and from_text(Owner, b"{}").id == ""
+    assert to_text(None) == "{}" and from_text(Reservation, b"{}").id == ""
     newer = from_text(WorkerInfo, '{"towers": "0.9", "colour": "red"}')
     assert newer == WorkerInfo(towers="0.9")
     for text in "[]", "1", '{"pid": "x"}', '{"id": null}', b"\xff", "[" * 9999:
@@ -38,8 +36,8 @@ def test_files_that_are_no_claims_and_odd_names_of_strangers():
     assert rendezvous.reservation_id(rendezvous.reservation_file("a-1_b")) == "a-1_b"
     names = "claim.", "offer.json", "claim.a/b", "claim.ä"
     assert [rendezvous.reservation_id(name) for name in names] == [""] * 4
-    assert "\n" not in str(Owner("a", "h\n\x1b[31m", 1, "u" * 999))
-    assert len(str(Owner("a", "h", 1, "u" * 999))) < 120
+    assert "\n" not in str(Reservation("a", "h\n\x1b[31m", 1, "u" * 999))
+    assert len(str(Reservation("a", "h", 1, "u" * 999))) < 120
 
 
 def claim(folder, name, **values):
@@ -48,7 +46,7 @@ def claim(folder, name, **values):
 
 
 def given_to(folder):
-    return from_text(Owner, (folder / rendezvous.OWNER_FILE).read_bytes()).id
+    return from_text(Reservation, (folder / rendezvous.OWNER_FILE).read_bytes()).id
 
 
 def test_the_first_whole_claim_has_it_until_it_says_so(tmp_path):

@@ -20,7 +20,7 @@ from tests.worker_processes import Worker, started
 from towers.errors import RunError
 from towers.options.gpu import GpuOptions
 from towers.workers import rendezvous, server
-from towers.workers.rendezvous import Owner, Reservation, WorkerInfo
+from towers.workers.rendezvous import Reservation, WorkerInfo
 
 pytestmark = pytest.mark.process
 
@@ -68,7 +68,7 @@ def wait_for(question, seconds=PATIENCE_SECONDS):
 
 
 def lease(address):
-    return read(address, rendezvous.OWNER_FILE, Owner).id
+    return read(address, rendezvous.OWNER_FILE, Reservation).id
 
 
 def over(worker):

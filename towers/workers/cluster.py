@@ -39,7 +39,7 @@ from towers.formatting import count, first_line, table
 from towers.options.parts import DeviceOptions
 from towers.workers import bind_filter, rendezvous
 from towers.workers.addresses import check_distinct, find_workers, resolve, responds
-from towers.workers.rendezvous import Message, Owner, Reservation, WorkerInfo
+from towers.workers.rendezvous import Message, Reservation, WorkerInfo
 
 TIMEOUT_SECONDS = 15.0
 _HEARTBEATS = 5  # in the timeout
@@ -174,7 +174,7 @@ class Cluster:
 
         def ownership_problem(worker: Worker) -> str:
             try:
-                owner = self._read(worker, rendezvous.OWNER_FILE, Owner)
+                owner = self._read(worker, rendezvous.OWNER_FILE, Reservation)
             except tf.errors.OpError as error:
                 return f"does not answer: {first_line(error)}"
             return "" if owner and owner.id == self._id else "was started again"
@@ -184,8 +184,6 @@ class Cluster:
             for worker in lost:
                 worker.is_alive = False
             with self.cut_off(lost):
-                for worker in lost:
-                    worker.heartbeat.join()
                 self._connect()
             dropped += lost
             # A worker that was restarted does not know this program any more.
@@ -231,9 +229,6 @@ class Cluster:
             with contextlib.suppress(tf.errors.OpError):
                 self._write_reservation(worker, released=True)
         with self.cut_off([worker for worker in self.workers if worker.problem]):
-            for worker in self.workers:
-                if worker.heartbeat:
-                    worker.heartbeat.join()
             self._connect()
         if remote.current_cluster() is self:
             remote.set_cluster(None)
@@ -267,10 +262,8 @@ class Cluster:
             left = [w for w in left if w.info == WorkerInfo() and time.monotonic() < until]
         for worker in wanted:
             if worker.is_alive:
-                name, given = f"worker {worker.task}", (worker,)
-                beat = threading.Thread(target=self._beat, args=given, name=name, daemon=True)
-                worker.heartbeat = beat
-                beat.start()
+                worker.heartbeat = threading.Thread(target=self._beat, args=[worker], daemon=True)
+                worker.heartbeat.start()
 
     def _connect_servers(self, answered: list[Worker]) -> list[Worker]:
         """Connect to those workers that are TensorFlow's servers, and return them."""
@@ -298,7 +291,7 @@ class Cluster:
             until = time.monotonic() + _PATIENCE_SECONDS
             while time.monotonic() < until:
                 self._write_reservation(worker)
-                owner = self._read(worker, rendezvous.OWNER_FILE, Owner)
+                owner = self._read(worker, rendezvous.OWNER_FILE, Reservation)
                 if owner and owner.id == self._id:
                     worker.last_answer = time.monotonic()
                     return ""
@@ -385,6 +378,9 @@ class Cluster:
         TensorFlow holds Python's lock meanwhile and waits for other threads' calls to workers: a
         deadlock, unless there are none.
         """
+        for worker in self.workers:
+            if worker.heartbeat and not worker.is_alive:
+                worker.heartbeat.join()
         with contextlib.ExitStack() as stack:
             for worker in self.workers:
                 stack.enter_context(worker.lock)
@@ -420,9 +416,6 @@ class Cluster:
                 pause = _SHUT_SECONDS
                 _shut_connections(workers)
 
-        if not workers:
-            yield
-            return
         thread = threading.Thread(target=shut, name="connections", daemon=True)
         thread.start()
         try:

@@ -5,7 +5,7 @@ connection is the only one:
 
     offer.json    written by the worker: a WorkerInfo
     claim.ID      written by a program, again and again as a heartbeat: a Reservation
-    lease.json    the worker's answer: the Owner, the program that has the worker, or {}
+    lease.json    the worker's answer: the Reservation of the program that has it, or {}
 
 The worker decides, so two programs never have it. When the program has left, a new server with a
 new, empty folder replaces the old one.
@@ -55,7 +55,7 @@ class WorkerInfo:
 class Reservation:
     """A program's request for a worker, rewritten at least every `timeout_seconds`."""
 
-    id: str = ""
+    id: str = ""  # "": of nobody
     host: str = ""
     pid: int = 0
     user: str = ""
@@ -69,24 +69,13 @@ class Reservation:
         valid = seconds if math.isfinite(seconds) and seconds > 0 else Reservation.timeout_seconds
         object.__setattr__(self, "timeout_seconds", min(valid, _MAX_TIMEOUT_SECONDS))
 
-
-@dataclasses.dataclass(frozen=True)
-class Owner:
-    """The program that has a worker."""
-
-    id: str = ""  # "": none
-    host: str = ""
-    pid: int = 0
-    user: str = ""
-    time: float = 0.0  # of the worker's clock at the start, in seconds since 1970
-
     def __str__(self) -> str:
         """Return "anna's program on node7 (pid 17)"; a stranger's names are escaped."""
         user, host = (ascii(name[:60])[1:-1] or "?" for name in (self.user, self.host))
         return f"{user}'s program on {host} (pid {self.pid})"
 
 
-Message = TypeVar("Message", WorkerInfo, Reservation, Owner)
+Message = TypeVar("Message", WorkerInfo, Reservation)
 
 
 def reservation_file(id: str) -> str:
@@ -100,7 +89,7 @@ def reservation_id(file: str) -> str:
     return match[1] if match else ""
 
 
-def to_text(message: WorkerInfo | Reservation | Owner | None) -> str:
+def to_text(message: WorkerInfo | Reservation | None) -> str:
     """Return a message as JSON, {} for None."""
     return json.dumps(dataclasses.asdict(message) if message else {})
 

@@ -30,7 +30,7 @@ from towers.formatting import count, first_line
 from towers.options.gpu import GpuOptions
 from towers.workers import bind_filter, rendezvous
 from towers.workers.addresses import is_here, join_address, responds
-from towers.workers.rendezvous import DeviceInfo, Owner, Reservation, WorkerInfo
+from towers.workers.rendezvous import DeviceInfo, Reservation, WorkerInfo
 
 NUM_CPU_DEVICES = 16  # logical ones of a worker without GPUs; more where there are more cores
 _POLL_SECONDS = 0.1
@@ -119,7 +119,7 @@ class Reservations:
     """The programs' reservations of a worker.
 
     Attributes:
-        owner: the program that has the worker, or None.
+        owner: that of the program that has the worker, or None.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic):
@@ -129,7 +129,7 @@ class Reservations:
             folder: of the reservations.
             clock: returns seconds.
         """
-        self.owner: Owner | None = None
+        self.owner: Reservation | None = None
         self._folder, self._clock = folder, clock
         self._by_id: dict[str, Reservation] = {}
         # {id: (when its file was last seen to change, (modification time, size))}.
@@ -151,8 +151,7 @@ class Reservations:
         if self.owner is None:
             for program, wanted in self._by_id.items():
                 if not wanted.released:
-                    who = wanted.host, wanted.pid, wanted.user
-                    self.owner = Owner(program, *who, time.time())
+                    self.owner = dataclasses.replace(wanted, id=program)
                     self._publish()
                     break
             return ""
