@@ -31,6 +31,7 @@ from towers.options.code_trust import CODE
 from towers.options.error_origin import describe_origin
 from towers.options.functions import check_function, shadowing_file
 from towers.options.gpu import GpuOptions
+from towers.options.parts import MACHINES_OPTION, PLACEMENT
 from towers.options.run import Options
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_PIPE = 1, 2, signals.EXIT_STOPPED, 141
@@ -45,27 +46,32 @@ class Entry(flags.Command):
             options and a function that prints lines.
         tensorflow: how TensorFlow is started before: "" not at all, "import" only imported, "cpu"
             without GPUs, "options" with the GPU options.
+        stopping: exit code and line of an end by a signal, see `signals.Listener`; None: its own.
     """
 
     function: str = ""
     tensorflow: str = ""
+    stopping: Callable[[int], tuple[int, str]] | None = None
 
 
-_WORKER_FLAGS = "workers towers_per_worker worker_timeout_seconds min_workers"
-_EVALUATE_FLAGS = (
-    "train_dir json trust model dataset data_dir image_size max_image_pixels test_time_flip "
-    f"batch_size dtype num_towers devices {_WORKER_FLAGS}"
-)
-_REPLAY_FLAGS = "train_dir json trust model dataset data_dir image_size max_image_pixels devices"
-_PREDICT_FLAGS = (
-    "train_dir json trust max_image_pixels test_time_flip batch_size num_towers devices "
-    f"{_WORKER_FLAGS}"
-)
+def _stopped(number: int) -> tuple[int, str]:
+    name = signal.Signals(number).name  # nothing to save
+    return EXIT_STOPPED, f"stopped by {name}: nothing is lost, the same command goes on"
+
+
+def _ended(number: int) -> tuple[int, str]:
+    return 0, f"ended by {signal.Signals(number).name}"
+
+
+_GPU_FLAGS = tuple(GpuOptions.__dataclass_fields__)
+_DATA_FLAGS = "train_dir json trust model dataset data_dir image_size max_image_pixels".split()
+_EVALUATE_FLAGS = (*_DATA_FLAGS, "test_time_flip", "batch_size", "dtype", *PLACEMENT, *_GPU_FLAGS)
+_PREDICT_FLAGS = "train_dir json trust max_image_pixels test_time_flip batch_size".split()
 _VERBS = (
     Entry("train", "train a model over towers, or continue a run", run_flags="if_any",
-          function="towers.training.train:train", tensorflow="options"),
+          function="towers.training.train:train", tensorflow="options", stopping=_stopped),
     Entry("evaluate", "evaluate the newest checkpoint of a run on the test set",
-          takes=(*_EVALUATE_FLAGS.split(), *GpuOptions.__dataclass_fields__), run_flags="always",
+          takes=_EVALUATE_FLAGS, run_flags="always",
           function="towers.training.evaluate:evaluate", tensorflow="options"),
     Entry("verify", "prove on your model that N towers compute what one device computes",
           run_flags="if_typed",
@@ -79,7 +85,7 @@ _VERBS = (
     Entry("doctor", "check this machine: versions, GPUs, memory, computing, data, folders",
           takes="train_dir json dataset data_dir visible_gpus".split()),
     Entry("sweep", "train a run for each combination of flags, and say which is best",
-          options="towers.commands.sweep.options:SweepOptions",
+          options="towers.commands.sweep.options:SweepOptions", stopping=_stopped,
           refuses=dict.fromkeys(("train_dir", "overwrite"), "runs lie in --sweep_dir")),
     Entry("compare", "show what runs differ in: flags, results, time to an accuracy, curves",
           options="towers.commands.compare.options:CompareOptions"),
@@ -88,21 +94,19 @@ _VERBS = (
           takes=("train_dir", "port"), tensorflow="import"),
     Entry("predict", "say what a run's trained model makes of files of your own, over towers",
           options="towers.commands.predict.options:PredictOptions", tensorflow="options",
-          takes=(*_PREDICT_FLAGS.split(), *GpuOptions.__dataclass_fields__), run_flags="always"),
+          takes=(*_PREDICT_FLAGS, *PLACEMENT, *_GPU_FLAGS), run_flags="always"),
     Entry("export", "write a run's trained model to a file of Keras or TensorFlow",
           options="towers.commands.export.options:ExportOptions",
           takes=("train_dir", "overwrite", "json", "trust"), run_flags="always", tensorflow="cpu"),
     Entry("replay", "make the step of a run that was infinite or NaN again, seen layer by layer",
-          takes=(*_REPLAY_FLAGS.split(), *GpuOptions.__dataclass_fields__), run_flags="always",
-          tensorflow="options"),
+          takes=(*_DATA_FLAGS, "devices", *_GPU_FLAGS), run_flags="always", tensorflow="options"),
     Entry("init", "write a model, data and flags to begin with",
           options="towers.commands.init.command:InitOptions"),
     Entry("worker", "lend this machine's devices to a program on another one",
           options="towers.commands.worker.command:WorkerOptions",
-          takes=("address", "any_address", *GpuOptions.__dataclass_fields__), tensorflow="import"),
+          takes=("address", "any_address", *_GPU_FLAGS), tensorflow="import", stopping=_ended),
 )  # fmt: skip
 VERBS = {verb.name: verb for verb in _VERBS}
-_RESUMABLE = ("train", "sweep")  # verbs that continue where they were stopped
 _FOREIGN_VERBS = {  # names of verbs in other programs
     "fit": "train",
     "resume": "train --train_dir=RUN goes on with a run",
@@ -166,12 +170,6 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
         print(f"towers {towers.__version__}")
         return 0
     name, rest, named = argv[0], argv[1:], {}
-    if name in _RESUMABLE:
-        listener.stopping = _stopped
-    elif name == "worker":  # nothing to finish
-        listener.stopping = _ended
-    if name in ("worker", "tensorboard"):  # TensorFlow's objects take seconds to delete, or abort
-        listener.keep(VERBS)
     try:
         if name not in VERBS:
             close = difflib.get_close_matches(name, VERBS, n=1)
@@ -179,6 +177,9 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
             usage = f"towers {hint}" if hint else f"towers {'|'.join(VERBS)} --flag=value ..."
             usage = f"did you mean {usage}?" if hint in VERBS else usage
             raise InputError(f"there is no verb {name!r}: {usage}")
+        listener.stopping = VERBS[name].stopping or listener.stopping
+        if VERBS[name].tensorflow == "import":  # its objects take seconds to delete, or abort
+            listener.keep(VERBS)
         if {"--help", "-h", "-help"} & set(rest):
             print(flags.verb_help(VERBS[name]), end="")
             return 0
@@ -240,15 +241,6 @@ def _end(listener: signals.Listener) -> int:
     return _fail(*reversed(listener.stopping(listener.asked)))
 
 
-def _stopped(number: int) -> tuple[int, str]:
-    name = signal.Signals(number).name  # nothing to save
-    return EXIT_STOPPED, f"stopped by {name}: nothing is lost, the same command goes on"
-
-
-def _ended(number: int) -> tuple[int, str]:
-    return 0, f"ended by {signal.Signals(number).name}"
-
-
 def _run(verb: Entry, options: Any, start: float) -> int:
     run_options = getattr(options, "run", options)
     as_json = options.json if hasattr(options, "json") else getattr(run_options, "json", False)
@@ -263,14 +255,14 @@ def _run(verb: Entry, options: Any, start: float) -> int:
             # SIGUSR2 requests a profile; outside of the steps it must not end the run.
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if verb.tensorflow == "import":
-        with quiet_start(3):  # for a worker the loss of a program is not an error
+        with quiet_start(3):  # the loss of a program is no error of a server
             import tensorflow  # noqa: F401
     elif verb.tensorflow:
         _check_names(options, data=verb.takes is None or "dataset" in verb.takes)
         if "tensorflow" not in sys.modules:
             say("starting    TensorFlow")
-        # The run's own lines report a lost worker.
-        with quiet_start(3 if getattr(options, "workers", "") else 2):
+        # The run's own lines report what is lost.
+        with quiet_start(3 if getattr(options, MACHINES_OPTION, "") else 2):
             by_options = verb.tensorflow == "options"
             _start(run_options if by_options else dataclasses.replace(run_options, devices="cpu"))
         if verb.tensorflow == "options":
@@ -315,7 +307,7 @@ def _warn_of_cpu_towers(options: Any, say: Callable[[str], None]) -> None:
 
     values = _values(options)
     number = max(int(n) for n in str(values["num_towers"] or 0).split(","))
-    elsewhere = values["devices"] or values["workers"] or tf.config.get_visible_devices("GPU")
+    elsewhere = values["devices"] or values[MACHINES_OPTION] or tf.config.get_visible_devices("GPU")
     if number > 1 and not elsewhere:
         say(
             f"towers      {number} on the CPU, there is no GPU here; --num_gpus={number} would be "

@@ -21,6 +21,10 @@ OPTIMIZERS = (
 
 MANY_MACHINES = "More than one machine"
 MACHINES_OPTION = "workers"  # the option that names machines to connect to
+PLACEMENT = (  # options of where the towers of a run or an evaluation stand
+    "num_towers", "devices", MACHINES_OPTION, "towers_per_worker", "worker_timeout_seconds",
+    "min_workers",
+)  # fmt: skip
 
 _model, _data = group("Model"), group("Data")
 _towers = group("Towers", affects="speed")
