@@ -26,17 +26,13 @@ from keras.src import backend as keras_backend
 from keras.src import dtype_policies
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
-from keras.src.dtype_policies import DTypePolicyMap
 from keras.src.layers.core import input_layer
 from keras.src.layers.preprocessing.data_layer import DataLayer
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.saving import saving_lib
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 from keras.src.trainers.data_adapters import get_data_adapter
-from tensorflow.core.protobuf import (
-    tensorflow_server_pb2,
-    trackable_object_graph_pb2,
-)
+from tensorflow.core.protobuf import trackable_object_graph_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import config as autograph_config
 from tensorflow.python.autograph.core.config_lib import DoNotConvert
@@ -1001,7 +997,7 @@ def connect(jobs: Mapping[str, Mapping[int, str]], own_address: str) -> int:
     known = before and next(job.tasks[0] for job in before.cluster.job if job.name == "localhost")
     for attempts_left in reversed(range(_PORT_ATTEMPTS)):
         own = known or f"{own_address}:{pywrap_tfe.TF_PickUnusedPortOrDie()}"
-        server = tensorflow_server_pb2.ServerDef(
+        server = tf.train.ServerDef(
             cluster=tf.train.ClusterSpec({**jobs, "localhost": [own]}).as_cluster_def(),
             job_name="localhost",
             protocol="grpc",
@@ -1100,9 +1096,9 @@ def force_float64() -> Block:
 
 def _wide(policy: Any) -> Any:
     """Return a policy with float64 for all floating types except quantised ones."""
-    if isinstance(policy, DTypePolicyMap):
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         wide = {name: _wide(of_layer) for name, of_layer in policy.items()}
-        return DTypePolicyMap(default_policy=_wide(policy.default_policy), policy_map=wide)
+        return keras.dtype_policies.DTypePolicyMap(_wide(policy.default_policy), wide)
     if policy.quantization_mode == "float8":
         return keras.dtype_policies.QuantizedFloat8DTypePolicy("float8", "float64")
     if policy.quantization_mode is None and "float" in policy.compute_dtype:
