@@ -8,6 +8,7 @@ GPU is a run, and one chart shows them all: tower_0/loss is tower/loss of the ru
 A failure to write is printed and does not stop training.
 """
 
+import dataclasses
 import itertools
 import math
 import os
@@ -34,29 +35,24 @@ _OWN = re.compile(r"((tower|gpu)_\d+)/(.+)")  # tags with a run of their own
 _NUMBERS = itertools.count()  # of the files of a process
 
 
+@dataclasses.dataclass
 class EventWriter:
     """Appends events to the files of a run and flushes them at once."""
 
-    def __init__(
-        self,
-        train_dir: Path,
-        max_mib: float,
-        say: Callable[[str], None] = print,
-        check: Callable[[], None] = lambda: None,
-    ):
-        """Open no file yet: a run's file is created with its first event.
+    train_dir: Path  # folder of the run
+    max_mib: float  # size of all event files, in MiB
+    say: Callable[[str], None] = print  # when the first event is dropped or cannot be written
+    # Called before each event; raises RunError or OSError if the folder is lost.
+    check: Callable[[], None] = lambda: None
 
-        Args:
-            train_dir: folder of the run.
-            max_mib: size of all event files, in MiB.
-            say: called with a line when the first event is dropped or cannot be written.
-            check: called before each event; raises RunError or OSError if the folder is lost.
-        """
-        folders = [train_dir, *(run for part in STAGES for run in events.runs(train_dir / part))]
+    def __post_init__(self) -> None:
+        """Open no file yet: a run's file is created with its first event."""
+        parts = (self.train_dir / part for part in STAGES)
+        folders = [self.train_dir, *(run for part in parts for run in events.runs(part))]
         event_files = [path for folder in folders for path in events.paths(folder)]
-        self._train_dir, self._files = train_dir, {}  # {run: path}
         self._used_bytes = sum(path.stat().st_size for path in event_files)
-        self._max_mib, self._say, self._check, self._told = max_mib, say, check, set()
+        self._files: dict[str, Path] = {}  # {run: path}
+        self._told: set[str] = set()
         self._offered: Counter[tuple[str, ...]] = Counter()
 
     def write_scalars(self, part: str, x: int, values: Mapping[str, float]) -> None:
@@ -97,27 +93,27 @@ class EventWriter:
             return
         tag = next(iter(filled.values())).value[0].tag
         num_bytes = sum(summary.ByteSize() + _OVERHEAD_BYTES for summary in filled.values())
-        limit = _SHARE[kind] * self._max_mib * 2**20
+        limit = _SHARE[kind] * self.max_mib * 2**20
         left = (limit - self._used_bytes - num_bytes) / limit
         number = self._offered[kind, tag]
         self._offered[kind, tag] += 1
         if left >= 0.25 or (left > 0 and number % 2 ** math.ceil(-math.log2(4 * left)) == 0):
             now = time.time()
             try:
-                self._check()
+                self.check()
                 for run, summary in filled.items():
                     self._append(run, Event(step=x, wall_time=now, summary=summary))
                 self._used_bytes += num_bytes
                 self._told.discard(part)
             except (OSError, RunError) as error:
                 if part not in self._told:
-                    self._say(f"warning     curves of {part} cannot be written: {reason(error)}")
+                    self.say(f"warning     curves of {part} cannot be written: {reason(error)}")
                 self._told.add(part)
         elif kind not in self._told:
             self._told.add(kind)
-            self._say(
+            self.say(
                 f"thinned     {kind} in TensorBoard from here on: --max_event_mib="
-                f"{self._max_mib:g} is nearly reached"
+                f"{self.max_mib:g} is nearly reached"
             )
 
     def _append(self, run: str, event: Event) -> None:
@@ -125,7 +121,7 @@ class EventWriter:
         # is gone, a new one is begun.
         path = self._files.pop(run, None)
         if path is None or not path.exists():
-            now, folder = int(time.time()), self._train_dir / run
+            now, folder = int(time.time()), self.train_dir / run
             folder.mkdir(parents=True, exist_ok=True)
             name = f"{now}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}.v2"
             path = folder / f"events.out.tfevents.{name}"

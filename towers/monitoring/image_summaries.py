@@ -8,6 +8,7 @@ Batches are read by a separate pipeline, which leaves the run's iterator and ran
 An error in making a picture is printed and does not stop the run.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,6 +31,7 @@ from towers.options.triggers import Timetable
 Batch = tuple[Any, tf.Tensor]
 
 
+@dataclasses.dataclass
 class Sampler:
     """Returns the batch that a run trains on at any step.
 
@@ -38,14 +40,12 @@ class Sampler:
     read at the first call, which must come before training.
     """
 
-    def __init__(self, split: Split, options: StepOptions):
-        """Prepare to read; nothing is read yet.
+    split: Split  # the examples
+    options: StepOptions
 
-        Args:
-            split: the examples.
-            options: of the run.
-        """
-        self._split, self.options, self._kept = split, options, None
+    def __post_init__(self) -> None:
+        """Prepare to read; nothing is read yet."""
+        self._kept: Batch | None = None
         number = tf.TensorSpec([], tf.int64)
         # Traced once: building a pipeline leaks memory in TensorFlow.
         self._read = tf.function(
@@ -63,17 +63,17 @@ class Sampler:
         """
         if self._kept is not None:
             return self._kept
-        if isinstance(self._split, BatchSplit):  # its order is computed outside of graphs
+        if isinstance(self.split, BatchSplit):  # its order is computed outside of graphs
             return next(iter(self._batches(step, examples)))
-        if isinstance(self._split, DatasetSplit):
-            self._kept = next(iter(self._batches(step, examples - examples % self._split.size)))
+        if isinstance(self.split, DatasetSplit):
+            self._kept = next(iter(self._batches(step, examples - examples % self.split.size)))
             return self._kept
         with tf.device("/cpu:0"):
             return self._read(step, examples)
 
     def _batches(self, step: Any, examples: Any) -> tf.data.Dataset:
         size, seed = self.options.batch_size, self.options.seed
-        return self._split.train_batches(size, seed=seed, step=step, examples=examples)
+        return self.split.train_batches(size, seed=seed, step=step, examples=examples)
 
 
 def seen_by_towers(
@@ -108,57 +108,44 @@ def seen_by_towers(
     return seen
 
 
+@dataclasses.dataclass
 class Gallery:
     """Shows towers' images, mistakes, and histograms, each once a step."""
 
-    def __init__(
-        self,
-        monitor: Monitor,
-        timetable: Timetable,
-        sampler: Sampler,
-        draw_histograms: Callable[[Batch], Summary],
-        builder: TowerBuilder,
-        model: keras.Model,
-        data: Data,
-    ):
-        """Show the first pictures, before training: some data sets allow one reader at a time.
+    monitor: Monitor  # writes the pictures
+    timetable: Timetable
+    sampler: Sampler  # of batches for pictures
+    draw_histograms: Callable[[Batch], Summary]  # returns the histograms of a batch
+    builder: TowerBuilder
+    model: keras.Model
+    data: Data  # names the classes
 
-        Args:
-            monitor: writes the pictures.
-            timetable: of the run.
-            sampler: of batches for pictures.
-            draw_histograms: returns the histograms of a batch.
-            builder: of the towers.
-            model: of the run.
-            data: names the classes.
-        """
-        self._monitor, self._timetable = monitor, timetable
-        self._sampler, self._draw_histograms = sampler, draw_histograms
-        self._builder, self._model, self._data = builder, model, data
+    def __post_init__(self) -> None:
+        """Show the first pictures, before training: some data sets allow one reader at a time."""
         self._shown: set[tuple[str, int]] = set()
-        self.show_training(timetable.first_step)
-        if timetable.options.histogram_every_epochs:
-            self.show_histograms(timetable.first_step)
+        self.show_training(self.timetable.first_step)
+        if self.timetable.options.histogram_every_epochs:
+            self.show_histograms(self.timetable.first_step)
 
     def show_training(self, step: int) -> None:
         """Show the batch after `step` updates as the towers see it, and the first filters."""
 
         def make() -> list[Summary]:
-            filters, options = pictures.filter_images(self._model), self._sampler.options
-            if self._data.image_shape is None:
+            filters, options = pictures.filter_images(self.model), self.sampler.options
+            if self.data.image_shape is None:
                 return filters
-            names = self._data.class_names or [""]  # no labels without classes
+            names = self.data.class_names or [""]  # no labels without classes
             (images, *targets), draws = self._batch(step)
-            labels = targets[0] if self._data.class_names else tf.zeros(len(images), tf.int32)
+            labels = targets[0] if self.data.class_names else tf.zeros(len(images), tf.int32)
             batch = images, labels, draws
-            seen = seen_by_towers(self._builder, options, batch, pictures.NUM_IMAGES)
+            seen = seen_by_towers(self.builder, options, batch, pictures.NUM_IMAGES)
             return pictures.tower_images(seen, names, options.augment != "off") + filters
 
         self._show("pictures", step, make)
 
     def show_histograms(self, step: int) -> None:
         """Show histograms of weights, gradients and activations after `step` updates."""
-        self._show("histograms", step, lambda: [self._draw_histograms(self._batch(step))])
+        self._show("histograms", step, lambda: [self.draw_histograms(self._batch(step))])
 
     def show_evaluation(self, step: int, predictions: pictures.Predictions) -> None:
         """Show an evaluation's mistakes and confusion matrix.
@@ -167,11 +154,11 @@ class Gallery:
             step: number of updates before it.
             predictions: the true and predicted classes.
         """
-        names = self._data.class_names
+        names = self.data.class_names
         self._show("mistakes", step, lambda: pictures.evaluation_images(predictions, names), "eval")
 
     def _batch(self, step: int) -> Batch:
-        return self._sampler.batch(step, self._timetable.examples(step))
+        return self.sampler.batch(step, self.timetable.examples(step))
 
     def _show(
         self, name: str, step: int, make: Callable[[], Iterable[Summary]], part: str = "train"
@@ -179,10 +166,10 @@ class Gallery:
         if (name, step) in self._shown:
             return
         self._shown.add((name, step))
-        with self._monitor.pause():
+        with self.monitor.pause():
             try:
                 summaries = make()
             except Exception as error:  # the user's own code may raise anything
-                self._monitor.say(f"no {name} {type(error).__name__}: {first_line(error)}")
+                self.monitor.say(f"no {name} {type(error).__name__}: {first_line(error)}")
             else:
-                self._monitor.show(step, summaries, part)
+                self.monitor.show(step, summaries, part)

@@ -4,6 +4,7 @@ The x of a training point is the number of updates before it was measured: the l
 batch is at step 0, as in the tutorial. With --tensorboard_x=examples it is the number of examples.
 """
 
+import dataclasses
 import datetime
 import math
 import os
@@ -32,51 +33,42 @@ _CALLS = 100  # calls of the train loop whose times are kept before they are sum
 _SLOW_FACTOR = 1.25  # times the usual seconds: a tower that the others wait for
 
 
+@dataclasses.dataclass
 class Monitor:
     """Writes the points of a run to event files and the terminal, and measures its speed."""
 
-    def __init__(
-        self,
-        train_dir: Path,
-        timetable: Timetable,
-        devices: Sequence[str],
-        *,
-        health: Callable[[], Mapping[str, float]] = dict,
-        check: Callable[[], None] = lambda: None,
-        out: TextIO | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        """Drop points from the step at which the run continues; they are written again.
+    train_dir: Path  # of the run; event files are in train, train/tower_N and eval
+    timetable: Timetable  # when the run logs and ends
+    devices: Sequence[str]  # of each tower
+    health: Callable[[], Mapping[str, float]] = dict  # {tag: value} of GPUs since its last call
+    check: Callable[[], None] = lambda: None  # see `EventWriter`
+    out: TextIO | None = None  # stream for lines; None: standard output
+    clock: Callable[[], float] = time.perf_counter  # returns seconds
 
-        Args:
-            train_dir: folder of the run; event files are in train, train/tower_N and eval.
-            timetable: when the run logs and ends.
-            devices: device of each tower.
-            health: returns {tag: value} of the GPUs since its last call.
-            check: see `EventWriter`.
-            out: stream for lines; None: standard output.
-            clock: returns seconds.
-        """
-        self._timetable, self._devices, self._health = timetable, list(devices), health
-        self._out, self._clock, self._speed = out or sys.stdout, clock, Speed(clock)
+    last_loss: float | None = None  # at the last point of any process
+    shows_remaining: bool = True  # with evaluations; not where the run ends early
+
+    def __post_init__(self) -> None:
+        """Drop points from the step at which the run continues; they are written again."""
+        timetable, self.out = self.timetable, self.out or sys.stdout
+        self._speed = Speed(self.clock)
         self.pause = self._speed.pause
-        of_train, of_eval = (train_dir / part for part in STAGES)
+        of_train, of_eval = (self.train_dir / part for part in STAGES)
         self._evaluated = _cut(of_train, of_eval, timetable)
         before = events.read(of_train, {"loss/data", RATE}).values()
-        self.last_loss: float | None = None  # at the last point of any process
-        self.shows_remaining = True  # with evaluations; not where the run ends early
         self._rates: list[float] = []
         for point in before:  # of the run before it was continued
             self.last_loss = point.get("loss/data", self.last_loss)
             if RATE in point and timetable.first_step == timetable.last_step:
                 self._rates.append(point[RATE])  # this process makes no steps
-        self._writer = EventWriter(train_dir, timetable.options.max_event_mib, self.say, check)
+        max_mib = timetable.options.max_event_mib
+        self._writer = EventWriter(self.train_dir, max_mib, self.say, self.check)
         self._bar = tqdm(
             total=timetable.last_step,
             initial=timetable.first_step,
             unit="step",
             # In a notebook use the stream of the lines: with two the bar would be drawn again.
-            file=self._out if in_notebook() else sys.stderr,
+            file=self.out if in_notebook() else sys.stderr,
             mininterval=1.0 if in_notebook() else 0.1,
             disable=not (sys.stderr.isatty() or in_notebook()),
         )
@@ -86,8 +78,8 @@ class Monitor:
 
     def say(self, line: str = "") -> None:
         """Print a line, above the progress bar."""
-        tqdm.write(printable(line), file=self._out)
-        self._out.flush()
+        tqdm.write(printable(line), file=self.out)
+        self.out.flush()
 
     def progress(self, step: int, values: Mapping[str, tf.Tensor]) -> None:
         """Move the progress bar, and keep the train loop's seconds for the next point.
@@ -111,7 +103,7 @@ class Monitor:
                 measured step.
             metrics: the train loop's, as numbers and lists, and "skipped".
         """
-        self.last_loss, examples = metrics["loss"], self._timetable.examples(step)
+        self.last_loss, examples = metrics["loss"], self.timetable.examples(step)
         speed = self._speed.at(step, examples)
         phases, own_seconds, rate = {}, [], ""
         if speed:
@@ -129,7 +121,7 @@ class Monitor:
             "gradient_norm": metrics["tower_gradient_norm"],
             "step_seconds": own_seconds,
         }
-        plots = self._timetable.plots(step) or step != self._timetable.first_step + 1
+        plots = self.timetable.plots(step) or step != self.timetable.first_step + 1
         scalars = {
             "loss/data": metrics["loss"],
             "loss/regularisation": metrics["penalty"],
@@ -137,26 +129,26 @@ class Monitor:
             "learning_rate": metrics["learning_rate"],
             "gradient_norm": metrics["gradient_norm"],
             "progress/examples": examples,
-            "progress/epoch": self._timetable.epochs(step),
+            "progress/epoch": self.timetable.epochs(step),
             **{name: value for name, value in metrics.items() if name.startswith("batch/")},
-            **by_tower(self._devices, of_towers, metrics["tower_examples"]),
+            **by_tower(self.devices, of_towers, metrics["tower_examples"]),
             **speed,
             **phases,
-            **self._health(),
+            **self.health(),
         }
         if metrics.get("skipped") is not None:
             scalars["skipped_steps"] = metrics["skipped"]
         if plots:
-            self._writer.write_scalars("train", self._timetable.x(step - 1), scalars)
-        self._warm = self._warm or (self._clock(), step)
+            self._writer.write_scalars("train", self.timetable.x(step - 1), scalars)
+        self._warm = self._warm or (self.clock(), step)
         self.say(
-            f"{_now()}: step {step - 1} of {self._timetable.last_step}, examples {examples}, "
+            f"{_now()}: step {step - 1} of {self.timetable.last_step}, examples {examples}, "
             f"loss = {figure(metrics['loss'])}, "
             f"learning rate {figure(metrics['learning_rate'], 5)} ({rate}ETA {self._eta(step)})"
         )
         if own_seconds:
             self._own_seconds = [*self._own_seconds[-2:], own_seconds]
-            if line := straggler(self._own_seconds, self._devices):
+            if line := straggler(self._own_seconds, self.devices):
                 self.say(line)
 
     def eval_point(
@@ -171,8 +163,8 @@ class Monitor:
         """
         if not self.evaluated(step):
             of_part = {f"{part}/{n}": value for n, value in scalars.items() if value is not None}
-            self._writer.write_scalars("eval", self._timetable.x(step), of_part)
-        self._evaluated.add(self._timetable.x(step))
+            self._writer.write_scalars("eval", self.timetable.x(step), of_part)
+        self._evaluated.add(self.timetable.x(step))
         self.say_figures(part, step, scalars)
 
     def say_figures(self, part: str, step: int, figures: Mapping[str, float | None]) -> None:
@@ -187,13 +179,13 @@ class Monitor:
         shown = ", ".join(f"{name} {figure(value)}" for name, value in known)
         remaining = f" (ETA {self._eta(step)})" if self.shows_remaining else ""
         self.say(
-            f"{_now()}: after {step} of {self._timetable.last_step} steps, epoch "
-            f"{self._timetable.epochs(step):.2f}, {part}: {shown}{remaining}"
+            f"{_now()}: after {step} of {self.timetable.last_step} steps, epoch "
+            f"{self.timetable.epochs(step):.2f}, {part}: {shown}{remaining}"
         )
 
     def evaluated(self, step: int) -> bool:
         """Return whether the curves have an evaluation after `step` updates."""
-        return self._timetable.x(step) in self._evaluated
+        return self.timetable.x(step) in self._evaluated
 
     def show(self, step: int, summaries: Iterable[Summary], part: str) -> None:
         """Write pictures or histograms.
@@ -203,9 +195,9 @@ class Monitor:
             summaries: pictures or histograms.
             part: "train" or "eval".
         """
-        last = step == self._timetable.last_step
+        last = step == self.timetable.last_step
         for summary in summaries:
-            self._writer.write_summary(part, self._timetable.x(step), summary, last=last)
+            self._writer.write_summary(part, self.timetable.x(step), summary, last=last)
 
     def examples_per_second(self) -> float | None:
         """Return the median speed over points, without the first unless it is the only one."""
@@ -218,11 +210,11 @@ class Monitor:
 
     def _eta(self, step: int) -> str:
         """Return the remaining time, "0:12:30", at the speed since the first point."""
-        remaining = self._timetable.last_step - step
+        remaining = self.timetable.last_step - step
         start, first = self._warm or (0.0, step)
         if remaining and step == first:
             return "?"
-        seconds = (self._clock() - start) / max(step - first, 1) * remaining
+        seconds = (self.clock() - start) / max(step - first, 1) * remaining
         return str(datetime.timedelta(seconds=round(seconds)))
 
 

@@ -6,6 +6,7 @@ stop the run.
 """
 
 import contextlib
+import dataclasses
 import signal
 import threading
 from collections.abc import Callable
@@ -18,28 +19,22 @@ from towers.formatting import first_line
 NUM_STEPS = 10  # in a profile that a signal asks for
 
 
+@dataclasses.dataclass
 class Profiler:
     """Starts and stops profiles between calls of a train loop."""
 
-    def __init__(
-        self,
-        train_dir: Path,
-        steps: tuple[int, int] | None,
-        *,
-        last_step: int,
-        say: Callable[[str], None],
-    ):
-        """Plan a profile; start nothing.
+    train_dir: Path  # folder of the run
+    plan: tuple[int, int] | None  # first and last step of a profile that is still to be made
+    last_step: int  # of the run
+    say: Callable[[str], None]  # prints a line
 
-        Args:
-            train_dir: folder of the run.
-            steps: the profile's first and last step; None: no profile is planned.
-            last_step: of the run.
-            say: prints a line.
-        """
-        self._folder, self._last_step = train_dir / "train", last_step
-        self._say = lambda line: say(f"profile     {line}")
-        self._plan, self._running, self._asked, self._step = steps, None, False, 0
+    def __post_init__(self) -> None:
+        """Start nothing."""
+        self._folder = self.train_dir / "train"
+        self._running, self._asked, self._step = None, False, 0
+
+    def _say(self, line: str) -> None:
+        self.say(f"profile     {line}")
 
     def __enter__(self) -> "Profiler":
         """Handle SIGUSR2, if this is the main thread."""
@@ -54,13 +49,13 @@ class Profiler:
         self.stop()
         if self._before is not None:
             signal.signal(signal.SIGUSR2, self._before)
-        if self._plan:
-            first, last = self._plan
+        if self.plan:
+            first, last = self.plan
             self._say(f"--profile_steps={first}:{last}: none of these steps was made")
 
     def due(self, step: int) -> bool:
         """Return whether a call of the train loop must end after `step` steps."""
-        return step in (self._running or ()) or step in (self._plan or ())
+        return step in (self._running or ()) or step in (self.plan or ())
 
     def begin(self, step: int) -> None:
         """Start a profile if one is due after `step` steps; call it just before the next call.
@@ -70,13 +65,13 @@ class Profiler:
         self._step = step
         if self._running:
             return
-        if self._plan and self._plan[0] <= step < self._plan[1]:
-            (_, last), self._plan = self._plan, None
+        if self.plan and self.plan[0] <= step < self.plan[1]:
+            (_, last), self.plan = self.plan, None
         elif self._asked:
             self._asked, last = False, step + NUM_STEPS
         else:
             return
-        last = min(last, self._last_step)
+        last = min(last, self.last_step)
         try:
             tf.test.experimental.sync_devices()  # else it shows kernels of the step before
             tf.profiler.experimental.start(str(self._folder))

@@ -37,29 +37,20 @@ class _Waiting:
     of_input: Callable[[], bool]  # whether it waits for the data set
 
 
+@dataclasses.dataclass
 class PreemptionHandler(signals.StopRequest):
     """The stop request of a run, which is also answered while the main thread is blocked."""
 
-    consistent = True  # whether the master variables are the state after a step
+    checkpoints: CheckpointManager
+    say: Callable[[str], None]  # prints a line
+    stall_seconds: float = 0.0  # without progress, which count as a stall; 0: never
+    on_stall: str = "wait"  # "stop" ends the process then; "wait" only reports it
+
+    consistent: bool = True  # whether the master variables are the state after a step
     backup: State | None = None  # on this machine, if a lost machine could take the state with it
 
-    def __init__(
-        self,
-        checkpoints: CheckpointManager,
-        say: Callable[[str], None],
-        stall_seconds: float = 0.0,
-        on_stall: str = "wait",
-    ):
-        """Set what is needed to save and to report.
-
-        Args:
-            checkpoints: of the run.
-            say: prints a line.
-            stall_seconds: seconds without progress that count as a stall; 0: never.
-            on_stall: "stop" ends the process then; "wait" only reports it.
-        """
-        self._checkpoints, self._say = checkpoints, say
-        self._stall_seconds, self._on_stall = stall_seconds, on_stall
+    def __post_init__(self) -> None:
+        """Wait for nothing yet."""
         self._train_loop: TrainLoop | None = None
         self._waiting: _Waiting | None = None
         self._seen: set[str] = set()
@@ -76,7 +67,7 @@ class PreemptionHandler(signals.StopRequest):
         """Return whether SIGUSR1 has requested a checkpoint since the last call."""
         wanted, self.listener.save_asked = self.listener.save_asked, False
         if wanted:
-            self._say(f"saving      step {step}, asked for by SIGUSR1")
+            self.say(f"saving      step {step}, asked for by SIGUSR1")
         return wanted
 
     def most_steps(self) -> int:
@@ -113,7 +104,7 @@ class PreemptionHandler(signals.StopRequest):
             requested, received = train_loop.position()
             if requested == received:
                 return None
-            snapshot = self._checkpoints.snapshot()
+            snapshot = self.checkpoints.snapshot()
             same = train_loop.position() == (requested, received)
             return (int(snapshot["step"]), snapshot) if same else None
 
@@ -131,7 +122,7 @@ class PreemptionHandler(signals.StopRequest):
     @contextlib.contextmanager
     def evaluation(self, step: int) -> Iterator[None]:
         """Watch an evaluation after `step` steps, in which weights may be those of the averages."""
-        snapshot = self._checkpoints.snapshot()
+        snapshot = self.checkpoints.snapshot()
         self._back_up(step, snapshot)
         with self._watching(EVALUATION, step, lambda: (step, snapshot), _reads_input):
             yield
@@ -141,19 +132,19 @@ class PreemptionHandler(signals.StopRequest):
         cluster = remote.current_cluster()
         if cluster is None:
             return
-        if cluster.returned or not self._checkpoints.is_remote:
-            self.backup = step, snapshot or self._checkpoints.snapshot()
+        if cluster.returned or not self.checkpoints.is_remote:
+            self.backup = step, snapshot or self.checkpoints.snapshot()
         if cluster.returned:
             raise DevicesChanged
 
     def save_backup(self) -> int | None:
         """Write `backup` as a checkpoint; return its step, or None without one."""
-        self._checkpoints.close()
+        self.checkpoints.close()
         if self.backup is None:
             return None
         step, snapshot = self.backup
-        if not self._checkpoints.has(step):
-            self._checkpoints.save_now(step, snapshot)
+        if not self.checkpoints.has(step):
+            self.checkpoints.save_now(step, snapshot)
         return step
 
     @contextlib.contextmanager
@@ -189,7 +180,7 @@ class PreemptionHandler(signals.StopRequest):
             state = waiting.state()
             if state and state is not NOTHING and self.wants_save(state[0]):
                 self._save(*state)
-        if self._stall_seconds:
+        if self.stall_seconds:
             self._check_for_stall(waiting)
 
     def _check_for_stall(self, waiting: _Waiting) -> None:
@@ -197,31 +188,31 @@ class PreemptionHandler(signals.StopRequest):
         now = time.monotonic()
         if progress != self._progress:
             if self._reported:
-                self._say(f"goes on     after {now - self._since:.0f} s without {waiting.what}")
+                self.say(f"goes on     after {now - self._since:.0f} s without {waiting.what}")
             self._progress, self._since, self._reported = progress, now, False
             return
         of_input = waiting.of_input()
         if waiting.first and not of_input:  # it may be compiling
             self._since = now
-        if self._reported or now - self._since < self._stall_seconds:
+        if self._reported or now - self._since < self.stall_seconds:
             return
         self._reported = True
         where = "the disk" if waiting.what == SAVE else "the devices"
         where = "input: the data set gives no batch" if of_input else where
-        self._say(
+        self.say(
             f"stalled     {now - self._since:.0f} s without progress in {waiting.what} after step "
             f"{waiting.step}: it waits for {where}"
         )
         faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
-        if self._on_stall == "stop":
+        if self.on_stall == "stop":
             self._save_and_leave(waiting, EXIT_STALLED, "stopped by --on_stall=stop", always=True)
 
     def _save(self, step: int, snapshot: Snapshot) -> None:
         try:
             check_snapshot(snapshot)
-            self._checkpoints.save_now(step, snapshot)
+            self.checkpoints.save_now(step, snapshot)
         except RunError as error:
-            self._say(f"not saved   {error}")
+            self.say(f"not saved   {error}")
 
     def _save_and_leave(self, waiting: _Waiting, code: int, why: str, always: bool = False) -> None:
         """Save the state of a finished step, and end the process with `code`.
@@ -233,7 +224,7 @@ class PreemptionHandler(signals.StopRequest):
         if not self.listener.owner:
             if state and state is not NOTHING and state[0] != self._left_at:
                 self._left_at = state[0]
-                self._say(f"saving      step {state[0]}: {why}, when what it waits for comes")
+                self.say(f"saving      step {state[0]}: {why}, when what it waits for comes")
                 self._save(*state)
             return
         if not state and not always:
@@ -247,7 +238,7 @@ class PreemptionHandler(signals.StopRequest):
             line = f"{why}: step {step} is saved; the same command continues the run"
             try:
                 check_snapshot(snapshot)
-                self._checkpoints.save_now(step, snapshot)
+                self.checkpoints.save_now(step, snapshot)
             except RunError as error:
                 code, line = 1, f"{why}: {error}"
         self.listener.leave(code, line)

@@ -9,6 +9,7 @@ on, EarlyStopping and ModelCheckpoint know what was best, and CSVLogger adds to 
 """
 
 import csv
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -159,35 +160,28 @@ class _EpochMeans:
         return {name: value / self.num_steps for name, value in self.sums.items()}
 
 
+@dataclasses.dataclass
 class Callbacks:
     """Calls the hooks of a run's Keras callbacks. False if there are none."""
 
-    def __init__(
-        self,
-        callbacks: Sequence[_K.Callback],
-        run: RunContext,
-        timetable: Timetable,
-        evaluated: str | None = None,
-    ):
-        """Set the model and the parameters of the callbacks.
+    callbacks: Sequence[_K.Callback]  # as `prepare` leaves them
+    run: RunContext  # whose model they see
+    timetable: Timetable
+    evaluated: str | None  # sha256 of the examples that are evaluated, if it is known
 
-        Args:
-            callbacks: as `prepare` leaves them.
-            run: whose model they see.
-            timetable: of the run.
-            evaluated: sha256 of the examples that are evaluated, if it is known.
-        """
-        self._train_state, self._task, self._timetable = run.train_state, run.task, timetable
-        self._model, self._training = run.train_state.model, False
-        self._new_means = functools.partial(_EpochMeans, timetable.train_size, evaluated)
+    def __post_init__(self) -> None:
+        """Set the model and the parameters of the callbacks."""
+        timetable, self._train_state = self.timetable, self.run.train_state
+        self._model, self._training = self._train_state.model, False
+        self._new_means = functools.partial(_EpochMeans, timetable.train_size, self.evaluated)
         self._means, self._in_epoch = self._new_means(), False
         self._last_logs: dict[str, float] = {}  # of an epoch
         self._before: np.ndarray | None = None  # the state before an on_epoch_end that is called
         self._list = None
-        if not callbacks:
+        if not self.callbacks:
             return
         self._list = _K.CallbackList(
-            list(callbacks),
+            list(self.callbacks),
             model=self._model,
             epochs=self._epoch(timetable.last_step - 1) + 1,
             steps=math.ceil(timetable.train_size / timetable.batch_size),
@@ -334,15 +328,15 @@ class Callbacks:
         return evaluated if self else evaluate
 
     def _ends_epoch(self, step: int) -> bool:
-        return self._epoch(step) > self._epoch(step - 1) or step == self._timetable.last_step
+        return self._epoch(step) > self._epoch(step - 1) or step == self.timetable.last_step
 
     def _epoch(self, step: int) -> int:
-        return self._timetable.examples(step) // self._timetable.train_size
+        return self.timetable.examples(step) // self.timetable.train_size
 
     def _batch_index(self, step: int) -> int:
         """Return how many steps of the current epoch precede step `step` of the run."""
-        size, batch_size = self._timetable.train_size, self._timetable.batch_size
-        return self._timetable.examples(step) % size // batch_size
+        size, batch_size = self.timetable.train_size, self.timetable.batch_size
+        return self.timetable.examples(step) % size // batch_size
 
     def _call(self, hook: str, *args: Any) -> None:
         """Call a hook of all callbacks; copy the weights it assigns to all towers."""
@@ -359,7 +353,7 @@ class Callbacks:
             if lent:
                 del model["optimizer"]
         self._train_state.set_copies()
-        if self._task.rate_is_set and after != before:
+        if self.run.task.rate_is_set and after != before:
             raise RunError(_sets_rate(hook))
 
     def _changes_weights(self, hook: str, *args: Any) -> bool:
