@@ -25,20 +25,13 @@ from towers.options.triggers import Timetable
 from towers.training.run import compile_from_flags, model
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step import compiled
-from towers.training.step.optimizers import check_own, limit_of, make_optimizer
+from towers.training.step.optimizers import check_own
 from towers.training.step.output_activation import check_rows
 from towers.training.step.output_checks import shape_of
 from towers.training.step.schedules import schedule
 from towers.training.step.task import Classifier, Task
 from towers.training.step.train_loop import make_train_loop
-from towers.training.step.train_state import (
-    VARIABLES,
-    TrainState,
-    copies_on,
-    default_device,
-    move_all,
-    place,
-)
+from towers.training.step.train_state import VARIABLES, TrainState, default_device
 
 DEFAULT_EPOCHS = 10.0
 
@@ -279,9 +272,8 @@ def assemble(
         if network.compiled:
             task = compiled.Compiled(builder, network, of_step, dataset)
         else:
-            train_state = _make_train_state(network, device_names, of_step, loss_scaling)
             reports = bool(options.callbacks)  # which may ask for a batch's accuracy
-            task = Classifier(builder, train_state, of_step, dataset, batch_accuracy=reports)
+            task = Classifier(builder, network, of_step, dataset, loss_scaling, reports)
         task.objective()  # raises InputError for a metric that does not exist
     _check_validation(options, dataset)
     _check_batch(options, dataset)
@@ -387,26 +379,3 @@ def _check_validation(options: Options, dataset: Data) -> None:
             raise InputError(
                 f"--{name} needs evaluations on the way: type --evaluate_every_epochs=1"
             )
-
-
-def _make_train_state(
-    network: keras.Model, device_names: Sequence[str], options: StepOptions, loss_scaling: bool
-) -> TrainState:
-    weights = network.trainable_variables
-    device = default_device(options.variables, device_names)
-    move_all(network.non_trainable_variables, device)
-    place(weights, options.variables, device_names)
-    with tf.device(device):
-        optimizer = make_optimizer(weights, options)  # after placing: it refers to the variables
-    copies = []
-    if options.variables == "replicated":
-        copies = copies_on(device_names[1:], weights, lambda copy: make_optimizer(copy, options))
-    return TrainState(
-        network,
-        optimizer,
-        ema=options.ema_decay > 0,
-        loss_scaling=loss_scaling,
-        device=device,
-        copies=copies,
-        limit=limit_of(options),
-    )

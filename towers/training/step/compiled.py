@@ -30,21 +30,11 @@ from towers.training.parallelize import builder_of, method_of, on_towers, passes
 from towers.training.run.model import floatx_of, overrides
 from towers.training.step import fused_update, loss_checks
 from towers.training.step.optimizer_step import UpdateRules
-from towers.training.step.optimizers import describe_flags, describe_scale, is_own, limit_of
+from towers.training.step.optimizers import describe_flags, describe_scale, is_own
 from towers.training.step.output_activation import final_activation, mirrored
 from towers.training.step.skip_nonfinite import NonFiniteGuard
 from towers.training.step.task import Task
-from towers.training.step.train_state import (
-    VARIABLES,
-    TrainState,
-    copies_on,
-    default_device,
-    dynamic_scale,
-    move_all,
-    optimizers_of,
-    place,
-    snapshot,
-)
+from towers.training.step.train_state import VARIABLES, dynamic_scale, optimizers_of, snapshot
 
 
 class Compiled(Task):
@@ -55,7 +45,7 @@ class Compiled(Task):
     _analysis: FunctionAnalysis | None = None
 
     def __init__(self, builder: TowerBuilder, model: keras.Model, options: StepOptions, data: Data):
-        """Place the weights, and create all variables that a step needs.
+        """Create all variables that a step needs.
 
         Args:
             builder: of the towers.
@@ -67,10 +57,6 @@ class Compiled(Task):
             InputError: an option is not possible with this model.
         """
         super().__init__(builder, model, options, data)
-        device = default_device(options.variables, builder.devices)
-        parts = *model.metrics, *optimizers_of(model)
-        move_all([*model.non_trainable_variables, *(v for p in parts for v in p.variables)], device)
-        place(model.trainable_variables, options.variables, builder.devices)
         put_on(model, builder)
         self.recorder = loss_checks.LossRecorder(model)
         self._log_names, self._figures = self._trace_once()
@@ -79,17 +65,7 @@ class Compiled(Task):
         # Else the model's own step runs on the joined outputs of towers.
         self.by_example = self.recorder.of_examples and not scaled
         self._check_by_example("a loss or a step that is not of each example alone")
-        copies = []
-        if options.variables == "replicated":
-            copies = copies_on(builder.devices[1:], model.trainable_variables, self._like_optimizer)
-        self.train_state = TrainState(
-            model,
-            *optimizers,
-            ema=options.ema_decay > 0,
-            device=device,
-            copies=copies,
-            limit=limit_of(options),
-        )
+        self.train_state = self._make_train_state(*optimizers, like=self._like_optimizer)
 
     def _check_by_example(self, reason: str) -> None:
         """Raise InputError for flags that need a loss for each example, if there is none."""

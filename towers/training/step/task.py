@@ -40,9 +40,24 @@ from towers.training.parallelize import traced
 from towers.training.run.model import floatx_of
 from towers.training.step.evaluation import AVERAGED, Evaluation, MetricState, PredictionCollector
 from towers.training.step.optimizer_step import UpdateRules, make_update, scaled
-from towers.training.step.optimizers import describe_flags, is_own, rules_of
+from towers.training.step.optimizers import (
+    describe_flags,
+    is_own,
+    limit_of,
+    make_optimizer,
+    rules_of,
+)
 from towers.training.step.output_activation import cross_entropy, logits_of
-from towers.training.step.train_state import VARIABLES, TrainState, WeightCopy, snapshot
+from towers.training.step.train_state import (
+    VARIABLES,
+    TrainState,
+    WeightCopy,
+    copies_on,
+    move_all,
+    optimizers_of,
+    place,
+    snapshot,
+)
 
 Stop = Callable[[], bool]
 _BATCHES_BEHIND = 2
@@ -62,7 +77,7 @@ class Task(abc.ABC):
     names_averages = False  # whether an evaluation has None for averages if there are none
 
     def __init__(self, builder: TowerBuilder, model: keras.Model, options: StepOptions, data: Data):
-        """Set the parts of the run.
+        """Set the parts of the run, and place the model's variables.
 
         Args:
             builder: of the towers.
@@ -71,6 +86,27 @@ class Task(abc.ABC):
             data: of the run.
         """
         self.builder, self.model, self.options, self.data = builder, model, options, data
+        parts = [*model.metrics, *optimizers_of(model)] if model.compiled else []
+        others = [*model.non_trainable_variables, *(v for part in parts for v in part.variables)]
+        move_all(others, builder.gather_device)
+        place(model.trainable_variables, options.variables, builder.devices)
+
+    def _make_train_state(
+        self, *optimizers: keras.optimizers.Optimizer, like: Callable, loss_scaling: bool = False
+    ) -> TrainState:
+        """Return the state of training; `like(weights)` makes the optimizer of other copies."""
+        copies, names = [], self.builder.devices
+        if self.options.variables == "replicated":
+            copies = copies_on(names[1:], self.model.trainable_variables, like)
+        return TrainState(
+            self.model,
+            *optimizers,
+            ema=self.options.ema_decay > 0,
+            loss_scaling=loss_scaling,
+            device=self.builder.gather_device,
+            copies=copies,
+            limit=limit_of(self.options),
+        )
 
     def make_train_step(self, learning_rate: Callable) -> Callable:
         """Return `train_step(example, draws, measured=None)`: one update, to be compiled.
@@ -431,25 +467,29 @@ class Classifier(Task):
     def __init__(
         self,
         builder: TowerBuilder,
-        train_state: TrainState,
+        model: keras.Model,
         options: StepOptions,
         data: Data,
+        loss_scaling: bool = False,
         batch_accuracy: bool = False,
     ):
-        """Set the parts of the run.
+        """Create all variables that a step needs.
 
         Args:
             builder: of the towers.
-            train_state: the variables that a step changes.
+            model: returns logits.
             options: of the run.
             data: of the run.
+            loss_scaling: whether the loss is scaled.
             batch_accuracy: whether a step returns the accuracy of its batch.
         """
-        super().__init__(builder, train_state.model, options, data)
-        self.train_state, self._batch_accuracy = train_state, batch_accuracy
+        super().__init__(builder, model, options, data)
+        self._batch_accuracy, names = batch_accuracy, ("accuracy", "loss")
+        make = functools.partial(make_optimizer, options=options)
         with tf.device(builder.gather_device):  # sums of a million examples need float64
-            names = "accuracy", "loss"
+            optimizer = make(model.trainable_variables)
             self._means = {name: keras.metrics.Mean(name, dtype="float64") for name in names}
+        self.train_state = self._make_train_state(optimizer, like=make, loss_scaling=loss_scaling)
 
     @property
     def step_names(self) -> Sequence[str]:
