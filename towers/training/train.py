@@ -97,17 +97,15 @@ def train(
         task = recorded.get("task", {})
         try:
             with user_facing_errors(options):
-                checkpoints, restored = restore(run, folder)
+                checkpoints, restored = restore(run)
         except InputError:
             manifest.check_data(run, task, trains=True, number=True)  # why shapes are others
-            manifest.check_image_shape(run, task)
             raise
         if restored is not None:
             manifest.check_data(run, task, trains=True)
-            manifest.check_image_shape(run, task)
-        if restored is not None and options.init_from:
-            say(f"init_from   the run has its own weights: {options.init_from} is not read")
-        if result := _finished(run, folder):
+            if options.init_from:
+                say(f"init_from   the run has its own weights: {options.init_from} is not read")
+        if result := _finished(run):
             now = {"code": manifest.code(run.options), "data": manifest.data_record(run)}
             trained = (recorded.get("sessions") or [{}])[-1]
             for line in manifest.differences(now, trained, "when it was trained"):
@@ -116,16 +114,16 @@ def train(
                 say(line)
             return result
         if restored is not None:
-            _check_not_beyond(run, folder)
+            _check_not_beyond(run)
         recovery = remote.Recovery(options, say)
         with contextlib.closing(GpuHealth()) as health:
             while True:
-                run = nonfinite.lower_learning_rate(run, folder, restored)
+                run = nonfinite.lower_learning_rate(run, restored)
                 stalls = options.stall_seconds, options.on_stall
                 preemption = PreemptionHandler(checkpoints, say, *stalls)
                 try:
                     with user_facing_errors(options), recovery.reraise_device_loss():
-                        prepared = begin(run, folder, lock, checkpoints, restored, preemption, say)
+                        prepared = begin(run, lock, checkpoints, restored, preemption, say)
                     of_step = prepared.steps_done, prepared.largest_batch
                     with user_facing_errors(options, *of_step), recovery.reraise_device_loss():
                         return _train(prepared, preemption, health, out, start, callbacks)
@@ -137,7 +135,7 @@ def train(
                         return None
                 again = dataclasses.replace(run.options, overwrite=False, **run.left_open)
                 run = build(again, say)
-                checkpoints, restored = restore(run, folder)
+                checkpoints, restored = restore(run)
 
 
 def _train(
@@ -149,13 +147,13 @@ def _train(
     user_callbacks: Sequence[keras.callbacks.Callback],
 ) -> dict[str, Any] | None:
     """Run the training loop and write result.json; return as `train` does."""
-    run, folder, timetable = prepared.run, prepared.folder, prepared.timetable
+    run, folder, timetable = prepared.run, prepared.run.folder, prepared.timetable
     options, task, checkpoints = run.options, run.task, prepared.checkpoints
     step, last = timetable.first_step, timetable.last_step
     session = _last_session(folder)
     evaluated = "validation" if run.data.validation else "test"
     sha256 = session.get("data", {}).get(evaluated, {}).get("sha256")
-    best = _best_of(run, folder, sha256)
+    best = _best_of(run, sha256)
     kept = best.outdated[0] if best.outdated else best.step
     checkpoints.best = kept if options.keep_best else None
     with contextlib.ExitStack() as stack:
@@ -176,7 +174,7 @@ def _train(
         gallery = Gallery(monitor, timetable, prepared.sampler, draw, run.builder, model, run.data)
         callbacks = Callbacks(user_callbacks, run, timetable, sha256)
         evaluator = Evaluator(prepared, monitor, gallery, best, preemption, callbacks)
-        finite_check = nonfinite.NonFiniteMonitor(run, folder, timetable, monitor.say)
+        finite_check = nonfinite.NonFiniteMonitor(run, timetable, monitor.say)
         saved, seconds_to_first_step, changed, values = step, None, False, {}
         saved_at = time.monotonic()
         stack.enter_context(_saved_if_it_fails(prepared, preemption))
@@ -349,20 +347,20 @@ def _saved_if_it_fails(prepared: PreparedRun, preemption: PreemptionHandler) -> 
         raise
 
 
-def _finished(run: RunContext, folder: Path) -> dict[str, Any] | None:
+def _finished(run: RunContext) -> dict[str, Any] | None:
     """Return the result of a run that is finished, None for any other."""
-    result, timetable = read_result(folder), run.timetable()
-    over = timetable.first_step == timetable.last_step or _best_of(run, folder).is_over()
+    result, timetable = read_result(run.folder), run.timetable()
+    over = timetable.first_step == timetable.last_step or _best_of(run).is_over()
     # A callback stops it again, unless there are none or others, or the run is to be longer.
-    callbacks, before = run.options.callbacks, _last_session(folder).get("flags", {})
+    callbacks, before = run.options.callbacks, _last_session(run.folder).get("flags", {})
     same = bool(callbacks) and before.get("callbacks", callbacks) == callbacks
     over |= same and result.get("planned_steps") == timetable.last_step
     if not over or result.get("steps") != timetable.first_step:
         return None
-    return result | {"train_dir": str(folder)}  # the folder may have been moved
+    return result | {"train_dir": str(run.folder)}  # the folder may have been moved
 
 
-def _check_not_beyond(run: RunContext, folder: Path) -> None:
+def _check_not_beyond(run: RunContext) -> None:
     """Raise InputError if a run that goes on has made more steps than it is to have.
 
     It would end at once, and its flags.cfg forget how long it was to be.
@@ -375,8 +373,9 @@ def _check_not_beyond(run: RunContext, folder: Path) -> None:
         if 0 < options.max_steps < step:
             asked = f"--max_steps={options.max_steps}"
         raise InputError(
-            f"{asked}: the run in {folder} has made {count(step, 'step')}, {epochs:.4g} epochs: "
-            f"give more, or towers evaluate --train_dir={folder} for what it has reached"
+            f"{asked}: the run in {run.folder} has made {count(step, 'step')}, {epochs:.4g} "
+            f"epochs: give more, or towers evaluate --train_dir={run.folder} for what it has "
+            "reached"
         )
 
 
@@ -410,10 +409,10 @@ def _finished_line(run: RunContext, result: Mapping[str, Any]) -> str:
     return f"{line}; it was not trained with {' '.join(unused)}" if unused else line
 
 
-def _best_of(run: RunContext, folder: Path, data: str | None = None) -> BestTracker:
+def _best_of(run: RunContext, data: str | None = None) -> BestTracker:
     options, step = run.options, int(run.train_state.step.numpy())
     patience = options.early_stopping_epochs * run.data.train.size
-    return BestTracker(folder, run.task.objective(), patience, options.keep_best, step, data)
+    return BestTracker(run.folder, run.task.objective(), patience, options.keep_best, step, data)
 
 
 def table(result: Mapping[str, Any]) -> list[str]:

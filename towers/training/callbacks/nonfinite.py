@@ -47,7 +47,6 @@ class NonFiniteMonitor:
     """Checks after each call of the train loop whether its steps were finite."""
 
     run: RunContext
-    folder: Path  # the run's `train_dir`
     timetable: Timetable
     say: Callable[[str], None]  # prints a line
 
@@ -86,7 +85,7 @@ class NonFiniteMonitor:
         if names := not_finite(self.run.train_state.variables()):
             line = f"{names[0]} is infinite or NaN after {step} steps"
             self._roll_back(step, line)
-            before = f"{self.folder}/checkpoints holds the state before"
+            before = f"{self.run.folder}/checkpoints holds the state before"
             raise NotFinite(f"{line}: {_remedy(self.run)}; {before}")
 
     def _end(self, batch: Any) -> None:
@@ -100,11 +99,11 @@ class NonFiniteMonitor:
         state = {name: variable.numpy() for name, variable in train_state.variables().items()}
         replayed = replay_step(run.options, run.data, run.builder.devices[0], state, batch)
         report = self._report(step, examples, replayed, batch)
-        line, more = report["line"], f"; `towers replay --train_dir={self.folder}` makes it again"
+        line, more = report["line"], f"; `towers replay --train_dir={run.folder}` makes it again"
         try:
-            _write(self.folder, train_state.variables(), batch, report)
+            _write(run.folder, train_state.variables(), batch, report)
         except (OSError, tf.errors.OpError, RunError) as error:
-            more = f"; {self.folder / FOLDER} cannot be written: {first_line(error)}"
+            more = f"; {run.folder / FOLDER} cannot be written: {first_line(error)}"
         if replayed.fault is None or not replayed.fault.of_data:
             self._roll_back(step, line)
         raise NotFinite(f"{line}: {report['remedy']}{more}")
@@ -148,17 +147,18 @@ class NonFiniteMonitor:
         """
         if self.run.options.on_nan != "rollback":
             return
-        entries = rollbacks(self.folder)
+        folder = self.run.folder
+        entries = rollbacks(folder)
         to = self._last_good(step, entries)
         if len(entries) >= MOST_ROLLBACKS or to is None:
             return
-        (self.folder / FOLDER).mkdir(exist_ok=True)
+        (folder / FOLDER).mkdir(exist_ok=True)
         entries = [*entries, {"step": step, "to": to, "examples": self.timetable.examples(to)}]
-        files.write_json(self.folder / FOLDER / ROLLBACKS, {"rollbacks": entries})
-        checkpoints = checkpoint.find(self.folder / "checkpoints")
+        files.write_json(folder / FOLDER / ROLLBACKS, {"rollbacks": entries})
+        checkpoints = checkpoint.find(folder / "checkpoints")
         for base in [Path(prefix) for number, prefix in checkpoints if number > to]:
             for path in sorted(base.parent.glob(f"{base.name}.*"), reverse=True):
-                path.replace(self.folder / FOLDER / path.name)  # index first: with it, one is whole
+                path.replace(folder / FOLDER / path.name)  # index first: with it, one is whole
         raise Rollback(
             f"rollback    {line}; back to step {to}, with {FACTOR:g} times the learning rate "
             f"({len(entries)} of {MOST_ROLLBACKS})"
@@ -173,7 +173,7 @@ class NonFiniteMonitor:
         """
         bound = before[-1]["to"] if before and before[-1]["step"] == step else step
         every = self.run.options.checkpoint_every_steps
-        steps = [number for number, _ in checkpoint.find(self.folder / "checkpoints")]
+        steps = [number for number, _ in checkpoint.find(self.run.folder / "checkpoints")]
         regular = [number for number in steps if number % every == 0] if every else []
         return max((number for number in regular or steps if number < bound), default=None)
 
@@ -183,12 +183,11 @@ def rollbacks(folder: Path) -> list[dict[str, int]]:
     return list(files.read_json(folder / FOLDER / ROLLBACKS).get("rollbacks", []))
 
 
-def lower_learning_rate(run: RunContext, folder: Path, restored: int | None) -> RunContext:
+def lower_learning_rate(run: RunContext, restored: int | None) -> RunContext:
     """Return the run with its learning rate lowered once for each rollback.
 
     Args:
         run: built and restored. Learning rates of the model's own optimizers are assigned.
-        folder: of the run.
         restored: step of the restored checkpoint; None: it is a new run.
 
     Raises:
@@ -202,7 +201,7 @@ def lower_learning_rate(run: RunContext, folder: Path, restored: int | None) -> 
                 "--on_nan=rollback lowers the learning rate, and an optimizer of this model has a "
                 "schedule of its own for it: give it a number, or type --on_nan=stop or skip"
             )
-    entries = rollbacks(folder) if restored is not None else []
+    entries = rollbacks(run.folder) if restored is not None else []
     if not entries:
         return run
     if not has_own_rate:

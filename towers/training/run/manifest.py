@@ -219,7 +219,8 @@ def check_data(
         run: with the data.
         task: of the run's manifest.
         number: whether their number has to be the same, too.
-        trains: whether the run is to go on, which another --dataset does not let it do.
+        trains: whether the run is to go on, which another --dataset does not let it do, nor
+            images of another shape.
 
     Raises:
         InputError: others are in their places now; these are named.
@@ -234,6 +235,12 @@ def check_data(
             f"--dataset={dataset} has other {changes} than the run was trained on: give data of "
             f"the same{same}, or train with another --train_dir and "
             f"--init_from={run.options.train_dir}, which takes the weights that fit"
+        )
+    if trains and (change := image_shape_change(run, task)):
+        height, width, _ = task["image_shape"]
+        raise InputError(
+            f"{change}: type --image_size={height}x{width}, or train in another "
+            f"--train_dir, with --init_from={run.options.train_dir} for its weights"
         )
 
 
@@ -258,27 +265,12 @@ def data_changes(run: RunContext, task: Mapping[str, Any], number: bool) -> str:
     return ""
 
 
-def check_image_shape(run: RunContext, task: Mapping[str, Any]) -> None:
-    """Raise InputError if images have another shape than those that a run was trained on.
-
-    Args:
-        run: with the data.
-        task: of the run's manifest.
-    """
-    if change := image_shape_change(run, task):
-        height, width, _ = task["image_shape"]
-        raise InputError(
-            f"{change}: type --image_size={height}x{width}, or train in another "
-            f"--train_dir, with --init_from={run.options.train_dir} for its weights"
-        )
-
-
 def image_shape_change(run: RunContext, task: Mapping[str, Any]) -> str:
     """Return in words how the shape of images is another than in training; "" if it is not.
 
     Args:
-        run: see `check_image_shape`.
-        task: see `check_image_shape`.
+        run: see `check_data`.
+        task: see `check_data`.
     """
     now, then = list(run.data.image_shape or ()), list(task.get("image_shape") or ())
     if not (now and then and now != then):

@@ -49,14 +49,12 @@ class PreparedRun:
     """A run that is ready for its next step."""
 
     run: RunContext
-    folder: Path
     checkpoints: CheckpointManager
     restored: int | None  # step of the restored checkpoint; None: it is a new run
     timetable: Timetable
     train_loop: Callable  # traced
     batches: Iterator  # for the train loop
     sampler: Sampler  # of batches for pictures
-    placement: Placement  # of the ops of a step
 
     def steps_done(self) -> int:
         """Return the number of updates so far."""
@@ -164,12 +162,11 @@ def _window(run: RunContext) -> Callable[[], float]:
     return window
 
 
-def restore(run: RunContext, folder: Path) -> tuple[CheckpointManager, int | None]:
+def restore(run: RunContext) -> tuple[CheckpointManager, int | None]:
     """Restore the newest checkpoint, unless the folder is to be overwritten.
 
     Args:
         run: built.
-        folder: its `train_dir`.
 
     Returns:
         The run's checkpoints, and the step of the restored one, None for a new run.
@@ -177,6 +174,7 @@ def restore(run: RunContext, folder: Path) -> tuple[CheckpointManager, int | Non
     Raises:
         InputError: the checkpoints are of another run or all damaged, or there are only curves.
     """
+    folder = run.folder
     checkpoints = CheckpointManager(
         folder / "checkpoints",
         run.train_state.variables(),
@@ -201,7 +199,6 @@ def restore(run: RunContext, folder: Path) -> tuple[CheckpointManager, int | Non
 
 def begin(
     run: RunContext,
-    folder: Path,
     lock: files.Lock,
     checkpoints: CheckpointManager,
     restored: int | None,
@@ -212,14 +209,14 @@ def begin(
 
     Args:
         run: built, its variables restored.
-        folder: the run's `train_dir`.
-        lock: of that folder, which is taken.
+        lock: of the run's folder, which is taken.
         checkpoints: of that folder.
         restored: step of the restored checkpoint; None: it is a new run.
         preemption: handles signals while the first batch is read.
         say: prints a line.
     """
     options, timetable, train_loop = run.options, run.timetable(), run.train_loop()
+    folder = run.folder
     if restored is None and options.init_from:
         source = Path(options.init_from).expanduser()
         task = manifest.read(source).get("task", {}) if source.is_dir() else {}
@@ -283,9 +280,7 @@ def begin(
     figures = [f"{part}_{name}" for part in parts for name in names]
     dashboard.open_root(folder, run.options, run.builder.devices, texts, placement, graph, figures)
     lock.take(folder)  # its subfolders, too, which exist now
-    return PreparedRun(
-        run, folder, checkpoints, restored, timetable, train_loop, batches, sampler, placement
-    )
+    return PreparedRun(run, checkpoints, restored, timetable, train_loop, batches, sampler)
 
 
 def _build_graph(

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -56,6 +57,11 @@ class RunContext:
     # Options that each process decides anew, as they were given.
     left_open: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lowered_at: Sequence[int] = ()  # examples at each of which the learning rate is halved
+
+    @property
+    def folder(self) -> Path:
+        """Its `train_dir`."""
+        return Path(self.options.train_dir)
 
     def take_diagnostics(self) -> list[str]:
         """Return the warnings since the last call."""
