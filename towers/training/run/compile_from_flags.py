@@ -1,5 +1,6 @@
 """Compiles a model as --loss, --metrics and the flags of the update say."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -48,21 +49,17 @@ def compile_from_flags(model: keras.Model, options: Options) -> None:
     weights = model.trainable_variables
     if options.weight_decay and options.optimizer not in DECAY_APART:
         for weight in filter(is_decayed, weights):
-            weight.regularizer = _Decay(options.weight_decay, weight.regularizer)
+            own = weight.regularizer
+            weight.regularizer = functools.partial(_with_decay, options.weight_decay, own)
     optimizer = make_optimizer(weights, options, **clips_of(options))
     model.compile(optimizer, loss, metrics=metrics)
 
 
-class _Decay:
-    """L2 of a weight, added to the regulariser of its layer."""
-
-    def __init__(self, decay: float, own: Callable | None):
-        self.decay, self.own = decay, own
-
-    def __call__(self, weight: Any) -> tf.Tensor:
-        value = tf.convert_to_tensor(weight)
-        penalty = tf.cast(self.decay, value.dtype) * tf.nn.l2_loss(value)
-        return penalty if self.own is None else penalty + self.own(value)
+def _with_decay(decay: float, own: Callable | None, weight: Any) -> tf.Tensor:
+    """Return L2 of a weight, added to its own regulariser."""
+    value = tf.convert_to_tensor(weight)
+    penalty = tf.cast(decay, value.dtype) * tf.nn.l2_loss(value)
+    return penalty if own is None else penalty + own(value)
 
 
 def _resolve(flag: str, name: str, get: Callable) -> Any:

@@ -14,6 +14,7 @@ starting ops there, and SGD uses the fused kernels.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ class Segment(NamedTuple):
     shape: tf.TensorShape  # of the first weight
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class FlatVariable:
     """Several variables of one dtype on one device, as one vector during an update.
 
@@ -43,21 +45,17 @@ class FlatVariable:
     weights, `segments` groups the Keras variables by their regularisation.
     """
 
+    variables: Sequence[tf.Variable]  # of one dtype, on one device
+    segments: Sequence[Sequence[keras.Variable]] = ()
+
     constraint = None
 
-    def __init__(
-        self, variables: Sequence[tf.Variable], segments: Sequence[Sequence[keras.Variable]] = ()
-    ):
-        """Join variables to one vector.
-
-        Args:
-            variables: of one dtype, on one device.
-            segments: the Keras variables that each stands for, if not itself.
-        """
-        self.variables, self.segments, first = variables, segments, variables[0]
+    def __post_init__(self) -> None:
+        """Join variables to one vector."""
+        first = self.variables[0]
         self.dtype, self.device, self.name = first.dtype, first.device, first.name
         self._unique_id = tf_internals.unique_id(first)  # by which an optimizer knows its slots
-        self._now = self._before = self.join(variables)
+        self._now = self._before = self.join(self.variables)
 
     @property
     def value(self) -> "FlatVariable":

@@ -55,7 +55,7 @@ from towers.training.step.train_state import (
     copies_on,
     move_all,
     optimizers_of,
-    place,
+    shard,
     snapshot,
 )
 
@@ -89,7 +89,11 @@ class Task(abc.ABC):
         parts = [*model.metrics, *optimizers_of(model)] if model.compiled else []
         others = [*model.non_trainable_variables, *(v for part in parts for v in part.variables)]
         move_all(others, builder.gather_device)
-        place(model.trainable_variables, options.variables, builder.devices)
+        weights, names = model.trainable_variables, builder.devices
+        if options.variables == "sharded":
+            shard(weights, names)
+        elif options.variables == "replicated":
+            move_all(weights, names[0])
 
     def _make_train_state(
         self, *optimizers: keras.optimizers.Optimizer, like: Callable, loss_scaling: bool = False

@@ -231,20 +231,6 @@ def move_all(variables: Iterable[keras.Variable], device: str) -> list[keras.Var
     return move([(v, device) for v in variables if tf_internals.value_of(v).dtype not in on_host])
 
 
-def place(weights: Sequence[keras.Variable], variables: str, devices: Sequence[str]) -> None:
-    """Move the master weights to their devices; see `move`.
-
-    Args:
-        weights: on the host.
-        variables: one of VARIABLES.
-        devices: of the towers.
-    """
-    if variables == "sharded":
-        shard(weights, devices)
-    if variables == "replicated":
-        move([(weight, devices[0]) for weight in weights])
-
-
 def copies_on(
     devices: Sequence[str], weights: Sequence[keras.Variable], make_optimizer: Callable
 ) -> list[WeightCopy]:
