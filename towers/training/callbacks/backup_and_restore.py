@@ -221,7 +221,7 @@ class ExactResume(keras.callbacks.Callback):
         history.epoch, history.history = about["epochs"], about["history"]
         if about["batch"] == 0:
             self.model.reset_metrics()
-        self._num_steps = self._saved_at = self._saved.step
+        self._num_steps = self._saved_at = int(arrays["step"])
         self._saved = None
         vars(self.model).pop("_towers_resume_at", None)
 
@@ -268,7 +268,6 @@ class ExactResume(keras.callbacks.Callback):
 
 @dataclasses.dataclass(frozen=True)
 class _FitState:
-    step: int
     arrays: dict[str, np.ndarray]
     about: dict[str, Any]
 
@@ -280,7 +279,7 @@ def _read(prefix: str, reader: Any) -> _FitState:
     arrays = checkpoint.values_of(reader)
     if "also" not in arrays:
         raise InputError(f"{prefix} is of an older towers: go on with that, or delete it")
-    return _FitState(int(arrays["step"]), arrays, about)
+    return _FitState(arrays, about)
 
 
 def is_skipped(model: keras.Model, batch: int) -> bool:

@@ -30,7 +30,7 @@ from towers.training.parallelize import builder_of, method_of, on_towers, passes
 from towers.training.run.model import floatx_of, overrides
 from towers.training.step import fused_update, loss_checks
 from towers.training.step.optimizer_step import UpdateRules
-from towers.training.step.optimizers import describe_flags, describe_scale, is_own
+from towers.training.step.optimizers import CLIPS, describe_flags, describe_scale, is_own
 from towers.training.step.output_activation import final_activation, mirrored
 from towers.training.step.skip_nonfinite import NonFiniteGuard
 from towers.training.step.task import Task
@@ -380,8 +380,7 @@ class Compiled(Task):
         if self.rate_is_set:
             return describe_flags(self.options, scale)
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        names = ("clipnorm", "clipvalue", "global_clipnorm")
-        clips = {name: getattr(optimizer, name, None) for name in names}
+        clips = {name: getattr(optimizer, name, None) for name in CLIPS.values()}
         of_all = ", ".join(optimizer.name for optimizer in optimizers_of(self.model))
         return {
             "decay": f"weight decay {getattr(optimizer, 'weight_decay', None) or 0:g}",

@@ -200,7 +200,7 @@ def apply(
     if _is_variable(optimizer.learning_rate):  # which no update changes
         joined.add(id(optimizer.learning_rate.value))
     alone = [] if finite is None else [variable for variable in alone if id(variable) not in joined]
-    before = [snapshot(variable) for variable in alone]
+    before = [(variable, snapshot(variable)) for variable in alone]
     fused = tf_internals.fused_sgd(optimizer, lambda variable: not is_gpu(variable.device))
     scalars = [v for v in (optimizer.iterations, optimizer.learning_rate) if _is_variable(v)]
     read_once = _read_once([scalar.value for scalar in scalars])
@@ -212,7 +212,7 @@ def apply(
             variable.assign(value)
     for flat in (*flats, *slots):
         flat.write(finite)
-    restore_unless(finite, alone, before)
+    restore_unless(finite, before)
 
 
 @contextlib.contextmanager
@@ -319,19 +319,13 @@ def write(variable: Any) -> None:
         variable.write()
 
 
-def restore_unless(
-    wanted: tf.Tensor, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]
-) -> None:
+def restore_unless(wanted: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
     """Restore variables unless their new values are wanted, without synchronization.
 
     Args:
         wanted: a bool scalar.
-        variables: with their new values.
-        before: their values before, one for each variable.
+        pairs: each variable with its value before.
     """
-    if not variables:
-        return
-    pairs = list(zip(variables, before, strict=True))
     for group in grouped(pairs, lambda pair: kind_of(pair[0])):
         now = as_flat([variable for variable, _ in group])
         old = [value for _, value in group]

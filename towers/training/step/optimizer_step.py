@@ -177,9 +177,8 @@ def _restore_unless(finite: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Ten
     """Restore each (variable, value before) unless `finite`, a bool scalar."""
     if not pairs:
         return
-    variables, before = zip(*pairs, strict=True)
-    if any(is_gpu(variable.device) for variable in variables):  # a branch would wait for the GPU
-        fused_update.restore_unless(finite, variables, before)
+    if any(is_gpu(variable.device) for variable, _ in pairs):  # a branch would wait for the GPU
+        fused_update.restore_unless(finite, pairs)
         return
 
     def put_back() -> tf.Operation:

@@ -31,6 +31,7 @@ OPTIMIZERS = {
     "adadelta": lambda o: _K.Adadelta,
     "muon": lambda o: functools.partial(Muon, momentum=o.momentum, weight_decay=o.weight_decay),
 }
+CLIPS = {"clip_norm": "clipnorm", "clip_value": "clipvalue", "clip_global_norm": "global_clipnorm"}
 DECAY_APART = ("adamw", "lion", "lamb", "muon")  # with decoupled weight decay
 
 
@@ -99,9 +100,7 @@ def check_own(options: UpdateOptions) -> None:
 
 def clips_of(options: UpdateOptions) -> dict[str, float]:
     """Return the clipping flags as arguments of a Keras optimizer."""
-    names = {"clip_norm": "clipnorm", "clip_value": "clipvalue"}
-    names["clip_global_norm"] = "global_clipnorm"
-    return {name: limit for flag, name in names.items() if (limit := getattr(options, flag))}
+    return {name: limit for flag, name in CLIPS.items() if (limit := getattr(options, flag))}
 
 
 def describe_flags(options: UpdateOptions, loss_scale: Any) -> dict[str, str]:
@@ -116,11 +115,10 @@ def describe_flags(options: UpdateOptions, loss_scale: Any) -> dict[str, str]:
     rate = f"learning rate {options.learning_rate:g} {options.schedule}"
     if is_own(options):
         rate = "with the learning rate of its own"
-    names = ("clip_norm", "clip_value", "clip_global_norm")
     return {
         "decay": f"weight decay {options.weight_decay:g} ({decay})",
         "scale": describe_scale(loss_scale),
-        "clips": ", ".join(f"{n}={limit}" for n in names if (limit := getattr(options, n))),
+        "clips": ", ".join(f"{n}={limit}" for n in CLIPS if (limit := getattr(options, n))),
         "clock": f"examples; {options.optimizer}, {rate}",
     }
 
