@@ -21,7 +21,7 @@ with quiet_start(level=3):
     import tensorflow as tf
 
 from towers import data, devices, formatting  # noqa: E402
-from towers.commands.plan import gpus  # noqa: E402
+from towers.commands.plan import command  # noqa: E402
 from towers.options.run import Options  # noqa: E402
 
 # The data set of each model that is tried.
@@ -42,7 +42,7 @@ def row(model: str, num_towers: int, dtype: str, variables: str) -> list[str]:
     options = Options(
         model=model, dataset=MODELS[model], batch_size=64, dtype=dtype, variables=variables
     )
-    described = gpus.describe(gpus.estimate(options, num_towers, data.load(options.dataset)))
+    described = command.describe(command.estimate(options, num_towers, data.load(options.dataset)))
     copies = []
     for way in ("from_host", "to_host", "from_gpus"):
         repeated = described[way]["repeated"]

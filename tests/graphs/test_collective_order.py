@@ -14,7 +14,7 @@ import tensorflow as tf
 from tests import tiny
 from towers import devices, tf_internals
 from towers.builder import device_types
-from towers.graphs.executed_graph import read_nodes
+from towers.graphs.gpu_estimate import read_nodes
 from towers.graphs.placement import traced_ops
 from towers.training.run.setup import assemble, load_data
 

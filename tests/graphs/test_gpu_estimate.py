@@ -103,7 +103,7 @@ def test_gpus_send_to_each_other_and_a_value_goes_once():
     assert len(view.transfers(gpu="/gpu:0")) == 2
 
 
-def test_a_branch_for_telemetry_is_apart():
+def test_a_branch_for_telemetry_is_left_out():
     def step(x, norm):
         with tf.device(GPU):
             x = tf.tanh(x)
@@ -119,8 +119,7 @@ def test_a_branch_for_telemetry_is_apart():
 
     view = view_of(step, [1.0, 2.0], 2.0)
     assert len(view.transfers("/gpu:0", "host")) == 1
-    assert len(view.transfers("/gpu:0", "host", measured=True)) == 2
-    assert view.launches("telemetry") == 0 < view.launches("telemetry", measured=True)
+    assert view.launches("telemetry") == 0
 
 
 def test_what_stands_in_a_loop_of_the_model_is_marked():

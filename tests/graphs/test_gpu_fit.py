@@ -16,7 +16,7 @@ from tests import fits
 from tests.runs import rare
 from towers.builder.device_types import cpus_for_gpus
 from towers.graphs import gpu_estimate
-from towers.graphs.executed_graph import HOST
+from towers.graphs.gpu_estimate import HOST
 
 pytestmark = pytest.mark.run
 GPUS = ["/cpu:1", "/cpu:2"]

@@ -11,8 +11,8 @@ import pytest
 
 from tests.runs import rare
 from towers import data
-from towers.commands.plan import gpus
-from towers.graphs.executed_graph import HOST
+from towers.commands.plan import command
+from towers.graphs.gpu_estimate import HOST
 from towers.options.run import Options
 
 pytestmark = pytest.mark.run
@@ -39,7 +39,7 @@ MOST_LAUNCHES_A_VARIABLE, FEWEST_ASKED_FOR = 2, 56
 def test_gpus_run_each_op_and_read_the_host_for_their_input_alone(model, num_towers, dtype):
     given = dict(model=model, dataset=DATASETS[model], batch_size=64, dtype=dtype)
     options = Options(**given, variables="replicated")
-    view = gpus.estimate(options, num_towers, data.load(DATASETS[model]))
+    view = command.estimate(options, num_towers, data.load(DATASETS[model]))
     # GPUs have a kernel for each op.
     assert [(op.type, op.dtype, op.name) for op in view.without_kernel] == []
     assert view.undirected == ()

@@ -6,18 +6,20 @@ host, as GPUs are, so no GPU is needed. Transfers and memory are counted in the 
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towers import devices
-from towers.commands.plan import gpus
+from towers.builder import device_types
 from towers.commands.plan.options import PlanOptions
 from towers.data import Data
 from towers.errors import InputError
 from towers.formatting import table
+from towers.graphs import gpu_estimate
 from towers.graphs.communication import HOST, TracedStep, read_step
+from towers.graphs.gpu_estimate import GpuEstimate
 from towers.options.run import Options
 from towers.training.run import memory_estimate
 from towers.training.run.setup import RunContext, assemble, load_data
@@ -25,6 +27,12 @@ from towers.training.run.tensorflow_errors import user_facing_errors
 
 DEFAULT_TOWERS = 8
 GIB = 2**30
+# The rows of the table of a step on GPUs: {key in the result: what is said}.
+_COPIES = {
+    "from_host": "copy from the host", "to_host": "copy to the host, and wait",
+    "from_gpus": "copy from another GPU", "collectives": "sum over GPUs",
+}  # fmt: skip
+_LAUNCHES = {"tower": "launch kernels in a tower", "update": "launch others, as for the update"}
 
 
 def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -36,8 +44,8 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
 
     Returns:
         "num_towers", "batch_size", "placements" {"cpu": {"bytes_per_step", "memory_bytes", "fits",
-        "largest_batch_per_tower"}}, "gradients" {"missing"}, "gpu" {"1": `gpus.describe`, "2": of
-        two towers}, and "failed": a gradient is missing.
+        "largest_batch_per_tower"}}, "gradients" {"missing"}, "gpu" {"1": `describe`, "2": of two
+        towers}, and "failed": a gradient is missing.
     """
     run_options, num_towers = options.run, options.num_towers or DEFAULT_TOWERS
     if not 2 <= num_towers <= run_options.batch_size:
@@ -55,15 +63,14 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
     missing = _missing_gradients(one)
     # Each run traces a loop of its own, for which TensorFlow would warn of retracing.
     tf.get_logger().setLevel("ERROR")
-    placements = {}
+    placements, on_gpus = {}, {}
     for placement in one.task.placements:
         say(f"tracing     the step with --variables={placement} on {num_towers} towers ...")
         placed = place(dataclasses.replace(run_options, variables=placement), names, dataset)
         placements[placement] = placed.describe(options.gpu_memory_gib)
-    on_gpus = {}
     for count in 1, 2:
         say(f"tracing     the step as GPUs make it, with {count} of them ...")
-        on_gpus[str(count)] = gpus.describe(gpus.estimate(run_options, count, dataset))
+        on_gpus[str(count)] = describe(estimate(run_options, count, dataset))
     result = {
         "num_towers": num_towers,
         "batch_size": run_options.batch_size,
@@ -130,6 +137,59 @@ def place(options: Options, names: Sequence[str], dataset: Data) -> PlacedStep:
     return PlacedStep(run, step, step.crossing_bytes())
 
 
+def estimate(options: Options, num_towers: int, dataset: Data) -> GpuEstimate:
+    """Build a run for GPUs and analyse its step, without running it.
+
+    Args:
+        options: options of the run.
+        num_towers: number of GPUs, each with a tower; CPU devices stand for them.
+        dataset: the data set.
+    """
+    if options.variables == "auto":  # a trial of real steps
+        options = dataclasses.replace(options, variables="default")
+    with device_types.cpus_for_gpus():
+        run = assemble(options, devices.tower_devices(num_towers, "cpu"), dataset)
+        batches = iter(run.batches(0, 0))
+        with user_facing_errors(options):
+            return gpu_estimate.read(run.train_loop(), batches, tf.constant(0))
+
+
+def describe(view: GpuEstimate) -> dict[str, Any]:
+    """Return the plan's entry for a step on GPUs; counts are those of the busiest GPU.
+
+    Returns:
+        "without_kernel" [{"op", "dtype", "layer"}]; "undirected" [names]; copies in a step
+        "from_host", "to_host", "from_gpus" and "collectives", each {"count", "bytes", "repeated":
+        number of copies inside a loop of the model}; kernel "launches" {"tower", "update": others}.
+    """
+    host, gpus = gpu_estimate.HOST, sorted({op.gpu for op in view.ops}) or ["/gpu:0"]
+    towers = {scope for scope in view.scopes if scope.startswith("tower_")}
+
+    between = [[t for t in view.transfers(target=gpu) if t.source != host] for gpu in gpus]
+
+    def busiest(of_gpus: Iterable[list[Any]]) -> dict[str, int]:
+        longest = max(of_gpus, key=len)
+        return {
+            "count": len(longest),
+            "bytes": sum(one.bytes or 0 for one in longest),
+            "repeated": sum(one.repeated for one in longest),
+        }
+
+    missing = dict.fromkeys((op.type, op.dtype, op.layer) for op in view.without_kernel)
+    return {
+        "without_kernel": [dict(zip(("op", "dtype", "layer"), op, strict=True)) for op in missing],
+        "undirected": list(view.undirected),
+        "from_host": busiest(view.transfers(host, gpu) for gpu in gpus),
+        "to_host": busiest(view.transfers(gpu, host) for gpu in gpus),
+        "from_gpus": busiest(between),
+        "collectives": busiest([c for c in view.collectives if c.gpu == gpu] for gpu in gpus),
+        "launches": {
+            "tower": max((view.launches(scope) for scope in towers), default=0),
+            "update": view.launches(*(set(view.scopes) - towers)),
+        },
+    }
+
+
 def _missing_gradients(run: RunContext) -> list[str]:
     """Return the names of weights without a gradient."""
     missing: list[str] = []
@@ -158,27 +218,18 @@ def _report(result: Mapping[str, Any], gpu_memory_gib: float) -> list[str]:
         ["run on the CPU, for want of a kernel", *(len(view["without_kernel"]) for view in views)],
         ["ask for no device", *(len(view["undirected"]) for view in views)],
     ]
-    for name, way in (
-        ("copy from the host", "from_host"),
-        ("copy to the host, and wait", "to_host"),
-        ("copy from another GPU", "from_gpus"),
-        ("sum over GPUs", "collectives"),
-    ):
+    for way, name in _COPIES.items():
         copies = [view[way] for view in views]
         rows.append([name, *(f"{c['count']}, {c['bytes'] / 1e6:.3f} MB" for c in copies)])
-    for name, part in (
-        ("launch kernels in a tower", "tower"),
-        ("launch others, as for the update", "update"),
-    ):
+    for part, name in _LAUNCHES.items():
         rows.append([name, *(view["launches"][part] for view in views)])
     counts = ["1 GPU" if n == "1" else f"each of {n} GPUs" for n in result["gpu"]]
     add("on GPUs a step would, by the kernels that TensorFlow has for them", ["", *counts], rows)
     for op in views[0]["without_kernel"]:
         lines.append(f"  no kernel: {op['op']} of {op['dtype']}, layer {op['layer']}")
     if any(view[way]["repeated"] for view in views for way in ("from_host", "to_host")):
-        lines.append(
-            "  copies in a loop of the model, as an LSTM has, are made with each iteration"
-        )
+        where = "in a loop of the model, as an LSTM has"
+        lines.append(f"  copies {where}, are made with each iteration")
 
     rows = []
     for name, row in result["placements"].items():
