@@ -8,7 +8,6 @@ import importlib.metadata
 import itertools
 import os
 import platform
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ SHARED_MEMORY = "/dev/shm"
 SHARED_BYTES = 2**30  # what NVIDIA's containers advise
 # The oldest driver for each major version of CUDA, which also runs later minor versions:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
-LEAST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+LEAST_DRIVER = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
 
 
 def run(options: Options, say: Callable[[str], None]) -> list[Check]:
@@ -230,8 +229,7 @@ def check_driver(version: str | None, cuda: str | None) -> Iterator[Check]:
         version: the driver's version, as "550.54.14".
         cuda: TensorFlow's CUDA, as "12.5.1".
     """
-    major = re.match("[0-9]+", cuda or "")
-    least = LEAST_DRIVER.get(int(major[0])) if major else None
+    least = LEAST_DRIVER.get((cuda or "").partition(".")[0])
     if not (version and least):
         return
     update = "update the NVIDIA driver (nvidia-smi shows it; in a container it is the host's)"

@@ -74,14 +74,13 @@ def batches(parts: Sequence[InputFile], batch_size: int) -> Iterator[tuple[list[
     """
     rows = ((part, index) for part in parts for index in range(part.size))
 
-    def read(span: tuple[InputFile, list[int]]) -> Examples:
-        part, indices = span
-        return part.read(indices[0], indices[-1] + 1)
+    def read(span: list[tuple[InputFile, int]]) -> Examples:
+        (part, start), (_, last) = span[0], span[-1]
+        return part.read(start, last + 1)
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         while batch := list(itertools.islice(rows, batch_size)):
-            groups = itertools.groupby(batch, key=lambda row: row[0])
-            spans = [(part, [index for _, index in group]) for part, group in groups]
+            spans = [list(span) for _, span in itertools.groupby(batch, key=lambda row: row[0])]
             arrays = tf.nest.map_structure(lambda *a: np.concatenate(a), *pool.map(read, spans))
             yield [(part.file, index) for part, index in batch], arrays
 
