@@ -206,13 +206,29 @@ class ArraySplit(IndexedSplit):
         """
         example = tf.nest.map_structure(np.asarray, example)
         self.spec = stored_spec(tf.nest.map_structure(spec_of, example))
-        self.size = len(tf.nest.flatten(example)[0])
+        self.size = num_rows(example)
         with tf.device("/cpu:0"):
             self._arrays = tf.nest.map_structure(
                 lambda array, spec: tf.constant(array, spec.dtype),
                 stored(example, self.spec),
                 self.spec,
             )
+
+    def largest_label(self, name: str) -> tuple[int, str]:
+        """Return the largest label, and its place in the split of that name, for messages."""
+        labels = self._arrays[1].numpy()
+        row = int(np.argmax(labels))
+        return int(labels[row]), f"{name} y: row {row} (counted from 0)"
+
+    def checked(self, name: str, num_classes: int) -> "ArraySplit":
+        """Return the split with labels below `num_classes`, unless that is 0; see `check_labels`.
+
+        Args:
+            name: for messages.
+            num_classes: number of classes, 0 if targets are none.
+        """
+        check_labels(name, self._arrays, num_classes)
+        return self
 
     def arrays(self) -> Structure:
         """Return all examples, on the host: the structure of `spec` with an axis in front."""
@@ -312,6 +328,21 @@ def spec_of(array: np.ndarray) -> tf.TensorSpec:
 def is_label(y: Structure) -> bool:
     """Return whether targets are one integer for each example."""
     return isinstance(y, tf.TensorSpec) and y.dtype.is_integer and y.shape in ([], [1])
+
+
+def num_rows(example: Structure) -> int:
+    """Return the number of rows of arrays."""
+    return len(tf.nest.flatten(example)[0])
+
+
+def check_labels(name: str, example: Structure, num_classes: int) -> None:
+    """Raise InputError if a label is `num_classes` or more, unless that is 0; `name` is shown."""
+    wrong = np.flatnonzero(np.asarray(example[1]) >= num_classes) if num_classes else ()
+    if len(wrong):
+        raise InputError(
+            f"{name} y: row {wrong[0]} (counted from 0) is {example[1][wrong[0]]}; allowed are "
+            f"0..{num_classes - 1}"
+        )
 
 
 def held_out_rows(size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:

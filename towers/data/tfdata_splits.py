@@ -1,22 +1,28 @@
 """Splits of the user's own pipelines, of single examples or of batches."""
 
 import copy
-from collections.abc import Callable, Sequence
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.data import arrays
 from towers.data.pipeline import (
     Split,
     Structure,
+    check_labels,
     epoch_keys,
     held_out_rows,
     is_held_out,
     num_held_out,
+    num_rows,
     shuffled_rows,
+    spec_of,
     stored_spec,
 )
+from towers.errors import InputError
 
+_COUNT_BATCH = 1024
 _SHUFFLE_BUFFER_BYTES = 256 * 2**20
 _TEXT_BYTES = 4096  # counted for each text in it
 
@@ -38,7 +44,7 @@ class DatasetSplit(Split):
                 known shapes, which are converted to `stored_spec`.
             size: its number of examples, 1 or more.
         """
-        self.size, self.spec = size, stored_spec(dataset.element_spec)
+        self.size, self.spec, self._given = size, stored_spec(dataset.element_spec), dataset
 
         def keep(*example):
             return tf.nest.map_structure(
@@ -48,6 +54,40 @@ class DatasetSplit(Split):
             )
 
         self._dataset = dataset.map(keep).apply(tf.data.experimental.assert_cardinality(size))
+
+    def largest_label(self, name: str) -> tuple[int, str]:
+        """See `ArraySplit.largest_label`: all examples are read, and counted."""
+        labels = self._given.map(lambda *example: tf.reshape(tf.cast(example[1], tf.int64), []))
+        batches = labels.batch(_COUNT_BATCH).as_numpy_iterator()
+        values = np.concatenate([np.zeros(0, np.int64), *batches])
+        if len(values) != self.size:
+            raise InputError(f"{name} dataset has {len(values)} examples but size is {self.size}")
+        wrong = np.flatnonzero((values < 0) | (values > arrays.MAX_LABEL))
+        row = int(wrong[0]) if wrong.size else int(np.argmax(values))
+        where = f"{name} dataset: example {row} (counted from 0)"
+        if wrong.size:
+            raise InputError(f"{where} has label {values[row]}; {arrays.CLASSES_ARE}")
+        return int(values[row]), where
+
+    def checked(self, name: str, num_classes: int) -> "DatasetSplit":
+        """See `ArraySplit.checked`: as examples are read, also for a NaN or an infinity."""
+
+        def check(number, example):
+            where = f"{name} dataset: example", number, "(counted from 0) has"
+            checks = []
+            for tensor in tf.nest.flatten(example):
+                if tensor.dtype.is_floating:
+                    finite = tf.reduce_all(tf.math.is_finite(tensor))
+                    checks.append(tf.debugging.Assert(finite, [*where, "a NaN or an infinity"]))
+            if num_classes:
+                label = tf.cast(example[1], tf.int64)
+                good = tf.reduce_all((label >= 0) & (label < num_classes))
+                outside = f"which is outside of 0..{num_classes - 1}"
+                checks.append(tf.debugging.Assert(good, [*where, "label", label, outside]))
+            with tf.control_dependencies(checks):
+                return tf.nest.map_structure(tf.identity, example)
+
+        return DatasetSplit(self._given.enumerate().map(check), self.size)
 
     def held_out(self, fraction: float) -> tuple[Split, Split]:
         """See `Split.held_out`: both parts read the whole dataset."""
@@ -88,39 +128,55 @@ class DatasetSplit(Split):
 
 
 class BatchSplit(Split):
-    """A split of a user's batches, which are read by number.
+    """A split of a user's `keras.utils.PyDataset`, whose batches are read by number.
 
-    The batches are shuffled in each epoch; the order inside a batch is the user's. A resumed run
-    reads no earlier batches, and is exact if a number always gives the same batch. Batches are cut
-    and joined to the run's batch size.
+    The batches are shuffled in each epoch; the order inside a batch is the user's, and
+    `on_epoch_end`, which may shuffle, is not called. A resumed run reads no earlier batches, and is
+    exact if a number always gives the same batch. Batches are cut and joined to the run's batch
+    size.
     """
 
-    def __init__(
-        self,
-        read: Callable[[int], Structure],
-        sizes: Sequence[int],
-        spec: Structure,
-        num_threads: int = 1,
-    ):
-        """Wrap batches.
+    def __init__(self, name: str, dataset: keras.utils.PyDataset):
+        """Wrap batches; the first and the last one are read.
 
         Args:
-            read: maps a batch's number to its arrays, with a row of `spec` for each example.
-            sizes: number of examples of each batch, 1 or more.
-            spec: of one example, see `Split.spec`.
-            num_threads: number of batches that are read in parallel.
+            name: for messages.
+            dataset: of batches that are alike, but the last may be shorter.
+
+        Raises:
+            InputError: there is no batch, or no end of them, or one that is read is invalid.
         """
-        self.spec, self._read, self._num_threads = spec, read, num_threads
-        self._sizes, self._numbers = np.asarray(sizes), np.arange(len(sizes))
+        self._name, self._dataset, self._num_classes = name, dataset, 0
+        num = dataset.num_batches
+        if num is None or num < 1:
+            wrong = "is endless" if num is None else f"has {num} batches"
+            raise InputError(f"{name} {type(dataset).__name__} {wrong}; return 1 batch or more")
+        first, last = self._example(0), self._example(num - 1)
+        self.spec = tf.nest.map_structure(spec_of, first)
+        self._numbers, self._sizes = np.arange(num), np.full(num, num_rows(first))
+        self._sizes[-1] = min(num_rows(first), num_rows(last))
         self.size = int(self._sizes.sum())
+        self._check(num - 1, last)
+
+    def largest_label(self, name: str) -> tuple[int, str]:
+        """See `ArraySplit.largest_label`: all batches are read."""
+        largest = [int(self._read(number)[1].max()) for number in self._numbers.tolist()]
+        number = int(np.argmax(largest))
+        return largest[number], f"{name} batch {number}"
+
+    def checked(self, name: str, num_classes: int) -> "BatchSplit":
+        """See `ArraySplit.checked`: as batches are read."""
+        split = copy.copy(self)
+        split._num_classes = num_classes
+        return split
 
     def held_out(self, fraction: float) -> tuple[Split, Split]:
         """See `Split.held_out`: whole batches are held out."""
         parts = []
         for rows in held_out_rows(len(self._numbers), fraction):
             part = copy.copy(self)
-            part._numbers, part._sizes = self._numbers[rows], self._sizes[rows]
-            part.size = int(part._sizes.sum())
+            part._numbers = self._numbers[rows]
+            part.size = int(self._sizes[part._numbers].sum())
             parts.append(part)
         return tuple(parts)
 
@@ -131,9 +187,10 @@ class BatchSplit(Split):
         num = len(self._numbers)
         epoch, position = divmod(examples, self.size)
         order = next(iter(shuffled_rows(num, num, seed, epoch * num))).numpy()
-        ends = np.cumsum(self._sizes[order])
+        sizes = self._sizes[self._numbers[order]]
+        ends = np.cumsum(sizes)
         first = int(np.searchsorted(ends, position, side="right"))
-        skipped = position - int(ends[first] - self._sizes[order[first]])
+        skipped = position - int(ends[first] - sizes[first])
         places = shuffled_rows(1, num, seed, epoch * num + first).map(lambda place: place[0])
 
         def cut(index, example):
@@ -159,4 +216,34 @@ class BatchSplit(Split):
             ]
             return tf.nest.pack_sequence_as(self.spec, shaped)
 
-        return places.map(read, num_parallel_calls=self._num_threads, deterministic=True)
+        threads = max(1, self._dataset.workers)
+        return places.map(read, num_parallel_calls=threads, deterministic=True)
+
+    def _read(self, number: int) -> Structure:
+        example = self._example(number)
+        self._check(number, example)
+        check_labels(f"{self._name} batch {number}", example, self._num_classes)
+        return example
+
+    def _example(self, number: int) -> Structure:
+        where = f"{self._name} batch {number}"
+        try:
+            batch = self._dataset[number]
+        except BaseException as error:
+            error.add_note(f"in {where}")
+            raise
+        parts = batch if isinstance(batch, tuple | list) and len(batch) in (1, 2, 3) else (batch,)
+        return arrays.as_arrays(where, parts)
+
+    def _check(self, number: int, example: Structure) -> None:
+        spec, size = tf.nest.map_structure(spec_of, example), num_rows(example)
+        if spec != self.spec:
+            raise InputError(
+                f"{self._name} batch {number} is of {arrays.format_spec(spec)}, but batch 0 of "
+                f"{arrays.format_spec(self.spec)}; make them alike"
+            )
+        if size != self._sizes[number]:
+            raise InputError(
+                f"{self._name} batch {number} has {size} examples, but {self._sizes[number]} are "
+                "expected; make all batches as long as the first, the last one as long or shorter"
+            )
