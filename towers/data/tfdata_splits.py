@@ -185,12 +185,13 @@ class BatchSplit(Split):
 
     def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:
         num = len(self._numbers)
-        epoch, position = divmod(examples, self.size)
-        order = next(iter(shuffled_rows(num, num, seed, epoch * num))).numpy()
-        sizes = self._sizes[self._numbers[order]]
-        ends = np.cumsum(sizes)
-        first = int(np.searchsorted(ends, position, side="right"))
-        skipped = position - int(ends[first] - sizes[first])
+        with tf.device("/cpu:0"):  # where the functions below take them
+            examples = tf.cast(examples, tf.int64)
+            epoch, position = examples // self.size, examples % self.size
+            order = shuffled_rows(num, num, seed, epoch * num).take(1).get_single_element()
+            starts = tf.cumsum(tf.gather(self._sizes[self._numbers], order), exclusive=True)
+            first = tf.searchsorted(starts, [position], side="right", out_type=tf.int64)[0] - 1
+            skipped = position - starts[first]
         places = shuffled_rows(1, num, seed, epoch * num + first).map(lambda place: place[0])
 
         def cut(index, example):

@@ -101,11 +101,8 @@ class _Records:
             raise InputError(f"{paths[0]} and the like have no records; expected 1 or more")
 
     def read(self, row: int) -> bytes:
-        file = os.open(self._paths[self._file[row]], os.O_RDONLY)
-        try:
-            record = os.pread(file, int(self._length[row]), int(self._start[row]))
-        finally:
-            os.close(file)
+        with open(self._paths[self._file[row]], "rb", buffering=0) as file:
+            record = os.pread(file.fileno(), self._length[row], self._start[row])
         features = tf.train.Example.FromString(record).features.feature
         return features[self._image_key].bytes_list.value[0]
 

@@ -20,7 +20,6 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from towers.builder.sharding import split
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, DatasetSplit, Split, augment
-from towers.data.tfdata_splits import BatchSplit
 from towers.formatting import first_line
 from towers.monitoring import pictures
 from towers.monitoring.monitor import Monitor
@@ -63,8 +62,6 @@ class Sampler:
         """
         if self._kept is not None:
             return self._kept
-        if isinstance(self.split, BatchSplit):  # its order is computed outside of graphs
-            return next(iter(self._batches(step, examples)))
         if isinstance(self.split, DatasetSplit):
             self._kept = next(iter(self._batches(step, examples - examples % self.split.size)))
             return self._kept
