@@ -10,6 +10,7 @@ to one array, with a row for each.
 import contextlib
 from collections.abc import Iterator, Sequence
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -58,22 +59,14 @@ def as_arrays(name: str, parts: Sequence[object]) -> Structure:
     return result
 
 
-def leaves(
-    example: Structure, parts: Sequence[str] = EXAMPLE_PARTS
-) -> Iterator[tuple[str, object]]:
+def leaves(example: Structure) -> Iterator[tuple[str, object]]:
     """Yield the name and the value of each leaf, as ("x['tokens']", array).
 
     Args:
         example: x, y and sample_weight, or the first of these: arrays, specs or structures of them.
-        parts: names of these; the name of a leaf begins with that of its part.
     """
-    for path, value in zip(parts, example, strict=False):
-        if isinstance(value, dict | tuple):
-            pairs = sorted(value.items()) if isinstance(value, dict) else enumerate(value)
-            names, inner = zip(*pairs, strict=True) if value else ((), ())
-            yield from leaves(inner, [f"{path}[{name!r}]" for name in names])
-        else:
-            yield path, value
+    for (part, *keys), leaf in keras.tree.flatten_with_path(example):
+        yield EXAMPLE_PARTS[part] + "".join(f"[{key!r}]" for key in keys), leaf
 
 
 def format_spec(spec: Structure) -> str:
@@ -160,8 +153,8 @@ def _unequal_rows(parts: Structure) -> str:
 
 def _check_targets(name: str, example: Structure) -> Structure:
     # Integer images of a classification become uint8.
-    for path, array in leaves(example[1:], EXAMPLE_PARTS[1:]):
-        if array.dtype.kind in "SUO":
+    for path, array in leaves(example):
+        if array.dtype.kind in "SUO" and not path.startswith("x"):
             raise InputError(
                 f"{name} {path} is text; return numbers, as names, y = np.unique(y, "
                 "return_inverse=True) makes them of the names of classes"

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from towers.builder.device_types import HOST, PROGRAM
 from towers.data.image_size import check_pixels
-from towers.data.pipeline import Data, IndexedSplit, digest, hold_out_test_set
+from towers.data.pipeline import Data, IndexedSplit, data_of, digest
 from towers.errors import InputError
 from towers.options.parts import DataOptions
 
@@ -61,6 +61,7 @@ class Source(Protocol):
 
     def sample_rows(self, num: int) -> np.ndarray:
         """Return about `num` rows, int64, by which files on another machine are compared."""
+        return evenly_spaced(len(self.labels), num)
 
 
 def data_set(
@@ -99,9 +100,8 @@ def data_set(
         split: EncodedSplit(source, shape, size is not None, max_pixels)
         for split, source in sources.items()
     }
-    held_out = hold_out_test_set(name, splits)
-    classes = dict(num_classes=len(class_names), class_names=tuple(class_names))
-    return Data(name, **splits, **classes, **held_out)
+    num_classes, class_names = len(class_names), tuple(class_names)
+    return data_of(name, splits, num_classes=num_classes, class_names=class_names)
 
 
 class EncodedSplit(IndexedSplit):

@@ -82,7 +82,7 @@ def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data
     return dataclasses.replace(data, notes=(*held_out, *notes))
 
 
-class _ImageFiles:
+class _ImageFiles(encoded_images.Source):
     def __init__(self, folder: str, names: list[str], labels: list[int]):
         self._folder = folder
         self._names = np.array([os.fsencode(name) for name in names])  # compact: no object each
@@ -106,9 +106,6 @@ class _ImageFiles:
             return start + tf.gather(names, row)
 
         return encoded_images.Reader(lambda row: tf.io.read_file(path(row)), path)
-
-    def sample_rows(self, num: int) -> np.ndarray:
-        return encoded_images.evenly_spaced(len(self.labels), num)
 
 
 def _class_names(folder: str) -> list[str]:

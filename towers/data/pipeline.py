@@ -267,7 +267,7 @@ class Data:
     num_classes: int = 0  # targets are 0..num_classes-1, one for each example; 0: no classes
     class_names: tuple[str, ...] = ()  # "0", "1", ... if they have no names
     validation: Split | None = None
-    test_is_held_out: bool = False  # from the training examples, see `hold_out_test_set`
+    test_is_held_out: bool = False  # from the training examples, see `data_of`
     notes: tuple[str, ...] = ()  # lines that the start of a run prints
     columns: tuple[str, ...] = ()  # of a table, in the order of x
     no_classes: str = ""  # why integer targets are no classes, with the example
@@ -284,6 +284,23 @@ class Data:
         single = isinstance(x, tf.TensorSpec) and x.shape.rank == 3
         image = single and (x.dtype == tf.uint8 or x.dtype.is_floating)
         return tuple(x.shape) if image else None
+
+
+def data_of(name: str, splits: dict[str, Split], **about: Any) -> Data:
+    """Return a data set; without "test" a tenth of the training examples is held out as such.
+
+    Args:
+        name: of the data set.
+        splits: "train", and if there are such "test" and "validation".
+        **about: other fields of `Data`.
+    """
+    if "test" in splits:
+        return Data(name, **splits, **about)
+    train, test = splits["train"].held_out(_HELD_OUT)
+    held = f"{test.size} of {splits['train'].size} examples"
+    notes = (f"test set    {held}, held out by chance: {name} has none of its own",)
+    splits = splits | {"train": train, "test": test}
+    return Data(name, **splits, **about, notes=notes, test_is_held_out=True)
 
 
 def stored_spec(spec: Structure) -> Structure:
@@ -376,25 +393,6 @@ def num_held_out(size: int, fraction: float) -> int:
             f"a part is to be held out, but there is {size} example (or batch); give 2 or more"
         )
     return min(max(1, round(size * fraction)), size - 1)
-
-
-def hold_out_test_set(name: str, splits: dict[str, Split]) -> dict[str, Any]:
-    """Hold out a tenth of the training examples as "test" if there is none.
-
-    Args:
-        name: of the data set.
-        splits: "train" and others, which are changed.
-
-    Returns:
-        The fields `notes` and `test_is_held_out` of `Data`.
-    """
-    if "test" in splits:
-        return {}
-    whole = splits["train"]
-    splits["train"], splits["test"] = whole.held_out(_HELD_OUT)
-    held = f"{splits['test'].size} of {whole.size} examples"
-    note = f"test set    {held}, held out by chance: {name} has none of its own"
-    return {"notes": (note,), "test_is_held_out": True}
 
 
 def is_held_out(rows: tf.Tensor, size: int, num_held: int) -> tf.Tensor:

@@ -89,7 +89,7 @@ def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data
     return encoded_images.data_set("tfrecord", sources, class_names, size, max_pixels)
 
 
-class _Records:
+class _Records(encoded_images.Source):
     """The records of several files, one after the other."""
 
     def __init__(self, paths: Sequence[str], image_key: str, label_key: str):
@@ -139,7 +139,7 @@ class _Records:
     def sample_rows(self, num: int) -> np.ndarray:
         """See `encoded_images.Source.sample_rows`; with the first and last record of each file."""
         ends = np.flatnonzero(np.diff(self._file))
-        return np.unique([*encoded_images.evenly_spaced(len(self.labels), num), *ends, *(ends + 1)])
+        return np.unique([*super().sample_rows(num), *ends, *(ends + 1)])
 
 
 def _paths(folder: str, prefix: str) -> list[str]:

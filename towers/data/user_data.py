@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from towers.data import arrays, pipeline
-from towers.data.pipeline import ArraySplit, Data, is_label
+from towers.data import arrays
+from towers.data.pipeline import ArraySplit, Data, data_of, is_label
 from towers.data.tfdata_splits import BatchSplit, DatasetSplit
 from towers.errors import InputError
 from towers.options.functions import call_without_arguments
@@ -106,10 +106,9 @@ def data_set(
     num_classes, no_classes = _num_classes(name, splits, num_classes)
     for split, each in splits.items():
         splits[split] = each.checked(f"{name}: {split}", num_classes)
-    held_out = pipeline.hold_out_test_set(name, splits)
     class_names = tuple(class_names) or tuple(map(str, range(num_classes)))
     about = dict(num_classes=num_classes, class_names=class_names, no_classes=no_classes)
-    return Data(name, **splits, **about, **held_out)
+    return data_of(name, splits, **about)
 
 
 def max_classes(num_examples: int) -> int:
