@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from towers.data.pipeline import Structure, is_label, spec_of, stored, stored_spec
+from towers.data.pipeline import Structure, is_label, spec_of, stored
 from towers.errors import InputError
 
 EXAMPLE_PARTS = ("x", "y", "sample_weight")
@@ -46,7 +45,7 @@ def as_arrays(name: str, parts: Sequence[object]) -> Structure:
         raise InputError(f"{name} {wrong}; return as many of each, one row for each example")
     example = _check_targets(name, example)
     with np.errstate(over="ignore"):  # of float64: becomes an infinity
-        result = stored(example, stored_spec(tf.nest.map_structure(spec_of, example)))
+        result = stored(example)
     for (path, array), (_, original) in zip(leaves(result), leaves(example), strict=True):
         if array.dtype.kind != "f" or np.isfinite(array).all():
             continue

@@ -91,10 +91,7 @@ def data_set(
     first = None
     for source in sources.values():
         for row in evenly_spaced(len(source.labels), _TRIED_IMAGES).tolist():
-            shape = _shape_of(source, row, max_pixels)
-            first = first or shape
-            if size is None and shape != first:
-                raise InputError(_sizes_differ(source.name(row), shape, first))
+            first = _shape_of(source, row, max_pixels, None if size else first)
     shape = (*size, 3) if size else first
     splits = {
         split: EncodedSplit(source, shape, size is not None, max_pixels)
@@ -234,10 +231,8 @@ class EncodedSplit(IndexedSplit):
         return contents
 
     def _explain(self, row: int) -> bool:
+        _shape_of(self.source, int(row), self._max_pixels, None if self._resize else self._shape)
         name = self.source.name(int(row))
-        shape = _shape_of(self.source, int(row), self._max_pixels)
-        if not self._resize and shape != self._shape:
-            raise InputError(_sizes_differ(name, shape, self._shape))
         raise InputError(f"{name} could not be read, but now it can: start again to continue")
 
 
@@ -298,13 +293,15 @@ def decoded(name: str, read: Callable[[], bytes], max_pixels: int, channels: int
         ) from None
 
 
-def _shape_of(source: Source, row: int, max_pixels: int) -> tuple[int, int, int]:
-    return tuple(decoded(source.name(row), lambda: source.read(row), max_pixels).shape)
-
-
-def _sizes_differ(name: str, shape: Sequence[int], expected: Sequence[int]) -> str:
-    wanted = f"{expected[0]}x{expected[1]}"
-    return (
-        f"{name} is {shape[0]}x{shape[1]} (height x width), but another is {wanted}: give one size "
-        f"to which all are resized, as --image_size={wanted}"
-    )
+def _shape_of(
+    source: Source, row: int, max_pixels: int, expected: tuple[int, int, int] | None
+) -> tuple[int, int, int]:
+    name = source.name(row)
+    shape = tuple(decoded(name, lambda: source.read(row), max_pixels).shape)
+    if expected and shape != expected:
+        wanted = f"{expected[0]}x{expected[1]}"
+        raise InputError(
+            f"{name} is {shape[0]}x{shape[1]} (height x width), but another is {wanted}: give one "
+            f"size to which all are resized, as --image_size={wanted}"
+        )
+    return shape

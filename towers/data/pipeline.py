@@ -15,6 +15,7 @@ import abc
 import copy
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -204,15 +205,10 @@ class ArraySplit(IndexedSplit):
             *example: x, y and sample_weight, or the first of these: arrays, or structures of
                 arrays in dicts and tuples, with equal numbers of rows, stored as `stored_spec`.
         """
-        example = tf.nest.map_structure(np.asarray, example)
-        self.spec = stored_spec(tf.nest.map_structure(spec_of, example))
-        self.size = num_rows(example)
+        example = stored(tf.nest.map_structure(np.asarray, example))
+        self.spec, self.size = spec_of(example), num_rows(example)
         with tf.device("/cpu:0"):
-            self._arrays = tf.nest.map_structure(
-                lambda array, spec: tf.constant(array, spec.dtype),
-                stored(example, self.spec),
-                self.spec,
-            )
+            self._arrays = tf.nest.map_structure(tf.constant, example)
 
     def largest_label(self, name: str) -> tuple[int, str]:
         """Return the largest label, and its place in the split of that name, for messages."""
@@ -320,26 +316,25 @@ def stored_spec(spec: Structure) -> Structure:
     return (*(tf.nest.map_structure(as_float32, part) for part in (x, *rest[:1])), *weights)
 
 
-def stored(example: Structure, spec: Structure) -> Structure:
-    """Convert arrays to the types and shapes of a spec; texts stay as they are.
-
-    Args:
-        example: arrays `[N, ...]`, in any structure.
-        spec: of one example, with the same structure.
-    """
+def stored(example: Structure) -> Structure:
+    """Convert arrays `[N, ...]` to types and shapes of `stored_spec`; texts stay as they are."""
 
     def convert(array, spec):
         if spec.dtype != tf.string:
             array = array.astype(spec.dtype.as_numpy_dtype, copy=False)
         return array.reshape(len(array), *spec.shape)
 
-    return tf.nest.map_structure(convert, example, spec)
+    return tf.nest.map_structure(convert, example, stored_spec(spec_of(example)))
 
 
-def spec_of(array: np.ndarray) -> tf.TensorSpec:
-    """Return the spec of an array's rows."""
-    dtype = tf.string if array.dtype.kind in "OSU" else array.dtype
-    return tf.TensorSpec(array.shape[1:], dtype)
+def spec_of(example: Structure) -> Structure:
+    """Return the spec of the rows of arrays."""
+    return tf.nest.map_structure(
+        lambda array: tf.TensorSpec(
+            array.shape[1:], tf.string if array.dtype.kind in "OSU" else array.dtype
+        ),
+        example,
+    )
 
 
 def is_label(y: Structure) -> bool:
@@ -372,38 +367,31 @@ def held_out_rows(size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         InputError: there is only one row.
     """
+    _, is_held_out = holding_out(size, fraction)
     with tf.device("/cpu:0"):
-        rows = tf.range(size, dtype=tf.int64)
-        held = is_held_out(rows, size, num_held_out(size, fraction)).numpy()
+        held = is_held_out(tf.range(size, dtype=tf.int64)).numpy()
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 
-def num_held_out(size: int, fraction: float) -> int:
-    """Return the number of held-out examples, at least 1 and less than `size`.
+def holding_out(size: int, fraction: float) -> tuple[int, Callable[[tf.Tensor], tf.Tensor]]:
+    """Choose random rows to hold out, since data may be periodic.
 
     Args:
-        size: number of all examples.
+        size: rows are 0..size-1.
         fraction: the part to hold out, 0..1.
 
+    Returns:
+        Their number, at least 1 and less than `size`, and what tells of rows, int64, which are.
+
     Raises:
-        InputError: there is only one example.
+        InputError: there is only one row.
     """
     if size < 2:
         raise InputError(
             f"a part is to be held out, but there is {size} example (or batch); give 2 or more"
         )
-    return min(max(1, round(size * fraction)), size - 1)
-
-
-def is_held_out(rows: tf.Tensor, size: int, num_held: int) -> tf.Tensor:
-    """Return whether each row is held out: random rows, since data may be periodic.
-
-    Args:
-        rows: int64, in 0..size-1.
-        size: number of all rows.
-        num_held: number of those that are held out.
-    """
-    return _shuffled(rows, size, tf.constant(_HELD_OUT_KEY, tf.int64)) < num_held
+    num = min(max(1, round(size * fraction)), size - 1)
+    return num, lambda rows: _shuffled(rows, size, tf.constant(_HELD_OUT_KEY, tf.int64)) < num
 
 
 def shuffled_rows(batch_size: int, size: int, seed: int, examples: int) -> tf.data.Dataset:

@@ -13,8 +13,7 @@ from towers.data.pipeline import (
     check_labels,
     epoch_keys,
     held_out_rows,
-    is_held_out,
-    num_held_out,
+    holding_out,
     num_rows,
     shuffled_rows,
     spec_of,
@@ -91,10 +90,10 @@ class DatasetSplit(Split):
 
     def held_out(self, fraction: float) -> tuple[Split, Split]:
         """See `Split.held_out`: both parts read the whole dataset."""
-        num_held, numbered = num_held_out(self.size, fraction), self._dataset.enumerate()
+        num_held, is_held_out = holding_out(self.size, fraction)
 
         def part(held, size):
-            members = numbered.filter(lambda row, _: is_held_out(row, self.size, num_held) == held)
+            members = self._dataset.enumerate().filter(lambda row, _: is_held_out(row) == held)
             return DatasetSplit(members.map(lambda _, example: example), size)
 
         return part(False, self.size - num_held), part(True, num_held)
@@ -152,7 +151,7 @@ class BatchSplit(Split):
             wrong = "is endless" if num is None else f"has {num} batches"
             raise InputError(f"{name} {type(dataset).__name__} {wrong}; return 1 batch or more")
         first, last = self._example(0), self._example(num - 1)
-        self.spec = tf.nest.map_structure(spec_of, first)
+        self.spec = spec_of(first)
         self._numbers, self._sizes = np.arange(num), np.full(num, num_rows(first))
         self._sizes[-1] = min(num_rows(first), num_rows(last))
         self.size = int(self._sizes.sum())
@@ -237,7 +236,7 @@ class BatchSplit(Split):
         return arrays.as_arrays(where, parts)
 
     def _check(self, number: int, example: Structure) -> None:
-        spec, size = tf.nest.map_structure(spec_of, example), num_rows(example)
+        spec, size = spec_of(example), num_rows(example)
         if spec != self.spec:
             raise InputError(
                 f"{self._name} batch {number} is of {arrays.format_spec(spec)}, but batch 0 of "
