@@ -189,14 +189,11 @@ class EncodedSplit(IndexedSplit):
         its row is found missing, and `explain` decodes it again. A row of zeros ends each batch,
         so that the search for an image ends when none can be decoded, as on a disk that is gone.
         """
-        num_read = batch_size + 1
-
-        def pad(values, **with_):
-            gap = [[0, num_read - tf.size(values)]]
-            return tf.ensure_shape(tf.pad(values, gap, **with_), [num_read])
+        end = [[0, 1]]
 
         def read(rows):
-            return pad(rows, constant_values=-1), pad(read_all(rows))
+            contents = tf.ensure_shape(read_all(rows), rows.shape)
+            return tf.pad(rows, end, constant_values=-1), tf.pad(contents, end)
 
         def decode(row, content):
             def image():
@@ -208,8 +205,9 @@ class EncodedSplit(IndexedSplit):
 
         def check(rows, decoded):
             decoded_rows, images = decoded
-            expected = pad(rows, constant_values=-1)
-            same = pad(decoded_rows, constant_values=-2) == expected
+            expected = tf.pad(rows, end, constant_values=-1)
+            missed = [[0, tf.size(expected) - tf.size(decoded_rows)]]
+            same = tf.pad(decoded_rows, missed, constant_values=-2) == expected
             missing = tf.gather(expected, tf.argmin(tf.cast(same, tf.int32)))
             good = tf.cond(tf.reduce_all(same), lambda: True, lambda: explain(missing))
             with tf.control_dependencies([good]):
@@ -218,7 +216,7 @@ class EncodedSplit(IndexedSplit):
 
         parallel = dict(num_parallel_calls=_CORES, deterministic=True)
         decoded = rows.map(read, **parallel).unbatch().map(decode, **parallel).ignore_errors()
-        return tf.data.Dataset.zip(rows, decoded.batch(num_read)).map(check)
+        return tf.data.Dataset.zip(rows, decoded.batch(batch_size + 1)).map(check)
 
     def _read(self, rows: np.ndarray) -> np.ndarray:
         # An image that cannot be read or is too large is empty.
