@@ -348,7 +348,13 @@ def num_rows(example: Structure) -> int:
 
 
 def check_labels(name: str, example: Structure, num_classes: int) -> None:
-    """Raise InputError if a label is `num_classes` or more, unless that is 0; `name` is shown."""
+    """Raise InputError if a label is `num_classes` or more.
+
+    Args:
+        name: for messages.
+        example: arrays of (x, y, ...), y with the labels.
+        num_classes: number of classes, 0 if targets are none: nothing is checked.
+    """
     wrong = np.flatnonzero(np.asarray(example[1]) >= num_classes) if num_classes else ()
     if len(wrong):
         raise InputError(
