@@ -304,10 +304,14 @@ def value_of(variable: keras.Variable) -> tf.Variable | None:
 def set_value_of(variable: keras.Variable, value: tf.Variable) -> None:
     """Replace the `tf.Variable` of a Keras variable. Public: a device for add_weight.
 
+    The new one has the id of the old one, by which optimizers know the variables that they were
+    built for, and those that weight decay spares.
+
     Args:
         variable: keeps its name and path.
         value: of the same shape and type.
     """
+    value._unique_id = variable._value._unique_id
     variable._value = value
 
 

@@ -108,6 +108,7 @@ RANDOM, COUNTER = random.Random(0), itertools.count(1)
 MIXED, PLACE, NUMBER, PYTHON = (f"{said}: layer suspect" for said in (
     "mixed examples", "place in the batch", "batch size", "state in Python",
 ))  # fmt: skip
+OTHERS = "^state: the variable suspect/number is assigned other values"
 READ, NORM = "^state: the variable suspect/", "mixed examples: layer norm"
 BACKWARD, TABLE = "backward pass: .* weight", "changes a table or a queue"
 FUNCTIONS = {
@@ -131,6 +132,8 @@ FUNCTIONS = {
     "branch of a sum": (MIXED, of_inputs(lambda x: ops.switch(
         ops.cast(ops.sum(x) > 9, "int32"), [lambda x: x, lambda x: -x], x
     ))),
+    "rounded": (OTHERS, assigned("number", lambda v, x: ops.round(ops.mean(x)))),
+    "clipped": (OTHERS, assigned("number", lambda v, x: v / 2 + ops.clip(ops.mean(x), -5, 5))),
     "mean, read again": (READ + "state", read_again("state", lambda v, x: v / 2 + ops.mean(x, 0))),
     "first, read again": (READ + "state", read_again("state", lambda v, x: x[0])),
     "number, read again": (READ + "number", read_again("number", lambda v, x: v + ops.shape(x)[0])),
@@ -151,6 +154,7 @@ INNOCENT = {
     "silu": of_inputs(tf.nn.silu),  # has a gradient of its own
     "halved": of_weight(halved),
     "sign, of inputs": of_inputs(by_sign),
+    "exponential": assigned("number", lambda v, x: v / 2 + ops.mean(ops.exp(x * x))),
     "as it was": assigned("state", lambda v, x: v * 1.0),
     "zeros added": assigned("state", lambda v, x: v + ops.zeros(4)),
     "of the least": assigned("number", lambda v, x: ops.maximum(v, -1e9)),
@@ -214,7 +218,8 @@ def nudged(change):
         (lambda x: 0 * ops.mean(x), False),
         (lambda x: ops.sum(x * 0.0), False),
         (lambda x: ops.mean(x) * 0.0 + ops.max(x) * 0.0, False),
-        (lambda x: ops.cast(ops.any(x > 1e9), x.dtype), True),
+        (lambda x: ops.cast(ops.any(x > 1e9), x.dtype), False),  # the largest, by examples tried
+        (lambda x: ops.cast(ops.any(ops.sqrt(ops.abs(x)) > 1e9), x.dtype), True),
     ],
 )
 def test_an_assignment_that_changes_nothing_is_no_doubt(change, is_told):

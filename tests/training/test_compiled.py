@@ -87,6 +87,20 @@ def test_weight_decay_by_flags_is_a_regulariser_of_kernels():
     tiny.assert_close(weights(by_flags), weights(by_code), 1e-6)
 
 
+def test_an_optimizer_that_is_built_trains_sharded_weights():
+    """As that of a model which was loaded from a file."""
+
+    def built():
+        model = compiled(keras.optimizers.Adam)()
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    loops = [loop_of(model=built, num_towers=2, variables=v) for v in ("cpu", "sharded")]
+    for loop in loops:
+        loop(4)
+    tiny.assert_close(*map(weights, loops), 1e-6)
+
+
 class Adversarial(keras.Model):
     """Two nets with an optimizer each, in a list, and no call."""
 

@@ -439,6 +439,25 @@ def test_sharded_weights_and_their_slots_lie_on_the_towers():
         assert slot.value.device == weight.value.device
 
 
+@pytest.mark.parametrize("built", [False, True])
+def test_sharded_weights_are_those_that_decay_spares(built):
+    """Keras knows them by an id of their `tf.Variable`, which is another one on another device."""
+
+    def trained(num_towers):
+        keras.utils.set_random_seed(0)
+        model = network(optimizer=keras.optimizers.AdamW(0.1, weight_decay=0.5))
+        model.optimizer.exclude_from_weight_decay(var_list=model.trainable_variables[:3])
+        if built:
+            model.optimizer.build(model.trainable_variables)
+        if num_towers:
+            towers.parallelize(model, num_towers, variables="sharded")
+        model.fit(X, Y, batch_size=9, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    for on_towers, on_one in zip(trained(2), trained(0), strict=True):
+        np.testing.assert_allclose(on_towers, on_one, atol=1e-5)
+
+
 def test_copies_and_files_of_a_parallelized_model_are_plain(tmp_path):
     model = towers.parallelize(network(), 2)
     model.save(tmp_path / "model.keras")

@@ -88,6 +88,10 @@ running_range = on_features(SAME, "the largest and smallest of all towers", lamb
     ),
     tracked((6,), lambda value, x: ops.minimum(value, ops.min(x, axis=0)), initializer="ones"),
 ])
+flags = on_features(SAME, "what has ever been so, and what always", lambda: [
+    tracked((), lambda v, x: v | ops.any(x > 2.0), dtype="bool"),
+    tracked((6,), lambda v, x: v & ops.all(x < 1.0, axis=0), dtype="bool", initializer="ones"),
+])
 moving_mean = on_maps(
     SAME, "the mean of the towers, by examples",
     lambda: [centred(), layers.Conv2D(4, 3), centred()],
@@ -128,6 +132,10 @@ last_example = on_features(
 moving_variance = on_maps(
     "state", "a variance is not the mean of variances",
     lambda: tracked((4,), lambda v, x: 0.9 * v + 0.1 * ops.var(x, axis=(0, 1, 2))),
+)
+rounded = on_features(
+    "state", "a rounded mean is not the mean of rounded ones",
+    lambda: tracked((), lambda v, x: ops.round(30 * ops.mean(x))),
 )
 memory_bank = on_features(
     "state", "a queue takes from the first tower alone", lambda: tracked((16, 6), _newest)

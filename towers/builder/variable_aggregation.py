@@ -94,7 +94,10 @@ def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]
     if policy == "sum":
         return tf.add_n([before, *(value - before for value in values)])
     if policy in ("max", "min"):
-        reduce = tf.reduce_max if policy == "max" else tf.reduce_min
+        if values[0].dtype.is_bool:
+            reduce = tf.reduce_any if policy == "max" else tf.reduce_all
+        else:
+            reduce = tf.reduce_max if policy == "max" else tf.reduce_min
         return reduce(tf.stack(values), axis=0)
     if policy == "mean" and values[0].dtype.is_floating:
         values = [widen(value) for value in values]
