@@ -577,6 +577,15 @@ def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     return getattr(optimizer, "_trainable_variables", [])
 
 
+def slots_of(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, keras.Variable]]:
+    """Return (slot, its weight) for each slot of an optimizer that is built. Public: none."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    weights = weights_of(optimizer)
+    by_weight = [v for v in vars(optimizer).values() if isinstance(v, list) and v is not weights]
+    pairs = [p for v in by_weight if len(v) == len(weights) for p in zip(v, weights, strict=True)]
+    return [(slot, w) for slot, w in pairs if isinstance(slot, keras.Variable) and slot is not w]
+
+
 def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
     """Compute each update of a Keras optimizer on its variable's device, as soon as possible.
 

@@ -7,9 +7,11 @@ import tensorflow as tf
 
 import towers
 from tests import runs, tiny
+from towers import tf_internals
 from towers.errors import InputError
 from towers.options.inline_objects import option_text
 from towers.training.run.setup import prepare
+from towers.training.step.train_state import VARIABLES
 
 pytestmark = pytest.mark.run
 RANDOM = np.random.default_rng(0)
@@ -87,18 +89,33 @@ def test_weight_decay_by_flags_is_a_regulariser_of_kernels():
     tiny.assert_close(weights(by_flags), weights(by_code), 1e-6)
 
 
-def test_an_optimizer_that_is_built_trains_sharded_weights():
-    """As that of a model which was loaded from a file."""
+@pytest.mark.parametrize("optimizer", ["adam", lambda: keras.optimizers.SGD(0.1, momentum=0.9)])
+def test_an_optimizer_that_is_built_trains_weights_anywhere(optimizer):
+    """As that of a model which was loaded from a file; some update weight and slot in one op."""
 
     def built():
-        model = compiled(keras.optimizers.Adam)()
+        model = compiled(optimizer)()
         model.optimizer.build(model.trainable_variables)
+        for slot in model.optimizer.variables[2:]:  # after the iteration and the rate
+            slot.assign(0.1 * tf.ones(slot.shape))
         return model
 
-    loops = [loop_of(model=built, num_towers=2, variables=v) for v in ("cpu", "sharded")]
-    for loop in loops:
+    loops = {v: loop_of(model=built, num_towers=2, variables=v) for v in VARIABLES}
+    for loop in loops.values():
         loop(4)
-    tiny.assert_close(*map(weights, loops), 1e-6)
+        tiny.assert_close(weights(loops["cpu"]), weights(loop), 1e-6)
+    copies = loops["replicated"].train_state.replicas
+    tiny.assert_identical(*(dict(enumerate(copy.variables())) for copy in copies))
+    state = loops["sharded"].train_state
+    assert len({v.value.device for v in state.model.trainable_variables}) == 2
+    for slot, weight in tf_internals.slots_of(state.model.optimizer):
+        assert slot.value.device == weight.value.device
+
+
+def test_averages_that_become_the_weights_are_no_drift(tmp_path, capsys):
+    averaging = compiled(lambda: keras.optimizers.Adam(use_ema=True))
+    run(tmp_path / "run", averaging, variables="replicated", max_steps=2)
+    assert " differ at step " not in capsys.readouterr().out
 
 
 class Adversarial(keras.Model):

@@ -290,6 +290,7 @@ class Compiled(Task):
         averages = getattr(getattr(optimizer, "inner_optimizer", optimizer), "use_ema", False)
         if averages:
             optimizer.finalize_variable_values(self.model.trainable_variables)
+            self.train_state.set_copies()
         return averages
 
     def _measured(self, seen: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:

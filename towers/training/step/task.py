@@ -35,7 +35,7 @@ from towers.monitoring.pictures import Predictions
 from towers.monitoring.results import parse_monitor
 from towers.options import augmentation
 from towers.options.parts import StepOptions
-from towers.tf_internals import added_losses
+from towers.tf_internals import added_losses, slots_of, value_of
 from towers.training.parallelize import traced
 from towers.training.run.model import floatx_of
 from towers.training.step.evaluation import AVERAGED, Evaluation, MetricState, PredictionCollector
@@ -53,6 +53,7 @@ from towers.training.step.train_state import (
     TrainState,
     WeightCopy,
     copies_on,
+    move,
     move_all,
     optimizers_of,
     shard,
@@ -94,6 +95,9 @@ class Task(abc.ABC):
             shard(weights, names)
         elif options.variables == "replicated":
             move_all(weights, names[0])
+        # Of optimizers that are built already, as those of a model that was loaded.
+        slots = [p for o in optimizers_of(model) for p in slots_of(o)]
+        move([(slot, value_of(weight).device) for slot, weight in slots])
 
     def _make_train_state(
         self, *optimizers: keras.optimizers.Optimizer, like: Callable, loss_scaling: bool = False

@@ -96,6 +96,7 @@ class TrainState:
                 self.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64)
         self.in_a_row = [counter("in_a_row", replica.device) for replica in self.replicas]
         self._sums: list[Callable[[], tf.Tensor]] | None = None
+        self.set_copies()  # of an optimizer that is built already: its slots are not 0
 
     def statistics(self) -> list[tuple[tf.Variable, tf.Tensor]]:
         """Return (variable, current value) of all model variables that no optimizer updates."""
