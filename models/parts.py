@@ -121,6 +121,4 @@ class Shortcut(keras.layers.Layer):
 
     def get_config(self) -> dict:
         """Return the arguments of the constructor."""
-        return {
-            **super().get_config(), "num_channels": self.num_channels, "stride": self.stride
-        }
+        return {**super().get_config(), "num_channels": self.num_channels, "stride": self.stride}

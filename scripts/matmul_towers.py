@@ -1,6 +1,6 @@
 """The guides' two-tower product: a matmul on each tower, add_n on the CPU, and where each op ran.
 
-    python scripts/matmul_towers.py [--num_towers=2]
+python scripts/matmul_towers.py [--num_towers=2]
 """
 
 import argparse

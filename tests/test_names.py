@@ -17,7 +17,8 @@ FLAGS = (
 NAMES = {
     # In 255 bytes, which are as many as a name may have.
     "signs": "-x [!a] a*b? a\\b 'it\"s' `y` $HOME \u00fc\U0001f600 %s%d {a,b}#c:d=e lr[0.1]"
-    + "-" + "\u6f22" * 63,
+    + "-"
+    + "\u6f22" * 63,
     "levels": "/".join(["level"] * 200),
     "long": "n" * 255,
     "long in bytes": "\u6f22" * 85,

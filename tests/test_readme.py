@@ -108,12 +108,16 @@ def test_every_flag_that_is_named_exists():
 
 
 OF_OTHERS = {"shm", "nproc_per_node", "saved"}  # docker, torchrun, tf2onnx
-SCRIPT_FLAGS = {"fast", "all"} | OF_OTHERS | {
-    name
-    for path in (ROOT / "scripts").iterdir()
-    if path.is_file()
-    for name in re.findall(r'"--(\w+)"', path.read_text())
-}
+SCRIPT_FLAGS = (
+    {"fast", "all"}
+    | OF_OTHERS
+    | {
+        name
+        for path in (ROOT / "scripts").iterdir()
+        if path.is_file()
+        for name in re.findall(r'"--(\w+)"', path.read_text())
+    }
+)
 
 
 @pytest.mark.run
@@ -146,6 +150,7 @@ def test_an_exported_model_becomes_tflite_with_its_numbers(trained, monkeypatch,
 
 # The first screen.
 
+
 def test_it_says_for_whom_why_what_was_tried_and_what_newcomers_look_for():
     first = README.partition("\n## ")[0]
     measured = [line for line in PAGES["scripts/README.md"].splitlines() if "| 1.4142 |" in line]
@@ -155,9 +160,21 @@ def test_it_says_for_whom_why_what_was_tried_and_what_newcomers_look_for():
     assert len(faults) == 3 and all(line in PAGES["scripts/README.md"] for line in faults)
     for ratio in re.findall(r"\d\.\d+(?= times)", first):
         assert f"| {ratio} " in PAGES["scripts/README.md"]
-    for words in ("`towers verify` makes", "scripts/matpow.py", "scripts/matmul_towers.py",
-                  "--callbacks=", "--categories=", "TFDS", "Hugging Face", "ONNX", "TFLite",
-                  "| Lightning |", "| MirroredStrategy |", "| PyTorch DDP |", "| Keras |"):
+    for words in (
+        "`towers verify` makes",
+        "scripts/matpow.py",
+        "scripts/matmul_towers.py",
+        "--callbacks=",
+        "--categories=",
+        "TFDS",
+        "Hugging Face",
+        "ONNX",
+        "TFLite",
+        "| Lightning |",
+        "| MirroredStrategy |",
+        "| PyTorch DDP |",
+        "| Keras |",
+    ):
         assert words in README and (words in CHINESE or words.endswith("makes"))
     # The figures that the quickstart prints differ from machine to machine; the words do not.
     shown = next(block for block in blocks("text") if "test_accuracy" in block)

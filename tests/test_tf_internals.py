@@ -543,8 +543,8 @@ def test_outputs_and_losses_are_those_that_steps_compute(evaluated):
         return lambda *args, **kwargs: losses.append(compute(*args, **kwargs)) or losses[-1]
 
     def make_metrics(compute):
-        return lambda x, y, y_pred, **kwargs: outputs.append(y_pred) or compute(
-            x, y, y_pred, **kwargs
+        return lambda x, y, y_pred, **kwargs: (
+            outputs.append(y_pred) or compute(x, y, y_pred, **kwargs)
         )
 
     with tf_internals.replaced((model, "compute_metrics", make_metrics)):

@@ -51,7 +51,8 @@ RARELY = (  # for `scripts/test --all` alone
 
 @pytest.mark.timeout(1500)  # of a large application
 @pytest.mark.parametrize(
-    "entry", tried(
+    "entry",
+    tried(
         zoo.ENTRIES,
         lambda e: e.quick and e.expected not in ELSEWHERE and e.name not in RARELY,
     ),

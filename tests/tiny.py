@@ -58,9 +58,16 @@ def cnn(num_classes, image_shape, width=4):
 def options(train_dir, **changes):
     """Return the options of a run of a few steps."""
     given = dict(
-        train_dir=str(train_dir), model="tests.tiny:dense", dataset="tests.tiny:images",
-        augment="none", batch_size=7, num_towers=1, learning_rate=0.1, log_every_steps=5,
-        checkpoint_every_steps=0, evaluate_every_epochs=0,
+        train_dir=str(train_dir),
+        model="tests.tiny:dense",
+        dataset="tests.tiny:images",
+        augment="none",
+        batch_size=7,
+        num_towers=1,
+        learning_rate=0.1,
+        log_every_steps=5,
+        checkpoint_every_steps=0,
+        evaluate_every_epochs=0,
     )
     if not {"max_steps", "num_epochs"} & set(changes):
         given["max_steps"] = 12

@@ -404,9 +404,7 @@ def patch_reads(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
         )
 
     owner = variable_ops.BaseResourceVariable
-    return replaced(
-        (owner, "_read_variable_op", make_read), (owner, "sparse_read", make_read_rows)
-    )
+    return replaced((owner, "_read_variable_op", make_read), (owner, "sparse_read", make_read_rows))
 
 
 # Tapes, for which towers are one op.
@@ -608,9 +606,7 @@ def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
     return replaced((extended, "update", make), (optimizer, "_all_reduce_sum_gradients", gathered))
 
 
-def fused_sgd(
-    optimizer: keras.optimizers.Optimizer, suits: Callable[[tf.Variable], bool]
-) -> Block:
+def fused_sgd(optimizer: keras.optimizers.Optimizer, suits: Callable[[tf.Variable], bool]) -> Block:
     """Update variables by TensorFlow's fused kernels in Keras' SGD.
 
     These compute the same as Keras' chain of ops in one pass over memory. Those of Adam and RMSprop

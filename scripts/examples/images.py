@@ -1,6 +1,6 @@
 """An image classifier: convolutions, BatchNorm and dropout, trained over towers by `fit`.
 
-    python scripts/examples/images.py --num_towers=2
+python scripts/examples/images.py --num_towers=2
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Segmentation: a small U-Net, a loss for each pixel, and weights that leave pixels out.
 
-    python scripts/examples/segmentation.py --num_towers=2
+python scripts/examples/segmentation.py --num_towers=2
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Regression on the columns of a table, of numbers and of categories, each an input of its name.
 
-    python scripts/examples/table.py --num_towers=2
+python scripts/examples/table.py --num_towers=2
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A classifier of texts of unequal length: an embedding that masks padding, and an LSTM.
 
-    python scripts/examples/text.py --num_towers=2
+python scripts/examples/text.py --num_towers=2
 """
 
 import argparse

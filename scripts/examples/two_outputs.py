@@ -1,6 +1,6 @@
 """Two inputs and two outputs, each with a loss, a weight and metrics of its own.
 
-    python scripts/examples/two_outputs.py --num_towers=2
+python scripts/examples/two_outputs.py --num_towers=2
 """
 
 import argparse

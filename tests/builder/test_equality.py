@@ -252,9 +252,7 @@ ASSIGNMENTS = {
     "smallest": lambda v, x: v.assign(tf.minimum(v.value, tf.reduce_min(x))),
     "moving mean": lambda v, x: v.assign(0.9 * v.value + 0.1 * tf.reduce_mean(x)),
     "sum of means": lambda v, x: v.assign_add(tf.reduce_mean(x)),
-    "sum by means": lambda v, x: v.assign_add(
-        tf.reduce_mean(x) * tf.cast(tf.shape(x)[0], v.dtype)
-    ),
+    "sum by means": lambda v, x: v.assign_add(tf.reduce_mean(x) * tf.cast(tf.shape(x)[0], v.dtype)),
     "first": lambda v, x: v.assign(x[0, 0]),
     "in a function": lambda v, x: tf.function(lambda: v.assign_add(1.0))(),
     "in a loop": lambda v, x: tf.while_loop(

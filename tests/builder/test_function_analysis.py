@@ -54,8 +54,9 @@ LAYOUTS = {
 UNTOLD = {
     "pairs": lambda x: x + tf.reduce_sum(uniform([tf.shape(x)[0]] * 2)),
     "one less": lambda x: x + tf.reduce_sum(uniform([2 * tf.shape(x)[0] - 1])),
-    "what is positive": lambda x: x
-    + tf.reduce_sum(uniform([tf.reduce_sum(tf.cast(x > 0, tf.int32))])),
+    "what is positive": lambda x: (
+        x + tf.reduce_sum(uniform([tf.reduce_sum(tf.cast(x > 0, tf.int32))]))
+    ),
     "of all examples": lambda x: x + tf.reduce_sum(rows(x)),
 }
 

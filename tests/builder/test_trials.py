@@ -123,15 +123,22 @@ FUNCTIONS = {
     "above five": (NUMBER, of_inputs(lambda x: x * 2 if x.shape[0] > 5 else x)),
     "by Python's random": (PYTHON, of_inputs(lambda x: x * RANDOM.random())),
     "by a counter of Python's": (PYTHON, of_inputs(lambda x: x * next(COUNTER))),
-    "branch at a mean": (MIXED, of_inputs(
-        lambda x: ops.cond(ops.mean(x) > 3.0, lambda: x * 2, lambda: x)
-    )),
-    "loop to a norm": (MIXED, of_inputs(
-        lambda x: ops.while_loop(lambda x: ops.norm(x) > 50.0, lambda x: (x / 2,), (x,))[0]
-    )),
-    "branch of a sum": (MIXED, of_inputs(lambda x: ops.switch(
-        ops.cast(ops.sum(x) > 9, "int32"), [lambda x: x, lambda x: -x], x
-    ))),
+    "branch at a mean": (
+        MIXED,
+        of_inputs(lambda x: ops.cond(ops.mean(x) > 3.0, lambda: x * 2, lambda: x)),
+    ),
+    "loop to a norm": (
+        MIXED,
+        of_inputs(
+            lambda x: ops.while_loop(lambda x: ops.norm(x) > 50.0, lambda x: (x / 2,), (x,))[0]
+        ),
+    ),
+    "branch of a sum": (
+        MIXED,
+        of_inputs(
+            lambda x: ops.switch(ops.cast(ops.sum(x) > 9, "int32"), [lambda x: x, lambda x: -x], x)
+        ),
+    ),
     "rounded": (OTHERS, assigned("number", lambda v, x: ops.round(ops.mean(x)))),
     "clipped": (OTHERS, assigned("number", lambda v, x: v / 2 + ops.clip(ops.mean(x), -5, 5))),
     "mean, read again": (READ + "state", read_again("state", lambda v, x: v / 2 + ops.mean(x, 0))),

@@ -84,17 +84,23 @@ MIXING = {
     "the share of a drawn mask": (FLOATS, drawing(kept_share)),
     "noise without its mean": (FLOATS, drawing(lambda x, drawn: x + drawn - ops.mean(drawn, 0))),
     "the largest number drawn": (FLOATS, drawing(lambda x, drawn: x * (drawn < ops.max(drawn)))),
-    "an order that is drawn": (FLOATS, drawing(
-        lambda x, drawn: ops.take(x, ops.argsort(drawn[:, 0]), axis=0), keras.random.normal
-    )),
+    "an order that is drawn": (
+        FLOATS,
+        drawing(
+            lambda x, drawn: ops.take(x, ops.argsort(drawn[:, 0]), axis=0), keras.random.normal
+        ),
+    ),
 }
 INNOCENT = {
     "a mark": (FLOATS, lambda layer, x: ops.where(x == -9, 0.0, x)),
     "token 30": (TOKENS, lambda layer, x: ops.take(layer.table, ops.where(x == 30, 1, x), axis=0)),
     "NaN": (FLOATS, lambda layer, x: tf.where(tf.math.is_nan(x), tf.zeros_like(x), x)),
-    "noise without its own mean": (FLOATS, drawing(
-        lambda x, drawn: x + drawn - ops.mean(drawn, 1, keepdims=True), keras.random.normal
-    )),
+    "noise without its own mean": (
+        FLOATS,
+        drawing(
+            lambda x, drawn: x + drawn - ops.mean(drawn, 1, keepdims=True), keras.random.normal
+        ),
+    ),
 }
 
 

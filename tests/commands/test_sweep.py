@@ -71,9 +71,7 @@ def test_a_grid_ends_with_the_table_the_best_first_and_a_command_that_can_be_typ
     ]
     assert "best        learning_rate=0.3: accuracy 0.3200" in lines
     assert json.loads(Path("S/sweep.json").read_text()) | {"interrupted": False} == result
-    assert result["summary"][0]["objective"] == pytest.approx(
-        {"mean": 0.32, "std": 0.0002**0.5}
-    )
+    assert result["summary"][0]["objective"] == pytest.approx({"mean": 0.32, "std": 0.0002**0.5})
     assert result["best"]["flags"] == {"learning_rate": 0.3}
     typed = result["best"]["command"]
     assert f"  {typed}" in lines

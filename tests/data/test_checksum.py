@@ -63,5 +63,3 @@ def test_files_may_be_moved_but_another_name_size_or_class_is_seen(kind, tmp_pat
             shutil.rmtree(top / "test/dog", ignore_errors=True)
             seen.append(data.load("folder", str(top)).train.checksum()["sha256"])
         assert len(set(seen)) == 4
-
-

@@ -47,7 +47,7 @@ def test_targets_by_name_and_a_file_for_testing_whose_columns_stand_in_another_o
     np.testing.assert_array_equal(y, np.concatenate([x / 4, x * 10 + 0.5], axis=1))
 
 
-HOMES = "city,kind,size,price\nOslo,1,2.5,1\nRome,10,3,2\n Oslo ,1,4,3\n\"Rome, Italy\",2,5,4\n"
+HOMES = 'city,kind,size,price\nOslo,1,2.5,1\nRome,10,3,2\n Oslo ,1,4,3\n"Rome, Italy",2,5,4\n'
 
 
 def test_each_text_of_a_category_is_a_column(write):

@@ -9,7 +9,7 @@ from tests.test_readme import blocks
 
 pytestmark = pytest.mark.process
 
-PROGRAM = '''
+PROGRAM = """
 import json, sys
 
 import keras
@@ -45,7 +45,7 @@ assert verified["passed"]
 
 print(json.dumps(found))
 exec(sys.argv[1])
-'''
+"""
 
 
 def test_towers_share_it_with_the_numbers_of_plain_keras_and_a_line(tmp_path):

@@ -49,10 +49,14 @@ class Template:
     files: dict[str, bytes]
     argv: tuple[str, ...]
     data = {
-        "npz": ("npz/data.npz", ""), "csv": ("csv/train.csv,csv/test.csv", ""),
-        "folder": ("folder", "folder"), "tfrecord": ("tfrecord", "tfrecord"),
-        "binaries": ("cifar10", "binaries"), "pickles": ("cifar10", "pickles"),
-        "binaries100": ("cifar100", "binaries100"), "pickles100": ("cifar100_coarse", "pickles100"),
+        "npz": ("npz/data.npz", ""),
+        "csv": ("csv/train.csv,csv/test.csv", ""),
+        "folder": ("folder", "folder"),
+        "tfrecord": ("tfrecord", "tfrecord"),
+        "binaries": ("cifar10", "binaries"),
+        "pickles": ("cifar10", "pickles"),
+        "binaries100": ("cifar100", "binaries100"),
+        "pickles100": ("cifar100_coarse", "pickles100"),
     }
 
 

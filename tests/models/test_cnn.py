@@ -37,7 +37,10 @@ def test_initial_values_are_the_tutorials():
     model = cnn()
     # A normal distribution cut off at two standard deviations has 0.88 of its spread left.
     for name, stddev, bias in [
-        ("conv1", 0.05, 0.0), ("conv2", 0.05, 0.1), ("dense1", 0.04, 0.1), ("dense2", 0.04, 0.1),
+        ("conv1", 0.05, 0.0),
+        ("conv2", 0.05, 0.1),
+        ("dense1", 0.04, 0.1),
+        ("dense2", 0.04, 0.1),
         ("logits", 1 / 192, 0.0),
     ]:
         layer = model.get_layer(name)

@@ -32,9 +32,7 @@ EVEN, SLOW = [0.1, 0.1, 0.1], [0.1, 0.1, 0.3]
 
 
 def timetable(first=0, last=100, batch_size=128, **options):
-    return Timetable(
-        first, first * batch_size, last, 10_000, batch_size, 10, Options(**options)
-    )
+    return Timetable(first, first * batch_size, last, 10_000, batch_size, 10, Options(**options))
 
 
 def call(num_steps, **seconds):

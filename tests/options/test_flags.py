@@ -50,11 +50,9 @@ OF_EVALUATE = (
 OF_VERBS = {
     "train": ("", ""),
     "verify": ("--num_towers=1,2,3,4 --steps=10 --float32=false", ""),
-    "benchmark":
-        ("--dataset=synthetic --num_towers= --against= --windows=5 --seconds=2", ""),
+    "benchmark": ("--dataset=synthetic --num_towers= --against= --windows=5 --seconds=2", ""),
     "plan": ("--num_towers=0 --gpu_memory_gib=16", ""),
-    "sweep": ("--vary= --samples=0 --sweep_dir=runs/sweep --parallel=1",
-              "train_dir overwrite"),
+    "sweep": ("--vary= --samples=0 --sweep_dir=runs/sweep --parallel=1", "train_dir overwrite"),
 }
 
 
@@ -168,7 +166,7 @@ def test_flags_of_other_programs_are_told_as_they_are_here():
 @pytest.mark.parametrize(
     "flag, meant",
     [("--dtype=bf16", "mixed_bfloat16"), ("--dtype=FP16", "mixed_float16")]
-    + [("--optimizer=nag", "nesterov"), ("--schedule=one_cycle", "onecycle")]
+    + [("--optimizer=nag", "nesterov"), ("--schedule=one_cycle", "onecycle")],
 )
 def test_values_of_other_programs_are_told_as_they_are_here(flag, meant):
     assert refusal("train", flag).endswith(f"; did you mean {meant}?")

@@ -243,7 +243,7 @@ def test_what_is_reported_is_of_the_weights_that_are_kept(tmp_path, capsys):
     assert found["loss"] == result["test_loss"]
     model = towers.load(str(tmp_path), model=rising)
     held = prepare(options_of(model=rising, validation_fraction=0.3)).data.validation
-    ((x, y), _), = held.eval_batches(held.size)
+    (((x, y), _),) = held.eval_batches(held.size)
     expected = float(tf.reduce_mean((model(x) - y) ** 2))
     assert result["validation_loss"] == pytest.approx(expected, rel=1e-5)
 

@@ -1,6 +1,5 @@
 """The rule book as it is printed, with the numbers of the run."""
 
-
 import pytest
 
 from tests import tiny

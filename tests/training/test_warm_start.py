@@ -190,7 +190,8 @@ HOSTILE = {
     "group": (put(h5py.ExternalLink("other.h5", "/"), "layers/scale"), "layers/scale is a link"),
     "circle": (put(h5py.SoftLink(f"/{AT}")), "vars/0 is a link"),
     "legacy link": (
-        legacy(b"secret", secret=h5py.ExternalLink("other.h5", "secret")), "dense/secret is a link"
+        legacy(b"secret", secret=h5py.ExternalLink("other.h5", "secret")),
+        "dense/secret is a link",
     ),
     "no array": (put(h5py.Empty("f4")), "is no array"),
     "names of nothing": (legacy(b"there", b"is", b"none"), NO_WEIGHTS),

@@ -29,7 +29,6 @@ def answers(host, port, seconds=10.0):
     return True
 
 
-
 @pytest.mark.parametrize("ip", ADDRESSES)
 def test_it_is_reached_at_one_address_alone(listener, ip):
     port = listener.getsockname()[1]

@@ -34,7 +34,10 @@ def _application(name, why, size=32, **keywords):
     @entry(SAME, why, dataset=f"tests.zoo.applications:images_{size}")
     def model(num_classes, image_shape):
         return getattr(keras.applications, name)(
-            weights=None, input_shape=image_shape, classes=num_classes, classifier_activation=None,
+            weights=None,
+            input_shape=image_shape,
+            classes=num_classes,
+            classifier_activation=None,
             **keywords,
         )
 

@@ -8,11 +8,21 @@ from tests.zoo.parts import of_images, on_images, on_maps, own
 
 layers = keras.layers
 
-first_cnn = on_images(SAME, "biases before BatchNorm: their gradients are zero in theory", lambda: [
-    layers.Conv2D(4, 3, padding="same"), layers.BatchNormalization(), layers.ReLU(),
-    layers.MaxPooling2D(), layers.Conv2D(6, 3, padding="same"), layers.BatchNormalization(),
-    layers.Activation("relu"), layers.Dropout(0.5),
-])
+first_cnn = on_images(
+    SAME,
+    "biases before BatchNorm: their gradients are zero in theory",
+    lambda: [
+        layers.Conv2D(4, 3, padding="same"),
+        layers.BatchNormalization(),
+        layers.ReLU(),
+        layers.MaxPooling2D(),
+        layers.Conv2D(6, 3, padding="same"),
+        layers.BatchNormalization(),
+        layers.Activation("relu"),
+        layers.Dropout(0.5),
+    ],
+)
+
 
 @of_images(SAME, "strides, transposed convolution, a skip")
 def u_net(images):
@@ -64,6 +74,7 @@ def by_tensorflow(self, x):
 
 
 weight_standardised = on_maps(
-    SAME, "moments of a kernel, not of the batch",
+    SAME,
+    "moments of a kernel, not of the batch",
     lambda: [WeightStandardisedConv(5, 3), layers.ReLU()],
 )

@@ -10,21 +10,33 @@ from tests.zoo.parts import layer, of_images, on_features, on_images, on_maps, o
 
 layers, ops, random = keras.layers, keras.ops, keras.random
 
-dropouts = on_maps(SAME, "each of Keras' noise layers", lambda: [
-    layers.SpatialDropout2D(0.3), layers.Conv2D(4, 3, padding="same"),
-    layers.Dropout(0.3, noise_shape=(None, 1, None, 1)), layers.AlphaDropout(0.2),
-    layers.GaussianDropout(0.3), layers.GaussianNoise(0.2),
-])
+dropouts = on_maps(
+    SAME,
+    "each of Keras' noise layers",
+    lambda: [
+        layers.SpatialDropout2D(0.3),
+        layers.Conv2D(4, 3, padding="same"),
+        layers.Dropout(0.3, noise_shape=(None, 1, None, 1)),
+        layers.AlphaDropout(0.2),
+        layers.GaussianDropout(0.3),
+        layers.GaussianNoise(0.2),
+    ],
+)
 entry(SAME, "a part has its own place", "--accumulate_steps=2")(dropouts)
 dropout_shared_by_all = on_maps(
-    SAME, "one mask for the batch, by noise_shape",
+    SAME,
+    "one mask for the batch, by noise_shape",
     lambda: layers.Dropout(0.5, noise_shape=(1, None, None, 4)),
 )
-dropout_of_rows = on_rows(SAME, "one mask for all times of an example", lambda: [
-    layers.SpatialDropout1D(0.3, seed=1),
-    layers.Dense(4, activation="selu"),
-    layers.AlphaDropout(0.3, noise_shape=(None, 1, None)),
-])
+dropout_of_rows = on_rows(
+    SAME,
+    "one mask for all times of an example",
+    lambda: [
+        layers.SpatialDropout1D(0.3, seed=1),
+        layers.Dense(4, activation="selu"),
+        layers.AlphaDropout(0.3, noise_shape=(None, 1, None)),
+    ],
+)
 entry(SAME, "a loss scale", "--dtype=mixed_float16")(dropout_of_rows)
 
 
@@ -36,28 +48,51 @@ def dropout_used_twice(images):
 
 # ------------------------------------------------------------------------------------ Augmentation
 
-flips_and_turns = on_images(SAME, "Keras' geometric augmentation", lambda: [
-    layers.RandomFlip("horizontal"), layers.RandomTranslation(0.2, 0.2),
-    layers.RandomRotation(0.1, fill_mode="nearest"), layers.RandomZoom(0.2),
-    layers.Conv2D(4, 3, activation="relu"), layers.GlobalAveragePooling2D(),
-])
-crop = on_images(SAME, "RandomCrop draws one place for the batch", lambda: [
-    layers.RandomCrop(6, 6),  # of square images, in evaluation, Keras 3.15 crops nothing
-    layers.Conv2D(4, 3, activation="relu"),
-    layers.GlobalAveragePooling2D(),
-])
-colours = on_images(SAME, "Keras' colour augmentation", lambda: [
-    layers.Rescaling(0.25, offset=0.5), layers.RandomBrightness(0.2, value_range=(0, 1)),
-    layers.RandomContrast(0.4, value_range=(0, 1)),
-    layers.RandomSaturation(0.5, value_range=(0, 1)), layers.RandomGrayscale(0.3),
-    layers.Conv2D(4, 3, activation="relu"), layers.GlobalMaxPooling2D(),
-])
-erasing = on_images(SAME, "places [B], and noise of whole images", lambda: [
-    layers.RandomErasing(1.0, scale=(0.2, 0.6), value_range=(-2, 2)),
-    layers.RandomShear(0.3, 0.3),
-])
+flips_and_turns = on_images(
+    SAME,
+    "Keras' geometric augmentation",
+    lambda: [
+        layers.RandomFlip("horizontal"),
+        layers.RandomTranslation(0.2, 0.2),
+        layers.RandomRotation(0.1, fill_mode="nearest"),
+        layers.RandomZoom(0.2),
+        layers.Conv2D(4, 3, activation="relu"),
+        layers.GlobalAveragePooling2D(),
+    ],
+)
+crop = on_images(
+    SAME,
+    "RandomCrop draws one place for the batch",
+    lambda: [
+        layers.RandomCrop(6, 6),  # of square images, in evaluation, Keras 3.15 crops nothing
+        layers.Conv2D(4, 3, activation="relu"),
+        layers.GlobalAveragePooling2D(),
+    ],
+)
+colours = on_images(
+    SAME,
+    "Keras' colour augmentation",
+    lambda: [
+        layers.Rescaling(0.25, offset=0.5),
+        layers.RandomBrightness(0.2, value_range=(0, 1)),
+        layers.RandomContrast(0.4, value_range=(0, 1)),
+        layers.RandomSaturation(0.5, value_range=(0, 1)),
+        layers.RandomGrayscale(0.3),
+        layers.Conv2D(4, 3, activation="relu"),
+        layers.GlobalMaxPooling2D(),
+    ],
+)
+erasing = on_images(
+    SAME,
+    "places [B], and noise of whole images",
+    lambda: [
+        layers.RandomErasing(1.0, scale=(0.2, 0.6), value_range=(-2, 2)),
+        layers.RandomShear(0.3, 0.3),
+    ],
+)
 rand_augment = on_images(
-    SAME, "which operations is drawn for the batch, how much by example",
+    SAME,
+    "which operations is drawn for the batch, how much by example",
     lambda: [
         layers.Rescaling(40.0, offset=128.0),
         # This seed does not draw the equalization, whose histogram is of the whole batch.
@@ -127,6 +162,7 @@ def random_layer_drop(self, x, training):
 
 
 layer_drop = on_features(
-    SAME, "one number for the batch leaves a layer out",
+    SAME,
+    "one number for the batch leaves a layer out",
     lambda: [random_layer_drop(), random_layer_drop()],
 )

@@ -54,7 +54,8 @@ def side_outputs(self, x):
 
 
 rare_branch = computing(
-    MIXED, "one large number changes all examples",
+    MIXED,
+    "one large number changes all examples",
     lambda x: tf.cond(tf.reduce_any(x > 0.95), lambda: x / 2, lambda: x),
 )
 
@@ -72,12 +73,15 @@ def _backward(change):
 
 
 clipped_by_example = computing(
-    SAME, "each example's gradient is clipped by itself",
+    SAME,
+    "each example's gradient is clipped by itself",
     _backward(lambda g: tf.clip_by_norm(g, 1e-3, axes=[1])),
 )
 clipped_over_all = computing(
     MIXED, "the batch's gradient is clipped", _backward(lambda g: tf.clip_by_norm(g, 1e-3))
 )
+
+
 @own(on_features, "backward pass", "a kernel's gradient is clipped in each tower", quick=True,
      kernel=(None, 5))  # fmt: skip
 def kernel_clipped(self, x):

@@ -23,6 +23,8 @@ sorted_batch = computing(MIXED, "places change", lambda x: ops.sort(x, axis=0))
 branch_at_a_mean = computing(
     MIXED, "a branch of all", lambda x: tf.cond(tf.reduce_mean(x) > 0, lambda: 2 * x, lambda: -x)
 )
+
+
 @own(
     on_maps, MIXED, "moments by tf.nn.moments", then=lambda: [layers.ReLU()],
     gamma={"shape": (None,), "initializer": "ones"},
@@ -111,7 +113,8 @@ def _mean_gradient(x):
 
 
 place_as_feature = computing(
-    "place in the batch", "a tower counts from the first of its slice",
+    "place in the batch",
+    "a tower counts from the first of its slice",
     lambda x: x + 0.1 * tf.cast(tf.range(tf.shape(x)[0]), x.dtype)[:, None],
     quick=True,
 )

@@ -19,10 +19,19 @@ def batch_norm_ranks(images):
     return BatchNorm()(layers.Dense(6)(layers.Flatten()(rows)))
 
 
-batch_norm_axes = on_maps(SAME, "BatchNorm of an axis that is not the last", lambda: [
-    BatchNorm(axis=1), layers.Conv2D(4, 3, padding="same", activation="relu"), BatchNorm(axis=2),
-    layers.Conv2D(4, 3, activation="relu"), BatchNorm(axis=-1, center=False),
-])
+batch_norm_axes = on_maps(
+    SAME,
+    "BatchNorm of an axis that is not the last",
+    lambda: [
+        BatchNorm(axis=1),
+        layers.Conv2D(4, 3, padding="same", activation="relu"),
+        BatchNorm(axis=2),
+        layers.Conv2D(4, 3, activation="relu"),
+        BatchNorm(axis=-1, center=False),
+    ],
+)
+
+
 class Padding(layers.Layer):
     """Masks the rows of pixels that are dark: not the same number in each example."""
 
@@ -53,14 +62,19 @@ class Norm(BatchNorm):
         return tf.nn.relu(super().call(x, training=training, mask=mask))
 
 
-batch_norm_frozen = on_maps(SAME, "statistics stay, nothing is averaged", lambda: [
-    layers.Conv2D(3, 2, trainable=False),
-    BatchNorm(trainable=False, moving_mean_initializer=keras.initializers.Constant(0.25)),
-    layers.Conv2D(3, 3, activation="tanh"),
-])
+batch_norm_frozen = on_maps(
+    SAME,
+    "statistics stay, nothing is averaged",
+    lambda: [
+        layers.Conv2D(3, 2, trainable=False),
+        BatchNorm(trainable=False, moving_mean_initializer=keras.initializers.Constant(0.25)),
+        layers.Conv2D(3, 3, activation="tanh"),
+    ],
+)
 entry(SAME, "no moments are taken", LOCAL)(batch_norm_frozen)
 batch_norm_subclass = on_maps(
-    SAME, "a layer that inherits from BatchNorm",
+    SAME,
+    "a layer that inherits from BatchNorm",
     lambda: [Norm(), layers.Conv2D(4, 3), Norm(momentum=0.9)],
 )
 
@@ -96,28 +110,46 @@ batch_norm_synchronized = on_maps(
     SAME, "asks for all towers", lambda: [BatchNorm(synchronized=True), layers.ReLU()], LOCAL
 )
 batch_norm_renorm = on_maps(
-    SAME, "moments of the batch beside moving ones",
+    SAME,
+    "moments of the batch beside moving ones",
     lambda: [BatchNorm(renorm=True), layers.ReLU()],
 )
 batch_norm_float32 = on_maps(
-    SAME, "the layer's own dtype: widened for the comparison",
+    SAME,
+    "the layer's own dtype: widened for the comparison",
     lambda: [BatchNorm(dtype="float32"), layers.ReLU()],
 )
 batch_norm_after_dropout = on_features(
-    SAME, "draws by example, then moments of all",
+    SAME,
+    "draws by example, then moments of all",
     lambda: [layers.Dropout(0.3), BatchNorm(), layers.ReLU()],
 )
 entry("local BatchNorm", "moments of a slice", LOCAL, quick=True)(batch_norm_after_dropout)
-by_example = on_maps(SAME, "LayerNorm, GroupNorm, UnitNorm, RMSNorm: one example alone", lambda: [
-    layers.LayerNormalization(axis=[1, 2, 3]), layers.GroupNormalization(2),
-    layers.Conv2D(4, 3, padding="same"), layers.UnitNormalization(), layers.RMSNormalization(),
-    layers.GroupNormalization(-1),
-])
-spectral = on_maps(SAME, "assigns its kernel and a vector, from weights alone", lambda: [
-    layers.SpectralNormalization(layers.Conv2D(4, 3, activation="relu")),
-    layers.SpectralNormalization(layers.Conv2D(4, 1), power_iterations=2),
-])
-weight_normalised_head = on_features(SAME, "a constraint acts on the master", lambda: [
-    layers.Dense(5, kernel_constraint=keras.constraints.UnitNorm()),
-    layers.UnitNormalization(),
-])
+by_example = on_maps(
+    SAME,
+    "LayerNorm, GroupNorm, UnitNorm, RMSNorm: one example alone",
+    lambda: [
+        layers.LayerNormalization(axis=[1, 2, 3]),
+        layers.GroupNormalization(2),
+        layers.Conv2D(4, 3, padding="same"),
+        layers.UnitNormalization(),
+        layers.RMSNormalization(),
+        layers.GroupNormalization(-1),
+    ],
+)
+spectral = on_maps(
+    SAME,
+    "assigns its kernel and a vector, from weights alone",
+    lambda: [
+        layers.SpectralNormalization(layers.Conv2D(4, 3, activation="relu")),
+        layers.SpectralNormalization(layers.Conv2D(4, 1), power_iterations=2),
+    ],
+)
+weight_normalised_head = on_features(
+    SAME,
+    "a constraint acts on the master",
+    lambda: [
+        layers.Dense(5, kernel_constraint=keras.constraints.UnitNorm()),
+        layers.UnitNormalization(),
+    ],
+)

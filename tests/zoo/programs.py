@@ -187,20 +187,32 @@ def added_penalty(self, x):
     return ops.matmul(x, self.kernel)
 
 
-penalised_weights = on_features(SAME, "regularizers act once, on the masters", lambda: [
-    layers.Dense(5, kernel_regularizer="l2", bias_regularizer=keras.regularizers.L1(0.1)),
-    layers.Dense(4, kernel_regularizer=keras.regularizers.L1L2(0.1, 0.2)),
-])
+penalised_weights = on_features(
+    SAME,
+    "regularizers act once, on the masters",
+    lambda: [
+        layers.Dense(5, kernel_regularizer="l2", bias_regularizer=keras.regularizers.L1(0.1)),
+        layers.Dense(4, kernel_regularizer=keras.regularizers.L1L2(0.1, 0.2)),
+    ],
+)
 entry(SAME, "decay, too", "--optimizer=adamw --weight_decay=0.1")(penalised_weights)
-activity_regularizer = on_features(SAME, "Keras divides it by the number of examples", lambda: [
-    layers.Dense(5, activation="relu", activity_regularizer=keras.regularizers.L2(0.1)),
-    layers.ActivityRegularization(l1=0.01),
-])
-float32_head = on_features(SAME, "layers with a dtype of their own", lambda: [
-    layers.Dropout(0.2),
-    layers.Dense(5, activation="tanh", dtype="float32"),
-    layers.Dense(4, dtype="float32"),
-])
+activity_regularizer = on_features(
+    SAME,
+    "Keras divides it by the number of examples",
+    lambda: [
+        layers.Dense(5, activation="relu", activity_regularizer=keras.regularizers.L2(0.1)),
+        layers.ActivityRegularization(l1=0.01),
+    ],
+)
+float32_head = on_features(
+    SAME,
+    "layers with a dtype of their own",
+    lambda: [
+        layers.Dropout(0.2),
+        layers.Dense(5, activation="tanh", dtype="float32"),
+        layers.Dense(4, dtype="float32"),
+    ],
+)
 
 
 def _fixed_features():

@@ -9,15 +9,18 @@ from tests.zoo.parts import layer, of_images, on_images, on_rows, own
 layers, ops = keras.layers, keras.ops
 
 lstm = on_rows(
-    SAME, "masks made once for all times",
+    SAME,
+    "masks made once for all times",
     lambda: layers.LSTM(4, dropout=0.3, recurrent_dropout=0.3, return_sequences=True),
 )
 simple_rnn_unrolled = on_rows(
-    SAME, "no loop in the graph",
+    SAME,
+    "no loop in the graph",
     lambda: layers.SimpleRNN(4, dropout=0.3, recurrent_dropout=0.2, unroll=True),
 )
 stacked_cells = on_rows(
-    SAME, "cells in a cell, each with masks",
+    SAME,
+    "cells in a cell, each with masks",
     lambda: layers.RNN(
         layers.StackedRNNCells(
             [layers.LSTMCell(4, dropout=0.3), layers.GRUCell(3, recurrent_dropout=0.3)]
@@ -49,20 +52,27 @@ own_cell = on_rows(
     SAME, "dropout within the loop over times", lambda: layers.RNN(CellWithDropout())
 )
 time_distributed = on_images(
-    SAME, "dropout within TimeDistributed: [B * T, ...] or in a loop",
+    SAME,
+    "dropout within TimeDistributed: [B * T, ...] or in a loop",
     lambda: [
         layers.Reshape((4, 2, 8, 3)),
         layers.TimeDistributed(layers.Conv2D(3, (1, 3), activation="relu")),
-        layers.TimeDistributed(layers.Dropout(0.4)), layers.TimeDistributed(layers.Flatten()),
-        layers.TimeDistributed(layers.Dense(4)), layers.GRU(3),
+        layers.TimeDistributed(layers.Dropout(0.4)),
+        layers.TimeDistributed(layers.Flatten()),
+        layers.TimeDistributed(layers.Dense(4)),
+        layers.GRU(3),
     ],
 )
-masked_lstm = on_images(SAME, "times without input, unlike in number", lambda: [
-    layers.Reshape((-1, 3)),
-    layers.Lambda(lambda x: x[:, :9] * ops.cast(x[:, :9, :1] > 0, x.dtype)),
-    layers.Masking(0.0),
-    layers.LSTM(4, dropout=0.2),
-])
+masked_lstm = on_images(
+    SAME,
+    "times without input, unlike in number",
+    lambda: [
+        layers.Reshape((-1, 3)),
+        layers.Lambda(lambda x: x[:, :9] * ops.cast(x[:, :9, :1] > 0, x.dtype)),
+        layers.Masking(0.0),
+        layers.LSTM(4, dropout=0.2),
+    ],
+)
 
 
 def _rows(images):

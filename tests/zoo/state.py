@@ -80,32 +80,49 @@ def _histogram(value, x):
 histogram = on_features(
     SAME, "integers that are added up", lambda: tracked((6,), _histogram, dtype="int32")
 )
-running_range = on_features(SAME, "the largest and smallest of all towers", lambda: [
-    tracked(
-        (6,),
-        lambda value, x: ops.maximum(value, ops.max(x, axis=0)),
-        initializer=keras.initializers.Constant(-9.0),
-    ),
-    tracked((6,), lambda value, x: ops.minimum(value, ops.min(x, axis=0)), initializer="ones"),
-])
-flags = on_features(SAME, "what has ever been so, and what always", lambda: [
-    tracked((), lambda v, x: v | ops.any(x > 2.0), dtype="bool"),
-    tracked((6,), lambda v, x: v & ops.all(x < 1.0, axis=0), dtype="bool", initializer="ones"),
-])
+running_range = on_features(
+    SAME,
+    "the largest and smallest of all towers",
+    lambda: [
+        tracked(
+            (6,),
+            lambda value, x: ops.maximum(value, ops.max(x, axis=0)),
+            initializer=keras.initializers.Constant(-9.0),
+        ),
+        tracked((6,), lambda value, x: ops.minimum(value, ops.min(x, axis=0)), initializer="ones"),
+    ],
+)
+flags = on_features(
+    SAME,
+    "what has ever been so, and what always",
+    lambda: [
+        tracked((), lambda v, x: v | ops.any(x > 2.0), dtype="bool"),
+        tracked((6,), lambda v, x: v & ops.all(x < 1.0, axis=0), dtype="bool", initializer="ones"),
+    ],
+)
 moving_mean = on_maps(
-    SAME, "the mean of the towers, by examples",
+    SAME,
+    "the mean of the towers, by examples",
     lambda: [centred(), layers.Conv2D(4, 3), centred()],
 )
-unchanged = on_features(SAME, "what no example changes is the same in all towers", lambda: [
-    tracked((), lambda v, x: v * 1),
-    tracked((6,), lambda v, x: v + ops.zeros(6)),
-    tracked((), lambda v, x: ops.cond(v > 1e9, lambda: v / 2, lambda: v)),
-])
-given_policies = on_features(SAME, "aggregation says how", lambda: [
-    tracked((), lambda v, x: v + ops.sum(ops.cast(x > 0, v.dtype)), aggregation="sum"),
-    tracked((6,), lambda v, x: 0.9 * v + 0.1 * ops.mean(x, axis=0), aggregation="mean"),
-    tracked((), lambda v, x: 2 * v + 1, aggregation="only_first_replica"),
-])
+unchanged = on_features(
+    SAME,
+    "what no example changes is the same in all towers",
+    lambda: [
+        tracked((), lambda v, x: v * 1),
+        tracked((6,), lambda v, x: v + ops.zeros(6)),
+        tracked((), lambda v, x: ops.cond(v > 1e9, lambda: v / 2, lambda: v)),
+    ],
+)
+given_policies = on_features(
+    SAME,
+    "aggregation says how",
+    lambda: [
+        tracked((), lambda v, x: v + ops.sum(ops.cast(x > 0, v.dtype)), aggregation="sum"),
+        tracked((6,), lambda v, x: 0.9 * v + 0.1 * ops.mean(x, axis=0), aggregation="mean"),
+        tracked((), lambda v, x: 2 * v + 1, aggregation="only_first_replica"),
+    ],
+)
 
 
 # ------------------------------------------------------------------- What is read after it was set
@@ -130,11 +147,13 @@ last_example = on_features(
     "state", "one tower alone has it", lambda: tracked((6,), lambda value, x: x[-1]), quick=True
 )
 moving_variance = on_maps(
-    "state", "a variance is not the mean of variances",
+    "state",
+    "a variance is not the mean of variances",
     lambda: tracked((4,), lambda v, x: 0.9 * v + 0.1 * ops.var(x, axis=(0, 1, 2))),
 )
 rounded = on_features(
-    "state", "a rounded mean is not the mean of rounded ones",
+    "state",
+    "a rounded mean is not the mean of rounded ones",
     lambda: tracked((), lambda v, x: ops.round(30 * ops.mean(x))),
 )
 memory_bank = on_features(

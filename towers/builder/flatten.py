@@ -30,9 +30,6 @@ def _num_bytes(value: Any) -> int:
     return value.shape.num_elements() * tf.as_dtype(value.dtype).size
 
 
-
-
-
 def dense(gradient: Any, variable: Any) -> Any:
     """Make a sparse gradient dense, unless its variable is large.
 

@@ -48,9 +48,7 @@ class Passes:
     gradients: TowerGradients | None = None  # of the last backward pass
 
 
-def concat(
-    builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | None = None
-) -> Any:
+def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | None = None) -> Any:
     """Return the results of `fn` for the slices of `batch`, joined; tapes can go back through it.
 
     Args:

@@ -120,9 +120,6 @@ def sample(spec: tf.TypeSpec, random: np.random.Generator, tokens: int) -> Any:
     return tf.sparse.from_dense(value) if isinstance(spec, tf.SparseTensorSpec) else value
 
 
-
-
-
 # {graph: {name of a placeholder: its value}}
 _GIVEN: MutableMapping[tf.Graph, dict[str, tf.Tensor]] = weakref.WeakKeyDictionary()
 
@@ -174,6 +171,7 @@ def known_values(tensors: Sequence[Any]) -> list[Any] | None:
 
     computed = [x.name for x in tensors if x.name not in known]
     used = {x.name for op in needed.values() for x in op.inputs}
+
     def compute() -> list[tf.Tensor]:
         inputs = {name: tf.identity(value) for name, value in known.items() if name in used}
         return tf.graph_util.import_graph_def(graph, input_map=inputs, return_elements=computed)

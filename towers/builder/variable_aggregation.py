@@ -87,10 +87,13 @@ def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]
         counts: their numbers of examples.
     """
     if policy in ("sum", "max", "min"):  # a tower without examples may have any value
-        values = [values[0], *(
-            tf.where(count > 0, value, before if policy == "sum" else values[0])
-            for value, count in zip(values[1:], counts[1:], strict=True)
-        )]
+        values = [
+            values[0],
+            *(
+                tf.where(count > 0, value, before if policy == "sum" else values[0])
+                for value, count in zip(values[1:], counts[1:], strict=True)
+            ),
+        ]
     if policy == "sum":
         return tf.add_n([before, *(value - before for value in values)])
     if policy in ("max", "min"):

@@ -113,6 +113,7 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
         kind: one of `names`, and parts.
         dtype: of the images for the model; None: as stored.
     """
+
     def named(structure: Structure) -> str:  # "tokens [80] int32, price [] float32"
         texts = []
         for path, leaf in arrays.leaves((structure,)):

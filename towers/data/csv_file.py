@@ -85,7 +85,7 @@ def load(dataset: str, paths: Sequence[str], target: str, categories: str) -> Da
     columns = [column for name in features for column in of_categories.get(name, [name])]
     y, class_names, no_classes = _targets(tables, targets)
     notes = [
-        f"categories  {name}: {first_of([repr(text[len(name) + 1:]) for text in texts])}"
+        f"categories  {name}: {first_of([repr(text[len(name) + 1 :]) for text in texts])}"
         for name, texts in of_categories.items()
     ]
     if absent := np.setdiff1d(range(len(class_names)), np.concatenate(y)).tolist():

@@ -242,7 +242,8 @@ class UpdateOptions:
     """How long a run is, the optimizer, its schedule, and all else that an update does."""
 
     num_epochs: float = _length(
-        0.0, "Passes over the training set, up to a full batch; 0: as max_steps says, else 10.",
+        0.0,
+        "Passes over the training set, up to a full batch; 0: as max_steps says, else 10.",
         maximum=10**9,
     )
     max_steps: int = _length(

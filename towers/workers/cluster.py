@@ -529,9 +529,7 @@ def alternating_devices(options: DeviceOptions, numbers: Sequence[int]) -> list[
     return devices
 
 
-def _ask_each(
-    workers: Sequence[Worker], ask: Callable[[Worker], Any]
-) -> list[tuple[Worker, Any]]:
+def _ask_each(workers: Sequence[Worker], ask: Callable[[Worker], Any]) -> list[tuple[Worker, Any]]:
     # Asks in parallel; returns (worker, its answer) for each.
     with ThreadPoolExecutor(len(workers) or 1) as pool:
         return list(zip(workers, pool.map(ask, workers), strict=True))

@@ -80,9 +80,7 @@ def run(options: BenchmarkOptions, say: Callable[[str], None] = print) -> dict[s
     return result
 
 
-def start_own(
-    options: BenchmarkOptions, images: str, start: Callable[..., Runner]
-) -> list[Runner]:
+def start_own(options: BenchmarkOptions, images: str, start: Callable[..., Runner]) -> list[Runner]:
     """Start our runners; peers are compared with the first.
 
     Args:

@@ -452,9 +452,7 @@ class Compiled(Task):
         copies = [replica.weights for replica in self.train_state.replicas]
         if len(copies) == 1 or builder_of(self.model) is None:
             return self.model.test_step
-        return on_towers(
-            self.model, self.builder, method_of(self.model, "test_step"), copies
-        )
+        return on_towers(self.model, self.builder, method_of(self.model, "test_step"), copies)
 
     def metrics_result(self) -> dict[str, tf.Tensor]:
         """See `Task`."""

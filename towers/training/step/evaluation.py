@@ -48,9 +48,7 @@ class Evaluation:
         averaged = any(average is not None for *_, average in rows)
         lines, width = [], max(12, *(len(name) for name, *_ in rows))
         for name, *cells in [("", "weights", "EMA"), *rows]:
-            shown = [
-                figure(c) if isinstance(c, float) else c or "-" for c in cells[: 1 + averaged]
-            ]
+            shown = [figure(c) if isinstance(c, float) else c or "-" for c in cells[: 1 + averaged]]
             lines.append(f"{name:{width}}" + "".join(f" {text:>9}" for text in shown))
         return lines
 
