@@ -1,4 +1,4 @@
-"""What calls leave in attributes of layers: as one device leaves it, or a line that names it."""
+"""What calls leave in attributes: under `fit`, around functions; `test_equality` has the rest."""
 
 import collections
 import functools
@@ -11,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 from tests import fits
-from tests.runs import rare
 from towers import TowerBuilder
 
 pytestmark = pytest.mark.run
@@ -106,37 +105,6 @@ def test_fit_has_the_numbers_of_one_device(num_towers):
     assert not fits.differences(fitted(*parts), fitted(*parts, num_towers))
 
 
-PARTS, BY_XLA = {"accumulate_steps": 2}, {"jit_compile": True, "batch_norm": "local"}
-
-
-@pytest.mark.parametrize(
-    ("compiled", "name", "options"),
-    [
-        (lambda fn: fn, "a list", {}), (tf.function, "rows", {}), (tf.function, "a list", PARTS),
-        (tf.function, "a list", BY_XLA), rare(tf.function, "a list", BY_XLA | PARTS),
-    ],
-)  # fmt: skip
-def test_the_builder_by_hand_joins_them(compiled, name, options, float64):
-    leave, use = LEAVING[name]
-    x, y = (tf.constant(DATA[key][:7]) for key in "xy")
-    model = Leaving(leave, use)
-    builder = TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"], **options)
-
-    def joined(call):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum((call(x) - y) ** 2) + use(model)
-        return loss, tape.gradient(loss, model.features.kernel.value)
-
-    def by_example():
-        builder.gradients(lambda x: model(x)[:, 0], model.trainable_variables, x)
-        return use(model)
-
-    expected = [*joined(model), use(model) if model(x) is not None else None]
-    found = compiled(joined)(lambda x: builder.concat(model, x))
-    for own, value in zip([*found, compiled(by_example)()], expected, strict=True):
-        np.testing.assert_allclose(own, value, rtol=1e-9)
-
-
 def spread(model, x):
     model.spread = ops.std(x)
 
@@ -202,7 +170,6 @@ def seen(model, x):
     "leave, use, said",
     [
         (spread, lambda m: m.spread, "attribute 'spread' of layer leaving"),
-        rare(spread, lambda m: ops.mean(m.spread * 2), "attribute 'spread' of layer leaving"),
         (seen, lambda m: ops.mean(Seen.x), "a tensor that layer leaving"),
     ],
 )

@@ -30,6 +30,7 @@ class Case(NamedTuple):
     batch: Sequence[Any] = (tf.constant(X),)
     state: Sequence[Any] = ()  # what `losses` assigns
     plain: Callable | None = None  # what one device is to compute, if not `losses`
+    outside: tuple[Callable, Callable] | None = None  # what is joined, and what is read after it
 
 
 class Way(NamedTuple):
@@ -310,6 +311,88 @@ def draws():
     return of_model(sequential((3,), layers.Dense(9), layers.Dropout(0.5, seed=1)))
 
 
+# What layers add to the loss, and leave in attributes: read in the towers, or after them.
+
+
+class Adds(layers.Layer):
+    """Adds what functions make of its inputs."""
+
+    def __init__(self, *losses):
+        super().__init__()
+        self.of_inputs = losses
+
+    def call(self, x):
+        self.add_loss([loss(x) for loss in self.of_inputs])
+        return x
+
+
+class Twice(layers.Layer):
+    """Calls a part that adds losses two times."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def call(self, x):
+        return self.part(x) - 0.5 * self.part(2 * x)
+
+
+def with_rest(call, rest, model):
+    """Return a case whose `rest` is added to the loss in each tower, or after all of them."""
+    of_each = lambda x: tf.reduce_mean(tf.sin(call(x)), axis=1)  # noqa: E731
+    added = lambda x: of_each(x) + rest()  # noqa: E731
+    return Case(added, model.trainable_variables, outside=(of_each, rest))
+
+
+def of_added(*body):
+    model = sequential((3,), layers.Dense(3), *body, layers.Dense(2, bias_regularizer="l2"))
+    model.layers[0].trainable = False
+    rest = lambda: sum(keras.ops.sum(loss) for loss in model.losses)  # noqa: E731
+    return with_rest(functools.partial(model, training=True), rest, model)
+
+
+@row(THREE, JOINED, IN_PARTS, JOINED_IN_PARTS, rare=[JOINED_UNKNOWN])
+def losses_that_layers_add():
+    """Means and sums, of all numbers, of columns and by example; of activities and weights."""
+    kinds = (
+        lambda x: 0.3 * keras.ops.mean(keras.ops.sin(x)), lambda x: 0.1 * keras.ops.sum(x**2),
+        lambda x: keras.ops.mean(x**3, axis=0), lambda x: keras.ops.sum(x**2, axis=1),
+        lambda x: keras.ops.max(x) * 0 + 0.5, tf.nn.l2_loss,
+        lambda x: x[:, :1] ** 2 / keras.ops.cast(keras.ops.shape(x)[0], x.dtype),
+        lambda x: tf.reduce_sum(tf.debugging.check_numerics(x**2, "not finite")),
+    )  # fmt: skip
+    active = layers.Dense(3, activity_regularizer="l2", kernel_regularizer="l1")
+    return of_added(Adds(*kinds), active)
+
+
+@row(JOINED, rare=[THREE, JOINED_IN_PARTS])
+def losses_of_a_part_that_is_called_twice():
+    inner = layers.Dense(3), Adds(lambda x: 0.3 * keras.ops.mean(x), tf.reduce_sum)
+    return of_added(Twice(sequential((3,), *inner)))
+
+
+class Leaving(layers.Layer):
+    """Leaves rows, a mean, sums of columns and a list in attributes."""
+
+    def call(self, x):
+        self.rows = {"of": [x, tf.reduce_sum(x, axis=1)]}
+        self.kl, self.total = tf.reduce_mean(x**2), tf.reduce_sum(x**2, axis=0)
+        self.kept = [x, tf.reduce_mean(x, axis=0), tf.reduce_max(x)]
+        return x
+
+    def used(self):
+        of_kept = tf.reduce_sum(tf.abs(self.kept[1])) + self.kept[2] ** 2
+        of_rows = tf.reduce_mean(self.rows["of"][0] ** 4) + tf.reduce_max(self.rows["of"][1])
+        return of_rows + 3 * self.kl + tf.sqrt(tf.reduce_sum(self.total)) + of_kept
+
+
+@row(JOINED, JOINED_UNKNOWN, rare=[JOINED_IN_PARTS, JOINED_BY_XLA])
+def attributes_that_calls_leave():
+    leaving = Leaving()
+    model = sequential((3,), layers.Dense(4, "tanh"), leaving, layers.Dense(1))
+    return with_rest(model, leaving.used, model)
+
+
 @row(THREE, rare=[JOINED])
 def a_spectral_norm():
     """The power iteration is no part of the gradient, as with plain Keras."""
@@ -570,8 +653,17 @@ def outcome(case, step, size=None):
 @functools.cache
 def of_one_device(make, size=None, joined=False):
     case = case_of(make)
-    losses, of_all = case.plain or case.losses, contrast if joined else tf.reduce_mean
-    return outcome(case, with_tape(lambda *xs: of_all(losses(*xs)), case.weights, joined), size)
+    losses = case.plain or case.losses
+    loss_fn = lambda *batch: tf.reduce_mean(losses(*batch))  # noqa: E731
+    if joined:
+        loss_fn = joined_loss(case, lambda fn, *batch: fn(*batch))
+    return outcome(case, with_tape(loss_fn, case.weights, joined), size)
+
+
+def joined_loss(case, call):
+    """Return a loss of what `call` makes of a case's function, and of what is read after it."""
+    joined, rest = case.outside or (case.plain or case.losses, lambda: 0.0)
+    return lambda *batch: contrast(call(joined, *batch)) + rest()
 
 
 def step_of(case, way, devices=DEVICES, gather_device="/cpu:0"):
@@ -585,8 +677,7 @@ def step_of(case, way, devices=DEVICES, gather_device="/cpu:0"):
         return loss, [g.values if isinstance(g, PerTower) else g for g in gradients]
 
     if way.joined:
-        loss_fn = lambda *batch: contrast(builder.concat(case.losses, *batch))  # noqa: E731
-        step = with_tape(loss_fn, case.weights, True)
+        step = with_tape(joined_loss(case._replace(plain=None), builder.concat), case.weights, True)
     specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in case.batch]
     if not way.compiled:
         return step
