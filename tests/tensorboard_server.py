@@ -10,8 +10,6 @@ with warnings.catch_warnings():  # of what it brings along
     warnings.simplefilter("ignore", DeprecationWarning)
     from tensorboard import default, program
 
-from towers.commands.tensorboard.command import arguments
-
 EVERY_STATUS = ("STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING")
 
 
@@ -21,7 +19,7 @@ class Server:
     def __init__(self, folder: Path):
         server = program.TensorBoard(default.get_plugins())
         once = ["--load_fast=false", "--reload_interval=0", "--reload_task=blocking", "--port=0"]
-        server.configure(argv=["tensorboard", *arguments(str(folder)), *once])
+        server.configure(argv=["tensorboard", f"--logdir={folder}", *once])
         self._address = server.launch()
 
     def get(self, path: str, **parameters: str):

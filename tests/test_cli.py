@@ -90,12 +90,6 @@ def test_a_bad_command_line_gets_one_line(folder):
     assert list(folder.iterdir()) == []
 
 
-def test_tensorboard_says_that_there_is_nothing_to_show_before_it_imports(folder, capsys):
-    with mock.patch.object(cli, "quiet_start", side_effect=AssertionError):
-        assert cli.main(["tensorboard", "--train_dir=none"]) == 2
-    assert "there are no event files" in capsys.readouterr().err
-
-
 @pytest.mark.process
 def test_usage_needs_no_tensorflow(folder):
     lines = [line.split() for line in MESSAGES] + [argv for argv, _ in WITH_SPACES]

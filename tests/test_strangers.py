@@ -2,7 +2,6 @@
 
 import functools
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -25,7 +24,6 @@ NAMES = (
 ).split()
 RUN = "--model=models.resnet:resnet --model_args=depth=8,width=1 --batch_size=32 --devices=cpu"
 TRAIN = f"train {RUN} --max_steps=2 --evaluate_every_epochs=0 --augment=none --train_dir=run"
-_LISTENS = re.compile(r"^(free  |TensorBoard of)")
 ARGUMENTS = {
     "train": f"{TRAIN} --train_dir=again",
     "evaluate": "--train_dir=run",
@@ -35,7 +33,6 @@ ARGUMENTS = {
     "doctor": "--train_dir=run",
     "sweep": f"{RUN} --max_steps=1 --vary=learning_rate:0.1,0.2 --evaluate_every_epochs=0",
     "compare": "run again",
-    "tensorboard": "--train_dir=run --port=0",
     "predict": "--train_dir=run x.npy",
     "export": "--train_dir=run",
     "replay": "--train_dir=run",
@@ -68,7 +65,7 @@ def run(folder, *argv, **variables):
         said = ""
         for line in process.stdout:
             said += line
-            if _LISTENS.match(line):
+            if line.startswith("free  "):
                 process.send_signal(signal.SIGINT)
     found = mark.read_text().split() if mark.exists() else []
     mark.unlink(missing_ok=True)

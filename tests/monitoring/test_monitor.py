@@ -272,13 +272,15 @@ def test_lines_go_to_standard_output_and_may_follow_the_end_of_the_bar(tmp_path,
     assert capsys.readouterr() == ("done\n", "")
 
 
-@pytest.mark.parametrize("path, expected", [("{bin}", "towers"), ("/nowhere", "the bin/towers")])
+@pytest.mark.parametrize(
+    "path, expected", [("{bin}", "tensorboard"), ("/nowhere", "the bin/tensorboard")]
+)
 def test_the_command_is_named_as_it_can_be_typed(tmp_path, monkeypatch, path, expected):
     folder = tmp_path / "the bin"
     folder.mkdir()
-    (folder / "towers").touch(0o755)
+    (folder / "tensorboard").touch(0o755)
     monkeypatch.setenv("PATH", path.format(bin=folder))
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
     monkeypatch.chdir(tmp_path)
     command = shlex.split(tensorboard_command("my runs/it's"))
-    assert command == [expected, "tensorboard", "--train_dir=my runs/it's"]
+    assert command == [expected, "--logdir=my runs/it's"]

@@ -153,7 +153,7 @@ def test_points_are_written_at_once_and_one_graph_makes_calls_of_all_lengths(sto
     assert lines[0] == "towers      2: /cpu:0, /cpu:1; gather on /cpu:0"
     assert f"new run     {folder}, 18 steps of tests.tiny:cnn on tests.tiny:images" in lines
     watch = next(line for line in lines if line.startswith("watch it"))
-    assert watch.endswith(f"towers tensorboard --train_dir={folder}")
+    assert watch.endswith(f"tensorboard --logdir={folder}")
 
 
 # Going on
@@ -191,7 +191,7 @@ def test_a_run_in_parts_is_the_run_in_one(whole, stopped, tmp_path, monkeypatch,
     assert all(result[name] == expected[name] for name in result.keys() - speeds)
     lines = err.splitlines()
     assert f"  test_accuracy          {result['test_accuracy']:.4f}" in lines
-    assert lines[-1].endswith(f"towers tensorboard --train_dir={tmp_path}")
+    assert lines[-1].endswith(f"tensorboard --logdir={tmp_path}")
     assert_each_point_once(tmp_path)
     of_test = [points(folder / "eval", "test/accuracy") for folder in (tmp_path, whole)]
     assert of_test[0] == of_test[1]

@@ -277,7 +277,7 @@ def _now() -> str:
 
 def tensorboard_command(train_dir: str) -> str:
     """Return the command that shows a run in TensorBoard."""
-    command = "towers"
+    command = "tensorboard"
     if not shutil.which(command):  # the virtual environment is not active
         command = os.path.relpath(Path(sys.executable).with_name(command))
-    return shlex.join([command, "tensorboard", f"--train_dir={train_dir}"])
+    return shlex.join([command, f"--logdir={train_dir}"])

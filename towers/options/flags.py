@@ -79,12 +79,6 @@ OF_MODEL = ("model", "model_args", "augment")  # those that an evaluation cannot
 _OF_MACHINES = {f.name for f in dataclasses.fields(Options) if f.metadata["group"] == MANY_MACHINES}
 
 
-NO_TRAIN_DIR = (
-    f"there is no run in {Options.train_dir}, which is meant where no --train_dir is given: train "
-    "first, or type --train_dir=RUN"
-)
-
-
 class _Aliased(str):
     """A value that was typed under an alias, as --num_gpus."""
 
@@ -346,7 +340,10 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
     to_come = verb.run_flags == "if_typed" and ("model" in given or "dataset" in given)
     if not is_run and verb.run_flags != "if_any" and not to_come:
         if "train_dir" not in given:
-            raise InputError(NO_TRAIN_DIR)
+            raise InputError(
+                f"there is no run in {train_dir}, which is meant where no --train_dir is given: "
+                "train first, or type --train_dir=RUN"
+            )
         other = "leave it out" if verb.run_flags == "if_typed" else "train first"
         raise InputError(
             f"--train_dir={train_dir}: there is no run; {other}, or name the folder of a run"

@@ -80,7 +80,7 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
     ]
     for line in _tables(entries, differing, objective[0], target):
         say(line)
-    say(f"curves      towers tensorboard --train_dir={common}")
+    say(f"curves      tensorboard --logdir={common}")
     for noted in [noted for name in options.runs for noted in results.noted_runs(Path(name))]:
         if noted["status"] == "failed":
             say(f"failed: {noted['name']}: {noted.get('error')}")

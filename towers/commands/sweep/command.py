@@ -89,7 +89,7 @@ def run(
         done = len(runs) - len(waiting)
         begun = f", {done} of them finished before" if done else ""
         say(f"sweep       {folder}: {len(runs)} runs{begun}")
-        say(f"watch it    towers tensorboard --train_dir={folder}")
+        say(f"watch it    tensorboard --logdir={folder}")
         write()  # the runs read there what is varied
         with ThreadPoolExecutor(len(places)) as pool, contextlib.ExitStack() as stack:
             stack.callback(ending.set)  # if this fails, its runs save and end

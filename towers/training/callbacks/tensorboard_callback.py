@@ -4,7 +4,7 @@
 
 To view it, also while the model trains:
 
-    towers tensorboard --train_dir=runs/fit
+    tensorboard --logdir=runs/fit
 """
 
 from pathlib import Path
@@ -46,7 +46,7 @@ class TowerBoard(keras.callbacks.Callback):
         """Set where and how often to write.
 
         Args:
-            log_dir: the folder for `towers tensorboard --train_dir`.
+            log_dir: the folder for `tensorboard --logdir`.
             every_steps: steps between two points.
             max_event_mib: upper limit of the size of all event files, in MiB.
 
