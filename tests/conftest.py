@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import leftovers, tiers, trained_runs
+from tests import leftovers, trained_runs
 
+TIERS = ("unit", "graph", "run", "process")
 _FOLDER = Path(__file__).parent
 _DURATIONS = _FOLDER / "durations.json"
 _KEY = pytest.StashKey[str]()  # marks what this process starts
@@ -73,14 +74,23 @@ def pytest_configure(config):
 # Tiers.
 
 
+def _tier_of(item):
+    """Return the tier of a test: that of its parameters, its decorators, or its module."""
+    own = [mark.name for mark in getattr(getattr(item, "callspec", None), "marks", [])]
+    for name in [*own, *(mark.name for mark in item.iter_markers())]:
+        if name in TIERS:
+            return name
+    raise pytest.UsageError(f"{item.nodeid} has no tier: mark it with one of {', '.join(TIERS)}")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Give each test its one tier, which -m goes by, and begin with the slowest modules."""
     seconds = json.loads(_DURATIONS.read_text())["modules"] if _DURATIONS.exists() else {}
-    of_items = [(item, tiers.tier_of(item)) for item in items]
+    of_items = [(item, _tier_of(item)) for item in items]
     for item, tier in of_items:
         for node in item.listchain():  # -m would also find a module's mark, which is further away
-            node.own_markers = [m for m in node.own_markers if m.name not in tiers.TIERS]
+            node.own_markers = [m for m in node.own_markers if m.name not in TIERS]
         item.user_properties.append(("tier", tier))
     for item, tier in of_items:
         item.add_marker(tier)
@@ -88,32 +98,15 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_finish(session):
-    """Guard the tiers once all modules are imported, in the processes that run tests."""
-    if not session.config.getoption("numprocesses", None) or hasattr(session.config, "workerinput"):
-        tiers.install()
-        gc.collect()
-        gc.freeze()  # what has been imported need not be looked through again
-        gc.set_threshold(10_000, 20, 20)  # tracing makes many objects that live
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item):
-    tiers.enter(dict(item.user_properties)["tier"])
-    return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    """Let what only a higher tier may do fail a test that catches the error, too."""
-    result = yield
-    tiers.check()
-    return result
+def pytest_collection_finish():
+    """Keep the garbage collector from looking through what has been imported."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # tracing makes many objects that live
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    tiers.enter(tiers.TIERS[-1])
     try:
         return (yield)
     finally:
@@ -156,7 +149,7 @@ def pytest_terminal_summary(terminalreporter, config):
         of_modules[name.partition("::")[0].removeprefix("tests/")] += seconds
     slowest = sorted(_records, key=lambda name: -_records[name][1])[:20]
     terminalreporter.section("durations: seconds of one process")
-    for tier in filter(of_tiers.get, tiers.TIERS):
+    for tier in filter(of_tiers.get, TIERS):
         line = f"{sum(of_tiers[tier]):8.1f}  {tier}, {len(of_tiers[tier])} tests"
         terminalreporter.write_line(line)
     for name in slowest:
