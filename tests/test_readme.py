@@ -106,7 +106,7 @@ def test_every_flag_that_is_named_exists():
         assert known or name in SCRIPT_FLAGS, name
 
 
-OF_OTHERS = {"shm", "nproc_per_node", "saved", "logdir", "samples_per_plugin"}  # docker, torchrun ...
+OF_OTHERS = {"shm", "nproc_per_node", "saved", "logdir", "samples_per_plugin"}
 SCRIPT_FLAGS = (
     {"fast", "all"}
     | OF_OTHERS
