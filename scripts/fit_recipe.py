@@ -26,7 +26,7 @@ with quiet_start(level=3):
 
 from towers import files  # noqa: E402
 from towers.errors import InputError, RunError  # noqa: E402
-from towers.options import augmentation, code_trust, flags  # noqa: E402
+from towers.options import code_trust, flags  # noqa: E402
 from towers.options.run import Options  # noqa: E402
 from towers.training.run.compile_from_flags import compile_from_flags  # noqa: E402
 from towers.training.run.model import floatx_of  # noqa: E402
@@ -99,8 +99,8 @@ def compiled(run: RunContext) -> keras.Model:
         raise InputError("fit trains a classifier with an optimizer of the flags, a step a batch")
     if options.dtype == "mixed_float16":
         raise InputError("--dtype=mixed_float16 is not compared with fit: type mixed_bfloat16")
-    if augmentation.parse(options.augment).mixes or options.test_time_flip:
-        raise InputError("fit neither mixes examples nor sees mirror images: leave them out")
+    if options.test_time_flip:
+        raise InputError("fit sees no mirror images: leave out --test_time_flip")
     plain = dataclasses.replace(options, label_smoothing=0.0, metrics="accuracy")
     compile_from_flags(model, plain)
     optimizer, num_classes = model.optimizer, run.data.num_classes

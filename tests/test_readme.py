@@ -13,6 +13,7 @@ from tests import tiny
 from tests.programs import ROOT
 from towers import cli
 from towers.commands.init import command as init
+from towers.data.user_data import data_set
 from towers.options import flags
 from towers.options.run import Options
 from towers.training.parallelize import builder_of
@@ -208,6 +209,22 @@ def test_fit_in_three_lines():
     assert len(program.splitlines()) == 3
     model = run(program, model=a_model(), x=X, y=Y[:, :3])["model"]
     assert len(builder_of(model).devices) == 2 and len(model.history.epoch) == 10
+
+
+@pytest.mark.run
+def test_layers_of_keras_augment_and_mix_in_the_data_function(monkeypatch):
+    images = np.arange(256, dtype=np.uint8)[:, None, None, None] + np.zeros((32, 32, 3), np.uint8)
+    labels = np.arange(256)[:, None] % 10
+    halves = (images, labels), (images[:20], labels[:20])
+    monkeypatch.setattr(keras.datasets.cifar10, "load_data", lambda: halves)
+    page = blocks("python", PAGES["towers/data/README.md"])
+    load = run(next(block for block in page if "MixUp" in block))["load"]
+    own = data_set("my_mixed:load", dict(zip(("train", "test"), load(), strict=True)))
+    (x, y), _ = next(iter(own.train.train_batches(200, seed=1)))
+    assert own.spec[0].shape == (32, 32, 3) and x.dtype == "float32" and own.test.size == 20
+    np.testing.assert_allclose(np.sum(y, 1), 1, rtol=1e-5)
+    assert 20 < np.sum(np.max(y, 1) < 0.999) < 200
+    assert np.ptp(x, axis=(1, 2, 3)).max() > 100  # gray images are so no more
 
 
 @pytest.mark.run

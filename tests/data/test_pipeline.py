@@ -139,19 +139,6 @@ def test_the_last_draw_of_an_image_moves_by_a_half_in_each_epoch(size, batch_siz
         assert found == pytest.approx(expected)
 
 
-@pytest.mark.run
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_partner_is_the_example_before_in_the_batch(kind):
-    split = make(10, kind)
-    given = dict(seed=7, step=40, examples=3)
-    example, draws = next(iter(split.train_batches(6, **given)))
-    again, (own, partners) = next(iter(split.with_partners().train_batches(6, **given)))
-    assert_same((again, own), (example, draws))
-    before = tf.nest.map_structure(lambda part: np.roll(part, 1, axis=0), (example, draws))
-    assert_same(partners, before)
-    assert not split.paired
-
-
 def test_training_does_not_end():
     split = make(3)
     given = dict(seed=1, step=2**40, examples=3 * 2**40)

@@ -259,13 +259,6 @@ def infinite(num_classes, image_shape):
     return keras.Sequential([keras.Input(image_shape), *parts, keras.layers.Rescaling(np.inf)])
 
 
-def test_a_step_of_mixed_examples_is_made_again(tmp_path, capsys):
-    with pytest.raises(RunError):
-        train(tiny.options(tmp_path, augment="resnet,mixup", model=f"{NAME}:infinite"))
-    code, out, _ = command(capsys, "replay", f"--train_dir={tmp_path}", "--json")
-    assert code == 0 and json.loads(out)["again"]
-
-
 def test_there_may_be_nothing_to_replay(trained, capsys):
     code, out, err = command(capsys, "replay", flag := f"--train_dir={trained('classes')}")
     assert (code, out) == (2, "")

@@ -7,8 +7,8 @@ by epoch, by (seed, row):
     draws = tf.random.stateless_uniform([128, augment.NUM_DRAWS], seed=[seed, step])
     images = augment.train_images(images_uint8, draws, "tutorial")  # float32 [128, 24, 24, 3]
 
-A kind is a base, see README.md, optionally followed by parts, as in "resnet,cutout=8,mixup=0.2",
-see `augment_ops`. Evaluation uses the base alone: the centre crop, or the whole image.
+A kind is a base, see README.md, optionally followed by a square to cut out: "resnet,cutout=8".
+Evaluation uses the base alone: the centre crop, or the whole image.
 
 The tutorial's brightness adds one number (up to 63 of 255) to the whole image. It is not computed:
 nothing is clipped, contrast is relative to the mean, and standardisation subtracts the mean, so it
@@ -18,16 +18,16 @@ cancels. A test compares the two.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from towers.builder import device_types
-from towers.data import arrays, augment_ops
+from towers.data import arrays
 from towers.data.pipeline import NUM_DRAWS as NUM_DRAWS
 from towers.data.pipeline import Data, Structure
 from towers.errors import InputError
@@ -35,8 +35,7 @@ from towers.formatting import first_of
 from towers.options.augmentation import BASES as names
 from towers.options.augmentation import parse
 
-_ROW, _COLUMN, _FLIP, _CONTRAST = range(4)
-_ALTERNATING = NUM_DRAWS - 1
+_ROW, _COLUMN, _FLIP, _CONTRAST, _CUT_ROW, _CUT_COLUMN, _ALTERNATING = range(NUM_DRAWS)
 
 _CONTRAST_RANGE = (0.2, 1.8)
 _PADDING = {"resnet": 4, "shift": 2}  # pixels on each side
@@ -60,20 +59,20 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
     images, "off" for these with a compiled model and for examples that are no images.
 
     Args:
-        kind: "auto" or one of `names`, and parts.
+        kind: "auto" or one of `names`, perhaps with a cutout.
         data: the data set.
         compiled: whether the model is compiled.
 
     Raises:
         InputError: the kind is for images and the examples are none, it would crop and mirror
-            images whose targets are images, as masks, a part is unknown or a cutout larger than the
-            images, or parts come without a base for a compiled model.
+            images whose targets are images, as masks, the cutout is larger than the images, or it
+            comes without a base for a compiled model.
     """
     plan = parse(kind)
     if plan.base == "auto" and data.image_shape is not None:
         plain = "off" if compiled else "none"
-        plan = dataclasses.replace(plan, base="tutorial" if data.name in _PUBLISHED else plain)
-    if not plan.parts and plan.base in ("auto", "off"):
+        plan = plan._replace(base="tutorial" if data.name in _PUBLISHED else plain)
+    if not plan.cutout and plan.base in ("auto", "off"):
         return "off"
     if data.image_shape is None:
         raise InputError(
@@ -83,16 +82,16 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
         )
     if plan.base == "off":
         raise InputError(
-            f"--augment={kind}: a compiled model takes images as they are, if nothing else is "
-            f"said; type --augment=none,{','.join(plan.parts)}, which also standardises"
+            f"--augment={kind}: off, which is the default of a compiled model, leaves images as "
+            f"they are; type --augment=none,cutout={plan.cutout}, which also standardizes them"
         )
     height, width, _ = output_shape(data.image_shape, plan.base)
     if plan.cutout > min(height, width):
         raise InputError(
-            f"--augment={kind}: a square of {plan.cutout:g} pixels is more than an image, which is "
+            f"--augment={kind}: a square of {plan.cutout} pixels is more than an image, which is "
             f"then {height}x{width}; take a smaller side"
         )
-    if str(plan) != "none":
+    if plan != ("none", 0):
         for path, leaf in arrays.leaves(data.spec):
             if path != "x" and leaf.shape.rank >= 2:
                 raise InputError(
@@ -110,7 +109,7 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
 
     Args:
         data: the data set.
-        kind: one of `names`, and parts.
+        kind: one of `names`, perhaps with a cutout.
         dtype: of the images for the model; None: as stored.
     """
 
@@ -137,7 +136,8 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
         before = f"{'x'.join(map(str, shape))} {x.dtype.name}"
         after = f"{'x'.join(map(str, output_shape(shape, kind)))} {dtype.name}"
         plan = parse(kind)
-        operations = ", ".join([_DESCRIPTIONS[plan.base], *plan.parts])
+        _, comma, cutout = str(plan).partition(",")
+        operations = _DESCRIPTIONS[plan.base] + comma.replace(",", ", ") + cutout
         lines = [f"images      {before} -> {after}: {operations}"]
     if data.num_classes:
         plural = "es" * (data.num_classes > 1)
@@ -155,36 +155,26 @@ def train_images(
 
     Args:
         images: uint8 or float; H, W and C are static, b may be 0.
-        draws: float32 `[b, NUM_DRAWS]`, uniform in [0, 1); for mixup and cutmix of a paired split,
-            which also has the partners.
-        kind: one of `names`, and parts.
+        draws: float32 `[b, NUM_DRAWS]`, uniform in [0, 1).
+        kind: one of `names`, perhaps with a cutout.
         dtype: of the result and of all arithmetic: float32 or float64.
 
     Raises:
         InputError: `kind` is unknown.
     """
     plan = parse(kind)
-
-    def augmented(images: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
-        if plan.base in ("none", "off") and not plan.parts:
-            return eval_images(images, plan.base, dtype)
-        stored, standardise = images.dtype, _standardised
-        if plan.base != "none":
-            images = _random_crop_and_flip(images, draws, plan.base)
-        images = augment_ops.on_values(tf.cast(images, dtype), draws, plan, stored)
-        if plan.base == "tutorial":
-            low, high = _CONTRAST_RANGE
-            contrast = low + (high - low) * tf.cast(draws[:, _CONTRAST], dtype)[:, None, None, None]
-            standardise = functools.partial(_standardised, contrast=contrast)
-        images = _scaled(images, plan.base, stored, standardise)
-        return augment_ops.on_standardised(images, draws, plan)
-
-    if not plan.mixes:
-        return augmented(images, draws)
-    draws, ((partners, *_), of_partners) = draws
-    return augment_ops.mixed(
-        augmented(images, draws), augmented(partners, of_partners), draws, plan
-    )
+    if plan in (("none", 0), ("off", 0)):
+        return eval_images(images, plan.base, dtype)
+    stored, standardise = images.dtype, _standardised
+    if plan.base != "none":
+        images = _random_crop_and_flip(images, draws, plan.base)
+    images = tf.cast(images, dtype)
+    if plan.base == "tutorial":
+        low, high = _CONTRAST_RANGE
+        contrast = low + (high - low) * tf.cast(draws[:, _CONTRAST], dtype)[:, None, None, None]
+        standardise = functools.partial(_standardised, contrast=contrast)
+    images = _scaled(images, plan.base, stored, standardise)
+    return _cut_out(images, draws, plan.cutout) if plan.cutout else images
 
 
 def eval_images(
@@ -198,7 +188,7 @@ def eval_images(
 
     Args:
         images: `[b, H, W, C]`, uint8 or float; with the two functions below also symbolic.
-        kind: one of `names`; parts after it have no effect.
+        kind: one of `names`; a cutout has no effect.
         dtype: of the result and of all arithmetic.
         cast: `tf.cast` or a function like it.
         standardise: `tf.image.per_image_standardization` of batches of any float, or a function
@@ -219,7 +209,7 @@ def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int
 
     Args:
         image_shape: (H, W, C) of the images that these are given.
-        kind: one of `names`, and parts.
+        kind: one of `names`, perhaps with a cutout.
 
     Raises:
         ValueError: `kind` is unknown, or "auto".
@@ -296,6 +286,23 @@ def _crop_by_transform(
         output_shape=[height, width],
         interpolation="NEAREST",
     )
+
+
+def _cut_out(images: tf.Tensor, draws: tf.Tensor, side: int) -> tf.Tensor:
+    """Set a square around any pixel to 0, which is the mean (DeVries and Taylor 2017)."""
+    rows, columns = (
+        _span(draws[:, column], side, size)
+        for column, size in zip((_CUT_ROW, _CUT_COLUMN), images.shape[1:3], strict=True)
+    )
+    square = rows[:, :, None, None] & columns[:, None, :, None]
+    return images * tf.cast(~square, images.dtype)  # a where takes twice as long
+
+
+def _span(place: tf.Tensor, length: int, size: int) -> tf.Tensor:
+    # Which of `size` pixels are in a span around the one at `place`, 0..1; bool [b, size].
+    middle = tf.floor(place[:, None] * size)
+    distance = np.arange(size, dtype=np.float32) - middle
+    return (distance >= -length / 2) & (distance < length / 2)
 
 
 def _scaled(images: tf.Tensor, base: str, stored: Any, standardise: Callable) -> tf.Tensor:

@@ -25,14 +25,14 @@ from towers.errors import InputError
 
 Structure = Any  # of tf.nest: dicts and tuples
 
-# Random numbers of each example: for augmentation's bases, its parts, and one that alternates.
-NUM_DRAWS, _BASE_DRAWS, _PART_DRAWS = 19, 4, 14
+# Random numbers of each example: for augmentation's bases, its cutout, and one that alternates.
+NUM_DRAWS, _BASE_DRAWS, _CUTOUT_DRAWS = 7, 4, 2
 _PREFETCH_BATCHES = 2
 # TensorFlow's default of 4 rounds leaves neighbours of one epoch visibly related (chi-square of
 # their distances 34 per degree of freedom at 20,000 examples); with 8 it is 1.0, as numpy's.
 _SHUFFLE_ROUNDS = 8
 _SHUFFLE_STREAM = -1  # the draws of step 0, 1, ... are in streams 0, 1, ...
-_PARTS_STREAM = -2  # and those of parts in streams -2, -3, ...
+_CUTOUT_STREAM = -2  # and those of the cutout in streams -2, -3, ...
 _EPOCH_BEFORE_FIRST = -1  # its order determines which images are mirrored first
 _HELD_OUT = 0.1  # part of the training examples that is for testing if nothing else is
 _HELD_OUT_KEY = (2016, 0, 0)  # constant, so that a later evaluation finds the same examples
@@ -45,7 +45,6 @@ class Split(abc.ABC):
 
     size: int
     spec: Structure  # of tf.TensorSpec: one example, without batch axis
-    paired: bool = False  # whether draws include a partner for each example, another of its batch
 
     @_as_written
     def train_batches(
@@ -62,9 +61,8 @@ class Split(abc.ABC):
 
         Returns:
             A dataset of (example, draws): the structure of `spec` with an axis of B in front, and
-            float32 `[B, NUM_DRAWS]` in [0, 1). The draws of a `paired` split are (draws, partners):
-            partners are (example, draws), each row that of the example before. An example's last
-            draw changes by 1/2 in each epoch; for rows without numbers it is random.
+            float32 `[B, NUM_DRAWS]` in [0, 1). An example's last draw changes by 1/2 in each epoch;
+            for rows without numbers it is random.
         """
         batches = self._shuffled_batches(batch_size, seed, examples)
         return self._with_draws(batches, batch_size, seed, step, examples)
@@ -89,34 +87,21 @@ class Split(abc.ABC):
 
         return prefetched(self._batches_in_order(batch_size).map(pad))
 
-    def with_partners(self) -> "Split":
-        """Return a copy of the split whose draws include partners."""
-        split = copy.copy(self)
-        split.paired = True
-        return split
-
     def _with_draws(
         self, batches: tf.data.Dataset, batch_size: int, seed: int, step: int, examples: int
     ) -> tf.data.Dataset:
         def draw(step, start):
             number = start + tf.range(batch_size, dtype=tf.int64)
-            # Two streams, so that the bases' draws do not depend on the number of parts.
-            streams = (step, _BASE_DRAWS), (_PARTS_STREAM - step, _PART_DRAWS)
+            # Two streams, so that the bases' draws do not depend on the cutout's.
+            streams = (step, _BASE_DRAWS), (_CUTOUT_STREAM - step, _CUTOUT_DRAWS)
             columns = [
                 tf.random.stateless_uniform([batch_size, num], seed=[seed, stream], alg="philox")
                 for stream, num in streams
             ]
             return tf.concat([*columns, _alternating(number, self.size, seed)[:, None]], axis=1)
 
-        def shift(part):
-            return tf.ensure_shape(tf.concat([part[-1:], part[:-1]], axis=0), part.shape)
-
-        def pair(batch, draws):
-            return batch, (draws, tf.nest.map_structure(shift, (batch, draws)))
-
         steps = tf.data.Dataset.counter(step), tf.data.Dataset.counter(examples, batch_size)
-        batches = tf.data.Dataset.zip(batches, tf.data.Dataset.zip(*steps).map(draw))
-        return prefetched(batches.map(pair) if self.paired else batches)
+        return prefetched(tf.data.Dataset.zip(batches, tf.data.Dataset.zip(*steps).map(draw)))
 
     @abc.abstractmethod
     def held_out(self, fraction: float) -> tuple["Split", "Split"]:

@@ -87,7 +87,7 @@ def find(
     """Return a reader for the machines of these devices; None if one lacks the files.
 
     Args:
-        split: the training set; None is returned unless it is of encoded images, without partners.
+        split: the training set; None is returned unless it is of encoded images.
         names: device of each tower; None is returned if one is on this machine.
         batch_size: the global batch.
         num_rounds: parts in which a batch is computed, one after the other.
@@ -96,8 +96,8 @@ def find(
         InputError: a file on a machine differs.
     """
     machines = list(dict.fromkeys(map(machine_of, names)))
-    if not isinstance(split, EncodedSplit) or split.paired or not all(machines):
-        return None  # partners are mostly on other machines
+    if not isinstance(split, EncodedSplit) or not all(machines):
+        return None
     source = split.source
     rows = source.sample_rows(_NUM_COMPARED)
     here = _fingerprints(split, f"{PROGRAM}{HOST}", "")(tf.constant(rows))

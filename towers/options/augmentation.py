@@ -1,99 +1,42 @@
-"""Values of --augment: a base, then parts, each with a number or its default.
+"""Values of --augment: a base, and perhaps a square to cut out.
 
-    plan = parse("resnet,cutout=8,mixup")
-    plan.base, plan.cutout, plan.mixup      # "resnet", 8.0, 0.2
-    str(plan)                               # "resnet,cutout=8,mixup=0.2"
-
-`towers.data.augment` implements the bases, `towers.data.augment_ops` the parts.
+plan = parse("resnet,cutout=8")
+plan.base, plan.cutout      # "resnet", 8
+str(plan)                   # "resnet,cutout=8"
 """
 
-import contextlib
-import dataclasses
 import functools
+import re
+from typing import NamedTuple
 
 from towers.errors import InputError
 
 BASES = ("tutorial", "resnet", "shift", "none", "off")
+_CUTOUT = 16  # pixels, if no side is given
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """The number of a part: its meaning, range and default."""
-
-    unit: str
-    low: float
-    high: float
-    usual: float
-
-
-PARTS = {
-    "cutout": Part("a side in whole pixels", 1, 4096, 16),
-    "color": Part("a strength", 0.01, 1, 0.4),
-    "randaugment": Part("a magnitude", 0.1, 10, 9),
-    "mixup": Part("an alpha", 0.01, 100, 0.2),
-    "cutmix": Part("an alpha", 0.01, 100, 1),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Augmentation:
-    """A base, and the number of each part; 0: not used."""
+class Augmentation(NamedTuple):
+    """A base, and the side of the square in pixels; 0: there is none."""
 
     base: str
-    cutout: float = 0
-    color: float = 0
-    randaugment: float = 0
-    mixup: float = 0
-    cutmix: float = 0
-
-    @property
-    def parts(self) -> list[str]:
-        """The parts as text, in the order in which they are applied."""
-        return [f"{name}={value:g}" for name in PARTS if (value := getattr(self, name))]
-
-    @property
-    def mixes(self) -> bool:
-        """Whether examples of a batch are mixed with each other."""
-        return bool(self.mixup or self.cutmix)
+    cutout: int = 0
 
     def __str__(self) -> str:
-        """Return the value of --augment, with parts in a fixed order."""
-        return ",".join([self.base, *self.parts])
+        """Return the value of --augment."""
+        return f"{self.base},cutout={self.cutout}" if self.cutout else self.base
 
 
 @functools.cache
 def parse(text: str) -> Augmentation:
     """Parse a value of --augment; raise InputError if it is not valid."""
-    base, *parts = (part.strip() for part in text.split(","))
-    if base not in ("auto", *BASES):
+    match = re.fullmatch(rf"(auto|{'|'.join(BASES)})(\s*,\s*cutout(=0*[1-9]\d{{0,3}})?)?", text)
+    if match is None:
         raise InputError(
-            f"--augment={text}: allowed are auto, {', '.join(BASES)}, and after that parts, as "
-            "resnet,cutout=8,mixup"
+            f"--augment={text}: allowed are auto, {', '.join(BASES)}, and after one of them "
+            "cutout=SIDE, such as resnet,cutout=8; SIDE is in whole pixels, 1 to 9999"
         )
-    numbers: dict[str, float] = {}
-    for part in parts:
-        name, equals, number = part.partition("=")
-        if name not in PARTS or name in numbers:
-            problem = "there are two parts" if name in numbers else "there is no part"
-            raise InputError(
-                f"--augment={text}: {problem} {name!r}; allowed are {', '.join(PARTS)}, each once"
-            )
-        known = PARTS[name]
-        value = float("nan") if equals else known.usual
-        with contextlib.suppress(ValueError):
-            value = float(number)
-        if not known.low <= value <= known.high or (name == "cutout" and value % 1):
-            raise InputError(
-                f"--augment={text}: {name} takes {known.unit} from {known.low:g} to "
-                f"{known.high:g}, as {name}={known.usual:g}"
-            )
-        numbers[name] = value
-    if base == "off" and numbers:
-        raise InputError(
-            f"--augment={text}: off takes images as they are; type --augment=none,"
-            f"{text.partition(',')[2]}, which also standardises"
-        )
-    return Augmentation(base, **numbers)
+    base, cutout, side = match.groups()
+    return Augmentation(base, int(side[1:]) if side else _CUTOUT if cutout else 0)
 
 
 def agree(of_run: str, given: str) -> bool:
@@ -107,4 +50,4 @@ def agree(of_run: str, given: str) -> bool:
         plan, plan_of_run = parse(given), parse(of_run)
     except InputError:
         return False
-    return plan.parts == plan_of_run.parts and plan.base in ("auto", plan_of_run.base)
+    return plan.cutout == plan_of_run.cutout and plan.base in ("auto", plan_of_run.base)

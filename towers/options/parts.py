@@ -122,9 +122,8 @@ class DataOptions:
         "contrast), resnet (pad 4, crop, flip), none: each standardises; shift (2 pixels reflected "
         "around, crop, flip in every other epoch) keeps brightness and contrast; off: images are "
         "taken as they are. auto: tutorial for shapes and the CIFARs; for images of your own "
-        "none, off with a compiled model. After that parts, as resnet,cutout=8,mixup: "
-        "cutout=SIDE (16), color=STRENGTH (0.4), randaugment=MAGNITUDE (9 of 10), mixup=ALPHA "
-        "(0.2), cutmix=ALPHA (1).",
+        "none, off with a compiled model. resnet,cutout=8 also cuts a square of 8 pixels out of "
+        "each image (16 without a number).",
     )  # fmt: skip
     test_time_flip: bool = _data(
         False, "Average the model's outputs for an image and its mirror image in evaluations and "

@@ -68,8 +68,8 @@ def run(options: BenchmarkOptions, say: Callable[[str], None] = print) -> dict[s
         ours, why = runners[0].ready, ""
         if images and not os.path.exists(images):
             why = f"--dataset={options.dataset} holds no images as bytes, with one class each"
-        if parse(ours["augment"]).parts:
-            why = f"--augment={ours['augment']} has parts that other programs do not do"
+        if parse(ours["augment"]).cutout:
+            why = f"--augment={ours['augment']} cuts out a square, and other programs do not"
         for name, program in programs.items() if not why else ():
             runners.append(start(name, [str(program)], _peer_config(options, name, ours, images)))
         take_turns(runners, options.windows, options.seconds, say)

@@ -7,7 +7,6 @@ from typing import Any
 
 from towers.errors import InputError
 from towers.formatting import table
-from towers.options.augmentation import parse
 from towers.options.run import Options
 from towers.training.callbacks import nonfinite
 from towers.training.callbacks.replay_step import replay_step
@@ -39,8 +38,7 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
     report = nonfinite.read_report(folder)
     first = options.devices.partition(",")[0]
     (device, *_), dataset = find(dataclasses.replace(options, num_towers=1, devices=first))
-    draws = (None, (dataset.spec, None)) if parse(options.augment).mixes else None
-    state, batch = nonfinite.read(folder, (dataset.spec, draws))
+    state, batch = nonfinite.read(folder, (dataset.spec, None))
     again = replay_step(options, dataset, device, state, batch)
     if again.reason:
         raise InputError(f"--train_dir={folder}: its step cannot be made again: {again.reason}")

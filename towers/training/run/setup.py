@@ -19,7 +19,6 @@ from towers.data.device_cache import DeviceCache, cache_on_devices
 from towers.data.remote_files import RemoteReader
 from towers.devices import memory, remote, selection
 from towers.errors import InputError
-from towers.options.augmentation import parse
 from towers.options.parts import DueOptions, StepOptions
 from towers.options.run import Options
 from towers.options.triggers import Timetable
@@ -96,9 +95,6 @@ class RunContext:
         def train_step(example: Any, draws: tf.Tensor, **keywords: Any) -> tuple:
             if tf.is_tensor(example):
                 example = self.on_towers.example(example)
-                if self.data.train.paired:
-                    draws, (partners, of_partners) = draws
-                    draws = draws, (self.on_towers.example(partners), of_partners)
             return of_examples(example, draws, **keywords)
 
         return train_step
@@ -205,7 +201,7 @@ def tower_devices(options: Options) -> list[str]:
 
 
 def load_data(options: Options, say: Callable[[str], None] | None = None) -> Data:
-    """Return the data set; for mixup and CutMix its examples come in pairs.
+    """Return the data set.
 
     Args:
         options: of the run.
@@ -223,10 +219,7 @@ def load_data(options: Options, say: Callable[[str], None] | None = None) -> Dat
             return data.stand_in(name)
         size, fraction = options.image_height_width(), options.validation_fraction
         limit = options.max_image_pixels
-        dataset = data.load(name, folder, size, fraction, options.target, limit, options.categories)
-    if parse(options.augment).mixes:
-        dataset = dataclasses.replace(dataset, train=dataset.train.with_partners())
-    return dataset
+        return data.load(name, folder, size, fraction, options.target, limit, options.categories)
 
 
 def assemble(

@@ -24,7 +24,6 @@ from towers.data import Data
 from towers.errors import InputError
 from towers.formatting import first_line
 from towers.monitoring import tower_metrics
-from towers.options import augmentation
 from towers.options.parts import StepOptions
 from towers.training.parallelize import builder_of, method_of, on_towers, passes_of, put_on
 from towers.training.run.model import floatx_of, overrides
@@ -77,11 +76,6 @@ class Compiled(Task):
             raise InputError(
                 f"--variables={options.variables}: {options.model} has {reason}: type "
                 f"--variables={' or '.join(self.placements)}"
-            )
-        if augmentation.parse(options.augment).mixes:
-            raise InputError(
-                f"--augment={options.augment}: mixup and cutmix mix the losses of examples, and "
-                f"{options.model} has {reason}: leave them out"
             )
 
     def _like_optimizer(self, weights: Sequence[keras.Variable]) -> keras.optimizers.Optimizer:

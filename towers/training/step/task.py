@@ -29,11 +29,10 @@ from towers.builder.replica_scope import ReplicaScope
 from towers.builder.sharding import PerTower, num_rows
 from towers.builder.tower import TowerBuilder
 from towers.builder.variable_aggregation import copies_of
-from towers.data import Data, Split, augment, augment_ops
+from towers.data import Data, Split, augment
 from towers.monitoring import tower_metrics
 from towers.monitoring.pictures import Predictions
 from towers.monitoring.results import parse_monitor
-from towers.options import augmentation
 from towers.options.parts import StepOptions
 from towers.tf_internals import added_losses, slots_of, value_of
 from towers.training.parallelize import traced
@@ -162,7 +161,7 @@ class Task(abc.ABC):
                     if scale is not None:
                         loss = loss / tf.cast(scale, loss.dtype)
                     rates = [self._rate(learning_rate, replica) for replica in train_state.replicas]
-                    rows = num_rows(tf.nest.flatten(draws)[0])
+                    rows = num_rows(draws)
                     metrics = update(gradients, rates, statistics, loss, rows)
                 metrics |= self.batch_metrics(sums.outputs)
             return metrics | {"loss": loss, "learning_rate": rates[0]} | seen, gradients[0]
@@ -223,9 +222,8 @@ class Task(abc.ABC):
     def tower_function(self, *batch: Any) -> Any:
         """Return one tower's losses `[b]` for (*example, draws), times the loss scale if any.
 
-        With mixup or CutMix a loss is the weighted mean of those of both targets. Losses added by
-        layers (`add_loss`, activity regularisers) are added to each example's. If the step has
-        metrics, a tuple (losses, `metric_inputs`) is returned.
+        Losses added by layers (`add_loss`, activity regularisers) are added to each example's. If
+        the step has metrics, a tuple (losses, `metric_inputs`) is returned.
         """
         losses, outputs = self._losses_and_outputs(*batch)
         if (scale := self.train_state.loss_scale) is not None:
@@ -238,11 +236,6 @@ class Task(abc.ABC):
         with floatx_of(self.options.dtype):
             outputs = self.model(inputs, training=True)
             losses = self.losses_of(outputs, *targets)
-            plan = augmentation.parse(self.options.augment)
-            if plan.mixes:
-                draws, ((_, *others), _) = draws
-                share = augment_ops.share(*inputs.shape[1:3], draws, plan, losses.dtype)
-                losses = share * losses + (1.0 - share) * self.losses_of(outputs, *others)
         # They are of the tower's batch: the mean over all examples weighs each by its size.
         for added in added_losses()[before:]:
             losses += tf.reduce_sum(tf.cast(added, losses.dtype))
