@@ -86,6 +86,7 @@ setup(
         "test": [
             "build",
             "hypothesis",
+            "pandas",  # the guide's snippet for tables
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 
+from tests.data.test_snippets import snippet
 from tests.programs import ROOT
 
 pytestmark = pytest.mark.process
@@ -94,8 +95,9 @@ def test_from_the_first_command_to_fine_tuning_and_a_table(folder):
     assert "saved; the same command continues the run" in line
 
     Path("my_price.py").write_text(block("# my_price.py"))
-    table = np.random.default_rng(0).normal(size=[400, 4])
-    np.savetxt("prices.csv", table, delimiter=",", header="area,rooms,age,price", comments="")
+    Path("my_prices.py").write_text(snippet("my_prices.py"))
+    rows = [f"{i % 7}.5,{['Oslo', 'Rome'][i % 2]},{i / 9}" for i in range(400)]
+    Path("prices.csv").write_text("\n".join(["area,city,price", *rows]))
     (more,) = re.findall(r"`(--model_args=.*?)`", PATH)
     (prices,) = lines("towers train --model=my_price:build")
     Path("use.py").write_text(block("import keras\nimport towers") + "print(model.output_shape)\n")

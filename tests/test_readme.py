@@ -165,7 +165,7 @@ def test_it_says_for_whom_why_what_was_tried_and_what_newcomers_look_for():
         "scripts/matpow.py",
         "scripts/matmul_towers.py",
         "--callbacks=",
-        "--categories=",
+        "pandas",
         "TFDS",
         "Hugging Face",
         "ONNX",

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import re
 
 import keras
 import numpy as np
@@ -21,8 +20,6 @@ from towers.commands.predict import inputs
 from towers.commands.predict.options import PredictOptions
 from towers.data import augment
 from towers.errors import InputError
-from towers.options.run import Options
-from towers.training.load import load_run
 from towers.training.train import train
 
 pytestmark = pytest.mark.run
@@ -146,7 +143,7 @@ def test_what_cannot_be_read_is_one_line_and_nothing_is_printed(run, files, tmp_
     for name, message in {
         "broken.png": " is damaged, or no PNG, JPEG, BMP or GIF",
         "broken.npz": " is damaged, or no .npz file",
-        "note.txt": ": predicted are .png, .jpg, .jpeg, .bmp, .gif, .npy, .npz and .csv, and",
+        "note.txt": ": predicted are .png, .jpg, .jpeg, .bmp, .gif, .npy and .npz, and",
         "empty": " has no images",
         "none.png": ": there is no such file or folder",
         "small.npy": f" is uint8[7, 4, 8, 3], and {takes} of each example",
@@ -175,67 +172,6 @@ def printed(monkeypatch, capsys, of_run, *names, **options):
     options = PredictOptions(of_run.options, tuple(map(str, names)), **options)
     of_predict.run(options, lambda line: None)
     return capsys.readouterr().out.splitlines()
-
-
-@pytest.mark.graph
-def test_a_table_without_its_target(tmp_path, monkeypatch, capsys):
-    model = keras.Sequential([keras.Input([2]), layers.Dense(1, kernel_initializer="ones")])
-    model.compile("sgd", "mse")
-    of_run = as_trained(model, "float32[2]", "float32[]")
-    path = tmp_path / "houses.csv"
-    path.write_text("area, rooms\n" + "\n".join(f"{i}.5,{i}" for i in range(6)) + "\n\n")
-    lines = printed(monkeypatch, capsys, of_run, path, format="csv")
-    assert lines[0] == "file,index,output.0"
-    assert lines[1:] == [f"{path},{i},{2 * i + 0.5}" for i in range(6)]
-    (tmp_path / "a.png").touch()
-    with pytest.raises(InputError, match=r"this model takes float32\[2\]: name a \.csv or"):
-        inputs.find([str(tmp_path / "a.png")], of_run)
-    of_run.task["columns"] = []
-    for text, message in {
-        "1,2\n3,4\n": ": the first line is numbers, 1, 2; the first line names the columns, with",
-        "a,b\n": " has no rows below its first line; give 1 or more",
-        "a,b,c\n1,2,3\n": " has 3 columns, and this model takes float32[2] of each example,",
-        "a,b\n1,2\n3,x\n": ", line 3, column b: 'x' is no finite number; mend it",
-        "a,b\n1\n": ", line 2 has 1 cells, but the first line names 2 columns; write as many",
-    }.items():
-        path.write_text(text)
-        with pytest.raises(InputError, match=f"^{re.escape(str(path) + message)}"):
-            inputs.find([str(path)], of_run)
-
-
-def test_columns_of_a_table_are_known_by_name_and_categories_are_texts(
-    tmp_path, monkeypatch, capsys
-):
-    table, new = tmp_path / "houses.csv", tmp_path / "new.csv"
-    rows = [f"{city},{i},{i % 3}.5" for i, city in enumerate(["Oslo", "Rome", "Lima"] * 3)]
-    table.write_text("city,rooms,price\n" + "\n".join(rows))
-    given = dict(loss="mse", num_towers=1, batch_size=3, max_steps=1, train_dir=str(tmp_path / "t"))
-    given |= dict(dataset=str(table), categories="city", dtype="float64")
-
-    def of_four():
-        return keras.Sequential([keras.Input([4]), layers.Dense(1)])
-
-    train(model=of_four, **given)
-    of_run = load_run(Options(**given, model=of_four))
-    capsys.readouterr()
-    wanted = of_run.model.predict(np.array([[0, 0, 1, 5], [1, 0, 0, 2]]), verbose=0)[:, 0]
-    for text in (
-        "rooms,city\n5,Rome\n2, Lima\n",
-        "\ufeffcity,rooms\nRome,5\nLima,2\n",
-        ",rooms,city,\n0,5,Rome,x\n0,2,Lima,y\n",
-    ):
-        new.write_text(text, encoding="utf-8")
-        said = printed(monkeypatch, capsys, of_run, new, format="csv")
-        assert [float(line.split(",")[-1]) for line in said[-2:]] == pytest.approx(wanted, rel=1e-6)
-    for text, says in {
-        "size,rooms\n2,5\n": "has no column city; it has size, rooms",
-        "rooms,city\n5,Bonn\n": "'Bonn' is in none of the training examples; they have ",
-        "rooms,city\n5,\n": "the cell of column city is empty, .* by a text that training has",
-        "rooms,city\n5\n": "line 2 has 1 cells, but the first line names 2 columns",
-    }.items():
-        new.write_text(text)
-        with pytest.raises(InputError, match=says):
-            inputs.find([str(new)], of_run)
 
 
 @pytest.mark.graph

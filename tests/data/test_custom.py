@@ -296,7 +296,7 @@ WRONG = {
     "nothing": (None, "mine:load returned NoneType; return (train, test), (train, test, num_"),
     "five": ((HALF,) * 5, "mine:load returned ((ndarray"),
     "a half too few": ((HALF, 3), "mine:load returned ((ndarray uint8 (4, 5, 6, 3), ndarray"),
-    "no test": ({"train": HALF}, "returned a dict of ['train']; return (train, test)"),
+    "no train": ({"test": HALF}, "returned a dict of ['test']; return (train, test)"),
     "another name": ({"train": HALF, "tset": HALF}, "a dict of ['train', 'tset']; return"),
     "images only": ((IMAGES, IMAGES), "train is ndarray uint8 (4, 5, 6, 3); (train, test) is"),
     "a dict": ((HALF, {"images": IMAGES}), "test is dict; (train, test) is needed, each"),

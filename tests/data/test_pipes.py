@@ -76,12 +76,12 @@ def run(name):
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        *((f"mine.{ending}", lambda name: data.load(pipe(name))) for ending in ("csv", "npz")),
+        ("mine.npz", lambda name: data.load(pipe(name))),
         *(
             (f"mine.{ending}", lambda name: inputs._part(pipe(name), None))
-            for ending in ("csv", "npy", "npz", "png")
+            for ending in ("npy", "npz", "png")
         ),
-        ("linked.csv", device),
+        ("linked.npz", device),
         *((n, images("folder", write_folder)) for n in ("train/cat/x.png", "test/dog/x/y.jpg")),
         *((f"{half}-0.tfrecord", images("tfrecord", write_tfrecord)) for half in ("train", "test")),
         ("data_batch_1.bin", cifar),
@@ -104,14 +104,6 @@ def test_of_runs(capsys):
         checkpoint.read("checkpoints/ckpt-1", "")
     pipe("checkpoints/checkpoint")
     assert checkpoint.without_index(Path("checkpoints")) == {}
-
-
-def test_wide_tables(tmp_path):
-    """Of 100,000 columns: what compares each with each takes minutes."""
-    names = [f"column_{number}" for number in range(100_000)]
-    rows = [",".join(["1"] * len(names))] * 10
-    (tmp_path / "wide.csv").write_text("\n".join([",".join(names), *rows]))
-    assert data.load("wide.csv").train.spec[0].shape == (99_999,)
 
 
 @pytest.mark.parametrize(

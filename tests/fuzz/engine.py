@@ -50,7 +50,6 @@ class Template:
     argv: tuple[str, ...]
     data = {
         "npz": ("npz/data.npz", ""),
-        "csv": ("csv/train.csv,csv/test.csv", ""),
         "folder": ("folder", "folder"),
         "tfrecord": ("tfrecord", "tfrecord"),
         "binaries": ("cifar10", "binaries"),
@@ -87,11 +86,9 @@ def make_template(folder: Path) -> Template:
             '{"runs": [{"name": "run", "status": "failed", "seconds": 1.0, "flags": {"seed": 0}, '
             '"error": "exit code 1"}]}'
         )
-        for kind in "npz", "csv", "folder", "tfrecord":
+        for kind in "npz", "folder", "tfrecord":
             Path(kind).mkdir()
         np.savez("npz/data.npz", **parts)
-        for name in "train", "test":
-            Path(f"csv/{name}.csv").write_text("a,b,c\n" + "1,2.5,x\n3,,y\n" * 4)
         for split, numbers in ("train", range(6)), ("test", range(6, 9)):
             image_files.write_folder(Path("folder"), numbers, split=split)
             image_files.write_tfrecord(Path("tfrecord"), numbers, split=split, num_files=2)

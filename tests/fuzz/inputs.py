@@ -128,7 +128,7 @@ _VALUES = st.one_of(
             "missing", "notes.txt", "dangling", "loop", "train.npz", "/dev/null", "~", "~nobody/x",
             "x" * 300, "a/" * 200, "[x]", "*", "\\", "'", "\"", "$(x)", "%s", "{}", "{0}", "ü",
             "\u202e", "\ud800", "\x1b[31m", " ", " x ", "a\nb", "\t", "shapes", "cifar10", "folder",
-            "synthetic", "tfrecord", "x.csv", "x.npz", "a.csv,b.csv", "adam", "sgd", "float64",
+            "synthetic", "tfrecord", "x.npz", "a.npz,b.npz", "adam", "sgd", "float64",
             "mixed_float16", "cpu", "/gpu:0", "/cpu:0,/cpu:1", "gpu:-1", "none", "0,1", "GPU-x",
             "max:auc", "min:", "100:110", "64x64", "0x0", "99999", "100000x1", "float16", "auto",
             "learning_rate:0.1,0.2", "seed:1..3", "seed:log(1..3)", "seed:log(0..1)", "x:1",
@@ -291,8 +291,6 @@ def data_files(draw, template) -> Case:
         choices = [in_place(content)]
         if path.rpartition("/")[2] in CIFAR10 + CIFAR100:
             choices.append(st.sampled_from(hostile_pickles()))
-        if path.endswith(".csv"):
-            choices.append(_tables())
         if path.endswith(".npz"):
             choices.append(_arrays().map(_zipped))
         files[path] = draw(st.one_of(choices))
@@ -328,13 +326,6 @@ def _zipped(array: bytes) -> bytes:
             archive.writestr(f"{name}.npy", array)
         archive.writestr("model.weights.h5", array)
     return file.getvalue()
-
-
-@st.composite
-def _tables(draw) -> bytes:
-    cells = st.sampled_from(["1", "2.5", "x", "", "nan", "inf", '"', ",", "1e999", "\0", "é", " 3"])
-    rows = st.lists(st.lists(cells | st.text(max_size=5), max_size=4).map(",".join), max_size=8)
-    return "\n".join(draw(rows)).encode(errors="replace")
 
 
 def kinds() -> dict[str, Any]:

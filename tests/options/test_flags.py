@@ -23,7 +23,7 @@ pytestmark = pytest.mark.unit
 DEFAULTS = """
 --train_dir=runs/train --overwrite=false --seed=0 --json=false --trust=false
 --model=models.cnn:cnn --model_args= --init_from= --dtype=float32 --loss= --metrics= --monitor=
---dataset=shapes --target= --categories= --data_dir= --image_size= --max_image_pixels=64000000
+--dataset=shapes --data_dir= --image_size= --max_image_pixels=64000000
 --augment=auto --test_time_flip=false --validation_fraction=0 --batch_size=128
 --num_towers=0 --devices= --placement=report --rng_check=report --variables=default
 --jit_compile=false

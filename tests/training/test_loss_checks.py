@@ -1,5 +1,6 @@
 """What data, model and loss have to do with each other: said before the first step."""
 
+import dataclasses
 import re
 import types
 
@@ -430,50 +431,43 @@ def test_training_refuses_before_it_makes_a_folder(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-# ---------------------------------------------------------------------------- Tables
-
-
-def of_table(tmp_path, last, make=None, **options):
-    """Return what is said of a model and a CSV file with such cells in its last column."""
-    path = tmp_path / "mine.csv"
-    path.write_text("a,b,kind\n" + "".join(f"{i},{-i},{cell}\n" for i, cell in enumerate(last)))
-    given = {"model": make} if make else {}
-    run = prepare(Options(dataset=str(path), batch_size=SIZE, max_steps=1, **given, **options))
-    return loss_checks.check(run.task, first_batch(run))
+# ---------------------------------------------------------------------------- Numbers of classes
 
 
 def of_classes(num_classes):
     return keras.Sequential([layers.Dense(num_classes)])
 
 
-def of_three():
-    return of_classes(3)
-
-
-PRICES, KINDS = [0.5, 1.5, 2.0] * 4, ["hi", "lo", "no"] * 4
-
-
 @pytest.mark.parametrize(
-    "last, make, words",
+    "y, make, words",
     [
-        (PRICES, None, r"has no images.* --model=my_net:build, .*\(batch, 2\)"),
-        (PRICES, of_classes, "mine.csv, line 2, column kind is 0.5.*--loss=mean_squared_error"),
-        (PRICES, of_three, "line 2, column kind .*--loss=mean_squared_error"),
-        ([1.0, 2.0] * 6, of_classes, "CSV file as 1 for 1.0.*--loss=mean_squared_error"),
+        ([0.5, 2] * 6, None, r"has no images.* --model=my_net:build, .*\(batch, 2\)"),
+        ([1.0, 2] * 6, of_classes, "y.astype.*--loss=mean_squared_error"),
+        (
+            [0, 2 * 10**9] * 6,
+            of_classes,
+            "y: row 1 .*has label 2000000000.*--loss=mean",
+        ),
     ],
 )
-def test_a_table_and_a_model_that_do_not_fit(tmp_path, last, make, words):
-    assert re.search(words, refusal(of_table, tmp_path, last, make))
+def test_targets_and_a_model_that_do_not_fit(tmp_path, y, make, words):
+    np.savez(tmp_path / "mine.npz", x=np.ones([12, 2]), y=y)
+    given = {"model": option_text("model", make)} if make else {}
+    given |= dict(dataset=str(tmp_path / "mine.npz"), batch_size=SIZE, max_steps=1)
+    assert re.search(words, refusal(prepare, Options(**given)))
 
 
-@pytest.mark.parametrize("cells", [KINDS, [0, 1, 2] * 4])
-def test_classes_by_their_texts_are_no_numbers_to_learn(tmp_path, cells):
+@pytest.mark.parametrize("names", [("hi", "lo", "no"), ("0", "1", "2")])
+def test_classes_by_their_texts_are_no_numbers_to_learn(names):
     def make():
         model = keras.Sequential([layers.Dense(1)])
         model.compile("sgd", "mse")
         return model
 
-    words = ("the classes hi, lo, no", "3 units", "--target") if cells is KINDS else ()
-    assert [all(word in line for word in words) for line in of_table(tmp_path, cells, make)] == (
-        [True] * bool(words)
+    x, y = np.ones([SIZE, 2], np.float32), np.arange(SIZE) % 3
+    data = dataclasses.replace(data_of(x, y), class_names=names)
+    run = assemble(options_of(make), devices.tower_devices(2, "cpu"), data)
+    said = loss_checks.check(run.task, first_batch(run))
+    assert ["the classes hi, lo, no" in line and "3 units" in line for line in said] == (
+        [True] * (names[0] == "hi")
     )

@@ -14,6 +14,7 @@ import pytest
 
 import towers
 from tests import runs, tiny, trained_runs
+from tests.data import image_files
 from tests.runs import command, points, result_of
 from towers import cli
 from towers.errors import InputError
@@ -280,26 +281,22 @@ def test_a_checkpoint_is_also_written_when_minutes_have_passed(tmp_path, monkeyp
         assert tiny.saved_steps(tmp_path / name) == steps
 
 
-def test_a_run_does_not_go_on_with_classes_or_columns_of_other_names(tmp_path, capsys):
+def test_a_run_does_not_go_on_with_classes_of_other_names(tmp_path, capsys):
     def model():
-        return keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
+        return keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(3)])
 
-    rows = [f"{i},{i % 3},{'low' if i % 2 else 'top'}" for i in range(30)]
-    given = dict(model=model, dataset=str(tmp_path / "t.csv"), train_dir=str(tmp_path / "run"))
-    (tmp_path / "t.csv").write_text("\n".join(["area,rooms,kind", *rows]))
-    train(Options(**given, max_steps=1, batch_size=4))
+    image_files.write_folder(tmp_path, range(12))
+    given = dict(model=model, dataset="folder", data_dir=str(tmp_path), batch_size=4)
+    given |= dict(train_dir=str(tmp_path / "run"), augment="off")
+    train(Options(**given, max_steps=1))
     before = tiny.files(tmp_path / "run")
-    for text, says in {
-        "\n".join(["area,rooms,kind", *rows]).replace("top", "a_top"): "new: a_top; missing: top",
-        "\n".join(["rooms,area,kind", *rows]): "columns .*in another order",
-    }.items():
-        (tmp_path / "t.csv").write_text(text)
-        with pytest.raises(InputError, match=says):
-            train(Options(**given, max_steps=2, batch_size=4))
-        assert tiny.files(tmp_path / "run") == before
+    (tmp_path / "train/dog").rename(tmp_path / "train/a_dog")
+    with pytest.raises(InputError, match="new: a_dog; missing: dog"):
+        train(Options(**given, max_steps=2))
+    assert tiny.files(tmp_path / "run") == before
     given |= dict(init_from=given["train_dir"], train_dir=str(tmp_path / "tuned"))
-    train(Options(**given, max_steps=1, batch_size=4))
-    assert f"{tmp_path}/run was trained on data of other columns (" in capsys.readouterr().out
+    train(Options(**given, max_steps=1))
+    assert f"{tmp_path}/run was trained on data of other classes (" in capsys.readouterr().out
 
 
 def test_the_curves_of_another_program_are_left_alone(tmp_path):

@@ -17,7 +17,6 @@ cancels. A test compares the two.
 
 from __future__ import annotations
 
-import collections
 import functools
 import re
 from collections.abc import Callable
@@ -124,11 +123,6 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
     shape = data.image_shape
     if shape is None:
         lines = [f"inputs      {named(x)}"]
-        if data.columns:
-            sources = collections.Counter(column.partition("=")[0] for column in data.columns)
-            named_sources = [f"{n} ({num} texts)" if num > 1 else n for n, num in sources.items()]
-            lines[0] += f": {first_of(named_sources, _SHOWN)}; not scaled, so begin the model with "
-            lines[0] += "keras.layers.BatchNormalization() if they are not near 1"
         if isinstance(x, tf.TensorSpec) and x.shape.rank == 2 and x.dtype == tf.uint8:
             lines[0] += "; as images they would need an axis of channels, x[..., None]"
     else:

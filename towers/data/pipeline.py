@@ -250,7 +250,6 @@ class Data:
     validation: Split | None = None
     test_is_held_out: bool = False  # from the training examples, see `data_of`
     notes: tuple[str, ...] = ()  # lines that the start of a run prints
-    columns: tuple[str, ...] = ()  # of a table, in the order of x
     no_classes: str = ""  # why integer targets are no classes, with the example
 
     @property

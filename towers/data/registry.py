@@ -1,6 +1,6 @@
 """The table of data sets by name.
 
-A name with a colon is a function of the user, one that ends in .npz or .csv a file.
+A name with a colon is a function of the user, one that ends in .npz a file.
 
 To add one, write its module `towers/data/NAME.py` with `load(path) -> Data`, where `path` is the
 folder of its files, and add a line in DATA_SETS and a call in `load`.
@@ -49,25 +49,20 @@ def load(
     data_dir: str | None = None,
     image_size: tuple[int, int] | None = None,
     validation_fraction: float = 0.0,
-    target: str = "",
     max_image_pixels: int | None = None,
-    categories: str = "",
 ) -> Data:
     """Load a data set.
 
     Args:
         dataset: a name in DATA_SETS, "module:function", see `towers.data.user_data`, or the path of
-            a file: FILE.npz, see `towers.data.npz`, FILE.csv or TRAIN.csv,TEST.csv, see
-            `towers.data.csv_file`.
+            a file FILE.npz, see `towers.data.npz`.
         data_dir: the folder of the user's files, or of published ones; None or "" for these is
             `$XDG_CACHE_HOME/towers` or `~/.cache/towers`.
         image_size: (height, width) to which the images of the user's files are resized; None: all
             must have the same size.
         validation_fraction: the part of the training examples, 0..1, that becomes the validation
             split; 0: the data set's own, if it has one.
-        target: the target columns of a table, separated by commas; "": the last one.
         max_image_pixels: of an image in the user's files; None: `DataOptions.max_image_pixels`.
-        categories: the columns of a table that are categories, separated by commas.
 
     Raises:
         InputError: the data set is unknown, damaged or not available.
@@ -78,15 +73,11 @@ def load(
             f"--image_size is for --dataset=folder and tfrecord, not {dataset}: leave it out, "
             "or name such data"
         )
-    for flag, value in ("target", target), ("categories", categories):
-        if value and kind != "csv_file":
-            raise InputError(f"--{flag} is for --dataset=FILE.csv, not {dataset}: leave it out")
     module = importlib.import_module(f"towers.data.{kind}")
     if kind == "cifar":
         module = module.SETS[dataset]
     most = max_image_pixels or DataOptions.max_image_pixels
     arguments = {
-        "csv_file": (dataset, paths, target, categories),
         "npz": (dataset, *paths),
         "user_data": (dataset,),
         "folder": (*paths, image_size, most),
@@ -115,8 +106,8 @@ def locate(dataset: str, data_dir: str | None = None) -> str | None:
         InputError: there is no such data set, or some of its files are missing.
     """
     kind, paths = _look_up(dataset, data_dir)
-    if kind in ("csv_file", "npz"):
-        return f"{' and '.join(paths)}: there; a run looks at what is inside"
+    if kind == "npz":
+        return f"{paths[0]}: there; a run looks at what is inside"
     if kind == "user_data":
         return f"{dataset} is your own: not looked at"
     if kind == "shapes":
@@ -145,11 +136,8 @@ def cache_dir() -> str:
 
 def _look_up(dataset: str, data_dir: str | None) -> tuple[str, list[str]]:
     # The module that loads a data set, and its files or its folder.
-    names, ending = [name.strip() for name in dataset.split(",")], dataset[-4:].lower()
-    if ending in (".csv", ".npz"):
-        several = all(name.lower().endswith(".csv") for name in names)
-        paths = _files(dataset, data_dir, names if several else [dataset])
-        return ending[1:].replace("csv", "csv_file"), paths
+    if dataset.lower().endswith(".npz"):
+        return "npz", [_file(dataset, data_dir)]
     if ":" in dataset:
         return "user_data", []
     if os.path.isdir(dataset) and dataset not in DATA_SETS:
@@ -162,7 +150,7 @@ def _look_up(dataset: str, data_dir: str | None) -> tuple[str, list[str]]:
         module = dataset.removesuffix(".py")
         close = [f"{module}:load"] if os.path.isfile(f"{module}.py") else close
         meant = f", did you mean {close[0]}?" if close else ""
-        allowed = f"{', '.join(DATA_SETS)}, FILE.npz, FILE.csv and module:function"
+        allowed = f"{', '.join(DATA_SETS)}, FILE.npz and module:function"
         raise InputError(f"--dataset={dataset} is unknown{meant}; allowed are {allowed}")
     path, layout = os.path.expanduser(data_dir or cache_dir()), DATA_SETS[dataset].layout
     if layout and not data_dir:
@@ -173,19 +161,11 @@ def _look_up(dataset: str, data_dir: str | None) -> tuple[str, list[str]]:
     return DATA_SETS[dataset].module, [path]
 
 
-def _files(dataset: str, data_dir: str | None, names: list[str]) -> list[str]:
-    # Names are relative to the current folder or to `data_dir`.
-    if len(names) > 2:
-        raise InputError(
-            f"--dataset={dataset} names {len(names)} files; TRAIN.csv,TEST.csv is meant"
-        )
+def _file(dataset: str, data_dir: str | None) -> str:
+    # The name is relative to the current folder or to `data_dir`.
     folders = ["", *([os.path.expanduser(data_dir)] if data_dir else [])]
-    existing = []
-    for name in names:
-        paths = [os.path.join(folder, os.path.expanduser(name)) for folder in folders]
-        there = [p for p in paths if os.path.exists(p) and not os.path.isdir(p)]
-        if not there:
-            missing = f"there is no file {' or '.join(paths)}"
-            raise InputError(f"--dataset={dataset}: {missing}; name one that is there")
-        existing.append(there[0])
-    return existing
+    paths = [os.path.join(folder, os.path.expanduser(dataset)) for folder in folders]
+    for path in paths:
+        if os.path.isfile(path):
+            return path
+    raise InputError(f"--dataset={dataset}: there is no file {' or '.join(paths)}")

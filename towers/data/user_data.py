@@ -6,7 +6,8 @@ The function takes no argument and returns the splits, with or without the numbe
         return (train_x, train_y), (test_x, test_y)
 
 It may also return `(train, validation, test)`, either tuple followed by the number of classes, or a
-dict `{"train": ..., "validation": ..., "test": ...}`.
+dict `{"train": ..., "validation": ..., "test": ...}`. Without "test", a tenth of the training
+examples becomes the test set.
 
 A split is `(x, y)`, `(x, y, sample_weight)` or `(x,)` of arrays, see `towers.data.arrays`; or a
 `tf.data.Dataset` of such examples, as `(dataset, size)` if its size is unknown; or a
@@ -14,7 +15,7 @@ A split is `(x, y)`, `(x, y, sample_weight)` or `(x,)` of arrays, see `towers.da
 """
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import keras
 import tensorflow as tf
@@ -57,7 +58,7 @@ def load(dataset: str) -> Data:
     """
     result = call_without_arguments("dataset", dataset)
     if isinstance(result, dict):
-        if not {"train", "test"} <= set(result) <= set(_NAMES):
+        if not {"train"} <= set(result) <= set(_NAMES):
             raise InputError(f"{dataset} returned a dict of {list(result)}; {_ALLOWED_RESULT}")
         return data_set(dataset, result)
     splits, num_classes = result, None
@@ -73,7 +74,6 @@ def data_set(
     name: str,
     user_splits: Mapping[str, object],
     num_classes: object = None,
-    class_names: Sequence[str] = (),
 ) -> Data:
     """Return a data set of the user's splits.
 
@@ -86,7 +86,6 @@ def data_set(
             training examples is held out, and a note says so.
         num_classes: number of classes; None: the largest label + 1, up to `max_classes`, else
             targets are numbers, and `Data.no_classes` says why.
-        class_names: their names, by default numbers.
 
     Raises:
         InputError: a split is invalid, or the splits have different types or shapes.
@@ -106,7 +105,7 @@ def data_set(
     num_classes, no_classes = _num_classes(name, splits, num_classes)
     for split, each in splits.items():
         splits[split] = each.checked(f"{name}: {split}", num_classes)
-    class_names = tuple(class_names) or tuple(map(str, range(num_classes)))
+    class_names = tuple(map(str, range(num_classes)))
     about = dict(num_classes=num_classes, class_names=class_names, no_classes=no_classes)
     return data_of(name, splits, **about)
 

@@ -93,16 +93,9 @@ class DataOptions:
     dataset: str = _data(
         "shapes", "Training and test set: shapes (drawn in code), cifar10, cifar100, "
         "cifar100_coarse (found in data_dir or downloaded), module:function of your own, FILE.npz "
-        "(x_train, y_train, x_test, y_test), FILE.csv or TRAIN.csv,TEST.csv, or files in data_dir: "
+        "(x_train, y_train, x_test, y_test), or files in data_dir: "
         "folder (train/CLASS/*.png, test/CLASS/*.png; jpg, bmp, gif), tfrecord "
         "(train*.tfrecord, test*.tfrecord).",
-    )  # fmt: skip
-    target: str = _data(
-        "", "Column of a .csv file to predict, or several with commas; default: the last one.",
-    )  # fmt: skip
-    categories: str = _data(
-        "", "Columns of a .csv file that are categories, with commas: each text in them becomes a "
-        "feature that is 0 or 1."
     )  # fmt: skip
     data_dir: str = _data(
         "", "Folder where data files lie or go; default: the user's cache folder.",

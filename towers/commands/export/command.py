@@ -199,9 +199,6 @@ def _how_to_load(
         size = "x".join(map(str, spec.shape))
         inside = "" if kind == "off" else f": --augment={kind} is inside"
         lines.append(f"takes       images {size} {spec.dtype.name}, as stored{inside}")
-    elif columns := trained.task.get("columns"):
-        order = f"{spec.dtype.name}[{len(columns)}], in this order: {', '.join(columns)}"
-        lines.append(f"takes       {order}")
     if classes:
         kind = "logits" if classes.logits else "probabilities"
         lines.append(f"gives       {kind} of {first_of(classes.names)}")

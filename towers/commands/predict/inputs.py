@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from towers import files
 from towers.data import encoded_images, npz
-from towers.data.csv_file import CsvTable
 from towers.data.folder import ENDINGS as IMAGES
 from towers.data.folder import images_below
 from towers.errors import InputError
@@ -87,11 +86,11 @@ def batches(parts: Sequence[InputFile], batch_size: int) -> Iterator[tuple[list[
 
 def _part(path: str, trained: TrainedModel) -> InputFile:
     ending = os.path.splitext(path)[1].lower()
-    readers = {".npy": _npy_part, ".npz": _npz_part, ".csv": _csv_part}
+    readers = {".npy": _npy_part, ".npz": _npz_part}
     readers |= dict.fromkeys(IMAGES, _image_part)
     if ending not in readers:
         raise InputError(
-            f"{path}: predicted are {', '.join(IMAGES)}, .npy, .npz and .csv, and folders of images"
+            f"{path}: predicted are {', '.join(IMAGES)}, .npy and .npz, and folders of images"
         )
     try:
         files.check_is_file(path)
@@ -109,7 +108,7 @@ def _image_part(path: str, trained: TrainedModel) -> InputFile:
     channels = spec.shape[-1] if trained.task["image_shape"] else None
     if channels not in (1, 3, 4) or spec.dtype != tf.uint8:
         raise InputError(
-            f"{path} is an image, and this model takes {_describe(spec)}: name a .csv or .npy file"
+            f"{path} is an image, and this model takes {_describe(spec)}: name a .npy file"
         )
 
     source = path, Path(path).read_bytes, options.max_image_pixels, channels
@@ -150,23 +149,6 @@ def _npz_part(path: str, trained: TrainedModel) -> InputFile:
                 )
             leaves.append(arrays[key])
     return _arrays_part(path, leaves, trained)
-
-
-def _csv_part(path: str, trained: TrainedModel) -> InputFile:
-    """Read the columns that the model was trained on; ignore others."""
-    spec, options, table = trained.spec()[0], trained.options, CsvTable(path)
-    if tf.nest.is_nested(spec):
-        return _arrays_part(path, [table.numbers(name) for name in _leaf_names(spec)], trained)
-    known = trained.task.get("columns")  # unknown to runs on arrays and older runs
-    columns = known or [name for name in table.names if name not in options.target.split(",")]
-    if spec.shape.rank != 1 or spec.shape[0] not in (None, len(columns)):
-        raise InputError(
-            f"{path} has {len(columns)} columns, and this model takes {_describe(spec)} of each "
-            "example, without its target"
-        )
-    categories = list(filter(None, options.categories.split(","))) if known else []
-    features = table.features(columns, categories).astype(np.float32)
-    return _arrays_part(path, [features], trained)
 
 
 def _arrays_part(path: str, arrays: Sequence[np.ndarray], trained: TrainedModel) -> InputFile:

@@ -15,8 +15,8 @@ class PredictOptions(CheckedOptions):
 Examples:
   towers predict --train_dir=runs/a photos/
   towers predict --train_dir=runs/a photo.png more.npz --num_towers=2 --format=csv
-FILE is an image (.png, .jpg, .bmp, .gif), arrays (.npy; .npz with x or x_test), or a table without
-its target (.csv, with a line of names); FOLDER stands for all images in it, sorted by name."""
+FILE is an image (.png, .jpg, .bmp, .gif) or arrays (.npy; .npz with x or x_test); FOLDER stands for
+all images in it, sorted by name."""
 
     run: Options = dataclasses.field(default_factory=Options)
     files: tuple = option(

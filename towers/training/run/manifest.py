@@ -18,8 +18,8 @@ The file holds one object. Its record of the first start never changes:
     data             {"train": "test":} kind, sha256 and size, see `towers.data.Split.checksum`
     first_batch      {"sha256"} of the images, labels and draws of step 0; null if written later
     initial_weights  sha256 of the model's variables before step 0, or null
-    task             the model's arguments: num_classes, class_names, columns of a table,
-                     image_shape, augment, and spec: the tensors of one example, each as
+    task             the model's arguments: num_classes, class_names, image_shape,
+                     augment, and spec: the tensors of one example, each as
                      "uint8[32, 32, 3]"
     sessions         one for each start: the same parts, from time to data
     final            null until the run ends; then time, step, weights: the sha256 of the model's
@@ -72,7 +72,7 @@ _ADVICE = {
 }
 _NUM_RATES = 9  # points of the remaining run at which learning rates are compared
 _TASK_TYPES = {  # of a task's fields, beside its spec
-    "num_classes": int | None, "class_names": list, "columns": list, "image_shape": list | None,
+    "num_classes": int | None, "class_names": list, "image_shape": list | None,
     "augment": str,
 }  # fmt: skip
 _SPEC = re.compile(r"(\w+)\[((?:None|\d{1,18})(?:, (?:None|\d{1,18}))*)?\]")
@@ -157,7 +157,6 @@ def model_spec(data: Data, options: Options) -> dict[str, Any]:
     return {
         "num_classes": data.num_classes,
         "class_names": list(data.class_names),
-        "columns": list(data.columns),
         "image_shape": data.image_shape and list(data.image_shape),
         "augment": parse(options.augment).base,  # which is all that evaluation uses
         "spec": tf.nest.map_structure(
@@ -213,7 +212,7 @@ def _is_task(task: Any) -> bool:
 def check_data(
     run: RunContext, task: Mapping[str, Any], number: bool = False, trains: bool = False
 ) -> None:
-    """Check that data have the columns and the classes that a run was trained on.
+    """Check that data have the classes that a run was trained on.
 
     Args:
         run: with the data.
@@ -226,14 +225,9 @@ def check_data(
         InputError: others are in their places now; these are named.
     """
     if changes := data_changes(run, task, number):
-        dataset = run.options.dataset
-        is_table = re.fullmatch(r"[^,]*\.csv", dataset) and not trains
-        # The training table has the categories that another one lacks, not the other way round.
-        lacks = is_table and "new: " not in changes
-        same = f", as --dataset=TRAIN.csv,{dataset}" if lacks else ""
         raise InputError(
-            f"--dataset={dataset} has other {changes} than the run was trained on: give data of "
-            f"the same{same}, or train with another --train_dir and "
+            f"--dataset={run.options.dataset} has other {changes} than the run was trained on: "
+            "give data of the same, or train with another --train_dir and "
             f"--init_from={run.options.train_dir}, which takes the weights that fit"
         )
     if trains and (change := image_shape_change(run, task)):
@@ -245,24 +239,21 @@ def check_data(
 
 
 def data_changes(run: RunContext, task: Mapping[str, Any], number: bool) -> str:
-    """Return "columns (new: a; missing: b)", or the same of classes, or "" without changes.
+    """Return "classes (new: a; missing: b)", or "" without changes.
 
     Args:
         run: see `check_data`.
         task: see `check_data`.
         number: see `check_data`.
     """
-    for name, what in {"columns": "columns", "class_names": "classes"}.items():
-        now = list(getattr(run.data, name))
-        then = task.get(name, now)  # older manifests have none
-        then = then or ([str(i) for i in range(len(now))] if what == "classes" else now)
-        pairs = zip(now, then, strict=False)
-        if all(one == other for one, other in pairs) and (len(now) == len(then) or not number):
-            continue
-        changes = {"new": set(now) - set(then), "missing": set(then) - set(now)}
-        named = [f"{word}: {first_of(sorted(names))}" for word, names in changes.items() if names]
-        return f"{what} ({'; '.join(named) or 'in another order'})"
-    return ""
+    now = list(run.data.class_names)
+    then = task.get("class_names", now) or [str(i) for i in range(len(now))]
+    pairs = zip(now, then, strict=False)
+    if all(one == other for one, other in pairs) and (len(now) == len(then) or not number):
+        return ""
+    changes = {"new": set(now) - set(then), "missing": set(then) - set(now)}
+    named = [f"{word}: {first_of(sorted(names))}" for word, names in changes.items() if names]
+    return f"classes ({'; '.join(named) or 'in another order'})"
 
 
 def image_shape_change(run: RunContext, task: Mapping[str, Any]) -> str:

@@ -171,8 +171,8 @@ def _arguments(function: Callable, name: str, from_data: dict, keywords: dict) -
             raise InputError(
                 f"{name} takes num_classes, but the targets of these data are no classes, which "
                 "are whole numbers from 0: make them such, arrays by y.astype('int32'), one-hot "
-                "ones by y.argmax(-1), cells of a CSV file as 1 for 1.0; or take num_classes out "
-                "of the function and type --loss=mean_squared_error"
+                "ones by y.argmax(-1); or take num_classes out of the function "
+                "and type --loss=mean_squared_error"
             ) from None
         if "'image_shape'" in str(error) and "image_shape" not in from_data:
             raise InputError(

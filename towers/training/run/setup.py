@@ -219,7 +219,7 @@ def load_data(options: Options, say: Callable[[str], None] | None = None) -> Dat
             return data.stand_in(name)
         size, fraction = options.image_height_width(), options.validation_fraction
         limit = options.max_image_pixels
-        return data.load(name, folder, size, fraction, options.target, limit, options.categories)
+        return data.load(name, folder, size, fraction, limit)
 
 
 def assemble(

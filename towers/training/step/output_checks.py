@@ -239,8 +239,7 @@ class OutputCheck:
         if not all(name.isdecimal() for name in names):
             self._warn(
                 f"the targets are the classes {first_of(names)}, and {self.inputs.kind} learns "
-                f"their numbers, 0 to {len(names) - 1}: take {_SPARSE[0]} with {len(names)} units, "
-                "or, in a table, a column of numbers by --target"
+                f"their numbers, 0 to {len(names) - 1}: take {_SPARSE[0]} with {len(names)} units"
             )
 
 
