@@ -1,6 +1,7 @@
 """Bad arguments of the shipped models, as `--model_args` may give them."""
 
 import functools
+import itertools
 
 import pytest
 
@@ -19,39 +20,23 @@ FAMILIES = (preact_resnet, wide_resnet, vgg16_bn, densenet_bc, resnext, vit)
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize(
-    ("build", "argument", "values"),
-    [
-        *((build, "num_classes", [0, -1, "x", 2.5, True]) for build in FAMILIES),
-        *(
-            (build, "drop_path", [-0.1, 1, 1.5, "x", NAN, True])
-            for build in (preact_resnet, wide_resnet, resnext, vit)
-        ),
-        *(
-            (build, "dropout", [-0.1, 1, "x"])
-            for build in (wide_resnet, vgg16_bn, densenet_bc, vit)
-        ),
-        (preact_resnet, "bottleneck", [1, "x"]),
-        (preact_resnet, "depth", [21, 2, 20.0, "x"]),
-        (wide_resnet, "depth", [20, 4, "x"]),
-        (densenet_bc, "depth", [99, 4, "x"]),
-        (resnext, "depth", [20.5, 28, 2]),
-        (vit, "heads", [0, "x"]),
-        (vit, "width", [100]),
-        (vit, "patch", [0]),
-        (cnn, "num_classes", [0, -1, "x", 2.5, NAN]),
-        (cnn, "weight_decay", [-1, "x", NAN, INF]),
-        (cnn, "lrn", [1, "x"]),
-        (resnet, "num_classes", [0, "x"]),
-        (resnet, "width", [0, "x", 2.5]),
-        (resnet, "depth", ["x", NAN, INF]),
-        (fast, "width", [0]),
-        (fast, "num_classes", ["x"]),
-        (fast, "small_steps", [-1]),
-    ],
-)
-def test_bad_arguments_are_said_by_the_model_itself(build, argument, values):
-    for value in values:
+BAD = {
+    "num_classes": (0, "x", [*FAMILIES, cnn, resnet, fast]),
+    "drop_path": (1.5, NAN, [preact_resnet, wide_resnet, resnext, vit]),
+    "dropout": (-0.1, "x", [wide_resnet, vgg16_bn, densenet_bc, vit]),
+    "bottleneck": (1, "x", [preact_resnet]),
+    "depth": (20.5, "x", [preact_resnet, wide_resnet, densenet_bc, resnext, resnet]),
+    "heads": (0, "x", [vit]),
+    "width": (0, 2.5, [resnet, fast]),
+    "weight_decay": (-1, INF, [cnn]),
+    "lrn": (1, "x", [cnn]),
+}
+
+
+@pytest.mark.parametrize("argument", BAD)
+def test_bad_arguments_are_said_by_the_model_itself(argument):
+    *values, builds = BAD[argument]
+    for build, value in itertools.product(builds, values):
         with pytest.raises(ValueError, match=f"^{argument}={value!r} must be") as error:
             build(**{argument: value})
         assert "\n" not in str(error.value)
@@ -71,18 +56,13 @@ def test_the_nearest_depths_are_named(build, depth, nearest):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (functools.partial(resnet, depth=20.5), "^depth=20.5 must be 6n .*: 20 or 26$"),
         (functools.partial(resnet, width=0), "^width=0 must be .* 1; the paper's is 16$"),
         (functools.partial(cnn, weight_decay=-1), "^weight_decay=-1 must be .* at least 0; .*$"),
         (functools.partial(vgg16_bn, image_shape=(31, 32, 3)), r"^image_shape=\(.*\) must have"),
-        (functools.partial(densenet_bc, image_shape=(4, 3, 3)), r"^image_shape=\(.*\) must have"),
         (functools.partial(vit, image_shape=(32, 30, 3)), r"^image_shape=\(.*\) must have"),
         (functools.partial(fast, image_shape=(11, 32, 3)), r"image_shape=\(11, 32, 3\) .*must be"),
         (functools.partial(fast, small_size=11, small_steps=1), "small_size=11: .*must be"),
-        (functools.partial(fast, small_size=2.5), "small_size=2.5: .*must be"),
         (functools.partial(LocalResponseNormalization, depth_radius=-1), "depth_radius=-1 .*must"),
-        (functools.partial(LocalResponseNormalization, bias=0.0), "must be .*bias=0.0"),
-        (functools.partial(LocalResponseNormalization, alpha=-0.1), "alpha=-0.1 must be"),
     ],
 )
 def test_what_must_be_is_said_in_a_line(build, words):

@@ -16,7 +16,7 @@ import tensorflow as tf
 from scripts import gpu_check, gpu_checks, gpu_steps
 from scripts.gpu_checks import Check, Gpus
 from scripts.gpu_steps import Setting, Skipped
-from tests.fake_gpus import A100, MIB, SMALL, SPLIT, Card
+from tests.fake_gpus import A100, MIB
 from tests.programs import ROOT
 from towers.builder.device_types import cpus_for_gpus
 from towers.devices import nvml
@@ -121,35 +121,6 @@ def test_a_copy_that_loses_a_bit_and_an_op_on_the_wrong_device_are_seen(dry, mon
 # Memory, made up.
 
 
-def silent_about(name):
-    return Card(silent=frozenset([name]))
-
-
-def test_what_gpus_have_is_told(install):
-    for check, cards, found in (
-        (gpu_checks.fraction, [A100, A100], "/gpu:0 10240 MiB, growth off, of 40960 MiB"),
-        (gpu_checks.visible, [SMALL, A100, Card(total_mib=81920)], "GPU 2 of 3"),
-        (gpu_checks.visible, [SPLIT], "GPU MIG-0b0b0c3d-0000-4000-8000-000000000000 of 1"),
-    ):
-        install(*cards)
-        assert last(check, GPU) == found
-
-
-def test_the_health_of_gpus_and_what_a_gpu_does_not_tell_is_no_fault(install):
-    install(A100, SMALL)
-    found = last(gpu_checks.health, GPU)
-    assert found["0"]["utilisation_percent"] == 97 and found["1"]["power_watts"] == 250.5
-    install(silent_about("nvmlDeviceGetUtilizationRates"))  # as a laptop's
-    assert "utilisation_percent" not in last(gpu_checks.health, GPU)["0"]
-    install(Card(lost=True))
-    with pytest.raises(Skipped, match="the driver tells nothing"):
-        last(gpu_checks.health, GPU)
-    install(silent_about("nvmlDeviceGetMemoryInfo"))
-    for check in (gpu_checks.fraction, gpu_checks.growth, gpu_checks.session):
-        with pytest.raises(Skipped):
-            last(check, GPU)
-
-
 def exhausted(*_):
     raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
 
@@ -169,36 +140,6 @@ def test_a_limit_another_fraction_and_other_gpus_than_were_asked_for(install, mo
     monkeypatch.setattr(gpu_checks.devices, "configure", lambda **options: None)
     with pytest.raises(RunError, match=r"^--visible_gpus=1, and TensorFlow sees \[0, 1\]$"):
         last(gpu_checks.visible, GPU)
-
-
-def test_growth(install, monkeypatch):
-    def takes(taken_mib):
-        machine = install(A100)
-        real = nvml.gpus
-
-        def after():
-            taken = taken_mib * MIB if machine.started else 0
-            return [dataclasses.replace(gpu, free_bytes=gpu.free_bytes - taken) for gpu in real()]
-
-        monkeypatch.setattr(nvml, "gpus", after)
-
-    takes(500)
-    says = "/gpu:0 40036 MiB, growth on; 4 MiB in use, 500 MiB taken"
-    assert last(gpu_checks.growth, GPU) == says
-    takes(30000)
-    with pytest.raises(RunError, match="^4 MiB in use, 30000 MiB taken$"):
-        last(gpu_checks.growth, GPU)
-
-
-def test_two_devices(install):
-    for cards, limits_mib in [
-        ([A100], [[8192, 8192]]),
-        ([Card(total_mib=4096, free_mib=3600)], [[1200, 1200]]),
-        ([A100] * 3, [None, None, None]),
-    ]:
-        machine = install(*cards)
-        assert Gpus(len(cards)).devices(2) == ["/gpu:0", "/gpu:1"]
-        assert machine.limits_mib == limits_mib
 
 
 # The results.
@@ -361,24 +302,6 @@ def test_a_step_is_timed_and_its_graph_is_built_once(small, dry):
     assert copies["copies"] is None  # there is no GPU in a profile of CPUs
 
 
-@pytest.mark.graph
-def test_a_batch_that_is_too_large_is_no_fault(small, dry, monkeypatch):
-    monkeypatch.setattr(gpu_steps, "_measured", exhausted)
-    with pytest.raises(Skipped, match="OOM when allocating"):
-        last(lambda gpus: gpu_steps.measure(Setting("tiny", 1, "cpu"), gpus), dry)
-
-
-@pytest.mark.graph
-def test_sums_are_exact_and_a_wrong_one_is_told(small, monkeypatch):
-    names = ["/cpu:1", "/cpu:2"]
-    *_, found = gpu_steps.ring_against_nccl(names)
-    assert list(found) == ["nccl", "ring"] and all(v["1 KiB"] > 0 for v in found.values())
-    wrong = lambda *_: lambda: [tf.zeros(256), tf.zeros(256)]  # noqa: E731
-    monkeypatch.setattr(gpu_steps, "_make_sums", wrong)
-    with pytest.raises(ArithmeticError, match="nccl: a wrong sum of 1 KiB on /cpu:1"):
-        list(gpu_steps.ring_against_nccl(names))
-
-
 def test_settings_vary_one_thing_at_a_time():
     one, several = gpu_steps.settings(Gpus(1)), gpu_steps.settings(Gpus(4))
     assert str(one[0]) == "cnn, 1 tower, replicated, float32, batch size 1024"
@@ -390,11 +313,3 @@ def test_settings_vary_one_thing_at_a_time():
         pairs = zip(dataclasses.astuple(setting), dataclasses.astuple(plain), strict=True)
         assert sum(a != b for a, b in pairs) <= 1
     assert {setting.batch_size for setting in gpu_steps.settings(Gpus(8, dry=True))} == {16}
-
-
-def test_copies_are_those_of_a_step(monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        gpu_steps, "copies", lambda _: {"GPU to GPU": (2 + 3 * made[-1], 10 * made[-1])}
-    )
-    assert gpu_steps._profiled(made.append) == {"GPU to GPU": {"number": 3.0, "bytes": 10.0}}
