@@ -13,7 +13,6 @@ import threading
 import time
 from pathlib import Path
 
-import h5py
 import keras
 import numpy as np
 import pytest
@@ -566,24 +565,6 @@ def test_draws_without_a_seed_go_by_one_state():
     state.assign(before)
     np.testing.assert_array_equal(keras.random.uniform((2,)), second)
     assert not np.array_equal(first, second)
-
-
-# Files of weights.
-
-
-def test_the_places_of_weights_are_those_in_a_file(tmp_path):
-    inner = keras.Sequential([layers.Dense(2, name="a"), layers.BatchNormalization(name="b")])
-    heads = layers.MultiHeadAttention(2, 3, name="heads")
-    x = keras.Input([4, 5])
-    model = keras.Model(x, [heads(x, x), inner(x), layers.Dense(1, name="c")(inner(x))])
-    model.save_weights(tmp_path / "x.weights.h5")
-    places = tf_internals.places_in_file(model)
-    assert {id(v) for _, _, v in places} == {id(v) for v in model.variables}
-    with h5py.File(tmp_path / "x.weights.h5") as file:
-        for place, name, variable in places:
-            np.testing.assert_array_equal(file[place], variable.numpy())
-            group, _, number = place.rpartition("/")
-            assert name == f"{file[group].attrs['name']}/{number}"
 
 
 # Servers on other machines.

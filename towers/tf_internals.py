@@ -29,7 +29,6 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.layers.core import input_layer
 from keras.src.layers.preprocessing.data_layer import DataLayer
 from keras.src.random.seed_generator import global_seed_generator
-from keras.src.saving import saving_lib
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 from keras.src.trainers.data_adapters import get_data_adapter
 from tensorflow.core.protobuf import trackable_object_graph_pb2
@@ -152,32 +151,6 @@ def layers_of(layer: keras.Layer) -> list[keras.Layer]:
             layers[id(layer)] = layer
             waiting += reversed(layer._layers)
     return list(layers.values())
-
-
-def places_in_file(model: keras.Model) -> list[tuple[str, str, keras.Variable]]:
-    """Return ("layers/dense/vars/0", "dense/0", variable) for each that save_weights would write.
-
-    These are its path in the file, and its layer's name with its number. Public: save_weights,
-    which does not tell where a variable is written.
-    """
-    stores: dict[tuple[str, str], dict[str, Any]] = {}
-
-    class Recorder(saving_lib.H5IOStore):
-        def __init__(self) -> None:
-            pass  # opens no file
-
-        def __bool__(self) -> bool:
-            return True
-
-        def make(self, path: str, metadata: dict[str, str] | None = None) -> dict[str, Any]:
-            return stores.setdefault((path, (metadata or {}).get("name", "")), {})
-
-    saving_lib._save_state(model, Recorder(), None, "", set())
-    return [
-        (f"{path}/vars/{number}".lstrip("/"), f"{name}/{number}", variable)
-        for (path, name), variables in stores.items()
-        for number, variable in variables.items()
-    ]
 
 
 @contextlib.contextmanager

@@ -15,15 +15,12 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import tensorflow as tf
 
 from tests.data import cifar_files, image_files
 from tests.fuzz.inputs import FOLDER, LINK, PIPE, READ_ONLY, Case
 from towers import cli
 from towers.data import cifar
 from towers.errors import InputError, RunError
-from towers.options import flags
-from towers.training.run.model import build_for
 
 CODES = {0, 1, 2, 75, 76, 130, 141}
 SECONDS = 60.0  # that an input may take
@@ -77,11 +74,6 @@ def make_template(folder: Path) -> Template:
         shutil.copytree("run", "other")  # is compared with it, by its flags, too
         own = Path("other/flags.cfg").read_text().replace("--seed=0", "--seed=1")
         Path("other/flags.cfg").write_text(own)
-        options = flags.parse([*argv[:2], "--augment=none"])
-        model = build_for(options, num_classes=3, x=tf.TensorSpec([8, 8, 1]), image_shape=(8, 8, 1))
-        model.save_weights("weights.weights.h5")
-        for name in "weights.keras", "weights.h5":
-            model.save(name)
         Path("sweep.json").write_text(
             '{"runs": [{"name": "run", "status": "failed", "seconds": 1.0, "flags": {"seed": 0}, '
             '"error": "exit code 1"}]}'
@@ -237,8 +229,6 @@ def _needed(kind: str, case: Case) -> Callable[[str], bool]:
         return lambda name: name.startswith(f"{next(iter(case.files)).partition('/')[0]}/")
     if kind in (*READ_ONLY, "foreign_flags"):
         return {"run/flags.cfg", "train.npz"}.__contains__
-    if kind == "weights":
-        return lambda name: name == "train.npz" or name.startswith("weights")
     tops = {"run", "other", "sweep.json", *(["train.npz", "x.npy"] if kind == "whole_runs" else [])}
     heavy = "checkpoints" if kind != "whole_runs" else "none"
     return lambda name: name.partition("/")[0] in tops and heavy not in name

@@ -298,15 +298,6 @@ def data_files(draw, template) -> Case:
 
 
 @st.composite
-def weights(draw, template) -> Case:
-    """Return a run that is to begin with damaged weights of Keras'."""
-    name = draw(st.sampled_from(sorted(n for n in template.files if n.startswith("weights"))))
-    content = draw(in_place(template.files[name]) | _arrays().map(_zipped))
-    more = "--train_dir=new", f"--init_from={name}", "--max_steps=1"
-    return Case({name: content}, ("train", *template.argv, *more))
-
-
-@st.composite
 def _arrays(draw) -> bytes:
     """Return a .npy file whose header is odd."""
     shape = draw(st.sampled_from(["(40,)", "(-2, -4)", "(2**9999,)", "(10**15, 10**15)", "x"]))
@@ -319,20 +310,18 @@ def _arrays(draw) -> bytes:
 
 
 def _zipped(array: bytes) -> bytes:
-    """Return an archive in which each of a data set's arrays, and the weights, are this one."""
+    """Return an archive in which each of a data set's arrays is this one."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for name in "x_train", "y_train", "x_test", "y_test":
             archive.writestr(f"{name}.npy", array)
-        archive.writestr("model.weights.h5", array)
     return file.getvalue()
 
 
 def kinds() -> dict[str, Any]:
     """Return {kind: a function from a template to a strategy of cases}."""
     found = (
-        command_lines, flagfiles, foreign_flags, texts_of_runs, event_files, data_files, weights,
-        whole_runs,
+        command_lines, flagfiles, foreign_flags, texts_of_runs, event_files, data_files, whole_runs,
     )  # fmt: skip
     return {function.__name__: function for function in found}
 

@@ -13,12 +13,11 @@ from tests.fuzz import engine, inputs
 from tests.runs import rare
 from towers.commands.predict import inputs as predicted
 
-pytestmark = pytest.mark.process  # which looks through files of weights
+pytestmark = pytest.mark.process
 
 NUMBERS = {  # of each kind: in a few seconds, and in half a minute
     "command_lines": (20, 150), "flagfiles": (20, 60), "foreign_flags": (4, 60),
     "texts_of_runs": (4, 50), "event_files": (4, 50), "data_files": (6, 60), "whole_runs": (2, 9),
-    "weights": (2, 40),
 }  # fmt: skip
 
 

@@ -45,8 +45,8 @@ class ModelOptions:
     )  # fmt: skip
     model_args: str = _model("", "Keyword arguments of the model function: depth=20,width=16.")
     init_from: str = _model(
-        "", "Weights to start a new run from, where names and shapes match: the folder of a run, "
-        "FILE.keras, FILE.weights.h5, or FILE.h5 of keras.applications.",
+        "", "Initial weights of a new run: the folder of another run, FILE.keras, FILE.weights.h5 "
+        "or FILE.h5. Layers that do not fit are skipped.",
     )  # fmt: skip
     dtype: str = _model(
         "float32", "Precision of the towers; master weights are float32 at least.", choices=DTYPES

@@ -7,7 +7,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -218,15 +217,7 @@ def begin(
     options, timetable, train_loop = run.options, run.timetable(), run.train_loop()
     folder = run.folder
     if restored is None and options.init_from:
-        source = Path(options.init_from).expanduser()
-        task = manifest.read(source).get("task", {}) if source.is_dir() else {}
-        if changes := manifest.data_changes(run, task, number=True):
-            say(
-                f"note        {source} was trained on data of other {changes}: its weights are "
-                "taken in their order, the first for the first, whatever the names"
-            )
-        for line in init_from(run.train_state, options.init_from):
-            say(line)
+        say(init_from(run.train_state, options.init_from))
     step, examples = timetable.first_step, timetable.first_examples
     rules = run_summary(run)
     batches = iter(run.batches(step, examples))
