@@ -84,9 +84,7 @@ def train(
             callbacks = user_callbacks.load(options.callbacks)
             remote.connect_run(options, bool(checkpoint.find(folder / "checkpoints")))
             run = build(options, say)
-            evaluates = options.evaluate_every_epochs > 0
-            for line in user_callbacks.prepare(callbacks, run.task, evaluates):
-                say(line)
+            user_callbacks.prepare(callbacks, run.task)
         if Path.cwd() != current and not folder.is_absolute():
             raise InputError(
                 f"--train_dir={folder}: a function of --dataset, --model or --callbacks has "
@@ -172,23 +170,18 @@ def _train(
         model = run.train_state.model
         draw = make_histograms(run.builder, model, task.gradients, task.inputs)
         gallery = Gallery(monitor, timetable, prepared.sampler, draw, run.builder, model, run.data)
-        callbacks = Callbacks(user_callbacks, run, timetable, sha256)
+        callbacks = Callbacks(user_callbacks, run, timetable)
         evaluator = Evaluator(prepared, monitor, gallery, best, preemption, callbacks)
         finite_check = nonfinite.NonFiniteMonitor(run, timetable, monitor.say)
         saved, seconds_to_first_step, changed, values = step, None, False, {}
         saved_at = time.monotonic()
         stack.enter_context(_saved_if_it_fails(prepared, preemption))
 
-        checkpoints.callbacks_state = callbacks.state if callbacks else None
-        for line in callbacks.begin_run(step, checkpoints.restored_callbacks):
+        for line in callbacks.begin_run(step):
             monitor.say(line)
         evaluator.evaluate_best_again(step)
-        # What was interrupted after the checkpoint.
-        epoch_is_open = callbacks.is_epoch_open(step)
-        if timetable.evaluates(step) and (epoch_is_open or not evaluator.is_recorded(step)):
-            evaluator.evaluate(step)
-        if epoch_is_open and not preemption():
-            changed |= callbacks.end_epoch(step, evaluator.result_at(step))
+        if timetable.evaluates(step) and not evaluator.is_recorded(step):
+            evaluator.evaluate(step)  # which was interrupted after the checkpoint
         while step < last and not preemption() and not evaluator.stops_early():
             # One call of TensorFlow makes all steps until something is due.
             with monitor.pause():
@@ -203,8 +196,6 @@ def _train(
                     values["loss"].numpy()  # waits for the devices
             step += num_steps
             saves, evaluates = timetable.saves(step), timetable.evaluates(step)
-            # What callbacks hold is saved before an end that a run of more steps does not have.
-            saves |= bool(callbacks) and step == last
             saves |= options.saves_by_clock and time.monotonic() - saved_at > _SAVE_SECONDS
             finite_check.check(values, step, now=logs or saves or evaluates or step == last)
             if seconds_to_first_step is None:
@@ -230,8 +221,7 @@ def _train(
                             saved = step
                         checkpoints.close()  # it must exist before best.json names it
                     best.write(monitor.say)
-                # If a stop has cut the evaluation short, the epoch ends when the run goes on.
-                if not evaluates or evaluator.result_at(step):
+                if not evaluates or evaluator.result_at(step):  # else a stop has cut it short
                     changed |= callbacks.end_epoch(step, evaluator.result_at(step))
         profiler.stop()
         ended = step == last or evaluator.stops_early()

@@ -10,7 +10,7 @@ from towers.monitoring.image_summaries import Gallery
 from towers.monitoring.monitor import Monitor
 from towers.training.callbacks.best_checkpoint import BestTracker
 from towers.training.callbacks.preemption import PreemptionHandler
-from towers.training.callbacks.user_callbacks import Callbacks
+from towers.training.callbacks.user_callbacks import Callbacks, figures
 from towers.training.run.prepare_run import PreparedRun
 from towers.training.step.evaluation import Evaluation
 from towers.training.step.train_state import restore_after
@@ -35,14 +35,15 @@ class Evaluator:
         self._run = self.prepared.run
         self._last, self._last_step = None, None
         self._part = "validation" if self._run.data.validation else "test"
-        evaluate = self._run.task.make_evaluator(self._run.splits()[self._part])
-        self._evaluate = self.callbacks.around(evaluate)
+        self._evaluate = self._run.task.make_evaluator(self._run.splits()[self._part])
 
     def evaluate(self, step: int) -> bool:
         """Evaluate after `step` updates; return whether that is the best so far."""
         run, monitor = self._run, self.monitor
         with self.preemption.evaluation(step):
+            self.callbacks.call("on_test_begin")
             self._last, self._last_step = self._evaluate(self.preemption), step
+            self.callbacks.call("on_test_end", figures(self._last))
             for line in run.take_diagnostics():  # of `test_step`, which is traced here
                 monitor.say(f"warning     {line}")
             if self._last is None:
@@ -98,7 +99,7 @@ class Evaluator:
     def stop_reason(self) -> str:
         """Return why the run ends early."""
         if self.callbacks.stopped():
-            return self.callbacks.stop_reason()
+            return "a callback has set stop_training"
         name, _ = self._run.task.objective()
         epochs = self._run.options.early_stopping_epochs
         return f"{name} was best at step {self.best.step}, {epochs:g} epochs ago or more"

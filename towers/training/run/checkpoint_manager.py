@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from towers import files
@@ -28,7 +27,6 @@ _REMEDIES = {  # for a run that would go on, and for one whose weights are only 
     False: "it is evaluated by the model function, and with data of the shape and classes, that it "
     "was trained with: leave --model and --dataset out, and undo what has changed in the function",
 }
-_CALLBACKS = "callbacks"  # name of what callbacks hold, among those of variables
 _NO_SPACE = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
 
@@ -53,8 +51,6 @@ class CheckpointManager:
     best: int | None = None  # a step whose checkpoint is kept beside the newest
     run_directory: files.RunDirectory | None = None  # once the run has its folder
     say: Callable[[str], None] = print
-    callbacks_state: Callable[[], np.ndarray] | None = None  # saved with the variables
-    restored_callbacks: np.ndarray | None = None  # what the restored one has of it
 
     def __post_init__(self) -> None:
         """Write nothing yet."""
@@ -70,10 +66,7 @@ class CheckpointManager:
         Host variables are not copied: TensorFlow copies on write, so later steps leave these alone.
         """
         with tf.device("/cpu:0"):
-            values = {name: _value_of(variable) for name, variable in self.variables.items()}
-            if self.callbacks_state:
-                values[_CALLBACKS] = tf.constant(self.callbacks_state())
-            return values
+            return {name: _value_of(variable) for name, variable in self.variables.items()}
 
     def save(self, step: int) -> None:
         """Write the checkpoint of `step` in a thread, once the previous one is written.
@@ -132,14 +125,12 @@ class CheckpointManager:
         def read(prefix: str, reader: Any) -> dict[str, Any]:
             self._compare(prefix, reader)
             keys = checkpoint.keys_of(reader)
-            names = [*self.variables, *([_CALLBACKS] if _CALLBACKS in keys else [])]
-            return {name: reader.get_tensor(keys[name]) for name in names}
+            return {name: reader.get_tensor(keys[name]) for name in self.variables}
 
         newest = self.newest(read, warn, wanted)
         if newest is None:
             return None
         step, values = newest
-        self.restored_callbacks = values.get(_CALLBACKS)
         for name, variable in self.variables.items():
             variable.assign(values[name])
         return step
@@ -233,7 +224,6 @@ class CheckpointManager:
                     f"here; {_REMEDIES[self.exact]}"
                 )
         saved = checkpoint.described(reader)
-        saved.pop(_CALLBACKS, None)
         ours = checkpoint.kinds_of(self.variables)
         if not self.exact:
             saved = {name: saved[name] for name in saved.keys() & ours.keys()}
