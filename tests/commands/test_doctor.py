@@ -310,6 +310,6 @@ def test_data_that_is_not_downloaded(tmp_path):
     own = doctor.check_data("no_such_module:load", "")
     assert own.status == "ok" and "your own" in own.detail
     assert doctor.check_data("folder", str(tmp_path)).status == "ok"
-    for name, folder in [("imagenet", ""), ("tfrecord", ""), ("folder", f"{tmp_path}/nowhere")]:
+    for name, folder in [("imagenet", ""), ("folder", ""), ("folder", f"{tmp_path}/nowhere")]:
         wrong = doctor.check_data(name, folder)
         assert wrong.status == "problem" and wrong.remedy

@@ -1,4 +1,4 @@
-"""Small data sets of image files and of TFRecord files, each image known by its pixels."""
+"""Small data sets of image files, each image known by its pixels."""
 
 import numpy as np
 import tensorflow as tf
@@ -30,32 +30,3 @@ def write_folder(top, numbers, *, split="train", encode=png, ending="png"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{number:05d}.{ending}").write_bytes(encode(image(number)))
     return sorted(numbers, key=lambda number: (number % 3, number))
-
-
-def example(content, label, image_key="image/encoded", label_key="image/class/label"):
-    """Return a serialised tf.train.Example."""
-    features = {
-        image_key: tf.train.Feature(bytes_list=tf.train.BytesList(value=[content])),
-        label_key: tf.train.Feature(int64_list=tf.train.Int64List(value=[label])),
-        "image/height": tf.train.Feature(int64_list=tf.train.Int64List(value=[SHAPE[0]])),
-    }
-    return tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
-
-
-def write_records(path, records, compression=""):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tf.io.TFRecordWriter(str(path), compression) as writer:
-        for record in records:
-            writer.write(record)
-
-
-def write_tfrecord(top, numbers, *, split="train", num_files=3, encode=png, **keys):
-    """Write images as TFRecord files. Return the numbers in the records' order."""
-    parts = np.array_split(np.array(numbers), num_files)
-    for index, part in enumerate(parts):
-        path = top / f"{split}-{index:05d}-of-{num_files:05d}.tfrecord"
-        write_records(path, [example(encode(image(n)), n % 3, **keys) for n in part.tolist()])
-    return list(numbers)
-
-
-WRITE = {"folder": write_folder, "tfrecord": write_tfrecord}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.data.cifar_files import CIFAR10, write_binaries
-from tests.data.image_files import write_folder, write_tfrecord
+from tests.data.image_files import write_folder
 from towers import cli, data, files
 from towers.commands.predict import inputs
 from towers.errors import InputError
@@ -59,11 +59,6 @@ def cifar(name):
     data.load("cifar10", os.path.dirname(pipe(name)) or ".")
 
 
-def device(name):
-    os.symlink("/dev/zero", name)
-    data.load(name)
-
-
 def nested_flags(name):
     Path("a.cfg").write_text(f"--flagfile={pipe(name)}\n")
     cli.parse("train", ["--flagfile=a.cfg"])
@@ -76,14 +71,11 @@ def run(name):
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("mine.npz", lambda name: data.load(pipe(name))),
         *(
             (f"mine.{ending}", lambda name: inputs._part(pipe(name), None))
             for ending in ("npy", "npz", "png")
         ),
-        ("linked.npz", device),
         *((n, images("folder", write_folder)) for n in ("train/cat/x.png", "test/dog/x/y.jpg")),
-        *((f"{half}-0.tfrecord", images("tfrecord", write_tfrecord)) for half in ("train", "test")),
         ("data_batch_1.bin", cifar),
         ("a.cfg", lambda name: cli.parse("train", [f"--flagfile={pipe(name)}"])),
         ("b.cfg", nested_flags), ("run/flags.cfg", run),

@@ -48,7 +48,6 @@ class Template:
     data = {
         "npz": ("npz/data.npz", ""),
         "folder": ("folder", "folder"),
-        "tfrecord": ("tfrecord", "tfrecord"),
         "binaries": ("cifar10", "binaries"),
         "pickles": ("cifar10", "pickles"),
         "binaries100": ("cifar100", "binaries100"),
@@ -78,12 +77,11 @@ def make_template(folder: Path) -> Template:
             '{"runs": [{"name": "run", "status": "failed", "seconds": 1.0, "flags": {"seed": 0}, '
             '"error": "exit code 1"}]}'
         )
-        for kind in "npz", "folder", "tfrecord":
+        for kind in "npz", "folder":
             Path(kind).mkdir()
         np.savez("npz/data.npz", **parts)
         for split, numbers in ("train", range(6)), ("test", range(6, 9)):
             image_files.write_folder(Path("folder"), numbers, split=split)
-            image_files.write_tfrecord(Path("tfrecord"), numbers, split=split, num_files=2)
         for names, number in (cifar_files.CIFAR10, ""), (cifar_files.CIFAR100, "100"):
             cifar_files.write_binaries(Path(f"binaries{number}"), names)
             cifar_files.write_pickles(Path(f"pickles{number}"), names)

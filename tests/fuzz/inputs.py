@@ -128,7 +128,7 @@ _VALUES = st.one_of(
             "missing", "notes.txt", "dangling", "loop", "train.npz", "/dev/null", "~", "~nobody/x",
             "x" * 300, "a/" * 200, "[x]", "*", "\\", "'", "\"", "$(x)", "%s", "{}", "{0}", "ü",
             "\u202e", "\ud800", "\x1b[31m", " ", " x ", "a\nb", "\t", "shapes", "cifar10", "folder",
-            "synthetic", "tfrecord", "x.npz", "a.npz,b.npz", "adam", "sgd", "float64",
+            "synthetic", "x.npz", "a.npz,b.npz", "adam", "sgd", "float64",
             "mixed_float16", "cpu", "/gpu:0", "/cpu:0,/cpu:1", "gpu:-1", "none", "0,1", "GPU-x",
             "max:auc", "min:", "100:110", "64x64", "0x0", "99999", "100000x1", "float16", "auto",
             "learning_rate:0.1,0.2", "seed:1..3", "seed:log(1..3)", "seed:log(0..1)", "x:1",

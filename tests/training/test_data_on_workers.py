@@ -89,12 +89,12 @@ def test_evaluation(two_workers):
     assert over_workers.class_accuracy == here.class_accuracy
 
 
-@pytest.fixture(params=released(["folder", "tfrecord"], "folder"))
-def files(request, tmp_path):
+@pytest.fixture
+def files(tmp_path):
     """Give the flags of images in files, which are below a folder."""
     for name, numbers in ("train", range(31)), ("test", range(40, 46)):
-        image_files.WRITE[request.param](tmp_path, numbers, split=name)
-    return {"dataset": request.param, "data_dir": str(tmp_path)}
+        image_files.write_folder(tmp_path, numbers, split=name)
+    return {"dataset": "folder", "data_dir": str(tmp_path)}
 
 
 @pytest.mark.parametrize("more", MORE)
@@ -123,17 +123,14 @@ def test_devices_of_this_machine_are_not_asked_for_beside(two_workers):
 def test_a_file_that_is_another_one_is_named_and_none_is_needed(tmp_path, monkeypatch):
     here, there = tmp_path / "here", tmp_path / "there"
     for split in "train", "test":
-        for i, folder in enumerate((here, there)):
+        for folder in (here, there):
             image_files.write_folder(folder / "images", range(9), split=split)
-            image_files.write_tfrecord(folder, range(i, i + 9), split=split)
     monkeypatch.chdir(here)
     other = there / "images/train/cat/00004.png"
     other.write_bytes(image_files.png(image_files.image(5)))
     worker = worker_processes.Worker(folder=there)
     try:
         given = dict(workers=worker.ready().address, num_towers=0)
-        with pytest.raises(InputError, match=f"{there}/.*: record 0 .* another one on worker 0 "):
-            loop_of(**given, dataset="tfrecord", data_dir=".")
         given |= dict(dataset="folder", data_dir="images")
         with pytest.raises(InputError, match=f"{other} is another one on worker 0 "):
             loop_of(**given)

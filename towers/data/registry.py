@@ -40,7 +40,6 @@ DATA_SETS = {
         "DIR/train/CLASS/*.png (or .jpg, .jpeg, .bmp, .gif), DIR/test/CLASS/*.png, or "
         "DIR/CLASS/*.png",
     ),
-    "tfrecord": DataSet("tfrecord", "DIR/train*.tfrecord* and DIR/test*.tfrecord* (or val*)"),
 }
 
 
@@ -68,10 +67,9 @@ def load(
         InputError: the data set is unknown, damaged or not available.
     """
     kind, paths = _look_up(dataset, data_dir)
-    if image_size and kind not in ("folder", "tfrecord"):
+    if image_size and kind != "folder":
         raise InputError(
-            f"--image_size is for --dataset=folder and tfrecord, not {dataset}: leave it out, "
-            "or name such data"
+            f"--image_size is for --dataset=folder, not {dataset}: leave it out, or name such data"
         )
     module = importlib.import_module(f"towers.data.{kind}")
     if kind == "cifar":
@@ -81,7 +79,6 @@ def load(
         "npz": (dataset, *paths),
         "user_data": (dataset,),
         "folder": (*paths, image_size, most),
-        "tfrecord": (*paths, image_size, most),
     }
     data = module.load(*arguments.get(kind, paths))
     if not validation_fraction:

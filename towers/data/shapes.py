@@ -10,11 +10,14 @@ class: a linear classifier stays near chance, a small CNN passes 97 % within a f
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
 
-from towers.data.cache import cached_arrays
+from towers import files
 from towers.data.pipeline import ArraySplit, Data
 
 # A change of the pictures needs a new name: old files may be in caches.
@@ -83,15 +86,26 @@ CLASS_NAMES = tuple(_OUTLINES)
 
 def load(data_dir: str) -> Data:
     """Return the data set from `data_dir`; draw and store it there the first time."""
-
-    def make() -> dict[str, np.ndarray]:
-        train, test = (draw(num, (_SEED, i)) for i, num in enumerate((NUM_TRAIN, NUM_TEST)))
-        return dict(zip(_PARTS, (*train, *test), strict=True))
-
-    arrays = cached_arrays(Path(data_dir, FILE), make)
+    arrays = _cached_arrays(Path(data_dir, FILE))
     images, labels, test_images, test_labels = (arrays[name] for name in _PARTS)
     train, test = ArraySplit(images, labels), ArraySplit(test_images, test_labels)
     return Data("shapes", train, test, len(CLASS_NAMES), CLASS_NAMES)
+
+
+def _cached_arrays(path: Path) -> dict[str, np.ndarray]:
+    # If the file is missing or damaged, it is written.
+    with contextlib.suppress(OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile):
+        with open(path, "rb") as file, np.load(file) as arrays:
+            return dict(arrays)
+    train, test = (draw(num, (_SEED, i)) for i, num in enumerate((NUM_TRAIN, NUM_TEST)))
+    arrays = dict(zip(_PARTS, (*train, *test), strict=True))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.replacing(path) as temporary, open(temporary, "wb") as file:
+            np.savez(file, **arrays)
+    except OSError as error:
+        print(f"warning: {path} cannot be kept: {error.strerror}", file=sys.stderr)
+    return arrays
 
 
 def draw(num: int, seed: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -84,8 +84,8 @@ def data_set(
         name: the value of --dataset.
         user_splits: "train", and optionally "test" and "validation". Without "test" a tenth of the
             training examples is held out, and a note says so.
-        num_classes: number of classes; None: the largest label + 1, up to `max_classes`, else
-            targets are numbers, and `Data.no_classes` says why.
+        num_classes: number of classes; None: the largest label + 1, up to a limit, else targets
+            are numbers, and `Data.no_classes` says why.
 
     Raises:
         InputError: a split is invalid, or the splits have different types or shapes.
@@ -110,11 +110,6 @@ def data_set(
     return data_of(name, splits, **about)
 
 
-def max_classes(num_examples: int) -> int:
-    """Return the largest number of classes that the labels of `num_examples` may imply."""
-    return min(max(num_examples, _FEW_CLASSES), _MANY_CLASSES)
-
-
 def _num_classes(
     name: str, splits: Mapping[str, _UserSplit], num_classes: object
 ) -> tuple[int, str]:
@@ -134,7 +129,8 @@ def _num_classes(
     if not labels:
         return 0, ""
     label, where = max(each.largest_label(f"{name}: {split}") for split, each in splits.items())
-    allowed = max_classes(sum(split.size for split in splits.values()))
+    num_examples = sum(split.size for split in splits.values())
+    allowed = min(max(num_examples, _FEW_CLASSES), _MANY_CLASSES)
     if label < allowed:
         return label + 1, ""
     return 0, (

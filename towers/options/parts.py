@@ -93,20 +93,18 @@ class DataOptions:
     dataset: str = _data(
         "shapes", "Training and test set: shapes (drawn in code), cifar10, cifar100, "
         "cifar100_coarse (found in data_dir or downloaded), module:function of your own, FILE.npz "
-        "(x_train, y_train, x_test, y_test), or files in data_dir: "
-        "folder (train/CLASS/*.png, test/CLASS/*.png; jpg, bmp, gif), tfrecord "
-        "(train*.tfrecord, test*.tfrecord).",
+        "(x_train, y_train, x_test, y_test), or files in data_dir: folder (train/CLASS/*.png, test/CLASS/*.png; jpg, bmp, gif).",
     )  # fmt: skip
     data_dir: str = _data(
         "", "Folder where data files lie or go; default: the user's cache folder.",
         affects="machine",
     )  # fmt: skip
     image_size: str = _data(
-        "", "Size to which the images of folder and tfrecord are resized: 64, or height x width, "
-        "48x64; without it they must be of one size.",
+        "", "Size to which the images of folder are resized: 64, or height x width, 48x64; "
+        "without it they must be of one size.",
     )  # fmt: skip
     max_image_pixels: int = _data(
-        64_000_000, "Pixels that an image in the files of folder, tfrecord or predict may have: "
+        64_000_000, "Pixels that an image in the files of folder or predict may have: "
         "decoding takes 3 bytes for each, in as many threads as there are cores.",
         affects="machine", minimum=1,
     )  # fmt: skip

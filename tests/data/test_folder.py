@@ -1,0 +1,304 @@
+"""Folders of images: what is found, decoded, kept, and refused in one line."""
+
+import os
+import pickle
+import shutil
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.data.image_files import CLASSES, SHAPE, image, numbers_of, png, write_folder
+from tests.data.splits import all_of, assert_same, flat, refusal, take
+from tests.runs import command
+from towers import data
+from towers.data import encoded_images
+
+pytestmark = pytest.mark.graph
+
+TRAIN, TEST = 14, range(500, 510)
+
+
+def write(top, num_train=TRAIN, test=TEST, **how):
+    """Write training images 0, 1, ... and test images."""
+    write_folder(top, range(num_train), **how)
+    write_folder(top, test, split="test", **how)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """14 training and 10 test images."""
+    top = tmp_path_factory.mktemp("folder")
+    write(top)
+    return top
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return data.load("folder", str(folder))
+
+
+def images_of(split):
+    """Return the numbers of the images in a split, in its order."""
+    return numbers_of(all_of(split)[0]).tolist()
+
+
+# Whole files
+
+
+def test_images_come_in_order_as_they_were_written_with_their_labels(loaded):
+    assert (loaded.name, loaded.train.size, loaded.test.size) == ("folder", TRAIN, len(TEST))
+    assert loaded.image_shape == SHAPE and loaded.num_classes == 3
+    assert loaded.class_names == CLASSES
+    batches = flat(loaded.test.eval_batches(4))
+    images, labels, weights = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    in_order = sorted(TEST, key=lambda n: n % 3)
+    assert numbers_of(images)[: len(TEST)].tolist() == in_order and len(batches) == 3
+    np.testing.assert_array_equal(weights, np.arange(12) < len(TEST))
+    assert not images[len(TEST) :].any() and not labels[len(TEST) :].any()
+    shown = take(loaded.train, 7, 1, seed=1) + [(images[:10], labels[:10], None)]
+    for images, labels, _ in shown:
+        for pixels, label, number in zip(images, labels, numbers_of(images), strict=True):
+            np.testing.assert_array_equal(pixels, image(number))
+            assert label == number % 3
+
+
+def test_a_third_split_is_for_validation(tmp_path):
+    for number, split in enumerate(("train", "val")):
+        write_folder(tmp_path, range(6 * number, 6 * number + 6), split=split)
+    loaded = data.load("folder", str(tmp_path))
+    assert (sorted(images_of(loaded.test)), loaded.validation) == ([*range(6, 12)], None)
+    write_folder(tmp_path, range(12, 15), split="test")
+    (tmp_path / "val").rename(tmp_path / "validation")
+    loaded = data.load("folder", str(tmp_path))
+    assert sorted(images_of(loaded.validation)) == [*range(6, 12)]
+    assert sorted(images_of(loaded.test)) == [*range(12, 15)]
+
+
+def test_slow_reads_change_no_order(loaded, monkeypatch):
+    expected, real = take(loaded.train, 4, 4, seed=3), loaded.train.source.read
+    first, another_has_read = [], threading.Event()
+
+    def read(row):
+        if not first:
+            first.append(threading.get_ident())
+        if threading.get_ident() != first[0]:
+            another_has_read.set()
+        assert another_has_read.wait(30)  # the first batch is read after the second
+        return real(row)
+
+    monkeypatch.setattr(encoded_images, "_CORES", 2)
+    monkeypatch.setattr(loaded.train.source, "read", read)
+    assert_same(take(loaded.train, 4, 4, seed=3), expected)
+
+
+@pytest.mark.unit
+def test_of_an_image_only_its_place_is_kept(loaded):
+    def kept_bytes(split):
+        return sum(len(pickle.dumps(value)) for value in vars(split.source).values())
+
+    of_each = (kept_bytes(loaded.train) - kept_bytes(loaded.test)) / (TRAIN - len(TEST))
+    assert 0 < of_each < 40 < len(png(image(0)))
+
+
+# Sizes
+
+
+def sized(size):
+    return lambda pixels: tf.io.encode_png(tf.image.resize(pixels, size, "nearest")).numpy()
+
+
+def test_images_of_different_sizes_need_one(tmp_path):
+    write_folder(tmp_path, range(3), encode=sized((8, 4)))
+    write_folder(tmp_path, range(3, 6), split="test", encode=sized((9, 9)))
+    line = refusal("folder", str(tmp_path))
+    assert "is 9x9 " in line and " but another is 8x4: " in line
+    assert line.endswith(" --image_size=8x4")
+    loaded = data.load("folder", str(tmp_path), (4, 2))
+    assert loaded.image_shape == (4, 2, 3)
+    images, _ = all_of(loaded.test)
+    assert images.shape == (3, 4, 2, 3) and images.dtype == np.uint8
+
+
+def test_resizing_leaves_a_size_and_makes_the_mean_of_pixels(loaded, folder, tmp_path):
+    same = data.load("folder", str(folder), SHAPE[:2])
+    assert_same(all_of(same.test), all_of(loaded.test))
+    stripes = np.zeros((8, 8, 1), np.uint8)
+    stripes[:, [1, 2, 5, 6]] = 200  # those nearest to the centres of the pixels to come
+    write(tmp_path, 3, range(3), encode=lambda _: png(stripes))
+    images, _ = all_of(data.load("folder", str(tmp_path), (2, 2)).test)
+    assert images.shape == (3, 2, 2, 3) and np.abs(images.astype(int) - 100).max() <= 12
+
+
+def one(number, wrong):
+    """Return what encodes an image as PNG, but one of a number as it is given."""
+    return lambda pixels: wrong if numbers_of(pixels[None])[0] == number else png(pixels)
+
+
+def test_an_image_of_too_many_pixels_is_named_and_not_decoded(tmp_path):
+    """The first is one of those that are tried at the start."""
+    write(tmp_path, 60, encode=one(0, png(np.zeros((9, 9, 3), np.uint8))))
+    name = "00000.png"
+    line = "has 81 pixels, 9x9 (height x width), and --max_image_pixels=80 are allowed: make"
+    with pytest.raises(Exception) as error:
+        all_of(data.load("folder", str(tmp_path), (6, 5), max_image_pixels=80).train)
+    assert f"{name} {line}" in str(error.value)
+    all_of(data.load("folder", str(tmp_path), (6, 5), max_image_pixels=81).train)
+    line = refusal("folder", str(tmp_path), (10, 9), max_image_pixels=81)
+    assert "--image_size=10x9 are 90 pixels, and --max_image_pixels" in line
+
+
+# Damage
+
+
+def damaged(content):
+    return content[:40] + bytes(40) + content[80:]
+
+
+def damage(top, number, content):
+    """Damage an image that has been written. Return its path."""
+    (path,) = top.rglob(f"{number:05d}.png")
+    path.write_bytes(content)
+    return str(path)
+
+
+def assert_fails(batches, *says):
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        list(batches)
+    assert all(part in str(error.value) for part in says)
+
+
+def test_images_that_are_damaged_change_their_size_or_go_away_are_named(tmp_path):
+    """As on a disk that is gone: no endless search for one that can be read."""
+    write(tmp_path)
+    loaded = data.load("folder", str(tmp_path))
+    for number, batches in (
+        (3, loaded.train.train_batches(5, seed=1).take(TRAIN)),
+        (509, loaded.test.eval_batches(5)),
+        (500, loaded.test.eval_batches(1)),
+    ):
+        name = damage(tmp_path, number, damaged(png(image(number))))
+        assert_fails(batches, name, "is damaged, or no PNG")
+    evaluated = loaded.test.eval_batches(5)
+    name = damage(tmp_path, 507, png(image(507, (4, 4, 3))))  # of the first batch
+    size = " is 4x4 (height x width), but another is 6x5"
+    assert_fails(evaluated, f"{name}{size}", "--image_size=6x5")
+    tmp_path.rename(tmp_path.with_suffix(".gone"))
+    assert_fails(evaluated, "test/bird/00501.png", "cannot be read: No such file or directory")
+    assert_fails(loaded.train.train_batches(5, seed=1), "cannot be read: No such file")
+
+
+def test_few_images_are_all_tried_before_a_run(tmp_path):
+    write(tmp_path, encode=one(509, damaged(png(image(509)))))
+    line = refusal("folder", str(tmp_path))
+    assert line.endswith("00509.png is damaged, or no PNG, JPEG, BMP or GIF; mend or remove it")
+
+
+@pytest.mark.run
+def test_a_run_names_a_damaged_image(tmp_path, capsys):
+    write(tmp_path / "data", 60, encode=one(3, damaged(png(image(3)))))  # not one of those tried
+    given = "--dataset=folder", f"--data_dir={tmp_path}/data", "--model=tests.tiny:dense"
+    more = "--augment=none", "--batch_size=7", "--max_steps=30"
+    code, _, error = command(capsys, "train", f"--train_dir={tmp_path}/run", *given, *more)
+    assert code == 1 and error.startswith("towers: --dataset=folder cannot be read at step ")
+    assert "bird/00003.png is damaged" in error and error.count("\n") == 1
+
+
+# Folders
+
+
+@pytest.fixture
+def top(tmp_path):
+    """A folder with six training and three test images."""
+    write(tmp_path, 6, range(6, 9))
+    return tmp_path
+
+
+def test_every_kind_of_image_becomes_three_channels_and_other_files_are_passed_over(top):
+    grey, alpha = np.full((*SHAPE[:2], 1), 77, np.uint8), np.full((*SHAPE[:2], 4), 88, np.uint8)
+    (top / "train/ant/below").mkdir(parents=True)
+    (top / "train/ant/a.PNG").write_bytes(png(grey))
+    (top / "train/ant/b.png").write_bytes(png(alpha))
+    (top / "train/ant/c.jpg").write_bytes(tf.io.encode_jpeg(grey, quality=100).numpy())
+    (top / "train/ant/d.jpeg").write_bytes(tf.io.encode_jpeg(alpha[..., :3], quality=100).numpy())
+    (top / "train/ant/below/e.png").write_bytes(png(grey))
+    for name in "train/cat/notes.txt", "train/cat/._00001.png", "train/README", "train/.png":
+        (top / name).write_text("no image")
+    (top / "train/.cache").mkdir()
+    (top / "train/cat/empty.png").mkdir()
+    loaded = data.load("folder", str(top))
+    _, note = loaded.notes  # the first: test has no images of ant
+    assert "1 file not read" in note and note.endswith("cat/notes.txt")
+    images, labels = all_of(loaded.train)
+    assert labels.tolist() == [0] * 5 + [1, 1, 2, 2, 3, 3]
+    for pixels, value in zip(images[:5], [77, 88, 77, 77, 88], strict=True):
+        assert np.abs(pixels.astype(int) - value).max() <= 1
+    assert numbers_of(images[5:]).tolist() == [0, 3, 1, 4, 2, 5]
+
+
+def test_a_class_may_be_missing_from_the_test_images_and_names_need_not_be_ascii(top):
+    for path in (top / "test/bird").iterdir():
+        path.unlink()
+    (top / "test/bird").rmdir()
+    (top / "train/cat").rename(top / "train/Kätzchen 猫")
+    (top / "test/cat").rename(top / "test/Kätzchen 猫")
+    (top / "train/Kätzchen 猫/00001.png").rename(top / "train/Kätzchen 猫/ä ö.png")
+    loaded = data.load("folder", str(top))
+    assert loaded.class_names == ("Kätzchen 猫", "bird", "dog")
+    assert loaded.notes == (f"note        {top}/test has no images of bird",)
+    assert sorted(images_of(loaded.train)) == list(range(6))
+    assert all_of(loaded.test)[1].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("below", ["", "train"])
+def test_without_images_for_testing_a_tenth_is_held_out(top, below):
+    shutil.rmtree(top / "test")
+    expected = all_of(data.load("folder", str(top)).train)
+    if not below:
+        (top / "train").rename(top / "moved")
+        top = top / "moved"
+    loaded = data.load("folder", str(top))
+    assert loaded.class_names == ("bird", "cat", "dog") and loaded.test.size == 1
+    assert "1 of 6 examples, held out by chance" in loaded.notes[0]
+    found = sorted(images_of(loaded.train) + images_of(loaded.test))
+    assert found == list(range(6))
+    np.testing.assert_array_equal(all_of(loaded.train)[0], expected[0])
+
+
+def said_of(top):
+    return refusal("folder", str(top)).replace(f"{top}", "TOP")
+
+
+@pytest.mark.unit
+def test_missing_folders_and_classes_and_what_is_no_image(top):
+    for below in top / "train", f"{top}/train/":
+        assert refusal("folder", str(below)).endswith(f"name the folder above, --data_dir={top}")
+    os.rename(top / "train", top / "elsewhere")
+    assert said_of(top).startswith("TOP/train: No such file or directory; expected DIR/train")
+    os.rename(top / "test", top / "testing")
+    assert "has no folder train, and elsewhere in it has folders of images" in said_of(top)
+    os.rename(top / "testing", top / "test")
+    (top / "train").mkdir()
+    (top / "train/a.png").write_bytes(png(image(0)))
+    assert said_of(top).startswith("TOP/train has no folders of classes; expected DIR/train")
+    write(top, 6, range(6, 9))
+    path, endings = top / "train/cat/00001.png", ".png, .jpg, .jpeg, .bmp, .gif"
+    for content in b"no image", b"":
+        path.write_bytes(content)
+        expected = "TOP/train/cat/00001.png is damaged, or no PNG, JPEG, BMP or GIF; mend or"
+        assert said_of(top).startswith(expected)
+    path.unlink()
+    path.symlink_to("nowhere")
+    reason = "cannot be read: No such file or directory; mend or remove it"
+    assert said_of(top) == f"TOP/train/cat/00001.png {reason}"
+    for split in "test", "train":
+        (top / split / "cat/notes.txt").write_text("no image")
+        for path in (top / split / "cat").glob("*.png"):
+            path.unlink()
+        remedy = f"has no images ({endings}); put some there, or remove it"
+        assert said_of(top) == f"TOP/{split}/cat {remedy}"
+    write(top, 6, range(6, 9))
+    (top / "test/cat").rename(top / "test/Cat")
+    line = "TOP/test/Cat is a class that TOP/train has not; it has bird, cat, dog"
+    assert said_of(top) == line
