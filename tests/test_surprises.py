@@ -2,18 +2,13 @@
 
 import errno
 import os
-import re
-from pathlib import Path
 
 import pytest
-import tensorflow as tf
 
 from tests import runs
 from tests.programs import python
 from towers import files, formatting, signals
 from towers.errors import InputError, RunError
-from towers.training.run import checkpoint
-from towers.training.run.checkpoint_manager import CheckpointManager
 
 pytestmark = pytest.mark.unit
 
@@ -72,30 +67,6 @@ def test_folders_below_too_many_others_are_refused(folder, capsys, verb, levels)
     code, _, said = runs.command(capsys, verb, f"--{flag}={'a/' * levels}b", *more)
     assert code == 2 and "folders within folders; at most 400 are allowed" in said
     assert said.count("\n") == 1 and not list(folder.iterdir())
-
-
-@pytest.mark.graph
-def test_a_run_whose_folder_is_renamed_while_it_is_written_is_saved_beside(tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "flags.cfg").write_text("")
-    real, times = checkpoint.write, []
-
-    def write(directory, *arguments):
-        real(directory, *arguments)
-        times.append(1)
-        if len(times) == 1:
-            folder.rename(tmp_path / "renamed")
-
-    monkeypatch.setattr(checkpoint, "write", write)
-    checkpoints = CheckpointManager(folder / "checkpoints", {"step": tf.Variable(3)}, {})
-    with files.Lock() as lock:
-        checkpoints.run_directory = files.RunDirectory(folder, lock)
-        with pytest.raises(RunError, match="it is saved in") as caught:
-            checkpoints.save_now(3)
-    beside = re.search(r"where --train_dir=(\S+) goes on", str(caught.value))[1]
-    assert sorted(tmp_path.iterdir()) == [tmp_path / "renamed", Path(beside)]
-    assert [step for step, _ in checkpoint.find(Path(beside) / "checkpoints")] == [3]
 
 
 @pytest.mark.run

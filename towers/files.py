@@ -10,8 +10,7 @@ import shutil
 import stat
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +160,7 @@ class Lock:
                 descriptor = os.open(path, os.O_RDONLY)
             except OSError:  # the process that creates the folder locks it
                 continue
-            if (inode := _inode_of(descriptor)) in self._held:
+            if (inode := inode_of(descriptor)) in self._held:
                 os.close(descriptor)
                 continue
             self._held[inode] = descriptor
@@ -175,57 +174,9 @@ class Lock:
             except OSError:  # the file system has no locks
                 pass
 
-    def name_of(self, inode: tuple[int, int] | None) -> str | None:
-        """Return the current path of a locked folder, None if it is deleted or unknown."""
-        with contextlib.suppress(KeyError, OSError):
-            name = os.readlink(f"/proc/self/fd/{self._held[inode]}")
-            return name if _inode_of(name) == inode else None
-        return None
 
-
-class RunDirectory:
-    """The folder of a run; restores deleted files that are written only at the start."""
-
-    def __init__(self, folder: Path, lock: Lock, say: Callable[[str], None] = print):
-        """Read the files.
-
-        Args:
-            folder: of the run.
-            lock: of that folder.
-            say: called with a line when files are restored.
-        """
-        self.folder, self.say = folder, say
-        self._lock, self._inode, self._checking = lock, _inode_of(folder), threading.Lock()
-        known = (folder / name for name in ("flags.cfg", "manifest.json", "placement.tsv"))
-        self._kept = {path.name: path.read_bytes() for path in known if path.exists()}
-
-    def check(self) -> None:
-        """Check that the folder exists, and restore deleted files; thread-safe.
-
-        Raises:
-            OSError: a file cannot be written.
-            RunError: the folder was renamed or deleted.
-        """
-        with self._checking:
-            if _inode_of(self.folder) != self._inode:
-                moved = self._lock.name_of(self._inode)
-                raise RunError(f"the folder that was {self.folder} is {moved or 'gone'} now")
-            gone = [name for name in self._kept if not (self.folder / name).exists()]
-            if gone:
-                self._write(self.folder, gone)
-                self.say(f"warning     {self.folder}: {', '.join(gone)} was gone: written again")
-
-    def copy_to(self, folder: Path) -> None:
-        """Copy the files that a run needs to be resumed, except checkpoints."""
-        self._write(folder, self._kept)
-
-    def _write(self, folder: Path, names: Iterable[str]) -> None:
-        for name in names:
-            with replacing(folder / name) as temporary:
-                temporary.write_bytes(self._kept[name])
-
-
-def _inode_of(path: str | Path | int) -> tuple[int, int] | None:
+def inode_of(path: str | Path | int) -> tuple[int, int] | None:
+    """Return what identifies a file or folder whatever its name, None if there is none."""
     try:
         about = os.stat(path)
     except OSError:

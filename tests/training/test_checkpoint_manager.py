@@ -12,8 +12,7 @@ import tensorflow as tf
 import towers
 from tests import runs, tiny
 from towers.errors import InputError, RunError
-from towers.monitoring import events
-from towers.training.run import manifest
+from towers.training.run import checkpoint, manifest
 from towers.training.run.checkpoint import find
 from towers.training.run.checkpoint_manager import CheckpointManager
 from towers.training.train import train
@@ -33,12 +32,6 @@ def undisturbed(tmp_path_factory):
     return folder
 
 
-def delete_parts(run):
-    (run / "flags.cfg").unlink()
-    shutil.rmtree(run / "checkpoints")
-    shutil.rmtree(run / "train")
-
-
 def become_another(run):
     shutil.rmtree(run)
     (run / "checkpoints").mkdir(parents=True)
@@ -55,9 +48,7 @@ GOES = {
 
 
 @pytest.mark.parametrize("go", runs.released(GOES, "renamed"))
-def test_a_run_whose_folder_goes_is_saved_beside_and_ends(
-    tmp_path, monkeypatch, capsys, undisturbed, go
-):
+def test_a_run_whose_folder_goes_ends_and_writes_nowhere_else(tmp_path, monkeypatch, go):
     run, before = tmp_path / "all/run", {}
 
     def act():
@@ -65,37 +56,27 @@ def test_a_run_whose_folder_goes_is_saved_beside_and_ends(
         before.update(tiny.files(tmp_path))
 
     runs.at_step(monkeypatch, {5: act})
-    with pytest.raises(RunError, match=r"ckpt-12 cannot be written: .*; it is saved in") as caught:
+    with pytest.raises(RunError, match="run/checkpoints was renamed, deleted or replaced while"):
         train(tiny.options(run, **STEPS))
-    now = run.with_name("moved") if go == "renamed" else "gone"
-    assert f"the folder that was {run} is {now} now" in str(caught.value)
-    assert capsys.readouterr().out.count("; training goes on, and the next save tries again") == 3
-    beside = Path(re.search(r"where --train_dir=(\S+) goes on", str(caught.value))[1])
-    assert go == "its parent" or beside.parent == run.parent
-    after, changed = tiny.files(tmp_path), ("", "all")
-    assert all(after[path] == was for path, was in before.items() if path.name not in changed)
-    train(tiny.options(beside, **STEPS))
-    assert end_of(beside) == end_of(undisturbed)
+    assert tiny.saved_steps(run.with_name("moved")) == ([0, 2, 4] if go == "renamed" else [])
+    after = tiny.files(tmp_path)
+    assert {path: after[path] for path in before} == before and len(after) == len(before)
 
 
-@pytest.mark.parametrize("index", runs.released(["", "half of one"], ""))
-def test_parts_of_a_folder_that_go_are_written_again(
-    tmp_path, monkeypatch, capsys, undisturbed, index
-):
-    """And a first checkpoint that a full disk left blocks nothing."""
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "checkpoints/ckpt-0.index").write_text(index)
-    runs.at_step(monkeypatch, {5: lambda: delete_parts(run)})
-    train(tiny.options(run, **STEPS))
-    out, err = capsys.readouterr()
-    assert "/ckpt-0 cannot be read (" in err
-    assert len(re.findall("^warning .*written again", out, re.MULTILINE)) == 1
-    names = {path.name for path in run.iterdir()}
-    assert names > {"flags.cfg", "manifest.json", "result.json", "checkpoints"}
-    assert end_of(run) == end_of(undisturbed)
-    assert tiny.saved_steps(run) == [8, 10, 12]
-    assert list(events.read(run / "train")) == list(range(4, 12))
+@pytest.mark.unit
+def test_a_folder_that_is_renamed_in_a_save_is_an_error(tmp_path, monkeypatch):
+    real, folder = checkpoint.write, tmp_path / "run"
+
+    def write(directory, *arguments):
+        real(directory, *arguments)
+        folder.rename(tmp_path / "renamed")
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    checkpoints = CheckpointManager(folder / "checkpoints", {"step": tf.Variable(3)}, {})
+    with pytest.raises(RunError, match="was renamed, deleted or replaced"):
+        checkpoints.save_now(3)
+    assert list(tmp_path.iterdir()) == [tmp_path / "renamed"]
+    assert [step for step, _ in find(tmp_path / "renamed/checkpoints")] == [3]
 
 
 @pytest.mark.parametrize("again", runs.released([False, True], False))

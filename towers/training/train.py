@@ -155,12 +155,12 @@ def _train(
     kept = best.outdated[0] if best.outdated else best.step
     checkpoints.best = kept if options.keep_best else None
     with contextlib.ExitStack() as stack:
-        check = checkpoints.run_directory.check
+        check = checkpoints.check_folder
         monitor = Monitor(
             folder, timetable, run.builder.devices, health=health.read, check=check, out=out
         )
         stack.enter_context(contextlib.closing(monitor))
-        checkpoints.say = checkpoints.run_directory.say = monitor.say
+        checkpoints.say = monitor.say
         stack.enter_context(contextlib.closing(checkpoints))
         _announce(monitor, prepared)
         profiler = Profiler(folder, options.profile_range(), last_step=last, say=monitor.say)
@@ -244,8 +244,6 @@ def _train(
             f"stopped at step {step} of {last}: saved; the same command continues the run"
         )
         return None
-    if not checkpoints.has(step):  # it was deleted meanwhile
-        checkpoints.save_now(step)
     skipped, (name, direction) = task.num_skipped(), task.objective()
     result = {
         "steps": step,

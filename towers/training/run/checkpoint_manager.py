@@ -2,10 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
-import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,7 +23,6 @@ _REMEDIES = {  # for a run that would go on, and for one whose weights are only 
     False: "it is evaluated by the model function, and with data of the shape and classes, that it "
     "was trained with: leave --model and --dataset out, and undo what has changed in the function",
 }
-_NO_SPACE = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,7 +44,6 @@ class CheckpointManager:
     remedy: str = "start anew with --overwrite, which keeps them beside"
 
     best: int | None = None  # a step whose checkpoint is kept beside the newest
-    run_directory: files.RunDirectory | None = None  # once the run has its folder
     say: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
@@ -58,7 +52,7 @@ class CheckpointManager:
         self._best_written: int | None = None
         self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
-        self._elsewhere: Path | None = None  # where the run was saved after it lost its folder
+        self._inode: tuple[int, int] | None = None  # of the folder, once one is written
 
     def snapshot(self) -> Snapshot:
         """Return the current values of all variables; may be called from any thread.
@@ -72,13 +66,17 @@ class CheckpointManager:
         """Write the checkpoint of `step` in a thread, once the previous one is written.
 
         If it cannot be written, `say` prints a warning, and the next save tries again.
+
+        Raises:
+            RunError: the folder was renamed, deleted or replaced.
         """
         self.close()
+        self.check_folder()
         snapshot = self.snapshot()
 
         def write() -> None:
             try:
-                self._write_or_raise(step, snapshot, at_end=False)
+                self._write_or_raise(step, snapshot)
             except RunError as error:
                 self.say(f"warning     {error}; training goes on, and the next save tries again")
 
@@ -131,6 +129,7 @@ class CheckpointManager:
         if newest is None:
             return None
         step, values = newest
+        self._inode = files.inode_of(self.directory)
         for name, variable in self.variables.items():
             variable.assign(values[name])
         return step
@@ -160,50 +159,37 @@ class CheckpointManager:
                 raise InputError(f"{none_of}: {self.remedy}")
         return newest
 
-    def _write_or_raise(self, step: int, snapshot: Snapshot, at_end: bool = True) -> None:
-        """Write a snapshot; if that fails, write it elsewhere and raise RunError.
-
-        A full disk is no reason to write elsewhere before the end: the next save may succeed.
-        """
+    def _write_or_raise(self, step: int, snapshot: Snapshot) -> None:
+        """Write a snapshot; raise RunError if that fails."""
         with self._writing:
+            self.check_folder()
             try:
-                if self.run_directory:
-                    self.run_directory.check()
-                self._write_and_prune(self.directory, step, snapshot)
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._inode = files.inode_of(self.directory)
+                checkpoint.write(self.directory, step, snapshot, self.identity)
+                self.check_folder()
+                self._prune(step)
+            except RunError:
+                raise
             except Exception as error:  # of many classes
                 line = f"{self.directory}/ckpt-{step} cannot be written: {reason(error)}"
-                if self.run_directory and (at_end or not any(map(line.__contains__, _NO_SPACE))):
-                    line += self._write_elsewhere(step, snapshot)
                 raise RunError(line) from None
 
-    def _write_elsewhere(self, step: int, snapshot: Snapshot) -> str:
-        """Save the run beside its folder, or among temporary files; return where, for a message."""
-        folder = self.run_directory.folder.absolute()
-        places = (folder.parent, f"{folder.name}.saved."), (None, "towers.saved.")
-        for parent, prefix in places:
-            new = None
-            try:
-                new = self._elsewhere or Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-                self.run_directory.copy_to(new)
-                self._write_and_prune(new / "checkpoints", step, snapshot)
-            except (OSError, RunError, tf.errors.OpError):
-                if new and new != self._elsewhere:
-                    shutil.rmtree(new, ignore_errors=True)
-                continue
-            self._elsewhere = new
-            return f"; it is saved in {new}, where --train_dir={new} goes on"
-        return ""
+    def check_folder(self) -> None:
+        """Raise RunError if the folder is no longer the one that was written to."""
+        if self._inode and files.inode_of(self.directory) != self._inode:
+            raise RunError(
+                f"{self.directory} was renamed, deleted or replaced while the run trained in it: "
+                "move it back, and the same command resumes from its last checkpoint"
+            )
 
-    def _write_and_prune(self, directory: Path, step: int, snapshot: Snapshot) -> None:
-        """Write a checkpoint; delete older ones. Newer ones, which were unreadable, stay."""
-        directory.mkdir(parents=True, exist_ok=True)
-        checkpoint.write(directory, step, snapshot, self.identity)
+    def _prune(self, step: int) -> None:
+        """Delete checkpoints that are older than `step`, except those to keep."""
+        directory = self.directory
         checkpoints = {n: Path(prefix) for n, prefix in checkpoint.find(directory) if n <= step}
         if self.best in dict(checkpoint.find(directory)):
             self._best_written = self.best  # until then, the previous best is kept
         recent = list(checkpoints)[-self.keep :]
-        if not recent:
-            raise FileNotFoundError(errno.ENOENT, "it was renamed or deleted meanwhile")
         for number in checkpoints.keys() - {*recent, self._best_written}:
             checkpoints[number].with_suffix(".index").unlink()  # first: an index means a whole one
             for path in directory.glob(f"{checkpoints[number].name}.data-*"):

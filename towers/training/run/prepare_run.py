@@ -256,7 +256,6 @@ def begin(
         placement_report.write_tsv(folder / "placement.tsv", placement)
     for line in manifest.write(run, folder, restored, batch):
         say(line)
-    checkpoints.run_directory = files.RunDirectory(folder, lock, say)
     summary: list[str] = []
     run.train_state.model.summary(line_length=100, print_fn=lambda line, **_: summary.append(line))
     texts = {
