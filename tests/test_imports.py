@@ -143,10 +143,9 @@ def test_only_what_sets_up_a_run_or_shows_all_flags_has_all_options():
     """The rest is given the part of them that it reads, such as `UpdateOptions`."""
     rooms = "options", "commands", "training.run"
     files = "cli", "training.train", "training.evaluate", "training.load"
-    others = "training.callbacks.replay_step", "monitoring.dashboard"
     for module, names in imports_of_towers().items():
         if "towers.options.run.Options" in names:
-            named = module in (*files, *others) or module.startswith(rooms)
+            named = module in (*files, "monitoring.dashboard") or module.startswith(rooms)
             assert named, f"{module}: take a class of towers.options.parts"
 
 

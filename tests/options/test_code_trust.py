@@ -131,7 +131,6 @@ def test_a_run_that_was_changed_is_foreign(damage):
     path = make_run("run", model="mine:build") / "flags.cfg"
     path.write_text(damage(path.read_text()))
     assert "or was changed" in refusal("evaluate", ["--train_dir=run"])
-    cli.parse("replay", ["--train_dir=run", "--model=my:own"])
 
 
 def test_what_names_no_code_of_somebodys_needs_no_trust():

@@ -76,7 +76,7 @@ def refusal(verb, *argv):
 
 def test_the_verbs_are_frozen():
     verbs = "train evaluate verify benchmark plan doctor sweep compare"
-    assert list(cli.VERBS) == [*verbs.split(), "predict", "export", "replay", "init", "worker"]
+    assert list(cli.VERBS) == [*verbs.split(), "predict", "export", "init", "worker"]
 
 
 def shown_by(text):

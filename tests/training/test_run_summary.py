@@ -45,7 +45,6 @@ TOLD = [
     ("batch", dict(num_towers=4, batch_size=2), "(2 x 1 and 2 x 0 per tower)"),
     ("batch", dict(num_towers=4, batch_size=8), "8 global (4 x 2 per tower)"),
     ("saved", dict(checkpoint_every_steps=40), "every 40 steps or 5 minutes, at the end, and"),
-    ("saved", dict(checkpoint_every_steps=40, on_nan="rollback"), "every 40 steps, at the end"),
     ("  2", dict(optimizer="adamw", weight_decay=0.01), "weight decay 0.01 (adamw, apart from"),
     ("  3", dict(dtype="mixed_float16"), "loss scale from 32768"),
     ("  4", dict(clip_norm=0.5), "clip_norm=0.5, after"),

@@ -280,10 +280,9 @@ class UpdateOptions:
         0.0, "Largest norm of all gathered gradients together; 0: any."
     )
     on_nan: str = _nan(
-        "stop", "After an infinite or NaN loss or gradient, which makes no update: stop, and write "
-        "what `towers replay` needs; skip the step, at most 10 in a row; rollback: continue from "
-        "the last checkpoint at half the learning rate, at most 3 times.",
-        choices=("stop", "skip", "rollback"),
+        "stop", "After an infinite or NaN loss or gradient, which makes no update: stop, and save "
+        "the batch in train_dir/nan; or skip the step, at most 10 in a row.",
+        choices=("stop", "skip"),
     )  # fmt: skip
 
     def decay_boundaries(self) -> list[float]:

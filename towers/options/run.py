@@ -117,11 +117,6 @@ class Options(  # a dataclass has the fields of its last base first
         lines = [f"--{name}={text_of(getattr(self, name))}" for name in names]
         return "# towers train --flagfile=THIS_FILE repeats the run\n" + "\n".join(lines) + "\n"
 
-    @property
-    def saves_by_clock(self) -> bool:
-        """Whether minutes make a checkpoint due, too; a rollback must not depend on the clock."""
-        return self.checkpoint_every_steps > 0 and self.on_nan != "rollback"
-
 
 def names_that_affect(*effects: str) -> list[str]:
     """Return the names of options with these values of `affects`; see `fields.option`."""

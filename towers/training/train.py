@@ -116,7 +116,6 @@ def train(
         recovery = remote.Recovery(options, say)
         with contextlib.closing(GpuHealth()) as health:
             while True:
-                run = nonfinite.lower_learning_rate(run, restored)
                 stalls = options.stall_seconds, options.on_stall
                 preemption = PreemptionHandler(checkpoints, say, *stalls)
                 try:
@@ -125,10 +124,7 @@ def train(
                     of_step = prepared.steps_done, prepared.largest_batch
                     with user_facing_errors(options, *of_step), recovery.reraise_device_loss():
                         return _train(prepared, preemption, health, out, start, callbacks)
-                # After these the run resumes as in a new process.
-                except nonfinite.Rollback as rollback:
-                    say(str(rollback))
-                except remote.DevicesChanged:
+                except remote.DevicesChanged:  # the run resumes as in a new process
                     if not recovery.go_on(preemption.save_backup()):
                         return None
                 again = dataclasses.replace(run.options, overwrite=False, **run.left_open)
@@ -172,7 +168,7 @@ def _train(
         gallery = Gallery(monitor, timetable, prepared.sampler, draw, run.builder, model, run.data)
         callbacks = Callbacks(user_callbacks, run, timetable)
         evaluator = Evaluator(prepared, monitor, gallery, best, preemption, callbacks)
-        finite_check = nonfinite.NonFiniteMonitor(run, timetable, monitor.say)
+        finite_check = nonfinite.NonFiniteMonitor(run, monitor.say)
         saved, seconds_to_first_step, changed, values = step, None, False, {}
         saved_at = time.monotonic()
         stack.enter_context(_saved_if_it_fails(prepared, preemption))
@@ -196,7 +192,8 @@ def _train(
                     values["loss"].numpy()  # waits for the devices
             step += num_steps
             saves, evaluates = timetable.saves(step), timetable.evaluates(step)
-            saves |= options.saves_by_clock and time.monotonic() - saved_at > _SAVE_SECONDS
+            by_clock = time.monotonic() - saved_at > _SAVE_SECONDS
+            saves |= by_clock and options.checkpoint_every_steps > 0
             finite_check.check(values, step, now=logs or saves or evaluates or step == last)
             if seconds_to_first_step is None:
                 seconds_to_first_step = time.perf_counter() - start
@@ -318,7 +315,7 @@ def _saved_if_it_fails(prepared: PreparedRun, preemption: PreemptionHandler) -> 
     """Save the last finished step if an error other than a non-finite step ends the block."""
     try:
         yield
-    except (nonfinite.NotFinite, nonfinite.Rollback, remote.DevicesChanged):
+    except (nonfinite.NotFinite, remote.DevicesChanged):
         raise
     except Exception:
         step, snapshot = preemption.backup or (int(prepared.run.train_state.step.numpy()), None)

@@ -51,15 +51,11 @@ from towers.formatting import first_of
 from towers.options.augmentation import parse
 from towers.options.functions import load_function
 from towers.options.inline_objects import PREFIX
-from towers.options.run import Options, text_of
-from towers.training.run.setup import RunContext, length_of, rate_of
+from towers.options.run import Options
+from towers.training.run.setup import RunContext
 
 NAME = "manifest.json"
 _FORMAT = 1
-_RATE_OPTIONS = (
-    "learning_rate", "schedule", "warmup_epochs", "decay_epochs", "decay_factor", "num_epochs",
-    "max_steps", "batch_size",
-)  # fmt: skip
 _NAMES = {  # of parts, for people
     "code.model": "the file of the model function (code.model)",
     "data.train.sha256": "the training set (data.train.sha256)",
@@ -70,7 +66,6 @@ _ADVICE = {
     "data.test.sha256": "; of a test set that is held out of a file or folder that has changed the "
     "run was trained on some examples: keep test examples in one of their own"
 }
-_NUM_RATES = 9  # points of the remaining run at which learning rates are compared
 _TASK_TYPES = {  # of a task's fields, beside its spec
     "num_classes": int | None, "class_names": list, "image_shape": list | None,
     "augment": str,
@@ -111,9 +106,6 @@ def write(run: RunContext, folder: Path, restored: int | None, batch: Any) -> li
     }
     manifest = {} if restored is None else read(folder)
     lines = differences(now, manifest)
-    if manifest and getattr(run.task, "rate_is_set", True):  # else the optimizer has its own
-        seen = int(run.train_state.examples.numpy())
-        lines += bent_schedule(run.options, run.data.train.size, seen, manifest["sessions"][-1])
     if not manifest:
         arrays = map(np.asarray, tf.nest.flatten(batch))
         manifest = {
@@ -294,43 +286,6 @@ def differences(
         f"{_ADVICE.get(name, '')}"
         for name in differing
         if name.endswith(".sha256") or f"{name.rpartition('.')[0]}.sha256" not in differing
-    ]
-
-
-def bent_schedule(
-    options: Options, size: int, examples: int, before: Mapping[str, Any]
-) -> list[str]:
-    """Return a line if the learning rate now follows another schedule than before.
-
-    Args:
-        options: of this session.
-        size: of the training set.
-        examples: seen so far.
-        before: the manifest's record of the previous session.
-    """
-    try:
-        flags = {name: before["flags"][name] for name in _RATE_OPTIONS}
-        then = dataclasses.replace(options, **flags)
-        of_data = before["data"]["train"]
-        size_then = of_data.get("examples") or of_data["shape"][0]
-        _, total = length_of(options, size)
-        places = np.linspace(examples, max(total, examples), _NUM_RATES)
-        rates = rate_of(options, size), rate_of(then, size_then)
-        new, old = ([float(rate(x)) for x in places] for rate in rates)
-    except (KeyError, TypeError, AttributeError, InputError):  # an older or a damaged manifest
-        return []
-    if np.allclose(new, old, rtol=1e-6, atol=0):
-        return []
-    pairs = {f"--{name}=": (getattr(options, name), value) for name, value in flags.items()}
-    pairs["training examples: "] = size, size_then
-    changed = [
-        f"{name}{text_of(now)} now, {text_of(value)} before"
-        for name, (now, value) in pairs.items()
-        if now != value
-    ]
-    return [
-        f"the learning rate goes on by another schedule, {new[0]:.4g} and not {old[0]:.4g} at "
-        f"this step ({'; '.join(changed)}): it is what it would be had the run begun so"
     ]
 
 

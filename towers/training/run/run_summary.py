@@ -17,7 +17,7 @@ def run_summary(run: RunContext) -> list[str]:
     weights = sum(v.value.shape.num_elements() for v in run.train_state.model.trainable_variables)
     update = run.task.describe_update()
     every = options.checkpoint_every_steps
-    regularly = f"every {every} steps{' or 5 minutes' if options.saves_by_clock else ''}, "
+    regularly = f"every {every} steps{' or 5 minutes' if every else ''}, "
     moments = "the global batch" if options.batch_norm == "sync" else "a tower's slice"
     validation = run.data.validation
     held = f"{validation.size} validation, " if validation else ""

@@ -55,7 +55,6 @@ class RunContext:
     diagnostics: list[str] = dataclasses.field(default_factory=list)  # of the towers' function
     # Options that each process decides anew, as they were given.
     left_open: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    lowered_at: Sequence[int] = ()  # examples at each of which the learning rate is halved
 
     @property
     def folder(self) -> Path:
@@ -106,10 +105,15 @@ class RunContext:
 
     def learning_rate(self, examples: tf.Tensor) -> tf.Tensor:
         """Return the learning rate after a number of examples, a float64 scalar."""
-        rate = rate_of(self.options, self.data.train.size)(examples)
-        for start in self.lowered_at:
-            rate *= tf.where(examples >= start, tf.constant(0.5, rate.dtype), 1.0)
-        return rate
+        rate_at = schedule(
+            self.options.schedule,
+            peak=self.options.learning_rate,
+            total_epochs=self.total_epochs,
+            warmup_epochs=self.options.warmup_epochs,
+            decay_epochs=self.options.decay_boundaries(),
+            decay_factor=self.options.decay_factor,
+        )
+        return rate_at(tf.cast(examples, tf.float64) / self.data.train.size)
 
     def analyze(self, batch: Any) -> FunctionAnalysis:
         """Analyze the towers' function on a batch.
@@ -135,38 +139,6 @@ class RunContext:
             options.steps_per_loop,
             options.part(DueOptions),
         )
-
-
-def length_of(options: Options, size: int) -> tuple[float, int]:
-    """Return `total_epochs` and `total_examples` of a `RunContext`.
-
-    Args:
-        options: of the run.
-        size: number of training examples.
-    """
-    if options.num_epochs or not options.max_steps:
-        total_epochs = options.num_epochs or DEFAULT_EPOCHS
-        return total_epochs, max(round(total_epochs * size), 1)
-    total_examples = options.max_steps * options.batch_size
-    return total_examples / size, total_examples
-
-
-def rate_of(options: Options, size: int) -> Callable[[Any], tf.Tensor]:
-    """Return a function from the number of examples seen to the learning rate, float64.
-
-    Args:
-        options: of the run.
-        size: number of training examples.
-    """
-    rate_at = schedule(
-        options.schedule,
-        peak=options.learning_rate,
-        total_epochs=length_of(options, size)[0],
-        warmup_epochs=options.warmup_epochs,
-        decay_epochs=options.decay_boundaries(),
-        decay_factor=options.decay_factor,
-    )
-    return lambda examples: rate_at(tf.cast(examples, tf.float64) / size)
 
 
 def prepare(options: Options) -> RunContext:
@@ -276,7 +248,12 @@ def assemble(
         task.objective()  # raises InputError for a metric that does not exist
     _check_validation(options, dataset)
     _check_batch(options, dataset)
-    total_epochs, total_examples = length_of(options, dataset.train.size)
+    size = dataset.train.size
+    total_epochs = options.num_epochs or DEFAULT_EPOCHS
+    total_examples = max(round(total_epochs * size), 1)
+    if options.max_steps and not options.num_epochs:
+        total_examples = options.max_steps * options.batch_size
+        total_epochs = total_examples / size
 
     @functools.cache
     def find_stored() -> DeviceCache | RemoteReader | None:
