@@ -65,8 +65,6 @@ MESSAGES = {
     "train -": f"unexpected argument '-': {WRITTEN}",
     "sweep": "towers sweep needs a flag to vary, as --vary=learning_rate:0.05,0.1,0.2",
     "sweep --vary=seed:1 --overwrite": "towers sweep takes no --overwrite: runs lie in --sweep_dir",
-    "compare": "towers compare needs the folders of runs: towers compare RUN RUN, or that of a "
-    "sweep",
     "train --overwrite=maybe": "--overwrite=maybe: true or false is needed",
     "evaluate": "there is no run in runs/train, which is meant where no --train_dir is given: "
     "train first, or type --train_dir=RUN",

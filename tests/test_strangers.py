@@ -32,7 +32,6 @@ ARGUMENTS = {
     "plan": RUN,
     "doctor": "--train_dir=run",
     "sweep": f"{RUN} --max_steps=1 --vary=learning_rate:0.1,0.2 --evaluate_every_epochs=0",
-    "compare": "run again",
     "predict": "--train_dir=run x.npy",
     "export": "--train_dir=run",
     "init": "mine",

@@ -87,8 +87,6 @@ _VERBS = (
     Entry("sweep", "train a run for each combination of flags, and say which is best",
           options="towers.commands.sweep.options:SweepOptions", stopping=_stopped,
           refuses=dict.fromkeys(("train_dir", "overwrite"), "runs lie in --sweep_dir")),
-    Entry("compare", "show what runs differ in: flags, results, time to an accuracy, curves",
-          options="towers.commands.compare.options:CompareOptions"),
     Entry("predict", "say what a run's trained model makes of files of your own, over towers",
           options="towers.commands.predict.options:PredictOptions", tensorflow="options",
           takes=(*_PREDICT_FLAGS, *PLACEMENT, *_GPU_FLAGS), run_flags="always"),

@@ -182,7 +182,7 @@ def flagfiles(draw, template) -> Case:
     given = ["--train_dir=run"] if kind == 3 else ["--flagfile=a.cfg"]
     if draw(st.integers(0, 4)) == 0:
         given.append("--trust")
-    if verb in ("compare", "predict"):
+    if verb == "predict":
         given.append("run")
     return Case(files, (verb, *given))
 
@@ -205,26 +205,6 @@ def foreign_flags(draw, template) -> Case:
 
 
 # ---------------------------------------------------------------------------- What lies in a run
-
-
-@st.composite
-def texts_of_runs(draw, template) -> Case:
-    """Return runs with JSON that is not what it should be, compared."""
-    files, texts = {}, sorted(name for name in template.files if name.endswith(".json"))
-    for name in draw(st.lists(st.sampled_from(texts), min_size=1, max_size=2)):
-        content = template.files[name]
-        files[name] = draw(changed_json(content) | in_place(content))
-    more = draw(st.sampled_from([(), ("--json",), ("--monitor=loss",), ("--target_value=0.5",)]))
-    return Case(files, ("compare", "run", "other", *more))
-
-
-@st.composite
-def event_files(draw, template) -> Case:
-    """Return runs with damaged event files, compared."""
-    events = sorted(name for name in template.files if "tfevents" in name)
-    names = draw(st.lists(st.sampled_from(events), min_size=1, max_size=3))
-    files = {name: draw(in_place(template.files[name])) for name in names}
-    return Case(files, ("compare", "run", "other"))
 
 
 @st.composite
@@ -252,7 +232,6 @@ def whole_runs(draw, template) -> Case:
         ("evaluate", "--train_dir=run", "--json"),
         ("predict", "--train_dir=run", "--format=csv", "x.npy"),
         ("export", "--train_dir=run", "--format=weights", "--output=out.weights.h5"),
-        ("compare", "run", "other"),
     ]
     return Case(files, draw(st.sampled_from(commands)))
 
@@ -321,7 +300,7 @@ def _zipped(array: bytes) -> bytes:
 def kinds() -> dict[str, Any]:
     """Return {kind: a function from a template to a strategy of cases}."""
     found = (
-        command_lines, flagfiles, foreign_flags, texts_of_runs, event_files, data_files, whole_runs,
+        command_lines, flagfiles, foreign_flags, data_files, whole_runs,
     )  # fmt: skip
     return {function.__name__: function for function in found}
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 
 NUMBERS = {  # of each kind: in a few seconds, and in half a minute
     "command_lines": (20, 150), "flagfiles": (20, 60), "foreign_flags": (4, 60),
-    "texts_of_runs": (4, 50), "event_files": (4, 50), "data_files": (6, 60), "whole_runs": (2, 9),
+    "data_files": (6, 60), "whole_runs": (2, 9),
 }  # fmt: skip
 
 
@@ -55,17 +55,14 @@ def test_hostile_inputs_end_with_one_line(template, tmp_path, kind, many):
 def test_what_goes_wrong_is_seen(template, tmp_path, monkeypatch):
     """A traceback, a hang, a wrong code, and code that runs: each by a fault that is put in."""
     folder = tmp_path / "here"
-    whole = inputs.Case({}, ("compare", "run", "other"))
-    assert engine.try_out("texts_of_runs", whole, template, folder) == ""
+    whole = inputs.Case({}, ("init", "new"))
+    assert engine.try_out("whole_runs", whole, template, folder) == ""
     monkeypatch.setattr(engine, "SECONDS", 0.2)
-    monkeypatch.setattr("towers.commands.compare.command.read_curves", lambda *_: time.sleep(60))
-    assert engine.try_out("texts_of_runs", whole, template, folder).startswith("hang")
+    monkeypatch.setattr("towers.commands.init.command.run", lambda *_: time.sleep(60))
+    assert engine.try_out("whole_runs", whole, template, folder).startswith("hang")
+    monkeypatch.setattr("towers.commands.init.command.run", lambda *_: 1 / 0)
+    assert "ZeroDivisionError" in engine.try_out("whole_runs", whole, template, folder)
     monkeypatch.undo()
-    named = inputs.Case({}, ("compare", "run", "other", "--monitor=none_such"))
-    assert engine.try_out("texts_of_runs", named, template, folder) == ""
-    monkeypatch.setattr("towers.monitoring.scalar_reader.read_curves", lambda *_: 1 / 0)
-    monkeypatch.setattr("towers.commands.compare.command.read_curves", lambda *_: 1 / 0)
-    assert "ZeroDivisionError" in engine.try_out("texts_of_runs", whole, template, folder)
     flags = template.files["run/flags.cfg"] + b"--model=canary:sing\n"
     foreign = inputs.Case({"run/flags.cfg": flags}, ("export", "--train_dir=run"))
     assert engine.try_out("foreign_flags", foreign, template, folder) == ""

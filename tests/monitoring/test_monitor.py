@@ -9,13 +9,9 @@ import types
 
 import pytest
 import tensorflow as tf
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from tests import tiny
-from towers.monitoring import events
 from towers.monitoring.monitor import Monitor, straggler, tensorboard_command
-from towers.monitoring.scalar_reader import read_curves
 from towers.options.run import Options
 from towers.options.triggers import Timetable
 
@@ -200,21 +196,6 @@ def test_what_is_written_again_after_a_crash_is_there_once(tmp_path, make, x, ea
         (x, pytest.approx(value)) for x, value in evaluated
     ]
     assert {tag for _, tag, _ in tiny.events(tmp_path / "eval")} == {"test/accuracy"}
-
-
-def test_a_run_goes_on_whose_curves_were_called_otherwise(tmp_path, make):
-    """Towers were tags of the run train once, and evaluations did not say of which part."""
-    for part, tag in ("train", "tower_0/loss"), ("eval", "accuracy"):
-        (tmp_path / part).mkdir()
-        found = [Event(step=x, summary=scalar_pb(tag, x / 8)) for x in (0, 10, 20)]
-        path = tmp_path / part / "events.out.tfevents.1.host"
-        events.append(path, Event(file_version="brain.Event:2"), *found)
-    monitor = make(20, log_every_steps=10)
-    step_to(monitor, 20, 21)
-    monitor.eval_point(30, {"accuracy": 0.5})
-    assert [x for x, _ in points(tmp_path / "train", "tower_0/loss")] == [0, 10, 20]
-    accuracy = read_curves(tmp_path, 128).of("accuracy")
-    assert accuracy.examples.tolist() == [128 * step for step in (0, 10, 20, 30)]
 
 
 def test_an_evaluation_that_was_cut_short_is_drawn_anew(tmp_path, make):

@@ -11,7 +11,6 @@ import towers
 from tests import runs
 from tests.programs import python
 from towers import cli
-from towers.commands.compare.options import CompareOptions
 from towers.errors import InputError
 from towers.options import code_trust, fields, flags
 from towers.options.parts import OPTIMIZERS
@@ -75,8 +74,8 @@ def refusal(verb, *argv):
 
 
 def test_the_verbs_are_frozen():
-    verbs = "train evaluate verify benchmark plan doctor sweep compare"
-    assert list(cli.VERBS) == [*verbs.split(), "predict", "export", "init", "worker"]
+    verbs = "train evaluate verify benchmark plan doctor sweep predict export init worker"
+    assert list(cli.VERBS) == verbs.split()
 
 
 def shown_by(text):
@@ -125,16 +124,6 @@ def test_verbs_read_flags_of_their_own():
     assert (options.num_towers, options.peers(), options.windows) == ("1,2", ["session", "fit"], 3)
 
 
-def test_compare_takes_folders_and_flags_of_its_own():
-    text = help_of("compare")
-    shown = ["--monitor=", "--target_value=", "--accuracy=0", "--json=false"]
-    assert shown_by(text) == shown
-    assert "\nusage: towers compare RUN... [" in text
-    options = cli.parse("compare", ["a", "--accuracy", "0.5", "b", "--json"])
-    assert options == CompareOptions(runs=("a", "b"), accuracy=0.5, json=True)
-    assert "unexpected argument 'a'" in refusal("train", "a")
-
-
 def test_a_file_or_a_folder_without_its_flag_is_told(folder):
     (folder / "my_run.cfg").touch()
     (folder / "run").mkdir()
@@ -159,7 +148,7 @@ def test_flags_of_other_programs_are_told_as_they_are_here():
         told = refusal("train", f"--{theirs}=1")
         assert told == f"there is no flag --{theirs}; did you mean --{ours}?"
     assert "did you mean --learning_rate?" in refusal("train", "--LR=1")
-    assert "--learning_rate" not in refusal("compare", "--lr=1")  # which has no such flag
+    assert "--learning_rate" not in refusal("init", "--lr=1")  # which has no such flag
     assert cli.parse("verify", ["--steps=3"]).steps == 3
 
 
@@ -466,7 +455,6 @@ def test_a_flags_cfg_of_before_is_read(folder):
     assert cli.parse("train", ["--train_dir=run"]).augment == "tutorial"
     renamed = cli.parse("train", ["--draws=strict", "--objective=auc"])
     assert (renamed.rng_check, renamed.monitor) == ("strict", "auc")
-    assert cli.parse("compare", ["a", "b", "--objective=auc"]).monitor == "auc"
 
 
 # ---------------------------------------------------------------------------- Importing
