@@ -126,7 +126,6 @@ SIGNATURES = {
     tf_internals.draw_ops: dict.fromkeys(tf_internals.DRAWS, "shape key counter alg dtype name")
     | {"stateless_random_uniform_int_v2": "shape key counter alg minval maxval name"},
     tf_internals.random_ops_util: {"_get_key_counter": "seed alg"},
-    tf: {"custom_gradient": "f"},
     tf_internals.Function: {"__call__": "self *args **kwds"},
 }  # fmt: skip
 

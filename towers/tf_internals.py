@@ -718,31 +718,6 @@ def patch_integer_ops(make: Callable[[str], Make]) -> Block:
 # Functions and graphs.
 
 
-def custom_gradients_copied() -> Block:
-    """Return copies of gradients of `tf.custom_gradient` in the backward pass. Public: none.
-
-    Tensors of the forward pass, such as float8's new scales, are of another graph, and a function
-    cannot return them.
-    """
-
-    def make(before: Callable) -> Callable:
-        def custom_gradient(f: Callable) -> Callable:
-            def with_copies(*args: Any, **kwargs: Any) -> tuple[Any, Callable]:
-                result, grad = f(*args, **kwargs)
-
-                def copies(*upstream: Any, **options: Any) -> Any:
-                    copy = lambda g: g if g is None else tf.identity(g)  # noqa: E731
-                    return tf.nest.map_structure(copy, grad(*upstream, **options))
-
-                return result, copies
-
-            return before(with_copies)
-
-        return custom_gradient
-
-    return replaced((tf, "custom_gradient", make))
-
-
 def inline_functions(around: Callable[[], Block] = contextlib.nullcontext) -> Block:
     """Inline each `tf.function` into its caller, converted by AutoGraph, in this thread.
 
@@ -1081,8 +1056,6 @@ def _wide(policy: Any) -> Any:
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         wide = {name: _wide(of_layer) for name, of_layer in policy.items()}
         return keras.dtype_policies.DTypePolicyMap(_wide(policy.default_policy), wide)
-    if policy.quantization_mode == "float8":
-        return keras.dtype_policies.QuantizedFloat8DTypePolicy("float8", "float64")
     if policy.quantization_mode is None and "float" in policy.compute_dtype:
         return keras.DTypePolicy("float64")
     return policy

@@ -148,14 +148,6 @@ def test_any_data_that_fit_takes_and_several_inputs_and_outputs(kind):
     assert {"prediction/0", "prediction/1"} <= set(result["differences"])
 
 
-def test_a_quantized_model_is_copied_whatever_the_order_of_its_variables():
-    model = net()
-    model.layers[0].quantize("float8")
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    result, said = verified(model, steps=1)
-    assert result["passed"] and result["dtype"] == "float64", said
-
-
 # ---------------------------------------------------------------------------- What fails
 
 

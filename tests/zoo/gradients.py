@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.zoo.entry import SAME, entry
+from tests.zoo.entry import SAME
 from tests.zoo.parts import on_features, on_images, own
 
 layers, ops = keras.layers, keras.ops
@@ -72,28 +72,3 @@ def numpy_by_example(_, images):
         lambda x: np.abs(np.diff(x, axis=2, append=0)), [images], images.dtype
     )
     return tf.ensure_shape(edges, images.shape)
-
-
-# ------------------------------------------------------------ Gradients that are new values
-
-
-def _of_float8(layer, *shape):
-    layer.build((None, *shape))
-    layer.quantize("float8")
-    return layer
-
-
-float8 = on_features(
-    SAME, "scales of float8, and the largest numbers seen", lambda: _of_float8(layers.Dense(5), 6)
-)
-entry(SAME, "in parts, too", "--accumulate_steps=2")(float8)
-
-
-@own(on_features, SAME, "a weight whose gradient is the largest input that was seen",
-     seen={"shape": (None,), "initializer": "ones", "overwrite_with_gradient": True})  # fmt: skip
-def largest_seen(self, x):
-    @tf.custom_gradient
-    def divided(x, seen):
-        return x / seen, lambda upstream: (upstream / seen, tf.reduce_max(tf.abs(x), axis=0) + 0.1)
-
-    return divided(x, tf.convert_to_tensor(self.seen.value))

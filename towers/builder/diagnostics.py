@@ -32,11 +32,6 @@ _TABLES = re.compile(
 )
 _PYTHON = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
 
-FLOAT8_BY_XLA = (
-    "jit_compile: XLA leaves out some of the roundings to float8, and which ones depends on how "
-    "the step is cut into towers: leave jit_compile out"
-)
-
 
 def random_ops(ops: Iterable[tuple[str, str]]) -> list[str]:
     """Return a line for each layer whose random numbers ignore the example; `ops`: (name, type)."""

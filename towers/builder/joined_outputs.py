@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder import added_losses, attributes, diagnostics, gather
+from towers.builder import added_losses, attributes, gather
 from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.losses import gather_plan
 from towers.builder.replica_context import (
@@ -24,7 +24,6 @@ from towers.builder.replica_context import (
     call_copies,
 )
 from towers.builder.sharding import Slice, is_split, num_rows, occupied, rounds, split
-from towers.builder.variable_aggregation import with_new_values
 from towers.errors import InputError
 
 
@@ -105,8 +104,6 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
     for part in parts:
         part.states = states
     assign(builder, scopes, analysis.policies)
-    if builder.jit_compile and any(scope.overwritten for scope in scopes):
-        builder.warn([diagnostics.FLOAT8_BY_XLA])
     reads = [item for part in parts for by_id in part.reads for item in by_id.items()]
     variables = [variable for variable, _ in dict(reads).values()]
     unsplit = [*captured, *variables]  # each tower reads all of them
@@ -137,9 +134,7 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
             with tf.device(builder.gather_device):
                 inputs = [gather.join(rows) for rows in zip(*of_inputs, strict=True)]
             of_unsplit = gather.reduce_to(sums, gather_plan(builder, unsplit))
-        last_scopes = [scope for part in parts for scope in part.replicas.scopes]
-        with tf.device(builder.gather_device), tf.name_scope("gather"):
-            gradients = inputs + with_new_values(of_unsplit, unsplit, last_scopes)
+        gradients = inputs + of_unsplit
         if passes:
             of_towers = [tower_sums[len(captured) :] for tower_sums in sums]
             gathered = gradients[len(gradients) - len(variables) :]

@@ -13,7 +13,7 @@ from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.gather import GatherPlan, map_values
 from towers.builder.replica_scope import ReplicaScope
 from towers.builder.sharding import PerTower, Slice
-from towers.builder.variable_aggregation import widen, with_new_values
+from towers.builder.variable_aggregation import widen
 from towers.errors import InputError
 
 _NO_LOSSES = (
@@ -68,8 +68,8 @@ def gradients_of_sum(
 ) -> list[Any]:
     """Return the gradients of a slice's sum of losses.
 
-    Scales of float8 need the gradient of the mean over the batch, and float16 may hold no other: it
-    is taken, then multiplied back to the sum, in float32 at least.
+    Float16 may hold no gradient but that of the mean over the batch: it is taken, then multiplied
+    back to the sum, in float32 at least.
 
     Args:
         gradient: `gradient` of the tape that has recorded the forward pass.
@@ -77,8 +77,8 @@ def gradients_of_sum(
         variables: those that the tower reads.
         replica: the tower's `ReplicaContext`.
     """
-    overwritten, rows, upstream = replica.scope.overwritten, replica.part.rows, None
-    if rows is not None and (overwritten or _has_float16(variables)):
+    rows, upstream = replica.part.rows, None
+    if rows is not None and _has_float16(variables):
         total = tf.cast(rows.total, loss.dtype)
         upstream = 1.0 / total
     with replica.replaced():  # layers may be called again
@@ -90,10 +90,7 @@ def gradients_of_sum(
     def times_total(x: tf.Tensor) -> tf.Tensor:
         return widen(x) * tf.cast(total, widen(x).dtype)
 
-    return [
-        g if id(v) in overwritten else map_values(times_total, g)
-        for g, v in zip(gradients, variables, strict=True)
-    ]
+    return [map_values(times_total, g) for g in gradients]
 
 
 def _has_float16(variables: Sequence[tf.Variable]) -> bool:
@@ -103,15 +100,12 @@ def _has_float16(variables: Sequence[tf.Variable]) -> bool:
     return any(x.dtype == tf.float16 for x in (*variables, *tensors))
 
 
-def finish(
-    gradients: Sequence[Any], variables: Sequence[Any], scopes: Sequence[ReplicaScope]
-) -> list[Any]:
-    """Return gathered gradients in the dtypes of their variables, or their new values.
+def finish(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Return gathered gradients in the dtypes of their variables.
 
     Args:
         gradients: means over all examples; a `PerTower` for copies.
         variables: as for `TowerBuilder.gradients`.
-        scopes: of the towers, which hold the new values.
     """
 
     def cast(gradient: Any, dtype: tf.DType) -> Any:
@@ -119,9 +113,7 @@ def finish(
             return PerTower([cast(value, dtype) for value in gradient.values])
         return map_values(lambda x: tf.cast(x, dtype), gradient)
 
-    masters = masters_of(variables)
-    means = [cast(g, v.dtype) for g, v in zip(gradients, masters, strict=True)]
-    return with_new_values(means, masters, scopes)
+    return [cast(g, v.dtype) for g, v in zip(gradients, masters_of(variables), strict=True)]
 
 
 def check_by_example(analysis: FunctionAnalysis) -> None:

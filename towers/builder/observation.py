@@ -224,14 +224,8 @@ class Observer:
         if backward:
             # All different, also the largest of each slice: a cosine would be 1 of many results.
             upstream = [_UPSTREAM * tf.stop_gradient(1.5 + tf.asinh(x)) for x in rows]
-            # A gradient that is a new value is not summed over towers.
-            weights = [
-                (path, weight)
-                for path, (key, weight) in zip(scope.paths, scope.weights.items(), strict=True)
-                if key not in scope.overwritten
-            ]
-            trace.weights = [path for path, _ in weights]
-            sources = [*self.outputs, *(weight for _, weight in weights)]
+            trace.weights = list(scope.paths)
+            sources = [*self.outputs, *scope.weights.values()]
             of_sources = tf.gradients(rows, sources, upstream, unconnected_gradients="zero")
             gradients, weights = of_sources[: len(self.outputs)], of_sources[len(self.outputs) :]
         return {

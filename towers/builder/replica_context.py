@@ -153,14 +153,13 @@ class ReplicaContext:
         return [gather.zero_if_empty(g, self.part.count) for g in gradients]
 
     def gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the gradients without those that are new values, which `scope` records.
+        """Return the gradients, those that are sparse as their analysis says.
 
         Args:
             gradients: of the tower; None where there is none.
             variables: of the gradients, masters and not copies.
         """
-        gradients = self.scope.without_new_values(gradients, variables)
-        kinds = self._replicas.analysis.sparse_gradients
+        gradients, kinds = list(gradients), self._replicas.analysis.sparse_gradients
         for i, (g, variable) in enumerate(zip(gradients, variables, strict=True)):
             if id(variable) in kinds and isinstance(g, tf.IndexedSlices):
                 gradients[i] = kinds[id(variable)](g.values, g.indices, g.dense_shape)

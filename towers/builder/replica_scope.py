@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import keras
@@ -48,9 +48,6 @@ class ReplicaScope(keras.StatelessScope):
         averages: ids of variables that are known to be moving averages: BatchNorm's.
         added: (layer, loss) of each loss that layers add.
         loss_rows: (layer, dtype, by example) of each loss, see `added_losses.as_rows`.
-        overwritten: {id of a `tf.Variable`: its `keras.Variable`} of variables whose gradient is
-            their new value.
-        new_values: {id of a master: new value} of these.
     """
 
     def __init__(
@@ -79,8 +76,6 @@ class ReplicaScope(keras.StatelessScope):
         self.averages: set[int] = set()
         self.added: list[tuple[keras.Layer, tf.Tensor]] = []
         self.loss_rows: list[tuple[keras.Layer, tf.DType, bool]] = []
-        self.overwritten: dict[int, keras.Variable] = {}
-        self.new_values: dict[int, tf.Tensor] = {}
         self.copies: dict[int, tf.Tensor] = {}
         self.prefetched: dict[int, tf.Tensor | None] = {}
         self.stand_ins: dict[int, tf.Variable] = {}
@@ -106,9 +101,8 @@ class ReplicaScope(keras.StatelessScope):
         """Return a variable's value in this tower; Keras calls this."""
         if variable.trainable and tf_internals.value_of(variable) is None:  # not initialized
             raise _creation_error(variable.path)
-        if getattr(variable, "overwrite_with_gradient", False):  # as scales of float8 are
-            for source in (tf_internals.value_of(variable), self.own.get(id(variable))):
-                self.overwritten[id(source)] = variable
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise InputError(f"{new_value_reason(variable)}; to train it, compile the model")
         if id(variable) in self.deferred:
             self._apply_deferred(variable)
         if self.is_inside() and not variable.trainable and id(variable) not in self.stand_ins:
@@ -168,21 +162,6 @@ class ReplicaScope(keras.StatelessScope):
         deferred = [average.variable for average in self.deferred.values()]
         return [variable for variable, _ in self.updates.values()] + deferred
 
-    def without_new_values(
-        self, gradients: Sequence[Any], masters: Sequence[tf.Variable]
-    ) -> list[Any]:
-        """Move the gradients that are new values to `new_values`; return None in their place.
-
-        Args:
-            gradients: of the tower.
-            masters: the variables of the gradients.
-        """
-        rest = list(gradients)
-        for i, variable in enumerate(masters):
-            if id(variable) in self.overwritten and rest[i] is not None:
-                self.new_values[id(variable)], rest[i] = rest[i], None
-        return rest
-
     def close(self, count: Any) -> None:
         """Set the tower's number of examples; read the last values of its stand-ins."""
         self.count = count
@@ -203,6 +182,11 @@ class ReplicaScope(keras.StatelessScope):
     def is_inside(self) -> bool:
         """Return whether the current code is in a loop, a branch or an inner function."""
         return tf.compat.v1.get_default_graph() is not self.graph
+
+
+def new_value_reason(variable: keras.Variable) -> str:
+    """Return why a model with such a variable, as a layer in float8 has, runs on one device."""
+    return f"the gradient of {variable.path} is its new value, which towers cannot add"
 
 
 def _assign(variable: tf.Variable, value: Any) -> None:

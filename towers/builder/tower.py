@@ -163,7 +163,7 @@ class TowerBuilder:
         with tf.name_scope("gather"):
             plan = losses.gather_plan(self, variables)
             loss, gradients = gather.mean_gradients(sums, variables, plan)  # by `add`: tf.add_n
-            gradients = losses.finish(gradients, variables, sums.scopes)
+            gradients = losses.finish(gradients, variables)
         replica_context.assign(self, sums.scopes, sums.policies)
         return loss, gradients
 

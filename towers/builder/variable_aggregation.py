@@ -10,7 +10,6 @@ import tensorflow as tf
 from towers.builder.device_types import is_gpu
 from towers.builder.flatten import pack, unpack
 from towers.builder.replica_scope import SEED_STATE, ReplicaScope
-from towers.builder.sharding import PerTower
 
 
 def assign_once(
@@ -108,31 +107,6 @@ def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]
         weighted = [tf.math.multiply_no_nan(v, w) for v, w in zip(values, weights, strict=True)]
         return tf.add_n(weighted) / tf.add_n(weights)
     return values[0]
-
-
-def with_new_values(
-    gradients: Sequence[Any], masters: Sequence[tf.Variable], scopes: Sequence[ReplicaScope]
-) -> list[Any]:
-    """Return gathered gradients, with the aggregated new values of overwritten variables.
-
-    Without an `aggregation` the largest of the towers' values is taken, as Keras does when it
-    accumulates gradients: the variables are scales of float8, and largest absolute values.
-
-    Args:
-        gradients: like `masters`; a `PerTower` for copies.
-        masters: the variables of the gradients.
-        scopes: of the towers, which hold the new values.
-    """
-    result = list(gradients)
-    for i, master in enumerate(masters):
-        writers = [scope for scope in scopes if id(master) in scope.new_values]
-        if writers:
-            policy = policy_of(writers[0].overwritten[id(master)]) or "max"
-            values = [scope.new_values[id(master)] for scope in writers]
-            value = merge(policy, master, values, [scope.count for scope in writers])
-            copies = isinstance(result[i], PerTower)
-            result[i] = PerTower([value] * len(result[i].values)) if copies else value
-    return result
 
 
 def widen(value: tf.Tensor) -> tf.Tensor:

@@ -43,7 +43,7 @@ def compiled(
                     reads[id(variable)] = variable, value, tf.identity(value)
             return reads[id(variable)][2]
 
-        with tf_internals.patch_reads(read), tf_internals.custom_gradients_copied():
+        with tf_internals.patch_reads(read):
             scope, results = fn()
             scope.apply_deferred()  # which reads the moving averages
         scopes.append(scope)

@@ -32,7 +32,7 @@ from towers.data.pipeline import Data, Structure
 from towers.errors import InputError
 from towers.formatting import first_of
 from towers.options.augmentation import BASES as names
-from towers.options.augmentation import parse
+from towers.options.augmentation import Augmentation, parse
 
 _ROW, _COLUMN, _FLIP, _CONTRAST, _CUT_ROW, _CUT_COLUMN, _ALTERNATING = range(NUM_DRAWS)
 
@@ -70,7 +70,7 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
     plan = parse(kind)
     if plan.base == "auto" and data.image_shape is not None:
         plain = "off" if compiled else "none"
-        plan = plan._replace(base="tutorial" if data.name in _PUBLISHED else plain)
+        plan = Augmentation("tutorial" if data.name in _PUBLISHED else plain, plan.cutout)
     if not plan.cutout and plan.base in ("auto", "off"):
         return "off"
     if data.image_shape is None:

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from towers import devices as tower_devices
 from towers import tf_internals
-from towers.builder import attributes, diagnostics, exactness_checks, synthetic_inputs
+from towers.builder import attributes, exactness_checks, synthetic_inputs
 from towers.builder.device_types import HOST, are_gpus, are_remote
 from towers.builder.joined_outputs import Passes, concat
 from towers.builder.replica_context import integers_on
@@ -476,8 +476,6 @@ class _Steps:
         """Return why a layer cannot run on towers, each with a part of the batch; or ""."""
         if tf_internals.are_followed([v.value for v in layer.trainable_variables]):
             return "a tf.autodiff.ForwardAccumulator follows its weights"
-        if self.builder.jit_compile and any(v.overwrite_with_gradient for v in layer.variables):
-            return diagnostics.FLOAT8_BY_XLA
         if self.builder.num_slices == 1:
             return ""
         analysis = self.builder.analyze(fn, *batch, silent=True)

@@ -2,7 +2,6 @@
 
 import contextlib
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -273,15 +272,7 @@ def copy_of(model: keras.Model, x: Any) -> keras.Model:
     if not is_built(model):
         copy.optimizer.build(copy.trainable_variables)
         return copy
-    # Variables of the same name are in the same order, but not all: a layer that was quantized
-    # created its scales last, its copy creates them first.
-    copies: dict[str, list[keras.Variable]] = {}
-    for copied in copy.variables:
-        copies.setdefault(copied.name, []).append(copied)
-    if Counter(v.name for v in model.variables) == {name: len(v) for name, v in copies.items()}:
-        pairs = [(v, copies[v.name].pop(0)) for v in model.variables]
-    else:
-        pairs = list(zip(model.variables, copy.variables, strict=True))
+    pairs = list(zip(model.variables, copy.variables, strict=True))
     copied_by_id = {id(variable): copied for variable, copied in pairs}
     copy.optimizer.build([copied_by_id[id(v)] for v in model.trainable_variables])
     if model.optimizer.built:

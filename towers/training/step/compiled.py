@@ -19,6 +19,7 @@ from towers import tf_internals
 from towers.builder import exactness_checks, gather
 from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.replica_context import integers_on
+from towers.builder.replica_scope import new_value_reason
 from towers.builder.tower import TowerBuilder
 from towers.data import Data
 from towers.errors import InputError
@@ -56,13 +57,18 @@ class Compiled(Task):
             InputError: an option is not possible with this model.
         """
         super().__init__(builder, model, options, data)
-        put_on(model, builder)
+        new_values = [v for v in model.trainable_variables if v.overwrite_with_gradient]
+        self._is_on_one_device = bool(new_values)
+        if new_values:
+            builder.warn([f"{options.model} runs on one device: {new_value_reason(new_values[0])}"])
+        else:
+            put_on(model, builder)
         self.recorder = loss_checks.LossRecorder(model)
         self._log_names, self._figures = self._trace_once()
         optimizers = optimizers_of(model)
         scaled = getattr(model.optimizer, "dynamic_scale", None) is not None
         # Else the model's own step runs on the joined outputs of towers.
-        self.by_example = self.recorder.of_examples and not scaled
+        self.by_example = self.recorder.of_examples and not (scaled or new_values)
         self._check_by_example("a loss or a step that is not of each example alone")
         self.train_state = self._make_train_state(*optimizers, like=self._like_optimizer)
 
@@ -183,6 +189,8 @@ class Compiled(Task):
 
     def analyze(self, *batch: Any) -> FunctionAnalysis:
         """See `Task`; from here on outputs are joined if the loss mixes examples."""
+        if self._is_on_one_device:
+            return FunctionAnalysis()
         analysis = super().analyze(*batch)
         if self.by_example and self.builder.num_slices > 1 and analysis is not self._analysis:
             self._analysis, alone = analysis, analysis.trace is not None and analysis.by_example

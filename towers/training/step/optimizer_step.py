@@ -233,11 +233,9 @@ def _replica_update(
     """Return the regularisation loss, the gradients' norm, and `apply(finite)`, the update."""
     optimizer = replica.optimizer
     decayed = functools.partial(_is_penalised, rules)
-    pairs = list(zip(gradients, replica.weights, strict=True))
-    new_values = [pair for pair in pairs if pair[1].overwrite_with_gradient]
-    pairs = [pair for pair in pairs if not pair[1].overwrite_with_gradient]
-    parts = zip(*pairs, strict=True)
-    gradients, weights = fused_update.flatten_updates(*parts, optimizer, decayed, squares_rows)
+    gradients, weights = fused_update.flatten_updates(
+        gradients, replica.weights, optimizer, decayed, squares_rows
+    )
     if loss_scale is not None:
         # A power of 2: nothing is rounded.
         gradients = _each(lambda g, _: scaled(g, 1.0 / loss_scale), gradients, weights)
@@ -252,9 +250,6 @@ def _replica_update(
 
     def apply(finite: tf.Tensor | None) -> None:
         with tf.device(replica.device):
-            for value, weight in new_values:
-                if value is not None:
-                    weight.assign(value if finite is None else tf.where(finite, value, weight))
             clipped = _clip(gradients, weights, norm, rules)
             if learning_rate is not None:
                 rate = optimizer.learning_rate

@@ -309,7 +309,6 @@ def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]
             value = tf.identity(weight.value)  # of a tf.Variable itself Keras makes no copy
             twin = keras.Variable(value, dtype=weight.dtype, name=weight.name)
         twin.regularizer, twin.constraint = weight.regularizer, weight.constraint
-        twin.overwrite_with_gradient = weight.overwrite_with_gradient
         copies.append(twin)
     return copies
 
