@@ -124,7 +124,7 @@ def test_the_origin_stays_and_each_start_is_added(committed, tmp_path):
     assert len(found["sessions"][1]["devices"]) == 2 and found["final"] is None
     images, labels = tiny.arrays(60)
     data = dataclasses.replace(run.data, train=ArraySplit(images ^ 1, labels))
-    line, _ = write(dataclasses.replace(run, data=data), tmp_path, 3)
+    (line,) = write(dataclasses.replace(run, data=data), tmp_path, 3)
     assert line.startswith("warning     the training set (data.train.sha256) differs: ")
 
 
