@@ -288,9 +288,7 @@ def _check_names(options: Any, data: bool) -> None:
     from towers.data import registry
 
     values = _values(options)
-    known = registry.DATA_SETS.get(values["dataset"])
-    # Downloadable data sets are searched for in all subfolders, which takes long.
-    if values["dataset"] != "synthetic" and not (known and known.published):
+    if values["dataset"] != "synthetic":
         registry.locate(values["dataset"], values["data_dir"])
 
 

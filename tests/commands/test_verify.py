@@ -15,8 +15,6 @@ from towers.commands.verify import differences as comparison
 from towers.commands.verify import report
 from towers.commands.verify.differences import differences, kind_of
 from towers.commands.verify.runner import TrainRunner
-from towers.data import shapes
-from towers.options.run import Options
 
 pytestmark = pytest.mark.run
 layers = keras.layers
@@ -324,16 +322,3 @@ def test_differences_are_relative_to_the_array_or_to_its_noise(
         assert first.relative_difference == pytest.approx(value)
         if value == 0.25:  # units of the last place are those of the largest value
             assert first.ulps == 0.5 / np.spacing(2.0)
-
-
-@pytest.mark.unit
-def test_no_data_is_downloaded(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(shapes, "NUM_TRAIN", 50)
-    monkeypatch.setattr(shapes, "NUM_TEST", 20)
-    said = []
-    options = Options(dataset="cifar10", data_dir=str(tmp_path / "none"))
-    assert verify.load_data(options, said.append).name == "shapes"
-    assert said == ["data        cifar10 is not at hand: shapes, drawn in code, stand in for it"]
-    assert verify.load_data(Options(dataset="tests.tiny:images"), said.append).train.size == 60
-    assert len(said) == 1

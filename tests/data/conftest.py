@@ -1,34 +1,13 @@
 """What several tests of the data sets share."""
 
-import dataclasses
 import importlib.machinery
 import sys
 import types
 
 import pytest
 
-from tests.data import cifar_files
 from towers import data
-from towers.data import cifar, shapes
-
-
-@pytest.fixture
-def publish(monkeypatch):
-    """Change what is known of a published data set."""
-
-    def change(name, **changes):
-        known = dataclasses.replace(cifar.SETS[name], **changes)
-        monkeypatch.setitem(cifar.SETS, name, known)
-
-    return change
-
-
-@pytest.fixture
-def tiny(publish, tmp_path):
-    """Expect few records in each file of the CIFARs, and download from nowhere."""
-    archive = dict(url=(tmp_path / "no-such-archive.tar.gz").as_uri(), md5="0" * 32)
-    for name, known in cifar.SETS.items():
-        publish(name, **archive, num_records=cifar_files.records(known))
+from towers.data import shapes
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.cifar_files import CIFAR10, write_binaries
 from tests.data.image_files import write_folder
 from towers import cli, data, files
 from towers.commands.predict import inputs
@@ -54,11 +53,6 @@ def images(kind, write):
     return read
 
 
-def cifar(name):
-    write_binaries(Path(), CIFAR10)
-    data.load("cifar10", os.path.dirname(pipe(name)) or ".")
-
-
 def nested_flags(name):
     Path("a.cfg").write_text(f"--flagfile={pipe(name)}\n")
     cli.parse("train", ["--flagfile=a.cfg"])
@@ -76,7 +70,6 @@ def run(name):
             for ending in ("npy", "npz", "png")
         ),
         *((n, images("folder", write_folder)) for n in ("train/cat/x.png", "test/dog/x/y.jpg")),
-        ("data_batch_1.bin", cifar),
         ("a.cfg", lambda name: cli.parse("train", [f"--flagfile={pipe(name)}"])),
         ("b.cfg", nested_flags), ("run/flags.cfg", run),
     ],

@@ -7,14 +7,12 @@ beside what `engine.Template` puts there, and what is done then.
 import dataclasses
 import io
 import json
-import pickle
 import struct
 import zipfile
 from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.data.cifar_files import CIFAR10, CIFAR100
 from towers import cli
 
 LINK, FOLDER, PIPE = "link", "folder", "pipe"  # in the place of a file
@@ -239,25 +237,6 @@ def whole_runs(draw, template) -> Case:
 # ---------------------------------------------------------------------------- Data files
 
 
-class _Sings:
-    """What a hostile pickle holds: a call, for whoever loads it."""
-
-    def __reduce__(self):
-        return (exec, ("import canary; canary.sing()",))
-
-
-def hostile_pickles() -> list[bytes]:
-    return [
-        pickle.dumps(_Sings()),
-        pickle.dumps({b"data": _Sings(), b"labels": [1]}),
-        b"ccanary\nsing\n(tR.",
-        b"\x80\x04\x8c\x06canary\x8c\x04sing\x93)R.",
-        pickle.dumps({b"data": [1] * 100, b"labels": {"a": {}}}),
-        b"\x80\x04" + b"(" * 10_000 + b".",
-        b"\x80\x04]" + b"]a" * 3 + b".",
-    ]
-
-
 @st.composite
 def data_files(draw, template) -> Case:
     """Return data sets of all kinds with damaged files."""
@@ -268,8 +247,6 @@ def data_files(draw, template) -> Case:
     for path in draw(st.lists(st.sampled_from(own), min_size=1, max_size=2)):
         content = template.files[path]
         choices = [in_place(content)]
-        if path.rpartition("/")[2] in CIFAR10 + CIFAR100:
-            choices.append(st.sampled_from(hostile_pickles()))
         if path.endswith(".npz"):
             choices.append(_arrays().map(_zipped))
         files[path] = draw(st.one_of(choices))

@@ -15,7 +15,6 @@ _HOME = {
     "Split": "pipeline",
     "load": "registry",
     "locate": "registry",
-    "stand_in": "registry",
 }
 __all__ = sorted(_HOME)
 __getattr__ = lazily(__name__, _HOME)

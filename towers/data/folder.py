@@ -18,12 +18,11 @@ import tensorflow as tf
 from towers import files
 from towers.data import encoded_images
 from towers.data.pipeline import Data
-from towers.data.registry import DATA_SETS
 from towers.errors import InputError
 from towers.formatting import count, first_of
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
-_EXPECTED = f"expected {DATA_SETS['folder'].layout}"
+_EXPECTED = "expected DIR/train/CLASS/*.png and DIR/test/CLASS/*.png, or DIR/CLASS/*.png"
 
 
 def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data:

@@ -1,16 +1,12 @@
-"""The table of data sets by name.
+"""The data sets by name. A name with a colon is a function of the user, FILE.npz a file.
 
-A name with a colon is a function of the user, one that ends in .npz a file.
-
-To add one, write its module `towers/data/NAME.py` with `load(path) -> Data`, where `path` is the
-folder of its files, and add a line in DATA_SETS and a call in `load`.
+To add one, write its module `towers/data/NAME.py`, and add it to NAMES, `load` and `locate`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import os
 from typing import TYPE_CHECKING
 
@@ -20,27 +16,10 @@ from towers.options.parts import DataOptions
 if TYPE_CHECKING:
     from towers.data.pipeline import Data
 
-
-@dataclasses.dataclass(frozen=True)
-class DataSet:
-    """The properties of a data set that are needed before its module is imported."""
-
-    module: str
-    layout: str = ""  # of the user's files, which need --data_dir
-    published: bool = False  # its files are downloaded if they are missing
-
-
-DATA_SETS = {
-    "shapes": DataSet("shapes"),
-    "cifar10": DataSet("cifar", published=True),
-    "cifar100": DataSet("cifar", published=True),
-    "cifar100_coarse": DataSet("cifar", published=True),
-    "folder": DataSet(
-        "folder",
-        "DIR/train/CLASS/*.png (or .jpg, .jpeg, .bmp, .gif), DIR/test/CLASS/*.png, or "
-        "DIR/CLASS/*.png",
-    ),
-}
+NAMES = "shapes", "cifar10", "cifar100", "cifar100_coarse", "folder"
+FOLDER_LAYOUT = (
+    "DIR/train/CLASS/*.png (or .jpg, .jpeg, .bmp, .gif), DIR/test/CLASS/*.png, or DIR/CLASS/*.png"
+)
 
 
 def load(
@@ -55,8 +34,8 @@ def load(
     Args:
         dataset: a name in DATA_SETS, "module:function", see `towers.data.user_data`, or the path of
             a file FILE.npz, see `towers.data.npz`.
-        data_dir: the folder of the user's files, or of published ones; None or "" for these is
-            `$XDG_CACHE_HOME/towers` or `~/.cache/towers`.
+        data_dir: the folder of the user's files, or of published ones; None or "": the CIFARs are
+            those of `keras.datasets`, and shapes are kept in the user's cache folder.
         image_size: (height, width) to which the images of the user's files are resized; None: all
             must have the same size.
         validation_fraction: the part of the training examples, 0..1, that becomes the validation
@@ -66,21 +45,33 @@ def load(
     Raises:
         InputError: the data set is unknown, damaged or not available.
     """
-    kind, paths = _look_up(dataset, data_dir)
-    if image_size and kind != "folder":
+    locate(dataset, data_dir)
+    if image_size and dataset != "folder":
         raise InputError(
             f"--image_size is for --dataset=folder, not {dataset}: leave it out, or name such data"
         )
-    module = importlib.import_module(f"towers.data.{kind}")
-    if kind == "cifar":
-        module = module.SETS[dataset]
-    most = max_image_pixels or DataOptions.max_image_pixels
-    arguments = {
-        "npz": (dataset, *paths),
-        "user_data": (dataset,),
-        "folder": (*paths, image_size, most),
-    }
-    data = module.load(*arguments.get(kind, paths))
+    folder = os.path.expanduser(data_dir or "")
+    if dataset.lower().endswith(".npz"):
+        from towers.data import npz
+
+        data = npz.load(dataset, _file(dataset, folder))
+    elif ":" in dataset:
+        from towers.data import user_data
+
+        data = user_data.load(dataset)
+    elif dataset == "folder":
+        from towers.data import folder as images
+
+        most = max_image_pixels or DataOptions.max_image_pixels
+        data = images.load(folder, image_size, most)
+    elif dataset == "shapes":
+        from towers.data import shapes
+
+        data = shapes.load(folder or _cache_dir())
+    else:
+        from towers.data import cifar
+
+        data = cifar.SETS[dataset].load(folder)
     if not validation_fraction:
         return data
     if data.validation:
@@ -92,8 +83,8 @@ def load(
     return dataclasses.replace(data, train=train, validation=validation)
 
 
-def locate(dataset: str, data_dir: str | None = None) -> str | None:
-    """Return a line on where a data set is, None if it would be downloaded.
+def locate(dataset: str, data_dir: str | None = None) -> str:
+    """Return a line on where a data set is, without loading it.
 
     Args:
         dataset: as for `load`.
@@ -102,66 +93,49 @@ def locate(dataset: str, data_dir: str | None = None) -> str | None:
     Raises:
         InputError: there is no such data set, or some of its files are missing.
     """
-    kind, paths = _look_up(dataset, data_dir)
-    if kind == "npz":
-        return f"{paths[0]}: there; a run looks at what is inside"
-    if kind == "user_data":
+    folder = os.path.expanduser(data_dir or "")
+    if dataset.lower().endswith(".npz"):
+        return f"{_file(dataset, folder)} is there; a run looks at what is inside"
+    if ":" in dataset:
         return f"{dataset} is your own: not looked at"
-    if kind == "shapes":
+    if dataset == "shapes":
         return f"{dataset} is drawn in code"
-    if kind == "cifar":
+    if dataset == "folder":
+        if not folder:
+            raise InputError(
+                f"--dataset=folder needs your files; type --data_dir=DIR with {FOLDER_LAYOUT}"
+            )
+        if not os.path.isdir(folder):
+            raise InputError(f"--data_dir={folder} is not a folder; expected {FOLDER_LAYOUT}")
+        return f"{folder} is there; a run looks at your own files in it"
+    if dataset in NAMES:
         from towers.data import cifar
 
-        files = cifar.SETS[dataset].find(*paths)
-        return f"{dataset} is in {os.path.dirname(files[0])}" if files else None
-    return f"{paths[0]} is there; a run looks at your own files in it"
-
-
-def stand_in(dataset: str) -> Data:
-    """Return synthetic images with the shape and classes of a published data set."""
-    from towers.data import cifar
-
-    names = cifar.SETS[dataset].class_names
-    return dataclasses.replace(load("shapes"), num_classes=len(names), class_names=names)
-
-
-def cache_dir() -> str:
-    """Return the folder of cached files."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return os.path.join(cache, "towers")
-
-
-def _look_up(dataset: str, data_dir: str | None) -> tuple[str, list[str]]:
-    # The module that loads a data set, and its files or its folder.
-    if dataset.lower().endswith(".npz"):
-        return "npz", [_file(dataset, data_dir)]
-    if ":" in dataset:
-        return "user_data", []
-    if os.path.isdir(dataset) and dataset not in DATA_SETS:
+        if not folder:
+            return f"{dataset} is that of keras.datasets, which downloads it once"
+        return f"{dataset} is in {os.path.dirname(cifar.SETS[dataset].find(folder)[0])}"
+    if os.path.isdir(dataset):
         raise InputError(
             f"--dataset={dataset} is a folder: for its images type --dataset=folder "
             f"--data_dir={dataset}"
         )
-    if dataset not in DATA_SETS:
-        close = difflib.get_close_matches(dataset.lower(), DATA_SETS, n=1)
-        module = dataset.removesuffix(".py")
-        close = [f"{module}:load"] if os.path.isfile(f"{module}.py") else close
-        meant = f", did you mean {close[0]}?" if close else ""
-        allowed = f"{', '.join(DATA_SETS)}, FILE.npz and module:function"
-        raise InputError(f"--dataset={dataset} is unknown{meant}; allowed are {allowed}")
-    path, layout = os.path.expanduser(data_dir or cache_dir()), DATA_SETS[dataset].layout
-    if layout and not data_dir:
-        raise InputError(f"--dataset={dataset} needs your files; type --data_dir=DIR with {layout}")
-    if not os.path.isdir(path) and (layout or os.path.lexists(path)):
-        expected = f"expected {layout}" if layout else "name a folder"
-        raise InputError(f"--data_dir={path} is not a folder; {expected}")
-    return DATA_SETS[dataset].module, [path]
+    module = dataset.removesuffix(".py")
+    close = difflib.get_close_matches(dataset.lower(), NAMES, 1)
+    close = [f"{module}:load"] if os.path.isfile(f"{module}.py") else close
+    meant = f", did you mean {close[0]}?" if close else ""
+    allowed = f"{', '.join(NAMES)}, FILE.npz and module:function"
+    raise InputError(f"--dataset={dataset} is unknown{meant}; allowed are {allowed}")
 
 
-def _file(dataset: str, data_dir: str | None) -> str:
-    # The name is relative to the current folder or to `data_dir`.
-    folders = ["", *([os.path.expanduser(data_dir)] if data_dir else [])]
-    paths = [os.path.join(folder, os.path.expanduser(dataset)) for folder in folders]
+def _cache_dir() -> str:
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(cache, "towers")
+
+
+def _file(dataset: str, folder: str) -> str:
+    # The name is relative to the current folder or to `folder`.
+    name = os.path.expanduser(dataset)
+    paths = [name, *([os.path.join(folder, name)] if folder else [])]
     for path in paths:
         if os.path.isfile(path):
             return path

@@ -92,7 +92,8 @@ class DataOptions:
 
     dataset: str = _data(
         "shapes", "Training and test set: shapes (drawn in code), cifar10, cifar100, "
-        "cifar100_coarse (found in data_dir or downloaded), module:function of your own, FILE.npz "
+        "cifar100_coarse (binary files in data_dir, else keras.datasets), module:function of your "
+        "own, FILE.npz "
         "(x_train, y_train, x_test, y_test), or files in data_dir: folder (train/CLASS/*.png, "
         "test/CLASS/*.png; jpg, bmp, gif).",
     )  # fmt: skip

@@ -136,13 +136,9 @@ def check_data(dataset: str, data_dir: str) -> Check:
         data_dir: its folder, or "".
     """
     try:
-        where = registry.locate(dataset, data_dir)
+        return Check("data", OK, registry.locate(dataset, data_dir))
     except InputError as error:
         return _refused("data", error, "name another --data_dir")
-    if where is None:
-        folder = data_dir or registry.cache_dir()
-        return Check("data", NOTE, f"{dataset} is not below {folder}: the first run downloads it")
-    return Check("data", OK, where)
 
 
 def _check_devices(driver: Sequence[DriverGpu], environ: Mapping[str, str]) -> Iterator[Check]:

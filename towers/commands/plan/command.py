@@ -54,7 +54,7 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
             "can be planned"
         )
     names = devices.tower_devices(max(num_towers + 1, 4), "cpu")[1 : num_towers + 1]
-    dataset = load_data(run_options, say)
+    dataset = load_data(run_options)
     say(
         f"plan        {run_options.model} on {dataset.name}: {num_towers} towers, batch size "
         f"{run_options.batch_size} in all, {run_options.dtype}"

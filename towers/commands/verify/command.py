@@ -49,7 +49,7 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     most = max(numbers)
     names = remote.alternating_devices(of_run, numbers)
     names = names or devices.tower_devices(most, of_run.devices)
-    dataset = load_data(of_run, say)
+    dataset = load_data(of_run)
     native = of_run.on_this_machine(most)
     exact = dataclasses.replace(native, dtype="float64")
     scaled = of_run.dtype == "mixed_float16"

@@ -172,13 +172,8 @@ def tower_devices(options: Options) -> list[str]:
     return devices.tower_devices(options.num_towers, options.devices, divide_cores=True)
 
 
-def load_data(options: Options, say: Callable[[str], None] | None = None) -> Data:
-    """Return the data set.
-
-    Args:
-        options: of the run.
-        say: prints a line. If given, nothing is downloaded: synthetic images replace a data set
-            that is not on this machine.
+def load_data(options: Options) -> Data:
+    """Return the data set of a run.
 
     Raises:
         InputError: there is no such data set.
@@ -186,9 +181,6 @@ def load_data(options: Options, say: Callable[[str], None] | None = None) -> Dat
     """
     name, folder = options.dataset, options.data_dir or None
     with user_facing_errors(options):
-        if say and data.locate(name, folder) is None:
-            say(f"data        {name} is not at hand: shapes, drawn in code, stand in for it")
-            return data.stand_in(name)
         size, fraction = options.image_height_width(), options.validation_fraction
         limit = options.max_image_pixels
         return data.load(name, folder, size, fraction, limit)
