@@ -203,15 +203,6 @@ def metric_direction(model: keras.Model, name: str) -> str | None:
     return None
 
 
-def loss_paths(model: keras.Model) -> list[tuple[tuple, str, Any]]:
-    """Return (path in the outputs, name of the output, loss) for each loss of a compiled model.
-
-    They are known after its first call. Public: `model.loss`, maybe one name for all outputs.
-    """
-    losses = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None) or []
-    return [(tuple(loss.path), str(loss.name), loss.loss) for loss in losses]
-
-
 def compiled_loss(model: keras.Model, y: Any, outputs: Any, weights: Any) -> Any:
     """Return the loss that `compile` was given, without what layers add.
 

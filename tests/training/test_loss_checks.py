@@ -1,6 +1,5 @@
 """What data, model and loss have to do with each other: said before the first step."""
 
-import dataclasses
 import re
 import types
 
@@ -26,7 +25,6 @@ layers = keras.layers
 SPARSE, CATEGORICAL = "sparse_categorical_crossentropy", "categorical_crossentropy"
 BINARY, BCE = "binary_crossentropy", keras.losses.BinaryCrossentropy
 SIZE = 8
-NAME = "--model=given_in_python:make: "
 
 
 def data_of(*example):
@@ -153,113 +151,41 @@ def bare(units=3):
 
 BOTH = {"value": NUMBERS, "kind": CLASSES}
 ONES = np.ones(SIZE, np.float32)
-# What is wrong: a model, data, options, and parts of the one line.
+# What is refused: a model, data, and the remedy.
 WRONG = {
-    "no activation": (
-        dense(SPARSE, 3), (X, CLASSES),
-        ["of layer head, has no activation, and sparse_categorical_crossentropy takes probabilities"
-         ': give it activation="softmax", or the loss from_logits=True: '
-         "keras.losses.SparseCategoricalCrossentropy(from_logits=True)"],
-    ),
-    "no activation, by class": (
-        dense(BCE(), 1), (X, BITS), ['activation="sigmoid"', "BinaryCrossentropy(from_logits=True)"]
-    ),
-    "softmax of one": (dense("mse", 1, "softmax"), (X, BITS), ["always gives 1"]),
-    "one-hot":
-        (dense(SPARSE, 3, "softmax"), (X, ONE_HOT),
-         ["its loss cannot be computed of this data set (targets (batch, 3) with outputs (batch, 3",
-          "must have rank (ndim) `target.ndim - 1`"]),
-    "too many classes":
-        (dense(SPARSE, 2, "softmax"), (X, CLASSES),
-         ["targets 2, and the output has 2 units, for classes 0..1: give the last layer 3 units"]),
-    "from 1":
-        (dense(SPARSE, 3, "softmax"), (X, CLASSES + 1),
-         ["count them from 0, or give the last layer 4 units"]),
-    "negative": (dense(SPARSE, 3, "softmax"), (X, CLASSES - 1), ["targets -1", "ignore_class=-1"]),
-    "no place":
-        (conv(SPARSE, 3, "softmax"), (IMAGES, np.where(MASKS > 0, 255, 1)),
-         ["targets 255", "ignore_class=255"]),
-    "no whole numbers": (dense(SPARSE, 3, "softmax"), (X, NUMBERS), ["mean_squared_error"]),
-    "-1 and 1":
-        (dense(BINARY, 1, "sigmoid"), (X, BITS * 2 - 1),
-         ["go from -1 to 1, and binary_crossentropy takes 0..1: bring them there"]),
-    "classes":
-        (dense(BINARY, 1, "sigmoid"), (X, CLASSES),
-         ["from 0 to 2", "sparse_categorical_crossentropy, and 3 units"]),
-    "white masks":
-        (conv(keras.losses.Dice(), 1, "sigmoid"), (IMAGES, 255 * MASKS), ["divide masks by 255"]),
-    "a unit for a class":
-        (dense(BINARY, 3, "sigmoid"), (X, CLASSES),
-         ["sparse_categorical_crossentropy, and 3 units"]),
-    "numbers broadcast": (
-        dense("mse", 3), (X, NUMBERS[:, None]),
-        ["targets of shape (batch, 1), and the output has shape (batch, 3)", "1 unit, or a target"]
-    ),
-    "outputs broadcast": (dense("mae", 1), (X, SEVERAL), ["give the last layer 3 units"]),
-    "smaller outputs":
-        (conv("mse", 1, None, 2), (IMAGES, MASKS),
-         ["(batch, 6, 6, 1)", "(batch, 3, 3, 1)", "outputs of the targets' shape"]),
-    "weights of labels":
-        (dense("mse", 1), (X, NUMBERS, SEVERAL),
-         ["with outputs (batch, 1), sample weights (batch, 3"]),
+    "no activation": (dense(SPARSE, 3), (X, CLASSES), "SparseCategoricalCrossentropy(from_logits"),
+    "no activation, by class": (dense(BCE(), 1), (X, BITS), 'activation="sigmoid"'),
+    "softmax of one": (dense("mse", 1, "softmax"), (X, BITS), "or more units"),
+    "one-hot": (dense(SPARSE, 3, "softmax"), (X, ONE_HOT), "must have rank (ndim)"),
+    "too many classes": (dense(SPARSE, 2, "softmax"), (X, CLASSES), "give the last layer 3 units"),
+    "from 1": (dense(SPARSE, 3, "softmax"), (X, CLASSES + 1), "from 0, or give the last layer 4"),
+    "negative": (dense(SPARSE, 3, "softmax"), (X, CLASSES - 1), "ignore_class=-1"),
+    "no whole numbers": (dense(SPARSE, 3, "softmax"), (X, NUMBERS), "mean_squared_error"),
+    "-1 and 1": (dense(BINARY, 1, "sigmoid"), (X, BITS * 2 - 1), "takes 0..1: bring them there"),
+    "classes": (dense(BINARY, 1, "sigmoid"), (X, CLASSES), f"{SPARSE}, and 3 units"),
+    "a unit for a class": (dense(BINARY, 3, "sigmoid"), (X, CLASSES), f"{SPARSE}, and 3 units"),
+    "numbers broadcast": (dense("mse", 3), (X, NUMBERS[:, None]), "1 unit, or a target"),
+    "outputs broadcast": (dense("mae", 1), (X, SEVERAL), "give the last layer 3 units"),
+    "smaller outputs": (conv("mse", 1, None, 2), (IMAGES, MASKS), "outputs of the targets' shape"),
+    "weights of labels": (dense("mse", 1), (X, NUMBERS, SEVERAL), "sample weights (batch, 3)"),
     "weights of a classifier":
-        (bare(), (X, CLASSES, ONES[:, None]), ["--dataset=my:data: sample weights of shape"]),
-    "no targets": (dense("mse", 1), (X,), ["cannot be computed of this data set (targets none)"]),
-    "other names":
-        (two(), (X, {"value": NUMBERS, "sort": CLASSES}),
-         ["'sort': '(batch)'", "outputs value, kind"]),
-    "names of weights":
-        (two(), (X, BOTH, {"value": ONES}), ["outputs value, kind, sample weights {'value': "]),
-    "one for two": (two(), (X, NUMBERS), ["outputs value, kind", "have different structures"]),
-    "no such output":
-        (two({"value": "mse", "sort": "mse"}), (X, BOTH),
-         ["path: ('sort',) in the `loss` argument"]),
-    "one of two":
-        (two(), (X, BOTH | {"kind": CLASSES + 1}), ["targets 3, and output 'kind' has 3 units"]),
-    "one of two has no activation":
-        (two({"value": "mse", "kind": SPARSE}), (X, BOTH),
-         ["output 'kind', of layer b, has no activation"]),
+        (bare(), (X, CLASSES, ONES[:, None]), "--dataset=my:data: sample weights of shape"),
+    "no targets": (dense("mse", 1), (X,), "targets none"),
+    "other names": (two(), (X, {"value": NUMBERS, "sort": CLASSES}), "'sort': '(batch)'"),
+    "one for two": (two(), (X, NUMBERS), "have different structures"),
+    "one of two": (two(), (X, BOTH | {"kind": CLASSES + 1}), "or give the last layer 4 units"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_what_cannot_be_meant_is_refused_in_one_line(fault):
-    make, data, parts = WRONG[fault]
-    line = refusal(lines, make, *data)
-    for part in parts:
-        assert part in line
-    assert "argmax" not in line
+    make, data, remedy = WRONG[fault]
+    assert remedy in refusal(lines, make, *data)
 
 
-DOUBTFUL = {
-    "softmax of logits":
-        (dense(sparse(from_logits=True), 3, "softmax"), (X, CLASSES),
-         "the output ends in a softmax, and the loss has from_logits=True"),
-    "softmax of labels": (dense(BINARY, 3, "softmax"), (X, SEVERAL), "several ones"),
-    "labels of a class":
-        (dense(CATEGORICAL, 3, "softmax"), (X, SEVERAL), "with binary_crossentropy"),
-    "sigmoid": (dense(CATEGORICAL, 3, "sigmoid"), (X, ONE_HOT), "that add up to 1"),
-    "relu": (dense(BINARY, 1, "relu"), (X, BITS), "ends in a relu"),
-    "out of reach": (
-        dense("mse", 1, "sigmoid"), (X, NUMBERS), "go from -4.522 to 2.07701, and its sigmoid gives"
-    ),
-    "accuracy of numbers":
-        (dense("mse", 1, None, ["accuracy"]), (X, NUMBERS), "take mean_absolute_error"),
-    "accuracy of logits":
-        (dense(BCE(from_logits=True), 1, None, ["accuracy"]), (X, BITS), "Accuracy(threshold=0)"),
-    "area of logits":
-        (dense(BCE(from_logits=True), 1, None, [keras.metrics.AUC()]), (X, BITS),
-         "take keras.metrics.AUC(from_logits=True)"),
-    "order":
-        (two({"value": "mse", "kind": "mse"}), (X, (SEVERAL, NUMBERS)), "in the order kind, value"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", DOUBTFUL)
-def test_what_may_be_wrong_is_said(fault):
-    make, data, part = DOUBTFUL[fault]
-    (line,) = lines(make, *data)
-    assert line.startswith("warning     ") and part in line
+def test_a_softmax_of_logits_is_a_warning():
+    (line,) = lines(dense(sparse(from_logits=True), 3, "softmax"), X, CLASSES)
+    assert line.startswith("warning     ") and "take the softmax off the last layer" in line
 
 
 class Own(keras.Model):
@@ -313,48 +239,27 @@ def tagger():
 
 
 TOKENS = np.random.default_rng(2).integers(0, 20, (SIZE, 5)).astype(np.int32)
-categorical = keras.losses.CategoricalCrossentropy
 SOUND = {
     "classes": (dense(sparse(from_logits=True), 3, None, ["accuracy"]), X, CLASSES),
     "more outputs than classes": (dense(sparse(from_logits=True), 9), X, CLASSES),
-    "probabilities": (dense(SPARSE, 3, "softmax"), X, CLASSES),
     "no class": (dense(sparse(ignore_class=-1), 3, "softmax"), X, CLASSES - 1),
     "one-hot": (dense(CATEGORICAL, 3, "softmax"), X, ONE_HOT),
-    "soft labels": (dense(categorical(label_smoothing=0.1), 3, "softmax"), X, ONE_HOT * 0.8),
-    "focal": (dense("categorical_focal_crossentropy", 3, "softmax"), X, ONE_HOT),
-    "one-hot and sigmoid": (dense(BINARY, 3, "sigmoid"), X, ONE_HOT),
-    "one-hot and binary": (dense(BINARY, 3, "softmax"), X, ONE_HOT),
     "bits": (dense(BINARY, 1, "sigmoid", ["accuracy"]), X, BITS),
     "chances": (dense(BINARY, 1, "sigmoid"), X, np.float32(BITS) * 0.9),
-    "bits of logits": (
-        dense(BCE(from_logits=True), 1, None, [keras.metrics.BinaryAccuracy(threshold=0)]), X, BITS
-    ),
-    "labels": (dense(BINARY, 3, "sigmoid", ["AUC"]), X, SEVERAL),
+    "bits of logits": (dense(BCE(from_logits=True), 1), X, BITS),
     "unknown labels": (dense(BINARY, 3, "sigmoid"), X, SEVERAL - 1, ONES),
     "constrained": (dense(BINARY, 1, kernel_constraint="non_neg"), X, BITS),
-    "number": (dense("mse", 1, None, ["mae"]), X, NUMBERS),
-    "whole numbers": (dense("huber", 1), X, 5 * CLASSES),
-    "numbers": (dense("log_cosh", 3), X, SEVERAL * 7),
+    "in another precision":
+        (dense(SPARSE, 3, "softmax", None, layers.Activation("linear")), X, CLASSES),
     "flat output": (dense("mae", 1, None, None, layers.Reshape(())), X, NUMBERS),
-    "in reach": (dense("mse", 1, "tanh"), X, np.tanh(NUMBERS)),
-    "counts": (dense("poisson", 1, "softplus"), X, CLASSES),
-    "hinge": (dense("hinge", 1, "tanh"), X, BITS),
     "hinge of signs": (dense("squared_hinge", 1), X, 2 * BITS - 1),
-    "direction": (dense("cosine_similarity", 3), X, SEVERAL),
-    "divergence": (dense("kl_divergence", 3, "softmax"), X, ONE_HOT),
-    "masks": (conv(BINARY, 1, "sigmoid"), IMAGES, MASKS),
     "masks of classes": (conv(sparse(from_logits=True), 3), IMAGES, MASKS.astype(np.int32)),
     "nothing": (conv(sparse(ignore_class=255), 3, "softmax"), IMAGES, np.where(MASKS > 0, 255, 1)),
     "dice": (conv(keras.losses.Dice(), 1, "sigmoid"), IMAGES, MASKS),
     "weights of pixels": (conv("mse", 1), IMAGES, MASKS, MASKS[..., 0]),
-    "weights": (dense("mse", 1), X, NUMBERS, ONES),
-    "autoencoder": (dense("mse", 4), X, X),
-    "tokens": (tagger, TOKENS, TOKENS % 3),
     "weights of tokens": (tagger, TOKENS, TOKENS % 3, np.ones((SIZE, 5), np.float32)),
-    "two": (two(), X, BOTH),
     "one weight for two": (two(), X, BOTH, ONES),
     "a loss for one of two": (two({"value": "mse"}), X, {"value": NUMBERS}),
-    "two with one loss": (two("mse"), X, {"value": NUMBERS, "kind": SEVERAL}),
     "own class": (own_class, X, CLASSES),
     "own loss": (dense(broadcast, 3), X, SEVERAL),
     "own class of loss": (dense(Half(), 3, "sigmoid"), X, 9 * SEVERAL),
@@ -377,24 +282,11 @@ def test_nothing_is_said_of_sound_tasks(name):
     assert lines_of_run(getattr(tasks, name), *train) == []
 
 
-# Of each way that the checks learn what they know.
-IN_A_RUN = "numbers broadcast", "weights of a classifier", "one of two", "own step"
-
-
 @pytest.mark.run
-@pytest.mark.parametrize("case", IN_A_RUN)
+@pytest.mark.parametrize("case", ["numbers broadcast", "weights of a classifier", "one of two"])
 def test_a_run_says_the_same(case):
-    if case in SOUND:
-        make, *example = SOUND[case]
-    else:
-        make, example, _ = (WRONG | DOUBTFUL)[case]
-    said = []
-    for way in (lines, lines_of_run):
-        try:
-            said.append(way(make, *example))
-        except InputError as error:
-            said.append(str(error))
-    assert said[0] == said[1]
+    make, example, _ = WRONG[case]
+    assert refusal(lines, make, *example) == refusal(lines_of_run, make, *example)
 
 
 @pytest.mark.run
@@ -404,7 +296,7 @@ def test_what_flags_compile_is_named_by_the_flag():
     assert line.endswith("which is the loss without --loss")
     line = refusal(lines_of_run, bare(), X, CLASSES, metrics="Precision")
     assert "the metric Precision cannot be computed of this data set" in line
-    assert "targets (batch) with outputs (batch, 3)" in line
+    assert "targets (batch); outputs (batch, 3)" in line
 
 
 def raises(y_true, y_pred):
@@ -431,9 +323,6 @@ def test_training_refuses_before_it_makes_a_folder(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-# ---------------------------------------------------------------------------- Numbers of classes
-
-
 def of_classes(num_classes):
     return keras.Sequential([layers.Dense(num_classes)])
 
@@ -455,19 +344,3 @@ def test_targets_and_a_model_that_do_not_fit(tmp_path, y, make, words):
     given = {"model": option_text("model", make)} if make else {}
     given |= dict(dataset=str(tmp_path / "mine.npz"), batch_size=SIZE, max_steps=1)
     assert re.search(words, refusal(prepare, Options(**given)))
-
-
-@pytest.mark.parametrize("names", [("hi", "lo", "no"), ("0", "1", "2")])
-def test_classes_by_their_texts_are_no_numbers_to_learn(names):
-    def make():
-        model = keras.Sequential([layers.Dense(1)])
-        model.compile("sgd", "mse")
-        return model
-
-    x, y = np.ones([SIZE, 2], np.float32), np.arange(SIZE) % 3
-    data = dataclasses.replace(data_of(x, y), class_names=names)
-    run = assemble(options_of(make), devices.tower_devices(2, "cpu"), data)
-    said = loss_checks.check(run.task, first_batch(run))
-    assert ["the classes hi, lo, no" in line and "3 units" in line for line in said] == (
-        [True] * (names[0] == "hi")
-    )

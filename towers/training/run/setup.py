@@ -25,9 +25,9 @@ from towers.options.triggers import Timetable
 from towers.training.run import compile_from_flags, model
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step import compiled
+from towers.training.step.loss_checks import shape_of
 from towers.training.step.optimizers import check_own
 from towers.training.step.output_activation import check_rows
-from towers.training.step.output_checks import shape_of
 from towers.training.step.schedules import schedule
 from towers.training.step.task import Classifier, Task
 from towers.training.step.train_loop import make_train_loop

@@ -1,23 +1,58 @@
 """Checks before the first step that data, model and loss match.
 
-Certain mistakes raise InputError with a remedy, likely ones give a warning. Losses, metrics and
-training steps of the user's own are not checked.
+A mistake that Keras would train on raises InputError with a remedy, and a doubtful model gives a
+warning. Losses, metrics and training steps of the user's own are not checked.
 """
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from towers import tf_internals
 from towers.errors import InputError
 from towers.training.run.model import overrides
-from towers.training.step.output_activation import OutputActivation, ending_of, final_activation
-from towers.training.step.output_checks import LossInput, OutputCheck, doubtful_metrics, shape_of
+from towers.training.step.output_activation import OutputActivation, final_activation, output_ending
 from towers.training.step.task import Task
+
+_SPARSE = "sparse_categorical_crossentropy"
+_BINARY = ("binary_crossentropy", "binary_focal_crossentropy")
+# Losses of probabilities, with the activation that makes them.
+_PROBABILITIES = {
+    **dict.fromkeys(_BINARY, "sigmoid"),
+    "categorical_crossentropy": "softmax",
+    "categorical_focal_crossentropy": "softmax",
+    _SPARSE: "softmax",
+}
+# These broadcast silently.
+_ELEMENTWISE = (
+    "mean_squared_error", "mean_absolute_error", "mean_absolute_percentage_error",
+    "mean_squared_logarithmic_error", "huber", "log_cosh", "poisson", "dice", "tversky",
+    "cosine_similarity", "kl_divergence", "hinge", "squared_hinge", "categorical_hinge",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class LossInput:
+    """The inputs of a loss. Shapes have a batch axis, and None for unknown sizes."""
+
+    loss: keras.Loss
+    target: int | None  # index of y among the leaves of the data's y; None: it is computed
+    y: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+    masked: bool
+
+    @property
+    def kind(self) -> str:
+        """Name of the Keras function that the loss computes; "" for a loss of the user's."""
+        function = getattr(self.loss, "fn", None)
+        modules = type(self.loss).__module__, getattr(function, "__module__", None) or ""
+        is_keras = all(module.partition(".")[0] == "keras" for module in modules)
+        return function.__name__ if is_keras else ""
 
 
 class LossRecorder:
@@ -131,15 +166,15 @@ def check(task: Task, batch: Any) -> list[str]:
     example, _ = batch
     recorder: LossRecorder | None = getattr(task, "recorder", None)
     if recorder is None:
-        return _check_classifier(task, example)
-    lines = [
-        f"{_flag_of(task)}: its step changes the variable {name}, which no checkpoint holds, so a "
-        "run that was stopped goes on with other numbers: make it by add_weight(..., "
-        "trainable=False); for draws keep a keras.random.SeedGenerator in the layer"
-        for name in task.unsaved
-    ]
-    if recorder.is_keras:
-        lines += _check_outputs(task, recorder, example)
+        lines = _check_classifier(task, example)
+    else:
+        lines = [
+            f"{_flag_of(task)}: its step changes the variable {name}, which no checkpoint holds, "
+            "so a run that was stopped goes on with other numbers: make it by add_weight(..., "
+            "trainable=False); for draws keep a keras.random.SeedGenerator in the layer"
+            for name in task.unsaved
+        ]
+        lines += _check_losses(task, recorder, example) if recorder.is_keras else []
     return [f"warning     {line}" for line in dict.fromkeys(lines)]
 
 
@@ -170,21 +205,18 @@ def translate_loss_errors(task: Task, recorder: LossRecorder, batches: Any) -> I
             raise
         example, _ = next(iter(batches))
         if recorder.is_keras and not raised:
-            _check_outputs(task, recorder, example)
-        subject = f"the metric {raised}" if raised else "its loss"
+            _check_losses(task, recorder, example)
+        names = getattr(task.model, "output_names", None)
+        outputs = [shape_of(inputs.outputs) for inputs in recorder.inputs] or names or ["unknown"]
         given = [
-            f"targets {shape_of(inputs.y)} with outputs {shape_of(inputs.outputs)}"
-            for inputs in recorder.inputs
+            f"targets {_shapes_of(example[1]) if len(example) > 1 else 'none'}",
+            f"outputs {', '.join(outputs)}",
         ]
-        outputs = _outputs(task.model)
-        if isinstance(outputs, dict) or not given:
-            given = [f"targets {_shapes_of(example[1:2]) or 'none'}"]
-            given += [f"outputs {', '.join(outputs)}"] if isinstance(outputs, dict) else []
         given += [f"sample weights {_shapes_of(part)}" for part in example[2:]]
         text = " ".join(str(error).partition(" for '{{node")[0].split()).removesuffix(".")[:200]
         raise InputError(
-            f"{_flag_of(task)}: {subject} cannot be computed of this data set "
-            f"({', '.join(given)}): {text or type(error).__name__}"
+            f"{_flag_of(task)}: {f'the metric {raised}' if raised else 'its loss'} cannot be "
+            f"computed of this data set ({'; '.join(given)}): {text or type(error).__name__}"
         ) from None
 
 
@@ -199,64 +231,131 @@ def _check_classifier(task: Task, example: Any) -> list[str]:
     if final not in ("softmax", "sigmoid"):
         return []
     return [
-        f"warning     {task.options.model} ends in a {final}, and the loss takes logits, of which "
-        f"it takes the softmax itself: it will learn badly; take the {final} off the last layer"
+        f"{task.options.model} ends in a {final}, and the loss takes logits, of which it takes the "
+        f"softmax itself: it will learn badly; take the {final} off the last layer"
     ]
 
 
-def _check_outputs(task: Task, recorder: LossRecorder, example: Any) -> list[str]:
+def _check_losses(task: Task, recorder: LossRecorder, example: Any) -> list[str]:
+    """Check the targets and outputs of each recorded loss; return warnings."""
+    flag, lines = _flag_of(task), []
     leaves = tf.nest.flatten(example[1]) if len(example) > 1 else []
-    data = task.data
-    classes = (data.num_classes, data.no_classes, data.class_names) if len(leaves) == 1 else ()
-    outputs, lines = _outputs(task.model), []
-    unnamed = len(example) > 1 and isinstance(example[1], tuple | list)
-    if isinstance(outputs, dict) and unnamed and list(outputs) != sorted(outputs):
-        lines.append(
-            f"{_flag_of(task)}: the targets have no names, and Keras takes them in the order "
-            f"{', '.join(sorted(outputs))}: give a dict of targets"
-        )
-    for inputs, (name, ending) in zip(recorder.inputs, _output_endings(recorder), strict=True):
-        values = None if inputs.target is None else leaves[inputs.target].numpy()
-        if values is not None and not (values.size and values.dtype.kind in "iufb"):
-            values = None
-        weighted = len(example) > 2 or inputs.masked
-        one = OutputCheck(_flag_of(task), name, inputs, ending, values, weighted, *classes)
-        lines += one.check()
-        if len(recorder.inputs) == 1:
-            groups = (getattr(metric, "metrics", ()) for metric in recorder.model.metrics)
-            lines += doubtful_metrics(one, itertools.chain.from_iterable(groups))
-    return lines
-
-
-def _output_endings(recorder: LossRecorder) -> list[tuple[str, OutputActivation]]:
-    """Return (output name, "" for a single output; its activation) for each recorded loss."""
-    paths, outputs = tf_internals.loss_paths(recorder.model), _outputs(recorder.model)
-    endings, waiting, single = [], list(paths), len(paths) < 2
     for inputs in recorder.inputs:
-        at = next((i for i, (_, _, loss) in enumerate(waiting) if loss is inputs.loss), None)
-        path, name, _ = waiting.pop(at) if at is not None else ((), "", None)
-        output = outputs
-        for step in path:
-            within = isinstance(output, dict | list | tuple)
-            output = output[step] if within else output if single else None
-        if isinstance(output, keras.KerasTensor):
-            ending = ending_of(output)
-        else:
-            ending = OutputActivation(
-                final_activation(recorder.model) if single and outputs is None else None
-            )
-        endings.append(("" if single else name, ending))
-    return endings
+        kind, ignored = inputs.kind, getattr(inputs.loss, "ignore_class", None)
+        values = None if inputs.target is None else leaves[inputs.target].numpy()
+        known = values is not None and values.size > 0 and values.dtype.kind in "iufb"
+        wrong = _wrong_shapes(inputs) if kind in _ELEMENTWISE else ""
+        if kind and len(recorder.inputs) == 1:
+            found, warning = _wrong_ending(inputs, output_ending(task.model), flag)
+            wrong, lines = wrong or found, [*lines, *warning]
+        if not wrong and known and kind == _SPARSE:
+            wrong = _wrong_classes(values, inputs.outputs[-1], ignored)
+            size = inputs.outputs[-1] or 0
+            if not wrong and len(leaves) == 1 and ignored is None:
+                wrong = task.data.no_classes
+                if task.data.num_classes > size > 0:
+                    wrong = (
+                        f"the targets are of {task.data.num_classes} classes, and the output has "
+                        f"{size} units: give the last layer {task.data.num_classes}"
+                    )
+        excluded = len(example) > 2 or inputs.masked  # targets may be left out
+        if not wrong and known and kind in _BINARY and not excluded:
+            wrong = _outside_of_0_to_1(values, kind)
+        if wrong:
+            raise InputError(f"{flag}: {wrong}")
+    return [f"{flag}: {line}" for line in lines]
 
 
-def _outputs(model: keras.Model) -> Any:
-    """Return the symbolic outputs, by name if they have one; None for a subclassed model."""
-    return model.output if getattr(model, "outputs", None) else None
+def _wrong_shapes(inputs: LossInput) -> str:
+    """Return what is wrong if targets would be broadcast, else ""."""
+    y, outputs = inputs.y, inputs.outputs
+    if len(y) == len(outputs) + 1 and y[-1] == 1:  # Keras takes an axis of size 1 away
+        outputs = (*outputs, 1)
+    elif len(outputs) == len(y) + 1 and outputs[-1] == 1:
+        y = (*y, 1)
+    pairs = zip(y[1:], outputs[1:], strict=False)
+    if len(y) == len(outputs) and all(None in pair or pair[0] == pair[1] for pair in pairs):
+        return ""
+    advice = "let the model give outputs of the targets' shape"
+    if len(y) == 2 >= len(outputs) and y[1] != 1:
+        advice = f"give the last layer {y[1]} units"
+    elif len(y) <= 2 == len(outputs):
+        advice = "give the last layer 1 unit, or a target for each of its units"
+    return (
+        f"targets of shape {shape_of(inputs.y)}, and the output has shape "
+        f"{shape_of(inputs.outputs)}; {inputs.kind} needs both the same: {advice}"
+    )
+
+
+def _wrong_ending(inputs: LossInput, ending: OutputActivation, flag: str) -> tuple[str, list[str]]:
+    """Return what is wrong with the output's activation or "", and warnings."""
+    kind, activation, layer = inputs.kind, ending.activation, ending.layer
+    if activation == "softmax" and inputs.outputs[1:][-1:] == (1,):
+        return (
+            "the output is a softmax of 1 unit, which always gives 1: take "
+            'activation="sigmoid", or more units'
+        ), []
+    wanted = _PROBABILITIES.get(kind)
+    from_logits = getattr(inputs.loss, "from_logits", False)
+    if wanted and from_logits and activation in ("softmax", "sigmoid"):
+        return "", [
+            f"the output ends in a {activation}, and the loss has from_logits=True, so it takes "
+            f"the {wanted} itself: it will learn badly; take the {activation} off the last layer, "
+            "or from_logits=True off the loss"
+        ]
+    if not wanted or from_logits or activation != "linear":
+        return "", []
+    name = "".join(part.title() for part in kind.split("_"))
+    plain = flag.startswith("--loss") and kind == _SPARSE
+    return (
+        f"the output, of layer {layer}, has no activation, and {kind} takes probabilities: give it "
+        f'activation="{wanted}", or the loss from_logits=True: '
+        f"keras.losses.{name}(from_logits=True)"
+        f"{', which is the loss without --loss' if plain else ''}"
+    ), []
+
+
+def _wrong_classes(values: np.ndarray, size: int | None, ignored: int | None) -> str:
+    """Return what is wrong with numbers of classes for an output of `size` units, else ""."""
+    if values.dtype.kind == "f" and np.any(broken := values != np.floor(values)):
+        return (
+            f"targets such as {values[broken][0]:g} are no whole numbers, and {_SPARSE} takes the "
+            "number of the class: for numbers take mean_squared_error"
+        )
+    bad = np.unique(values[(values < 0) | (values >= (size or np.inf))]).astype(np.int64)
+    bad = bad[bad != ignored]
+    if not bad.size:
+        return ""
+    advice = f"give the last layer {bad[-1] + 1} units or more"
+    if bad[0] < 0 or bad[-1] == 255:
+        advice = f"if {bad[0]} means no class, give the loss ignore_class={bad[0]}"
+    elif bad[0] == size and values.min() == 1:
+        advice = f"count them from 0, or give the last layer {bad[0] + 1} units"
+    return (
+        f"there are targets {', '.join(map(str, bad[:3]))}{', ...' * (bad.size > 3)}, and the "
+        f"output has {size} units, for classes 0..{(size or 0) - 1}: {advice}"
+    )
+
+
+def _outside_of_0_to_1(values: np.ndarray, kind: str) -> str:
+    """Return what is wrong with targets of a binary loss, else ""."""
+    least, most = float(values.min()), float(values.max())
+    if not np.isfinite([least, most]).all() or (least >= 0 and most <= 1):
+        return ""
+    advice = "bring them there, or take a loss for numbers, such as mean_squared_error"
+    if least == 0 and np.array_equal(values, np.floor(values)):
+        advice = f"for numbers of classes take {_SPARSE}, and {int(most) + 1} units"
+    return f"targets go from {least:g} to {most:g}, and {kind} takes 0..1: {advice}"
 
 
 def _flag_of(task: Task) -> str:
     options = task.options
     return f"--loss={options.loss}" if options.loss else f"--model={options.model}"
+
+
+def shape_of(shape: Sequence[int | None]) -> str:
+    """Return a shape as text: "(batch, 3)"."""
+    return f"({', '.join(['batch', *(str(n or '?') for n in shape[1:])])})"
 
 
 def _shapes_of(structure: Any) -> Any:

@@ -11,56 +11,59 @@ import tensorflow as tf
 from towers import tf_internals
 from towers.errors import InputError
 
-_layers = keras.layers
 _LINEAR = keras.activations.linear
-_KNOWN = ("softmax", "sigmoid", "tanh", "relu")
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputActivation:
     """The final activation of an output, and the layer that has it."""
 
-    activation: str | None = None  # "softmax", "sigmoid", "tanh", "relu", "linear"; None: unknown
-    layer: str = ""  # name of the layer; "" if it is not certain
+    activation: str | None = None  # "softmax", "sigmoid", "linear"; None: unknown or another
+    layer: str = ""
 
 
-def ending_of(tensor: keras.KerasTensor) -> OutputActivation:
-    """Return the final activation of an output of a functional or sequential model."""
-    while True:
+def output_ending(model: keras.Model) -> OutputActivation:
+    """Return how the single output of a model ends; unknown for a model with several.
+
+    Activations inside of a user's own layer or of a subclassed model's `call` are not found, except
+    that of the layer that was made last.
+    """
+    outputs = getattr(model, "outputs", None)
+    if not outputs:  # a subclassed model
+        layer = model.layers[-1] if model.layers else None
+        if isinstance(layer, keras.Model):
+            return output_ending(layer)
+        name = _name(getattr(layer, "activation", layer))
+        return OutputActivation(name if name in ("softmax", "sigmoid") else None)
+    tensor = outputs[0]
+    while len(outputs) == 1:
         layer, place, inputs = tf_internals.maker_of(tensor)
-        outputs = getattr(layer, "outputs", None) if isinstance(layer, keras.Model) else None
-        inner = layer.layer if isinstance(layer, _layers.TimeDistributed) else layer
-        if outputs:
-            tensor = outputs[place]
-        elif isinstance(layer, keras.Model):
-            return OutputActivation(final_activation(layer))
-        elif isinstance(inner, _layers.Activation) and inner.activation is _LINEAR:
+        inner = layer.layer if isinstance(layer, keras.layers.TimeDistributed) else layer
+        if isinstance(layer, keras.Model):
+            if not getattr(layer, "outputs", None):
+                return output_ending(layer)
+            tensor = layer.outputs[place]
+        elif isinstance(inner, keras.layers.Activation) and inner.activation is _LINEAR:
             tensor = inputs[0]
         else:
             return OutputActivation(_activation(inner), inner.name)
+    return OutputActivation()
+
+
+def final_activation(model: keras.Model) -> str | None:
+    """Return "softmax" or "sigmoid" if a model's single output ends so, else None."""
+    activation = output_ending(model).activation
+    return activation if activation in ("softmax", "sigmoid") else None
 
 
 def _activation(layer: keras.Operation) -> str | None:
     is_keras = type(layer).__module__.startswith("keras.")
     activation = getattr(layer, "activation", layer) if is_keras else layer
-    if activation is _LINEAR:
-        constrained = getattr(layer, "kernel_constraint", None) is not None
-        return None if constrained else "linear"
+    if activation is _LINEAR:  # a constraint may make it one of probabilities
+        return "linear" if getattr(layer, "kernel_constraint", None) is None else None
     if activation is layer and getattr(layer, "axis", -1) != -1:
         return None
     name = _name(activation)
-    return name if name in _KNOWN and not getattr(layer, "negative_slope", 0) else None
-
-
-def final_activation(layer: keras.Operation | None) -> str | None:
-    """Return "softmax" or "sigmoid" if a model's last layer is or has one, else None.
-
-    Activations inside of a user's own layer are not found.
-    """
-    while isinstance(layer, keras.Model):
-        parts = getattr(layer, "operations", layer.layers)  # in a functional model ops, too
-        layer = parts[-1] if parts else None
-    name = _name(getattr(layer, "activation", layer))
     return name if name in ("softmax", "sigmoid") else None
 
 
