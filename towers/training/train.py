@@ -173,7 +173,7 @@ def _train(
         saved_at = time.monotonic()
         stack.enter_context(_saved_if_it_fails(prepared, preemption))
 
-        for line in callbacks.begin_run(step):
+        for line in callbacks.begin_run():
             monitor.say(line)
         evaluator.evaluate_best_again(step)
         if timetable.evaluates(step) and not evaluator.is_recorded(step):
@@ -184,7 +184,7 @@ def _train(
                 profiler.begin(step)
             num_steps = min(timetable.num_steps(step, profiler.due), preemption.most_steps())
             num_steps = min(num_steps, 1) if callbacks else num_steps
-            callbacks.begin_step(step)
+            callbacks.begin_step()
             with profiler.trace(step), preemption.steps(prepared.train_loop, step, num_steps):
                 logs = timetable.logs(step + num_steps)
                 values = prepared.train_loop(prepared.batches, tf.constant(num_steps), logs)
@@ -198,7 +198,7 @@ def _train(
             if seconds_to_first_step is None:
                 seconds_to_first_step = time.perf_counter() - start
             monitor.progress(step, values)
-            callbacks.end_step(step, values)
+            callbacks.end_step(values)
             with monitor.pause():
                 profiler.end(step)
             if logs:
@@ -219,7 +219,7 @@ def _train(
                         checkpoints.close()  # it must exist before best.json names it
                     best.write(monitor.say)
                 if not evaluates or evaluator.result_at(step):  # else a stop has cut it short
-                    changed |= callbacks.end_epoch(step, evaluator.result_at(step))
+                    changed |= callbacks.end_epoch(evaluator.result_at(step))
         profiler.stop()
         ended = step == last or evaluator.stops_early()
         if ended:

@@ -21,7 +21,6 @@ from towers.graphs.step_graph import step_graph
 from towers.monitoring import custom_scalars, dashboard, events, tower_metrics
 from towers.monitoring.event_writer import STAGES, EventWriter
 from towers.monitoring.speed import Speed, by_tower
-from towers.training.callbacks.backup_and_restore import is_skipped
 from towers.training.parallelize import builder_of, passes_of
 from towers.training.step.train_state import dynamic_scale
 
@@ -37,9 +36,9 @@ class TowerBoard(keras.callbacks.Callback):
     computed once, from all outputs.
 
     The x of a point is the number of updates before it. Gradient norms are computed for points
-    only, and change no number of the training. A fit that resumes at an earlier step, as with
-    ExactResume, replaces the points from there on. If a step calls several layers, as a model of
-    two encoders does, the towers' figures are those of the last one with gradients.
+    only, and change no number of the training. A fit that resumes at an earlier step replaces the
+    points from there on. If a step calls several layers, as a model of two encoders does, the
+    towers' figures are those of the last one with gradients.
     """
 
     def __init__(self, log_dir: str | Path, every_steps: int = 100, max_event_mib: float = 200):
@@ -95,8 +94,6 @@ class TowerBoard(keras.callbacks.Callback):
             batch: its number in the epoch, from 0.
             logs: Keras' figures; unused.
         """
-        if is_skipped(self.model, batch):
-            return
         self._write_point()
         if self._epoch_begins and self._writer:
             self._speed.at(self._num_steps, int(self._examples))

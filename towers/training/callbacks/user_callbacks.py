@@ -4,6 +4,7 @@ Hooks are called where `fit` calls them, except those of an evaluation's batches
 each call of TensorFlow makes one step. Nothing that callbacks hold is saved.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,9 +34,8 @@ def load(names: str) -> list[_K.Callback]:
         for callback in callbacks:
             if not isinstance(callback, _K.Callback) or isinstance(callback, _K.BackupAndRestore):
                 raise InputError(
-                    f"--callbacks={name} returned {str(callback)[:60]}; a list of "
-                    "keras.callbacks.Callback objects is needed, without BackupAndRestore, since "
-                    "a run resumes by itself"
+                    f"--callbacks={name} returned {str(callback)[:60]}; return a list of "
+                    "keras.callbacks.Callback, without BackupAndRestore: a run resumes by itself"
                 )
     return callbacks
 
@@ -43,7 +43,9 @@ def load(names: str) -> list[_K.Callback]:
 def prepare(callbacks: Sequence[_K.Callback], task: Task) -> None:
     """Set the `mode` of callbacks: Keras knows only the metrics of a compiled model.
 
-    Raises InputError for an unknown metric, or a learning rate that the schedule already sets.
+    Args:
+        callbacks: of the run. InputError if one sets the learning rate, as the schedule does.
+        task: of the run. InputError if it has no metric that a callback monitors.
     """
     directions = task.metric_directions()
     for callback in callbacks:
@@ -61,110 +63,108 @@ def prepare(callbacks: Sequence[_K.Callback], task: Task) -> None:
             callback.mode = directions.get(metric) or "auto"
 
 
+@dataclasses.dataclass
 class Callbacks:
     """Calls the hooks of a run's Keras callbacks. False if there are none."""
 
-    def __init__(self, callbacks: Sequence[_K.Callback], run: RunContext, timetable: Timetable):
-        """Set the model and the parameters of the callbacks, which `prepare` has seen."""
-        self._callbacks, self._run, self._timetable = list(callbacks), run, timetable
-        self._model, self._in_epoch = run.train_state.model, False
-        self._model.stop_training = False
-        self._sums, self._num_steps = {}, 0  # over the epoch's steps in this process
+    callbacks: Sequence[_K.Callback]  # as `prepare` leaves them
+    run: RunContext  # whose model they see
+    timetable: Timetable
+
+    def __post_init__(self) -> None:
+        """Set the model and the parameters of the callbacks."""
+        timetable, self._model = self.timetable, self.run.train_state.model
+        self._step, self._in_epoch = timetable.first_step, False
+        self._sums: dict[str, float] = {}  # over the epoch's steps in this process
         self._logs: dict[str, float] = {}  # of the last epoch
-        if callbacks:  # experiment trackers read the learning rate there
-            optimizer = next(iter(run.train_state.optimizers), None)
+        epochs = self._place(timetable.last_step - 1)[0] + 1
+        steps = math.ceil(timetable.train_size / timetable.batch_size)
+        given = dict(model=self._model, epochs=epochs, steps=steps, verbose=0)
+        self._list = _K.CallbackList(list(self.callbacks), **given)
+        self._model.stop_training = False
+        if self:  # experiment trackers read the learning rate there
+            optimizer = next(iter(self.run.train_state.optimizers), None)
             vars(self._model).setdefault("optimizer", optimizer)
-        self._list = _K.CallbackList(
-            self._callbacks,
-            model=self._model,
-            epochs=self._epoch(timetable.last_step - 1) + 1,
-            steps=math.ceil(timetable.train_size / timetable.batch_size),
-            verbose=0,
-        )
 
     def __bool__(self) -> bool:
         """Return whether there are callbacks."""
-        return bool(self._callbacks)
+        return bool(self.callbacks)
 
     def stopped(self) -> bool:
         """Return whether a callback has set `stop_training`."""
         return self._model.stop_training
 
-    def begin_run(self, step: int) -> list[str]:
+    def begin_run(self) -> list[str]:
         """Call on_train_begin; after a resume also on_epoch_begin, and return a note.
 
         The variables keep the values of the checkpoint, since these hooks changed them before.
         """
-        resumes, train_state = bool(self) and step > 0, self._run.train_state
-        for logger in (c for c in self._callbacks if resumes and isinstance(c, _K.CSVLogger)):
+        resumes, train_state = bool(self) and self._step > 0, self.run.train_state
+        for logger in (c for c in self.callbacks if resumes and isinstance(c, _K.CSVLogger)):
             logger.append = True  # or it would delete its rows
         with restore_after(train_state.variables().values() if resumes else ()):
             self.call("on_train_begin")
-            if resumes and self._epoch(step) == self._epoch(step - 1):
-                self._begin_epoch(step)
+            if resumes and self._place(self._step)[1]:
+                self._begin_epoch()
         train_state.set_copies()
         return ["note        callbacks start from scratch after a resume"] if resumes else []
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self) -> None:
         """Call on_train_batch_begin, and before it on_epoch_begin if an epoch begins."""
         if not self._in_epoch:
-            self._begin_epoch(step)
-        self.call("on_train_batch_begin", self._batch_index(step))
+            self._begin_epoch()
+        self.call("on_train_batch_begin", self._place(self._step)[1])
 
-    def end_step(self, step: int, values: Mapping[str, tf.Tensor]) -> None:
+    def end_step(self, values: Mapping[str, tf.Tensor]) -> None:
         """Call on_train_batch_end with the scalars of the last step, see `Task.step_names`."""
         if self:
             logs = {"loss": float(values["loss"]) + float(values["penalty"])}
             of_batch = [name for name in values if name.startswith("batch/")]
             logs |= {name.removeprefix("batch/"): float(values[name]) for name in of_batch}
             self._sums = {name: self._sums.get(name, 0.0) + value for name, value in logs.items()}
-            self._num_steps += 1
-            self.call("on_train_batch_end", self._batch_index(step - 1), logs)
+            self._step += 1
+            self.call("on_train_batch_end", self._place(self._step - 1)[1], logs)
 
-    def end_epoch(self, step: int, evaluation: Evaluation | None) -> bool:
+    def end_epoch(self, evaluation: Evaluation | None) -> bool:
         """Call on_epoch_end if an epoch or the run ends; return whether weights changed.
 
         The logs have the means of the epoch's steps and, as val_..., those of the evaluation.
         """
-        if self._epoch(step) == self._epoch(step - 1) and step < self._timetable.last_step:
+        if not self or (self._place(self._step)[1] and self._step < self.timetable.last_step):
             return False
-        self._logs = {name: value / self._num_steps for name, value in self._sums.items()}
+        num_steps = self._step - self._first_step
+        self._logs = {name: value / num_steps for name, value in self._sums.items()}
         self._logs |= {f"val_{name}": value for name, value in figures(evaluation).items()}
         self._in_epoch = False
-        return self._changes_weights("on_epoch_end", self._epoch(step - 1), self._logs)
+        return self._changes_weights("on_epoch_end", self._place(self._first_step)[0], self._logs)
 
     def end_run(self) -> bool:
         """Call on_train_end; return whether weights changed."""
-        changed = self._changes_weights("on_train_end", self._logs)
-        self._callbacks = []  # none is called in later evaluations
+        changed = bool(self) and self._changes_weights("on_train_end", self._logs)
+        self.callbacks = []  # none is called in later evaluations
         return changed
 
-    def _begin_epoch(self, step: int) -> None:
-        self._sums, self._num_steps, self._in_epoch = {}, 0, True
-        self.call("on_epoch_begin", self._epoch(step))
+    def _begin_epoch(self) -> None:
+        self._sums, self._first_step, self._in_epoch = {}, self._step, True
+        self.call("on_epoch_begin", self._place(self._step)[0])
 
-    def _epoch(self, step: int) -> int:
-        return self._timetable.examples(step) // self._timetable.train_size
-
-    def _batch_index(self, step: int) -> int:
-        """Return how many steps of the current epoch precede step `step` of the run."""
-        size, batch_size = self._timetable.train_size, self._timetable.batch_size
-        return self._timetable.examples(step) % size // batch_size
+    def _place(self, step: int) -> tuple[int, int]:
+        """Return the epoch after `step` steps, and how many steps of it are done."""
+        epoch, examples = divmod(self.timetable.examples(step), self.timetable.train_size)
+        return epoch, examples // self.timetable.batch_size
 
     def call(self, hook: str, *args: Any) -> None:
         """Call a hook of all callbacks; copy the weights it assigns to all towers."""
         if self:
             getattr(self._list, hook)(*args)
-            self._run.train_state.set_copies()
+            self.run.train_state.set_copies()
 
     def _changes_weights(self, hook: str, *args: Any) -> bool:
-        before = self._model.get_weights() if self else []
+        before = self._model.get_weights()
         self.call(hook, *args)
-        after = self._model.get_weights() if self else []
-        return not all(map(np.array_equal, before, after))
+        return not all(map(np.array_equal, before, self._model.get_weights()))
 
 
 def figures(evaluation: Evaluation | None) -> dict[str, float]:
     """Return the values of the metrics of an evaluation, {} without one."""
-    metrics = evaluation.metrics if evaluation else {}
-    return {name: value for name, value in metrics.items() if value is not None}
+    return {n: v for n, v in (evaluation.metrics if evaluation else {}).items() if v is not None}

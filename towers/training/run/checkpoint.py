@@ -148,12 +148,12 @@ def read(prefix: str, beginning: str) -> dict[str, np.ndarray]:
         return values_of(reader, beginning)
 
 
-def values_of(reader: Any, beginning: str = "") -> dict[str, np.ndarray]:
+def values_of(reader: Any, beginning: str) -> dict[str, np.ndarray]:
     """Return {name without `beginning`: value} of the variables whose names begin with it.
 
     Args:
         reader: of a checkpoint, from `open_reader`.
-        beginning: such as "model/"; "" for all variables.
+        beginning: such as "model/".
     """
     return {
         name.removeprefix(beginning): reader.get_tensor(key)

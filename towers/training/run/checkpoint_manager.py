@@ -15,7 +15,7 @@ from towers.errors import InputError, RunError
 from towers.formatting import reason
 from towers.options.inline_objects import may_be_same_object
 from towers.training.run import checkpoint
-from towers.training.run.checkpoint import Found, Snapshot
+from towers.training.run.checkpoint import Snapshot
 
 _REMEDIES = {  # for a run that would go on, and for one whose weights are only read
     True: "choose another --train_dir, or --overwrite, which moves the old run aside; --init_from "
@@ -125,31 +125,6 @@ class CheckpointManager:
             keys = checkpoint.keys_of(reader)
             return {name: reader.get_tensor(keys[name]) for name in self.variables}
 
-        newest = self.newest(read, warn, wanted)
-        if newest is None:
-            return None
-        step, values = newest
-        self._inode = files.inode_of(self.directory)
-        for name, variable in self.variables.items():
-            variable.assign(values[name])
-        return step
-
-    def newest(
-        self,
-        read: Callable[[str, Any], Found],
-        warn: Callable[[str], None] | None = print,
-        wanted: int | None = None,
-    ) -> tuple[int, Found] | None:
-        """Return `checkpoint.read_newest` of this folder.
-
-        Args:
-            read: called with a checkpoint's path prefix and reader.
-            warn: called with a line for each that is passed over; None: raise InputError.
-            wanted: step that is tried first.
-
-        Raises:
-            InputError: all checkpoints are damaged, or `read_newest` raised it.
-        """
         newest = checkpoint.read_newest(self.directory, read, warn, wanted)
         if newest is None:
             steps = [step for step, _ in checkpoint.find(self.directory)]
@@ -157,7 +132,12 @@ class CheckpointManager:
             if max(steps, default=0) > 0:  # step 0 is written anew
                 none_of = f"none of the {len(steps)} checkpoints in {self.directory} can be read"
                 raise InputError(f"{none_of}: {self.remedy}")
-        return newest
+            return None
+        step, values = newest
+        self._inode = files.inode_of(self.directory)
+        for name, variable in self.variables.items():
+            variable.assign(values[name])
+        return step
 
     def _write_or_raise(self, step: int, snapshot: Snapshot) -> None:
         """Write a snapshot; raise RunError if that fails."""
