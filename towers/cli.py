@@ -64,9 +64,9 @@ def _ended(number: int) -> tuple[int, str]:
 
 
 _GPU_FLAGS = tuple(GpuOptions.__dataclass_fields__)
-_DATA_FLAGS = "train_dir json trust model dataset data_dir image_size max_image_pixels".split()
+_DATA_FLAGS = "train_dir json trust model dataset data_dir image_size".split()
 _EVALUATE_FLAGS = (*_DATA_FLAGS, "test_time_flip", "batch_size", "dtype", *PLACEMENT, *_GPU_FLAGS)
-_PREDICT_FLAGS = "train_dir json trust max_image_pixels test_time_flip batch_size".split()
+_PREDICT_FLAGS = "train_dir json trust test_time_flip batch_size".split()
 _VERBS = (
     Entry("train", "train a model over towers, or continue a run", run_flags="if_any",
           function="towers.training.train:train", tensorflow="options", stopping=_stopped),

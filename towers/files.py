@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -33,13 +32,6 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def check_is_file(path: str | Path) -> None:
-    """Raise OSError for a pipe or a device, on which a reader may block for ever."""
-    mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # reading a folder fails anyway
-        raise OSError(errno.EINVAL, "it is a pipe or a device, and a file is needed", str(path))
 
 
 def flush(path: str | Path) -> None:
@@ -88,7 +80,6 @@ def write_json(path: Path, value: Any) -> None:
 def read_text(path: Path) -> str | None:
     """Return the text of a file, None if it is absent or, with a warning, damaged."""
     try:
-        check_is_file(path)
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None

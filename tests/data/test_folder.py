@@ -136,19 +136,6 @@ def one(number, wrong):
     return lambda pixels: wrong if numbers_of(pixels[None])[0] == number else png(pixels)
 
 
-def test_an_image_of_too_many_pixels_is_named_and_not_decoded(tmp_path):
-    """The first is one of those that are tried at the start."""
-    write(tmp_path, 60, encode=one(0, png(np.zeros((9, 9, 3), np.uint8))))
-    name = "00000.png"
-    line = "has 81 pixels, 9x9 (height x width), and --max_image_pixels=80 are allowed: make"
-    with pytest.raises(Exception) as error:
-        all_of(data.load("folder", str(tmp_path), (6, 5), max_image_pixels=80).train)
-    assert f"{name} {line}" in str(error.value)
-    all_of(data.load("folder", str(tmp_path), (6, 5), max_image_pixels=81).train)
-    line = refusal("folder", str(tmp_path), (10, 9), max_image_pixels=81)
-    assert "--image_size=10x9 are 90 pixels, and --max_image_pixels" in line
-
-
 # Damage
 
 

@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 
 from tests.data import image_files
-from tests.fuzz.inputs import FOLDER, LINK, PIPE, READ_ONLY, Case
+from tests.fuzz.inputs import FOLDER, LINK, READ_ONLY, Case
 from towers import cli
 from towers.data import cifar
 from towers.errors import InputError, RunError
@@ -221,5 +221,3 @@ def _write(path: Path, content: Any) -> None:
         path.symlink_to(content[1])
     elif content[0] == FOLDER:
         path.mkdir()
-    elif content[0] == PIPE:
-        os.mkfifo(path)

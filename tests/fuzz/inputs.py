@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from towers import cli
 
-LINK, FOLDER, PIPE = "link", "folder", "pipe"  # in the place of a file
+LINK, FOLDER = "link", "folder"  # in the place of a file
 CANARY = "canary:sing"  # code that an input names, and that must not run
 
 
@@ -23,7 +23,7 @@ CANARY = "canary:sing"  # code that an input names, and that must not run
 class Case:
     """An input: {path: what lies there} and what is done.
 
-    There lie bytes, or (LINK, target), (FOLDER,), (PIPE,), or None: it is removed. `argv` is a
+    There lie bytes, or (LINK, target), (FOLDER,), or None: it is removed. `argv` is a
     command line; `read` is a data set that is loaded in its place, as (name, folder).
     """
 
@@ -70,7 +70,7 @@ def damaged(content: bytes) -> st.SearchStrategy[bytes]:
 def in_place(content: bytes) -> st.SearchStrategy[Any]:
     """Return what may lie in the place of a file."""
     texts = b"[" * 100_000, b"\xff" * 5000
-    others = [None, (LINK, "missing"), (LINK, "."), (FOLDER,), (PIPE,), *texts]
+    others = [None, (LINK, "missing"), (LINK, "."), (FOLDER,), *texts]
     return st.one_of(damaged(content), damaged(content), st.sampled_from(others))
 
 
@@ -220,7 +220,7 @@ def whole_runs(draw, template) -> Case:
         files |= {name: None for name in of_run if name.startswith(f"run/{part}/")}
         files[f"run/{part}"] = draw(st.sampled_from([b"", b"text", (LINK, "missing"), (LINK, ".")]))
     if draw(st.booleans()):
-        files["x.npy"] = draw(_arrays() | st.just((PIPE,)))
+        files["x.npy"] = draw(_arrays())
     commands = [
         ("train", "--train_dir=run", "--max_steps=6"),
         ("train", "--train_dir=run", "--num_towers=2", "--max_steps=6"),

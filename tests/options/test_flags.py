@@ -22,7 +22,7 @@ pytestmark = pytest.mark.unit
 DEFAULTS = """
 --train_dir=runs/train --overwrite=false --seed=0 --json=false --trust=false
 --model=models.cnn:cnn --model_args= --init_from= --dtype=float32 --loss= --metrics= --monitor=
---dataset=shapes --data_dir= --image_size= --max_image_pixels=64000000
+--dataset=shapes --data_dir= --image_size=
 --augment=auto --test_time_flip=false --validation_fraction=0 --batch_size=128
 --num_towers=0 --devices= --placement=report --rng_check=report --variables=default
 --jit_compile=false
@@ -40,7 +40,7 @@ DEFAULTS = """
 --profile_steps= --max_event_mib=200
 """.split()
 OF_EVALUATE = (
-    "train_dir json trust model dataset data_dir image_size max_image_pixels batch_size dtype "
+    "train_dir json trust model dataset data_dir image_size batch_size dtype "
     "test_time_flip num_towers devices workers towers_per_worker worker_timeout_seconds "
     "min_workers visible_gpus per_process_gpu_memory_fraction gpu_memory_limit_mib allow_growth "
     "allow_soft_placement tf32 deterministic"

@@ -22,10 +22,8 @@ import numpy as np
 import tensorflow as tf
 
 from towers.builder.device_types import HOST, PROGRAM
-from towers.data.image_size import check_pixels
 from towers.data.pipeline import Data, IndexedSplit, data_of, digest
 from towers.errors import InputError
-from towers.options.parts import DataOptions
 
 Size = tuple[int, int]  # (height, width)
 
@@ -69,7 +67,6 @@ def data_set(
     sources: Mapping[str, Source],
     class_names: Sequence[str],
     size: Size | None,
-    max_pixels: int,
 ) -> Data:
     """Return a data set of encoded images, after decoding some of them.
 
@@ -78,24 +75,17 @@ def data_set(
         sources: "train", and if there are such "test" and "validation".
         class_names: by label.
         size: to which images are resized; None: all must have the same size.
-        max_pixels: largest number of pixels of an image.
 
     Raises:
-        InputError: a decoded image is damaged or too large, or sizes differ without `size`.
+        InputError: a decoded image is damaged, or sizes differ without `size`.
     """
-    if size and size[0] * size[1] > max_pixels:
-        raise InputError(
-            f"--image_size={size[0]}x{size[1]} are {size[0] * size[1]:,} pixels, and "
-            f"--max_image_pixels={max_pixels:,} are allowed: make it smaller, or allow more"
-        )
     first = None
     for source in sources.values():
         for row in evenly_spaced(len(source.labels), _TRIED_IMAGES).tolist():
-            first = _shape_of(source, row, max_pixels, None if size else first)
+            first = _shape_of(source, row, None if size else first)
     shape = (*size, 3) if size else first
     splits = {
-        split: EncodedSplit(source, shape, size is not None, max_pixels)
-        for split, source in sources.items()
+        split: EncodedSplit(source, shape, size is not None) for split, source in sources.items()
     }
     num_classes, class_names = len(class_names), tuple(class_names)
     return data_of(name, splits, num_classes=num_classes, class_names=class_names)
@@ -109,7 +99,6 @@ class EncodedSplit(IndexedSplit):
         source: Source,
         image_shape: tuple[int, int, int],
         resize: bool,
-        max_pixels: int = DataOptions.max_image_pixels,
     ):
         """Set the source and the shape of images.
 
@@ -117,12 +106,10 @@ class EncodedSplit(IndexedSplit):
             source: of the encoded images.
             image_shape: (height, width, channels) of all.
             resize: whether others are resized; else they raise an error.
-            max_pixels: largest number of pixels of an image.
         """
         self.size = len(source.labels)
         self.spec = (tf.TensorSpec(image_shape, tf.uint8), tf.TensorSpec([], tf.int32))
         self.source, self._shape, self._resize = source, image_shape, resize
-        self._max_pixels = max_pixels
         with tf.device("/cpu:0"):
             self._labels = tf.constant(source.labels, tf.int32)
 
@@ -219,17 +206,15 @@ class EncodedSplit(IndexedSplit):
         return tf.data.Dataset.zip(rows, decoded.batch(batch_size + 1)).map(check)
 
     def _read(self, rows: np.ndarray) -> np.ndarray:
-        # An image that cannot be read or is too large is empty.
+        # An image that cannot be read is empty.
         contents = np.full(len(rows), b"", object)
         for place, row in enumerate(rows.tolist()):
             with contextlib.suppress(Exception):  # `_explain` raises it
-                content = self.source.read(row)
-                check_pixels("", content, self._max_pixels)
-                contents[place] = content
+                contents[place] = self.source.read(row)
         return contents
 
     def _explain(self, row: int) -> bool:
-        _shape_of(self.source, int(row), self._max_pixels, None if self._resize else self._shape)
+        _shape_of(self.source, int(row), None if self._resize else self._shape)
         name = self.source.name(int(row))
         raise InputError(f"{name} could not be read, but now it can: start again to continue")
 
@@ -264,25 +249,20 @@ def resized(image: tf.Tensor, size: Size) -> tf.Tensor:
     return tf.cast(tf.round(tf.image.resize(image, size, antialias=True)), tf.uint8)
 
 
-def decoded(name: str, read: Callable[[], bytes], max_pixels: int, channels: int = 3) -> tf.Tensor:
+def decoded(name: str, read: Callable[[], bytes], channels: int = 3) -> tf.Tensor:
     """Read and decode an image eagerly: uint8 `[h, w, channels]`, on the host.
 
     Args:
         name: of the image, for messages.
         read: returns its content.
-        max_pixels: largest number of pixels.
         channels: 1, 3 or 4; 0: those of the image.
 
     Raises:
-        InputError: it cannot be read, is damaged, or has more than `max_pixels`; it is named.
+        InputError: it cannot be read, or is damaged; it is named.
     """
     try:
-        content = read()
-        check_pixels(name, content, max_pixels)
         with tf.device("/cpu:0"):
-            return _decode(content, channels)
-    except InputError:
-        raise
+            return _decode(read(), channels)
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror}; mend or remove it") from None
     except Exception:  # of the decoder, or of a record that has changed
@@ -292,10 +272,10 @@ def decoded(name: str, read: Callable[[], bytes], max_pixels: int, channels: int
 
 
 def _shape_of(
-    source: Source, row: int, max_pixels: int, expected: tuple[int, int, int] | None
+    source: Source, row: int, expected: tuple[int, int, int] | None
 ) -> tuple[int, int, int]:
     name = source.name(row)
-    shape = tuple(decoded(name, lambda: source.read(row), max_pixels).shape)
+    shape = tuple(decoded(name, lambda: source.read(row)).shape)
     if expected and shape != expected:
         wanted = f"{expected[0]}x{expected[1]}"
         raise InputError(

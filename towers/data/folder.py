@@ -15,7 +15,6 @@ import os
 import numpy as np
 import tensorflow as tf
 
-from towers import files
 from towers.data import encoded_images
 from towers.data.pipeline import Data
 from towers.errors import InputError
@@ -25,13 +24,12 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
 _EXPECTED = "expected DIR/train/CLASS/*.png and DIR/test/CLASS/*.png, or DIR/CLASS/*.png"
 
 
-def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data:
+def load(folder: str, size: encoded_images.Size | None) -> Data:
     """Find the images in DIR, to be read as uint8 `[H, W, 3]`; decode a few of them.
 
     Args:
         folder: DIR.
         size: (height, width) to which images are resized; None: all must have the same size.
-        max_pixels: largest number of pixels of an image.
 
     Raises:
         InputError: a folder is missing, empty or cannot be read, test has a class that train has
@@ -75,7 +73,7 @@ def load(folder: str, size: encoded_images.Size | None, max_pixels: int) -> Data
             f"note        {count(len(others), 'file')} not read, of other endings than "
             f"{', '.join(ENDINGS)}: {first_of(sorted(others), 3)}"
         )
-    data = encoded_images.data_set("folder", sources, class_names, size, max_pixels)
+    data = encoded_images.data_set("folder", sources, class_names, size)
     give = os.path.join(folder, "test") + (f", and those to train on in {folder}/train," * alone)
     held_out = [f"{note}; images in {give} give it one" for note in data.notes]
     return dataclasses.replace(data, notes=(*held_out, *notes))
@@ -126,7 +124,7 @@ def images_below(folder: str, others: list[str] | None = None) -> list[str]:
         others: if given, the paths of files that are no images, but for hidden ones, are added.
 
     Raises:
-        InputError: a folder cannot be read, or an image is no file.
+        InputError: a folder cannot be read.
     """
     paths, waiting = [], [folder]
     try:
@@ -138,8 +136,6 @@ def images_below(folder: str, others: list[str] | None = None) -> list[str]:
                     elif entry.name.startswith("."):  # ._a.png is what macOS puts beside a.png
                         continue
                     elif entry.name.lower().endswith(ENDINGS):
-                        if not entry.is_file() and os.path.exists(entry.path):
-                            files.check_is_file(entry.path)
                         paths.append(entry.path)
                     elif others is not None:
                         others.append(entry.path)

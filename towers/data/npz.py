@@ -9,16 +9,13 @@ x and y are enough. Pickled objects are not read.
 
 import contextlib
 import re
-import zipfile
 from collections.abc import Iterator
 
 import numpy as np
 
-from towers import files
-from towers.data import user_data, zip_sizes
+from towers.data import user_data
 from towers.data.arrays import EXAMPLE_PARTS
 from towers.data.pipeline import Data
-from towers.devices import memory
 from towers.errors import InputError
 
 _REMEDY = "write it by np.savez, of arrays of numbers, booleans or texts"
@@ -76,23 +73,11 @@ def opened(path: str, named: str) -> Iterator[np.lib.npyio.NpzFile]:
         named: its name in messages, such as --dataset=mine.npz.
 
     Raises:
-        InputError: it cannot be read, is damaged, has arrays of objects, or unpacks to more than
-            the machine's memory.
+        InputError: it cannot be read, is damaged, or has arrays of objects.
     """
     try:
-        files.check_is_file(path)
-        with open(path, "rb") as file:
-            with zipfile.ZipFile(file) as archive:
-                size, most = sum(zip_sizes.sizes(archive).values()), memory.of_host()
-            if size > most:
-                raise InputError(
-                    f"{named} unpacks to {memory.in_words(size)}, and there are "
-                    f"{memory.in_words(most)} of memory: read it in parts, in a function of your "
-                    "own, --dataset=my_data:load"
-                )
-            file.seek(0)
-            with np.load(file, allow_pickle=False) as arrays:
-                yield arrays
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            yield arrays
     except OSError as error:
         raise InputError(f"{named} cannot be read: {error.strerror}") from None
     except InputError:

@@ -11,7 +11,6 @@ import os
 from typing import TYPE_CHECKING
 
 from towers.errors import InputError
-from towers.options.parts import DataOptions
 
 if TYPE_CHECKING:
     from towers.data.pipeline import Data
@@ -27,7 +26,6 @@ def load(
     data_dir: str | None = None,
     image_size: tuple[int, int] | None = None,
     validation_fraction: float = 0.0,
-    max_image_pixels: int | None = None,
 ) -> Data:
     """Load a data set.
 
@@ -40,7 +38,6 @@ def load(
             must have the same size.
         validation_fraction: the part of the training examples, 0..1, that becomes the validation
             split; 0: the data set's own, if it has one.
-        max_image_pixels: of an image in the user's files; None: `DataOptions.max_image_pixels`.
 
     Raises:
         InputError: the data set is unknown, damaged or not available.
@@ -62,8 +59,7 @@ def load(
     elif dataset == "folder":
         from towers.data import folder as images
 
-        most = max_image_pixels or DataOptions.max_image_pixels
-        data = images.load(folder, image_size, most)
+        data = images.load(folder, image_size)
     elif dataset == "shapes":
         from towers.data import shapes
 

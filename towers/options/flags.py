@@ -213,7 +213,7 @@ def _check_taken(argv: Sequence[str], verb: Command) -> None:
 
 
 class _Flags(flags.FlagValues):
-    """absl's flags, except that flagfiles may not be pipes, which may block for ever.
+    """absl's flags, with errors in one line.
 
     If `foreign` is a dict, flagfiles from other users' runs are skipped and added to it as
     {path: text}.
@@ -222,11 +222,6 @@ class _Flags(flags.FlagValues):
     foreign: dict[str, str] | None = None
 
     def _get_flag_file_lines(self, filename: str, *args: Any, **kwargs: Any) -> list[str]:
-        if os.path.exists(filename):
-            try:
-                files.check_is_file(filename)
-            except OSError as error:
-                raise InputError(f"--flagfile={filename}: {error.strerror}") from None
         if filename in [name for stack in (*args, *kwargs.values()) for name in stack or ()]:
             raise InputError(f"--flagfile={filename} includes itself: leave that line out of it")
         try:

@@ -105,11 +105,6 @@ class DataOptions:
         "", "Size to which the images of folder are resized: 64, or height x width, 48x64; "
         "without it they must be of one size.",
     )  # fmt: skip
-    max_image_pixels: int = _data(
-        64_000_000, "Pixels that an image in the files of folder or predict may have: "
-        "decoding takes 3 bytes for each, in as many threads as there are cores.",
-        affects="machine", minimum=1,
-    )  # fmt: skip
     augment: str = _data(
         "auto", "Augmentation of training images: tutorial (crop to 3/4, flip, brightness, "
         "contrast), resnet (pad 4, crop, flip), none: each standardises; shift (2 pixels reflected "

@@ -11,7 +11,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import files
 from towers.data import encoded_images, npz
 from towers.data.folder import ENDINGS as IMAGES
 from towers.data.folder import images_below
@@ -93,7 +92,6 @@ def _part(path: str, trained: TrainedModel) -> InputFile:
             f"{path}: predicted are {', '.join(IMAGES)}, .npy and .npz, and folders of images"
         )
     try:
-        files.check_is_file(path)
         return readers[ending](path, trained)
     except InputError:
         raise
@@ -111,7 +109,7 @@ def _image_part(path: str, trained: TrainedModel) -> InputFile:
             f"{path} is an image, and this model takes {_describe(spec)}: name a .npy file"
         )
 
-    source = path, Path(path).read_bytes, options.max_image_pixels, channels
+    source = path, Path(path).read_bytes, channels
 
     def read(*_: int) -> np.ndarray:
         image = encoded_images.decoded(*source)

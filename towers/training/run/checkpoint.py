@@ -57,8 +57,7 @@ def without_index(directory: Path) -> dict[int, str]:
     newest = max(dict(find(directory)), default=-1)
     now = {int(match[2]) for match in _matches(directory, _TEMPORARY_INDEX)}
     try:
-        files.check_is_file(named := Path(directory, "checkpoint"))
-        text = named.read_text(errors="replace")
+        text = Path(directory, "checkpoint").read_text(errors="replace")
     except OSError:
         text = ""
     named = re.findall(r'^model_checkpoint_path: "ckpt-(\d{1,18})"', text, re.MULTILINE)
@@ -219,8 +218,6 @@ def open_reader(prefix: str) -> Iterator[Any]:
         Exception: of any kind, if it is damaged.
     """
     path = Path(prefix)
-    for part in path.parent.glob(f"{path.name}.*"):
-        files.check_is_file(part)
     with _literal_path(path.parent) as folder:
         reader = tf.train.load_checkpoint(f"{folder}/{path.name}")
         if reader.has_tensor(tf_internals.OBJECT_GRAPH):

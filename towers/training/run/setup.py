@@ -182,8 +182,7 @@ def load_data(options: Options) -> Data:
     name, folder = options.dataset, options.data_dir or None
     with user_facing_errors(options):
         size, fraction = options.image_height_width(), options.validation_fraction
-        limit = options.max_image_pixels
-        return data.load(name, folder, size, fraction, limit)
+        return data.load(name, folder, size, fraction)
 
 
 def assemble(
