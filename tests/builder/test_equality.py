@@ -226,23 +226,6 @@ def a_complex_weight():
     return Case(losses, [weight])
 
 
-@row(TWO, THREE, JOINED_UNKNOWN, GPUS, rare=[IN_PARTS])
-def lookups_of_unique_numbers():
-    """Rows that several towers look up are summed, as optimizers square each row of a gradient."""
-    tokens = tf.constant([[0, 1], [1, 2], [8, 8], [3, 0], [1, 1], [5, 7], [8, 2]])
-    normal = np.random.default_rng(0).normal(size=(9, 3))
-    combined, unique = (keras.Variable(normal, dtype="float64") for _ in range(2))
-
-    def losses(tokens):
-        rows, places = tf.unique(tf.reshape(tokens, [-1]))
-        own = tf.gather(tf.gather(unique, tf.cast(rows, tf.int64)), tf.reshape(places, [-1, 2]))
-        ids = tf.RaggedTensor.from_tensor(tokens).to_sparse()
-        means = tf.nn.embedding_lookup_sparse(combined.value, ids, None, combiner="mean")
-        return tf.reduce_sum(own**3, axis=[1, 2]) + tf.reduce_sum(means**3, axis=1)
-
-    return Case(losses, [combined, unique], [tokens])
-
-
 # What is assigned.
 
 ASSIGNMENTS = {

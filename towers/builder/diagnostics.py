@@ -113,12 +113,13 @@ def unknown_aggregation(variable: keras.Variable, why: str = "") -> str:
     )
 
 
-def several_lookups(path: str) -> str:
-    """Return the line for a weight that is looked up several times, by a batch's unique numbers."""
+def unique_lookups(path: str) -> str:
+    """Return the line for a weight that is looked up by the unique numbers of a batch."""
     return (
-        f"sparse gradient: the weight {path} is looked up several times, and by numbers of which "
-        "each stands once in a batch, but once in each tower: an optimizer that squares gradients, "
-        "as Adam does, has other sums to square; look it up once, or by the examples' own numbers"
+        f"sparse gradient: the weight {path} is looked up by the unique numbers of a batch, so its "
+        "gradient has a row once on one device, and once from each tower; an optimizer that "
+        "squares rows, such as Adam, then computes another update (SGD does not): look it up by "
+        "the examples' own numbers"
     )
 
 

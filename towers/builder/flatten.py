@@ -30,21 +30,6 @@ def _num_bytes(value: Any) -> int:
     return value.shape.num_elements() * tf.as_dtype(value.dtype).size
 
 
-def dense(gradient: Any, variable: Any) -> Any:
-    """Make a sparse gradient dense, unless its variable is large.
-
-    Finding the distinct rows would make the host wait for the GPU, and collectives cannot sum rows.
-    A Keras optimizer treats a sparse gradient differently: it squares each row, not their sum.
-
-    Args:
-        gradient: is returned as it is if it is dense or None.
-        variable: of the gradient.
-    """
-    if not isinstance(gradient, tf.IndexedSlices) or is_large(variable):
-        return gradient
-    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0])
-
-
 def pack(values: Sequence[tf.Tensor]) -> tf.Tensor:
     """Concatenate the elements of tensors of one type into one tensor `[total]`."""
     flat = [tf.reshape(value, [-1]) for value in values]

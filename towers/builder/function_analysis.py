@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -20,7 +20,6 @@ from towers import tf_internals
 from towers.builder import diagnostics, rng_layout, state_aggregation
 from towers.builder.added_losses import AddedLoss
 from towers.builder.attributes import SideOutputs
-from towers.builder.gather import StaticIndexedSlices, UniqueIndexedSlices
 from towers.builder.instrumentation import FEW, MORE, Trace, Tracer, run
 from towers.builder.namespaces import Namespace, reached_by
 from towers.builder.rng import DrawInfo
@@ -42,8 +41,7 @@ class FunctionAnalysis:
     unknown_states: tuple[keras.Variable, ...] = ()  # states of unknown aggregation
     by_example: bool | None = None  # whether it returns a row for each example; None: unknown
     reason: str = ""  # why trial runs failed
-    # {id of a `tf.Variable`: class of its sparse gradient}, where it is not the plain one.
-    sparse_gradients: Mapping[int, type] = dataclasses.field(default_factory=dict)
+    static_rows: Sequence[int] = ()  # ids of `tf.Variable`s: see `gather.StaticIndexedSlices`
     tracer: Tracer | None = None
     trace: Trace | None = None  # for few examples, if the function could be traced
     more: Trace | None = None  # for more examples, with draws that can be nudged
@@ -59,8 +57,8 @@ class FunctionAnalysis:
         lines += [diagnostics.ambiguous(d.layer, why) for d in self.draws or () if d.layout is None]
         lines += [diagnostics.unknown_aggregation(state, why) for state in self.unknown_states]
         lines += [diagnostics.added_loss(a.layer, a.reason) for a in self.added if a.policy is None]
-        mixed = self.trace.mixed_rows if self.trace else ()
-        lines += map(diagnostics.several_lookups, mixed)
+        unique = self.trace.unique_rows if self.trace else ()
+        lines += map(diagnostics.unique_lookups, unique)
         return list(dict.fromkeys(lines))
 
     @functools.cached_property
@@ -207,10 +205,8 @@ def _analyze(tracer: Tracer) -> FunctionAnalysis:
             return dataclasses.replace(analysis, added=_added(analysis))
         more = _trace(tracer, few.size // FEW * MORE, num_nudged=len(few.draws))
         if more is not None:
-            same = (k for k, rows in few.num_rows.items() if rows and rows == more.num_rows.get(k))
-            kinds = dict.fromkeys(few.unique_rows, UniqueIndexedSlices)
-            kinds |= dict.fromkeys(same, StaticIndexedSlices)
-            analysis = dataclasses.replace(analysis, sparse_gradients=kinds)
+            same = [k for k, rows in few.num_rows.items() if rows and rows == more.num_rows.get(k)]
+            analysis = dataclasses.replace(analysis, static_rows=same)
         if more is None or [draw[0] for draw in few.draws] != [draw[0] for draw in more.draws]:
             draws = tuple(DrawInfo(op, None, None, layer) for op, _, layer in few.draws)
             states = tuple(v for v in few.states if not policy_of(v))

@@ -14,7 +14,7 @@ import tensorflow as tf
 from towers import tf_internals
 from towers.builder import collectives, cross_host
 from towers.builder.device_types import is_gpu, machine_of
-from towers.builder.flatten import dense, is_small, pack, unpack
+from towers.builder.flatten import is_small, pack, unpack
 from towers.builder.sharding import PerTower
 from towers.builder.variable_aggregation import widen
 from towers.errors import InputError
@@ -48,17 +48,6 @@ class StaticIndexedSlices(tf.IndexedSlices):
     """
 
 
-class UniqueIndexedSlices(tf.IndexedSlices):
-    """A sparse gradient that has each row once, as of a lookup of the batch's unique numbers."""
-
-
-def sum_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Return a sparse gradient with repeated rows summed, in the order of their first."""
-    rows, positions = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(rows))
-    return type(gradient)(values, rows, gradient.dense_shape)
-
-
 def add_sparse(values: Sequence[Any]) -> Any:
     """Return the sum of `IndexedSlices`, sparse, or of integers; None if there are none."""
     if not values or isinstance(values[0], int):
@@ -69,10 +58,8 @@ def add_sparse(values: Sequence[Any]) -> Any:
     indices = [value.indices for value in values]
     if len({places.dtype for places in indices}) > 1:  # a GPU's and a CPU's
         indices = [tf.cast(places, tf.int64) for places in indices]
-    rows = tf.concat([value.values for value in values], axis=0), tf.concat(indices, axis=0)
-    if all(isinstance(value, UniqueIndexedSlices) for value in values):
-        return sum_rows(UniqueIndexedSlices(*rows, values[0].dense_shape))
-    return tf.IndexedSlices(*rows, values[0].dense_shape)
+    rows = tf.concat([value.values for value in values], axis=0)
+    return tf.IndexedSlices(rows, tf.concat(indices, axis=0), values[0].dense_shape)
 
 
 def add_by_machine(plan: "GatherPlan") -> Callable:
@@ -157,26 +144,6 @@ def mean_gradients(
         return mean_loss, means
     with tf.device(plan.home):
         return tf.identity(means[-1]), means[:-1]
-
-
-def dense_on_gpus(
-    gradients: Sequence[Sequence[Any]], variables: Sequence[Any], towers: Sequence[str]
-) -> list[list[Any]]:
-    """Return the towers' gradients, on GPUs made dense as by `flatten.dense`.
-
-    Args:
-        gradients: for each tower a list like the variables; the last towers may have none.
-        variables: of the gradients; a `PerTower` for copies.
-        towers: their devices.
-    """
-    masters = [v.values[0] if isinstance(v, PerTower) else v for v in variables]
-    by_tower = []
-    for of_tower, device in zip(gradients, towers, strict=False):
-        if is_gpu(device):
-            with tf.device(device):
-                of_tower = [dense(g, v) for g, v in zip(of_tower, masters, strict=True)]
-        by_tower.append(list(of_tower))
-    return by_tower
 
 
 def reduce_to(

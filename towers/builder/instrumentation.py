@@ -65,8 +65,7 @@ class Trace:
     weights: list[str] = dataclasses.field(default_factory=list)  # paths of the weights it reads
     # {id of a variable with a sparse gradient: rows of that}.
     num_rows: dict[int, int | None] = dataclasses.field(default_factory=dict)
-    unique_rows: list[int] = dataclasses.field(default_factory=list)  # ids of those without repeats
-    mixed_rows: list[str] = dataclasses.field(default_factory=list)  # paths of those of both kinds
+    unique_rows: list[str] = dataclasses.field(default_factory=list)  # paths of unrepeated ones
     # (op, shape or None, layer) of its draws, in order.
     draws: list[tuple[str, list[int | None] | None, str]] = dataclasses.field(default_factory=list)
     num_nudged: int = 0  # number of the first draws that `run` can nudge
@@ -132,7 +131,7 @@ class Tracer:
             states: variables whose values are inputs.
             num_nudged: number of the first draws that `run` can nudge.
             backward: make `run` return the gradients of layers' outputs and of weights, too.
-            sparse: set `num_rows`, `unique_rows` and `mixed_rows`.
+            sparse: set `num_rows` and `unique_rows`.
 
         Raises:
             InputError: the function assigns a `tf.Variable`, or creates a trainable one.

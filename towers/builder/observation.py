@@ -155,7 +155,7 @@ class Observer:
         return call
 
     def read_sparse_gradients(self) -> None:
-        """Set the trace's `num_rows`, `unique_rows` and `mixed_rows`."""
+        """Set the trace's `num_rows` and `unique_rows`."""
 
         def gathered(weight: tf.Tensor) -> Iterator[tf.Tensor]:  # as by an embedding
             for op in weight.consumers():
@@ -171,11 +171,8 @@ class Observer:
                 if isinstance(gradient, tf.IndexedSlices):
                     self.trace.num_rows[key] = gradient.values.shape[0]
                     each = [tf.gradients([value], [weight])[0] for value in values]
-                    unique = [_is_unique(g.indices) for g in each]
-                    if unique == [True]:
-                        self.trace.unique_rows.append(key)
-                    elif any(unique):
-                        self.trace.mixed_rows.append(path)
+                    if any(_is_unique(g.indices) for g in each):
+                        self.trace.unique_rows.append(path)
 
     def outcome(self, inputs: Any, result: Any, backward: bool) -> dict[str, Any]:
         """Set the fields of the trace; return the results of `instrumentation.run` as tensors.

@@ -153,17 +153,19 @@ class ReplicaContext:
         return [gather.zero_if_empty(g, self.part.count) for g in gradients]
 
     def gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the gradients, those that are sparse as their analysis says.
+        """Return the gradients; mark those that are sparse and have the same rows in each tower.
 
         Args:
             gradients: of the tower; None where there is none.
             variables: of the gradients, masters and not copies.
         """
-        gradients, kinds = list(gradients), self._replicas.analysis.sparse_gradients
-        for i, (g, variable) in enumerate(zip(gradients, variables, strict=True)):
-            if id(variable) in kinds and isinstance(g, tf.IndexedSlices):
-                gradients[i] = kinds[id(variable)](g.values, g.indices, g.dense_shape)
-        return gradients
+        static = self._replicas.analysis.static_rows
+        return [
+            gather.StaticIndexedSlices(g.values, g.indices, g.dense_shape)
+            if id(variable) in static and isinstance(g, tf.IndexedSlices)
+            else g
+            for g, variable in zip(gradients, variables, strict=True)
+        ]
 
 
 class Replicas:

@@ -251,9 +251,7 @@ def _squares(
 
 
 def _sum_of_squares(gradient: Any) -> tf.Tensor:
-    if isinstance(gradient, tf.IndexedSlices):
-        gradient = gather.sum_rows(gradient).values
-    return 2.0 * tf.nn.l2_loss(tf.cast(gradient, tf.float32))
+    return 2.0 * tf.nn.l2_loss(tf.cast(tf.convert_to_tensor(gradient), tf.float32))
 
 
 def on_current_device(value: tf.Tensor) -> tf.Tensor:

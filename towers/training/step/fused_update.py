@@ -24,7 +24,6 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder.device_types import is_gpu
-from towers.builder.flatten import dense as as_dense
 from towers.builder.flatten import is_large, pack, unpack
 from towers.training.step.train_state import snapshot
 
@@ -121,7 +120,6 @@ def flatten_updates(
     weights: Sequence[keras.Variable],
     optimizer: keras.optimizers.Optimizer,
     is_decayed: Callable[[keras.Variable], bool],
-    keep_sparse: bool = False,
 ) -> tuple[list[Any], list[Any]]:
     """Return gradients and weights, concatenated where possible into a `FlatVariable`.
 
@@ -133,7 +131,6 @@ def flatten_updates(
         weights: Keras variables.
         optimizer: of the weights.
         is_decayed: returns whether a weight has an L2 penalty beside its regulariser.
-        keep_sparse: whether sparse gradients stay sparse, see `Task.squares_rows`.
     """
 
     def kind(pair: tuple[Any, keras.Variable]) -> tuple | None:
@@ -150,16 +147,13 @@ def flatten_updates(
     def regularised(weight: keras.Variable) -> tuple:
         return *factors(weight.regularizer), is_decayed(weight)
 
-    def dense(gradient: Any, weight: keras.Variable) -> Any:
+    def known(gradient: Any, weight: keras.Variable) -> Any:
         if gradient is None and can_join(weight) and any(regularised(weight)):
             return tf.zeros(weight.shape, weight.dtype)
-        if keep_sparse or kind_of(weight.value) is None:
-            return gradient
-        with tf.device(weight.value.device):
-            return as_dense(gradient, weight)
+        return gradient
 
     slots = tf_internals.elementwise_slots(optimizer)
-    pairs = [(dense(g, w), w) for g, w in zip(gradients, weights, strict=True)]
+    pairs = [(known(g, w), w) for g, w in zip(gradients, weights, strict=True)]
     new_gradients, new_weights = [], []
     for group in grouped(pairs, kind):
         gradient, weight = group[0]
@@ -268,7 +262,7 @@ def updates_joined(
                 if not weights or any(gradient is None for gradient in grads):
                     apply(optimizer, grads, weights or None, finite)
                 else:
-                    parts = flatten_updates(grads, weights, optimizer, lambda _: False, True)
+                    parts = flatten_updates(grads, weights, optimizer, lambda _: False)
                     apply(optimizer, *parts, finite)
 
             vars(optimizer).pop("apply")  # Keras' own, from here on

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from towers.builder.device_types import is_gpu, machine_of
-from towers.builder.gather import map_values, sum_rows
+from towers.builder.gather import map_values
 from towers.training.step import fused_update
 from towers.training.step.train_state import TrainState, WeightCopy
 
@@ -233,14 +233,13 @@ def _replica_update(
     """Return the regularisation loss, the gradients' norm, and `apply(finite)`, the update."""
     optimizer = replica.optimizer
     decayed = functools.partial(_is_penalised, rules)
-    gradients, weights = fused_update.flatten_updates(
-        gradients, replica.weights, optimizer, decayed, squares_rows
-    )
+    if not squares_rows:
+        gradients = _each(_dense, gradients, replica.weights)
+    parts = fused_update.flatten_updates(gradients, replica.weights, optimizer, decayed)
+    gradients, weights = parts
     if loss_scale is not None:
         # A power of 2: nothing is rounded.
         gradients = _each(lambda g, _: scaled(g, 1.0 / loss_scale), gradients, weights)
-    if not squares_rows:
-        gradients = _each(_without_repeats, gradients, weights)
     with tf.device(replica.device):
         penalties, gradients = _regularise(weights, gradients, rules)
         used = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
@@ -260,8 +259,10 @@ def _replica_update(
     return penalty, norm, apply
 
 
-def _without_repeats(gradient: Any, _: keras.Variable) -> Any:
-    return sum_rows(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+def _dense(gradient: Any, weight: keras.Variable) -> Any:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, weight.shape[0])
 
 
 def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> list[Any]:

@@ -13,7 +13,6 @@ update is made. The kinds of tasks:
 import abc
 import collections
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -71,8 +70,7 @@ class Task(abc.ABC):
     default_on_gpus = "replicated"  # of `--variables`
     # Called with (gradients, weights) of each update while a step is traced.
     on_update: Callable[[list[Any], Sequence[Any]], None] | None = None
-    # Whether optimizers get sparse gradients with repeated rows, as in Keras; else summed ones.
-    squares_rows = False
+    squares_rows = False  # whether optimizers get sparse gradients, as in Keras; else dense ones
     pads = False  # whether `test_step` takes a padded last batch
     names_averages = False  # whether an evaluation has None for averages if there are none
 
@@ -138,9 +136,6 @@ class Task(abc.ABC):
             with _after(start):
                 with floatx_of(self.options.dtype):  # the backward pass may call layers, too
                     sums = builder.tower_sums(self.tower_function, variables, *example, draws)
-                if not self.squares_rows:  # the update sums repeated rows: it may be dense
-                    dense = gather.dense_on_gpus(sums.gradients, variables, builder.devices)
-                    sums = dataclasses.replace(sums, gradients=dense)
                 statistics = [
                     (variable, snapshot(variable))
                     for v in assigned(sums.scopes)
