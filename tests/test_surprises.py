@@ -87,22 +87,6 @@ def test_what_a_generator_gives_is_not_blamed_on_towers(folder, capsys, what):
     assert "please report" not in said and "gallery.py" not in said
 
 
-@pytest.mark.run
-def test_a_data_function_that_changes_the_current_folder_does_not_take_the_run_along(
-    folder, capsys, monkeypatch
-):
-    (folder / "elsewhere").mkdir()
-    (folder / "moves.py").write_text(
-        "import os, numpy as np\ndef load():\n    os.chdir('elsewhere')\n"
-        "    return 2 * [(np.zeros([9, 8, 8, 3]), np.arange(9) % 2)]\n"
-    )
-    monkeypatch.chdir(folder)
-    given = "--dataset=moves:load --model=tests.tiny:dense --train_dir=run --max_steps=1"
-    code, _, said = runs.command(capsys, "train", *given.split())
-    assert code == 2 and "os.chdir" in said and str(folder / "run") in said
-    assert not list(folder.rglob("checkpoints"))
-
-
 @pytest.mark.process
 def test_ctrl_c_while_the_first_modules_are_imported(tmp_path):
     for module in "signals", "options.search_path":

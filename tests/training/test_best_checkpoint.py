@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 
-import towers
 from tests import tiny
 from tests.runs import done, forget_after
 from towers.errors import InputError
@@ -85,25 +84,6 @@ def test_the_best_checkpoint_is_kept_and_is_what_the_test_set_sees(tmp_path, cap
     found = json.loads(done(capsys, "evaluate", tmp_path, "--json"))
     assert found["step"] == best and found["accuracy"] == result["test_accuracy"]
     assert found["examples"] == tiny.TEST_SIZE
-
-
-@pytest.mark.run
-def test_the_best_is_measured_again_where_other_examples_are_evaluated(tmp_path, capsys):
-    images, labels = tiny.arrays(60)
-    given = GIVEN | dict(keep_checkpoints=1, learning_rate=1.0)
-
-    def run(labels, steps):
-        data = (images, labels), (images, labels)
-        towers.train(dataset=data, model=tiny.dense, train_dir=tmp_path, max_steps=steps, **given)
-        return points(tmp_path)
-
-    first = run(labels, 20)
-    best = step_of(tmp_path)
-    second = run((labels + 1) % 3, 40)  # what was learned is wrong
-    (step, _, value), *rest = second
-    assert step == best and value < max(v for *_, v in first)
-    assert max(v for *_, v in rest) > value and step_of(tmp_path) > 20
-    assert f"best        step {best}: accuracy" in capsys.readouterr().out
 
 
 @pytest.mark.run

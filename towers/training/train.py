@@ -30,7 +30,7 @@ from towers.options.run import Options, text_of
 from towers.training.callbacks import nonfinite, user_callbacks
 from towers.training.callbacks.best_checkpoint import BestTracker
 from towers.training.callbacks.evaluator import Evaluator
-from towers.training.callbacks.preemption import PreemptionHandler, check_snapshot
+from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.callbacks.user_callbacks import Callbacks
 from towers.training.run import checkpoint, manifest
 from towers.training.run.prepare_run import PreparedRun, begin, build, restore
@@ -77,7 +77,6 @@ def train(
     folder = Path(options.train_dir)
     data = filter(None, [options.data_dir, *options.dataset.split(",")])
     files.check_train_dir(folder, options.overwrite, needed=data)
-    current = Path.cwd()
     with files.Lock() as lock:
         lock.take(folder)
         with user_facing_errors(options):
@@ -85,12 +84,6 @@ def train(
             remote.connect_run(options, bool(checkpoint.find(folder / "checkpoints")))
             run = build(options, say)
             user_callbacks.prepare(callbacks, run.task)
-        if Path.cwd() != current and not folder.is_absolute():
-            raise InputError(
-                f"--train_dir={folder}: a function of --dataset, --model or --callbacks has "
-                f"changed the current folder to {Path.cwd()}: leave os.chdir out, or give the path "
-                f"of {current / folder}"
-            )
         recorded = {} if options.overwrite else manifest.read(folder)
         task = recorded.get("task", {})
         try:
@@ -144,12 +137,8 @@ def _train(
     run, folder, timetable = prepared.run, prepared.run.folder, prepared.timetable
     options, task, checkpoints = run.options, run.task, prepared.checkpoints
     step, last = timetable.first_step, timetable.last_step
-    session = _last_session(folder)
-    evaluated = "validation" if run.data.validation else "test"
-    sha256 = session.get("data", {}).get(evaluated, {}).get("sha256")
-    best = _best_of(run, sha256)
-    kept = best.outdated[0] if best.outdated else best.step
-    checkpoints.best = kept if options.keep_best else None
+    best = _best_of(run)
+    checkpoints.best = best.step if options.keep_best else None
     with contextlib.ExitStack() as stack:
         check = checkpoints.check_folder
         monitor = Monitor(
@@ -175,7 +164,6 @@ def _train(
 
         for line in callbacks.begin_run():
             monitor.say(line)
-        evaluator.evaluate_best_again(step)
         if timetable.evaluates(step) and not evaluator.is_recorded(step):
             evaluator.evaluate(step)  # which was interrupted after the checkpoint
         while step < last and not preemption() and not evaluator.stops_early():
@@ -322,8 +310,7 @@ def _saved_if_it_fails(prepared: PreparedRun, preemption: PreemptionHandler) -> 
         if (preemption.backup or preemption.consistent) and not prepared.checkpoints.has(step):
             snapshot = snapshot or prepared.checkpoints.snapshot()
             with contextlib.suppress(RunError):  # the first error is the one to report
-                check_snapshot(snapshot)
-                prepared.checkpoints.save_now(step, snapshot)
+                preemption.save_snapshot(step, snapshot)
         if prepared.checkpoints.has(step):
             with contextlib.suppress(OSError):  # of the terminal
                 prepared.checkpoints.say(
@@ -394,10 +381,10 @@ def _finished_line(run: RunContext, result: Mapping[str, Any]) -> str:
     return f"{line}; it was not trained with {' '.join(unused)}" if unused else line
 
 
-def _best_of(run: RunContext, data: str | None = None) -> BestTracker:
+def _best_of(run: RunContext) -> BestTracker:
     options, step = run.options, int(run.train_state.step.numpy())
     patience = options.early_stopping_epochs * run.data.train.size
-    return BestTracker(run.folder, run.task.objective(), patience, options.keep_best, step, data)
+    return BestTracker(run.folder, run.task.objective(), patience, options.keep_best, step)
 
 
 def table(result: Mapping[str, Any]) -> list[str]:

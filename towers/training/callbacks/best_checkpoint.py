@@ -5,7 +5,6 @@
     objective, direction   the metric, and "max" or "min"
     points                 [[step, examples, value], ...] of all evaluations, in order
     step                   of the best one, whose checkpoint is kept; null if none is
-    data                   sha256 of the evaluated examples; null if it is not known
 """
 
 import math
@@ -28,7 +27,6 @@ class BestTracker:
         patience: float,
         keep: bool,
         step: int,
-        data: str | None = None,
     ):
         """Read the evaluations up to a step.
 
@@ -38,7 +36,6 @@ class BestTracker:
             patience: examples without improvement after which a run ends; 0: never.
             keep: whether the checkpoint of the best evaluation is kept.
             step: where the run resumes; later evaluations are dropped, and made again.
-            data: sha256 of the examples that are evaluated now, if it is known.
         """
         self._path = folder / NAME
         self._name, self._direction = objective
@@ -50,12 +47,6 @@ class BestTracker:
             files.warn_damaged(self._path)
             points = []
         self._points = [p for p in points if same and p[0] <= step]
-        # (step, examples, value) of the best evaluation, if that was of other examples than are
-        # evaluated now, with which no value can be compared.
-        self._data, self.outdated = data, None
-        if None not in (data, content.get("data")) and data != content["data"]:
-            self.outdated = next((p for p in self._points if p[0] == self.step), None)
-            self._points = []
 
     def knows(self, step: int) -> bool:
         """Return whether step `step` was evaluated."""
@@ -95,11 +86,9 @@ class BestTracker:
         """
         if not self._patience and not self._keep:
             return
-        about = {"objective": self._name, "direction": self._direction}
-        step = self.step if self._keep else None
+        about = {"objective": self._name, "direction": self._direction, "points": self._points}
         try:
-            about |= {"step": step, "points": self._points, "data": self._data}
-            files.write_json(self._path, about)
+            files.write_json(self._path, about | {"step": self.step if self._keep else None})
         except RunError as error:
             if say is None:
                 raise

@@ -2,10 +2,8 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator
 
-from towers.formatting import figure
 from towers.monitoring.image_summaries import Gallery
 from towers.monitoring.monitor import Monitor
 from towers.training.callbacks.best_checkpoint import BestTracker
@@ -53,31 +51,13 @@ class Evaluator:
                 if self._last.predictions:
                     self.gallery.show_evaluation(step, self._last.predictions)
             monitor.eval_point(step, self._last.metrics, self._part)
-            value = self._objective(self._last)
+            name, _ = run.task.objective()
+            value = self._last.metrics.get(f"{name}_ema")
+            value = self._last.metrics.get(name) if value is None else value
             is_best = self.best.add(step, self.prepared.timetable.examples(step), value)
             if is_best and run.options.keep_best:
                 self.prepared.checkpoints.best = step
             return is_best
-
-    def evaluate_best_again(self, now: int) -> None:
-        """Evaluate the best weights on the examples of now, if they were on others."""
-        if self.best.outdated is None:
-            return
-        step, examples, before = self.best.outdated
-        name, _ = self._run.task.objective()
-        text = "its evaluation is of other examples"
-        with self.preemption.evaluation(now), self._best_weights(now) as are_others:
-            if (are_others or step == now) and (evaluation := self._evaluate(self.preemption)):
-                value = self._objective(evaluation)
-                self.best.add(step, examples, value)
-                value = math.nan if value is None else value
-                text = f"{name} {figure(before)} on other examples, {figure(value)} on these"
-        self.monitor.say(f"best        step {step}: {text}")
-
-    def _objective(self, evaluation: Evaluation) -> float | None:
-        name, _ = self._run.task.objective()
-        value = evaluation.metrics.get(f"{name}_ema")
-        return evaluation.metrics.get(name) if value is None else value
 
     def invalidate(self) -> None:
         """Forget the last result: the weights have changed since."""

@@ -55,7 +55,6 @@ class PreemptionHandler(signals.StopRequest):
         self._waiting: _Waiting | None = None
         self._seen: set[str] = set()
         self._beats, self._seconds_of_step = 0, 0.0
-        self._left_at: int | None = None
         self._progress, self._since, self._reported = None, time.monotonic(), False
 
     def __call__(self) -> bool:
@@ -179,7 +178,10 @@ class PreemptionHandler(signals.StopRequest):
         if self.listener.save_asked and time.monotonic() - self._began > signals.GRACE_SECONDS:
             state = waiting.state()
             if state and state is not NOTHING and self.wants_save(state[0]):
-                self._save(*state)
+                try:
+                    self.save_snapshot(*state)
+                except RunError as error:
+                    self.say(f"not saved   {error}")
         if self.stall_seconds:
             self._check_for_stall(waiting)
 
@@ -207,38 +209,29 @@ class PreemptionHandler(signals.StopRequest):
         if self.on_stall == "stop":
             self._save_and_leave(waiting, EXIT_STALLED, "stopped by --on_stall=stop", always=True)
 
-    def _save(self, step: int, snapshot: Snapshot) -> None:
-        try:
-            check_snapshot(snapshot)
-            self.checkpoints.save_now(step, snapshot)
-        except RunError as error:
-            self.say(f"not saved   {error}")
+    def save_snapshot(self, step: int, snapshot: Snapshot) -> None:
+        """Save a snapshot; raise RunError if that fails or a weight is infinite or NaN."""
+        if not_finite(snapshot):
+            raise RunError("a weight is infinite or NaN: not saved, the newest checkpoint stands")
+        self.checkpoints.save_now(step, snapshot)
 
     def _save_and_leave(self, waiting: _Waiting, code: int, why: str, always: bool = False) -> None:
         """Save the state of a finished step, and end the process with `code`.
 
-        `always` also ends it in the middle of a step. A process of another program (a notebook,
-        say) is not ended.
+        `always` also ends it in the middle of a step. A process of another program, such as a
+        notebook, is not ended.
         """
         state = waiting.state()
-        if not self.listener.owner:
-            if state and state is not NOTHING and state[0] != self._left_at:
-                self._left_at = state[0]
-                self.say(f"saving      step {state[0]}: {why}, when what it waits for comes")
-                self._save(*state)
-            return
-        if not state and not always:
+        if not self.listener.owner or not (state or always):
             return
         if state is NOTHING:
             line = f"{why}: nothing is lost, the same command goes on"
         elif state is None:
             line = f"{why} in the middle of {waiting.what}: the newest checkpoint stands"
         else:
-            step, snapshot = state
-            line = f"{why}: step {step} is saved; the same command continues the run"
+            line = f"{why}: step {state[0]} is saved; the same command continues the run"
             try:
-                check_snapshot(snapshot)
-                self.checkpoints.save_now(step, snapshot)
+                self.save_snapshot(*state)
             except RunError as error:
                 code, line = 1, f"{why}: {error}"
         self.listener.leave(code, line)
@@ -252,9 +245,3 @@ def _reads_input() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def check_snapshot(snapshot: Snapshot) -> None:
-    """Raise RunError if a weight in a snapshot is infinite or NaN."""
-    if not_finite(snapshot):
-        raise RunError("a weight is infinite or NaN: not saved, the newest checkpoint stands")
