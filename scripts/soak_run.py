@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from towers.monitoring import events
+from towers.monitoring.event_writer import read_scalars
 
 ROOT = Path(__file__).resolve().parent.parent
 _MODELS, BLOCK = "scripts.soak_models", "SOAK_BLOCK"
@@ -208,7 +208,7 @@ class Run:
         return {
             (folder.relative_to(self.train_dir).as_posix(), step, tag): value
             for folder in folders
-            for step, values in events.read(folder).items()
+            for step, values in read_scalars(folder).items()
             for tag, value in values.items()
             if not any(word in tag for word in _TIMED)
         }

@@ -1,6 +1,11 @@
 """A TensorBoard server on a folder, in this process, asked over HTTP as its pages ask it."""
 
+import contextlib
 import json
+import re
+import shlex
+import subprocess
+import sys
 import urllib.parse
 import urllib.request
 import warnings
@@ -60,6 +65,20 @@ class Server:
         with urllib.request.urlopen(request, timeout=30) as answer:
             content = answer.read().decode()
         return json.loads(content) if "json" in answer.headers["Content-Type"] else content
+
+
+@contextlib.contextmanager
+def as_typed(command: str):
+    """Run the line that a run prints, on any port; yield a server that may still be reading."""
+    words = [sys.executable, "-m", "tensorboard.main", *shlex.split(command)[1:], "--port=0"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            server = Server.__new__(Server)
+            lines = (re.search(r"http://\S+", line) for line in process.stderr)
+            server._address = next(filter(None, lines))[0]
+            yield server
+        finally:
+            process.terminate()
 
 
 def metrics(row: dict) -> dict[str, float]:

@@ -7,7 +7,7 @@ import pytest
 import towers
 from tests.runs import assert_has, command, done, released
 from tests.test_files import refusal
-from towers.monitoring import events
+from towers.monitoring.event_writer import read_scalars
 
 pytestmark = pytest.mark.run
 FLAGS = (
@@ -32,7 +32,7 @@ def test_what_is_written_is_read(folder, capsys, kind):
     assert "at step 4 of 6" in done(capsys, "train", name, "--max_steps=6")
     code, out, _ = command(capsys, "train", f"--flagfile={name}/flags.cfg")
     assert code == 0 and "has all its 6 steps" in out
-    assert list(events.read(folder / name / "train")) == list(range(6))
+    assert list(read_scalars(folder / name / "train")) == list(range(6))
     done(capsys, "evaluate", name)
     model = towers.load(name)
     if kind != "signs":  # which plain TensorFlow does not read

@@ -146,11 +146,13 @@ def files(folder):
 
 
 def records(folder):
-    """Return [(step, value of a summary)] of a folder's event files, in the order of writing."""
+    """Return [(step, value of a summary)] of a folder's event files, as TensorBoard shows them."""
     found = []
-    for path in sorted(folder.glob("events.*"), key=lambda p: p.stat().st_mtime):
+    for path in sorted(folder.glob("events.*")):
         for record in tf.data.TFRecordDataset(str(path)):
             event = tf.compat.v1.Event.FromString(record.numpy())
+            if event.session_log.status == tf.compat.v1.SessionLog.START:
+                found = [(step, value) for step, value in found if step < event.step]
             found += [(event.step, value) for value in event.summary.value]
     return found
 
@@ -161,9 +163,9 @@ def events(folder):
     What is tower/loss of the run tower_0 in it is tower_0/loss here.
     """
     found = [
-        (step, value.tag, float(tf.make_ndarray(value.tensor)))
+        (step, value.tag, value.simple_value)
         for step, value in records(folder)
-        if value.metadata.plugin_data.plugin_name == "scalars"
+        if value.HasField("simple_value")
     ]
     for run in sorted(path for path in folder.glob("*_*") if path.is_dir()):
         kind = run.name.partition("_")[0]

@@ -9,7 +9,7 @@ from tests import programs
 from tests.runs import command
 from tests.worker_processes import started
 from towers.devices import remote
-from towers.monitoring import events
+from towers.monitoring.event_writer import read_scalars
 
 pytestmark = pytest.mark.process
 
@@ -50,7 +50,7 @@ def test_a_run_is_evaluated_on_its_workers(addresses, tmp_path):
     printed, _ = towers(f"train {SMALL} {steps} {line}")
     assert "-> /job:worker/task:1/cpu:0" in printed  # what crosses
     for tower in 0, 1:
-        assert events.read(tmp_path / "run/train" / f"tower_{tower}")[5]["tower/memory_mib"] > 50
+        assert read_scalars(tmp_path / "run/train" / f"tower_{tower}")[5]["tower/memory_mib"] > 50
     there = json.loads(towers(f"evaluate {line} --json")[0])
     here = json.loads(towers(f"evaluate --train_dir={tmp_path}/run --workers= --json")[0])
     assert there["num_towers"] == 2 and here["num_towers"] == 1

@@ -176,41 +176,24 @@ def test_a_straggler_is_named_and_the_health_of_the_gpus_is_part_of_a_point(tmp_
     assert points(tmp_path / "train", "gpu_3/power_watts") == [(0, 250.0)]
 
 
-@pytest.mark.parametrize("x, each", [("step", 1), ("examples", 128)])
-def test_what_is_written_again_after_a_crash_is_there_once(tmp_path, make, x, each):
-    monitor = make(tensorboard_x=x, log_every_steps=10)
+def test_what_is_written_again_after_a_crash_is_there_once(tmp_path, make):
+    monitor = make(log_every_steps=10)
     for step in 1, 11, 21, 31:
         step_to(monitor, max(step - 10, 0), step)
     for step in 10, 20, 30:
         monitor.eval_point(step, {"accuracy": step / 100})
     monitor.close()
-    again = make(20, tensorboard_x=x, log_every_steps=10)
-    assert again.evaluated(20) and not again.evaluated(30)
+    again = make(20, log_every_steps=10)
+    assert not again.evaluated(30)
     step_to(again, 20, 21)
     for _ in range(2):
         again.eval_point(30, {"accuracy": 0.5, "accuracy_ema": None})
-    xs = [x for x, _ in points(tmp_path / "train", "loss/data")]
-    assert xs == [0, 10 * each, 20 * each]
-    evaluated = [(10 * each, 0.1), (20 * each, 0.2), (30 * each, 0.5)]
+    assert again.evaluated(30)
+    assert [x for x, _ in points(tmp_path / "train", "loss/data")] == [0, 10, 20]
     assert points(tmp_path / "eval", "test/accuracy") == [
-        (x, pytest.approx(value)) for x, value in evaluated
+        (x, pytest.approx(value)) for x, value in [(10, 0.1), (20, 0.2), (30, 0.5)]
     ]
     assert {tag for _, tag, _ in tiny.events(tmp_path / "eval")} == {"test/accuracy"}
-
-
-def test_an_evaluation_that_was_cut_short_is_drawn_anew(tmp_path, make):
-    """Its pictures come before its figures; a crash may come between."""
-    monitor = make()
-    for step in 10, 20:
-        monitor.show(step, [tiny.summary("confusion_matrix", 100)], "eval")
-        if step == 10:
-            monitor.eval_point(step, {"accuracy": 0.5})
-    monitor.close()
-    make(20)
-    assert [(x, value.tag) for x, value in tiny.records(tmp_path / "eval")] == [
-        (10, "confusion_matrix"),
-        (10, "test/accuracy"),
-    ]
 
 
 def test_the_speed_is_the_median_without_the_first_window_and_is_known_to_the_next_process(

@@ -36,8 +36,8 @@ DEFAULTS = """
 --momentum=0.9 --weight_decay=0 --ema_decay=0 --label_smoothing=0 --clip_norm=0 --clip_value=0
 --clip_global_norm=0 --on_nan=stop --callbacks= --log_every_steps=100 --evaluate_every_epochs=1
 --early_stopping_epochs=0 --keep_best=false --checkpoint_every_steps=1000 --keep_checkpoints=3
---stall_seconds=300 --on_stall=wait --tensorboard_x=step --histogram_every_epochs=0
---profile_steps= --max_event_mib=200
+--stall_seconds=300 --on_stall=wait --histogram_every_epochs=0
+--profile_steps=
 """.split()
 OF_EVALUATE = (
     "train_dir json trust model dataset data_dir image_size batch_size dtype "
@@ -444,8 +444,7 @@ OF_BEFORE = """
 --learning_rate=0.05 --schedule=cosine --warmup_epochs=0 --decay_epochs= --decay_factor=0.1
 --momentum=0.9 --weight_decay=0 --ema_decay=0 --label_smoothing=0 --clip_norm=0 --clip_value=0
 --clip_global_norm=0 --log_every_steps=100 --evaluate_every_epochs=1 --checkpoint_every_steps=1000
---keep_checkpoints=3 --tensorboard_x=step --histogram_every_epochs=0 --profile_steps=
---max_event_mib=200
+--keep_checkpoints=3 --histogram_every_epochs=0 --profile_steps=
 """.split()
 
 

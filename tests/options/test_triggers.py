@@ -110,14 +110,11 @@ def test_calls_are_as_long_as_may_be():
     assert plan.num_steps(1, lambda step: step in (4, 7)) == 3  # something else may end a call
 
 
-def test_examples_and_epochs_and_where_points_stand():
+def test_examples_and_epochs():
     plan = timetable(first=10, first_examples=600, batch_size=64, size=128)
     assert [plan.examples(step) for step in (10, 11, 20)] == [600, 664, 1240]
     assert plan.epochs(20) == 1240 / 128
     assert not plan.evaluates(0)
-    assert timetable(first=10, first_examples=500).x(12) == 12
-    plan = timetable(first=10, first_examples=500, tensorboard_x="examples")
-    assert (plan.x(10), plan.x(12)) == (500, 700)
 
 
 def test_a_new_batch_size_keeps_the_epochs():

@@ -16,7 +16,7 @@ from towers.builder import device_types
 from towers.data import device_cache
 from towers.data.pipeline import NUM_DRAWS
 from towers.graphs.placement import read_placement, short_device_name, traced_ops
-from towers.monitoring import events
+from towers.monitoring.event_writer import read_scalars
 from towers.options.run import Options
 from towers.training.callbacks import best_checkpoint
 from towers.training.evaluate import evaluate
@@ -104,8 +104,8 @@ def test_seconds_of_towers_are_measured_where_a_point_is_due(run_with_a_best):
     """And it is told where the data lie."""
     folder, _, out = run_with_a_best
     tag = "speed/compute_seconds"
-    points = events.read(folder / "train", {tag}).values()
-    assert points and all(0 < point[tag] < 10 for point in points)
+    points = [p[tag] for p in read_scalars(folder / "train").values() if tag in p]
+    assert points and all(0 < seconds < 10 for seconds in points)
     assert "data        0.0 MiB on each GPU: the host sends" in out
 
 

@@ -19,7 +19,7 @@ from tests.runs import command, points, result_of
 from towers import cli
 from towers.errors import InputError
 from towers.formatting import figure
-from towers.monitoring import events
+from towers.monitoring.event_writer import read_scalars
 from towers.monitoring.monitor import Monitor
 from towers.options.run import Options
 from towers.training.run import manifest
@@ -51,7 +51,7 @@ def curves_of(folder):
     return {
         (part, x, tag): value
         for part in ("train", "train/tower_0", "train/tower_1")
-        for x, values in events.read(folder / part).items()
+        for x, values in read_scalars(folder / part).items()
         for tag, value in values.items()
         if not any(word in tag for word in timed)
     }
@@ -255,18 +255,6 @@ def test_a_profile_that_is_asked_for_too_early_ends_no_run(tmp_path, monkeypatch
 
     monkeypatch.setattr("towers.training.train.build", early)
     assert cli.main(["train", f"--train_dir={tmp_path}/run", *FLAGS, "--max_steps=1"]) == 0
-
-
-@pytest.mark.extended
-def test_curves_go_on_over_what_they_began_with(tmp_path):
-    train(tiny.options(tmp_path, max_steps=1))
-    before = tiny.files(tmp_path)
-    given = dict(max_steps=5, tensorboard_x="examples")
-    with pytest.raises(InputError, match="--tensorboard_x=step there and --tensorboard_x=examples"):
-        train(tiny.options(tmp_path, **given))
-    assert tiny.files(tmp_path) == before
-    train(tiny.options(tmp_path, **given, overwrite=True))
-    assert points(tmp_path / "train", "progress/examples") == [(0, 7), (28, 35)]
 
 
 def test_a_checkpoint_is_also_written_when_minutes_have_passed(tmp_path, monkeypatch):

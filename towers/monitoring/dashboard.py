@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams.summary import experiment_pb, session_end_pb
 from tensorboard.plugins.hparams.summary_v2 import Metric, hparams_pb
@@ -29,11 +29,13 @@ from towers.devices import host
 from towers.errors import RunError
 from towers.graphs.placement import Placement
 from towers.graphs.step_graph import step_graph
-from towers.monitoring import custom_scalars, events
+from towers.monitoring import custom_scalars
+from towers.monitoring.event_writer import append, beginning
 from towers.monitoring.results import noted_runs, number
 from towers.options.run import Options, names_that_affect, text_of
 
 _FILES = "events.out.tfevents.*.root"  # written only here
+_MAX_GRAPH_BYTES = 50 * 2**20
 _FLAGS = Options.__dataclass_fields__
 # TensorBoard shows five flags and five metrics, the rest on a click.
 _USUAL_FLAGS = ("batch_size", "learning_rate", "model", "num_towers", "optimizer")
@@ -85,31 +87,28 @@ def open_root(
         hparams_pb(hparams, trial_id=own_row),  # else runs with equal flags would share a row
         *(text_summary(tag, lines) for tag, lines in texts.items()),
     ]
-    write_root(folder, summaries, step_graph(graph, placement), options.max_event_mib)
+    write_root(folder, summaries, step_graph(graph, placement))
 
 
-def write_root(folder: Path, summaries: Iterable[Any], step: Any, max_mib: float) -> None:
+def write_root(folder: Path, summaries: Iterable[Any], step: Any) -> None:
     """Write an event file of summaries and the graph of a step, and delete older ones.
 
     Args:
         folder: where the file is written.
         summaries: protos to write.
-        step: graph of a step; one above a quarter of `max_mib` is left out.
-        max_mib: size of all event files, in MiB.
+        step: graph of a step; one that no browser could draw is left out.
 
     Raises:
         RunError: the file cannot be written.
     """
-    if step.ByteSize() > max_mib * 2**20 / 4:  # a browser could not draw it either
+    if step.ByteSize() > _MAX_GRAPH_BYTES:
         step.Clear()
-    # Tells a TensorBoard that has read an older file to drop its points.
-    start = Event(session_log=SessionLog(status=SessionLog.START), wall_time=time.time())
-    header = Event(file_version="brain.Event:2", wall_time=time.time())
     graph_of_step = Event(graph_def=step.SerializeToString(), wall_time=time.time())
     with _one_line_errors(folder):
         for path in folder.glob(_FILES):
             path.unlink()
-        events.append(_new_path(folder), header, start, _event(summaries), graph_of_step)
+        # START tells a TensorBoard that has read an older file to drop its points.
+        append(_new_path(folder), *beginning(0), _event(summaries), graph_of_step)
 
 
 def close_root(folder: Path, result: Mapping[str, Any], step: int) -> None:
@@ -129,7 +128,7 @@ def close_root(folder: Path, result: Mapping[str, Any], step: int) -> None:
     scalars.append(session_end_pb(api_pb2.STATUS_SUCCESS))
     with _one_line_errors(folder):
         path = next(folder.glob(_FILES), _new_path(folder))  # it may have been deleted
-        events.append(path, _event(scalars, step))
+        append(path, _event(scalars, step))
 
 
 def text_summary(tag: str, lines: Iterable[str]) -> Any:

@@ -1,66 +1,64 @@
-"""Writes event files, one event for each point, and keeps them below a size.
+"""Writes event files, one event for each point, and reads them as TensorBoard does.
 
-writer = EventWriter(train_dir, max_mib=200)
-writer.write_scalars("train", 1000, {"loss/total": 0.5, "tower_0/loss": 0.25})
+    writer = EventWriter(train_dir, first_step=0)
+    writer.write_scalars("train", 1000, {"loss/total": 0.5, "tower_0/loss": 0.25})
+    read_scalars(train_dir / "train")               # {1000: {"loss/total": 0.5}}
 
-TensorBoard gives each run, that is each folder, a colour and a name. So every tower, machine and
-GPU is a run, and one chart shows them all: tower_0/loss is tower/loss of the run train/tower_0.
-A failure to write is printed and does not stop training.
+TensorBoard gives each run, that is each folder, a color and a name. So every tower, machine and GPU
+is a run, and one chart shows them all: tower_0/loss is tower/loss of the run train/tower_0.
+
+A process that continues a run begins files of its own. Each begins with SessionLog.START and a
+step: TensorBoard then drops the events of older files from that step on, which are written again.
 """
 
 import dataclasses
 import itertools
-import math
 import os
 import re
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from towers.errors import RunError
 from towers.formatting import reason
-from towers.monitoring import events
 
-HEAVY, POINT = "pictures and histograms", "curves"
-_SHARE = {HEAVY: 0.5, POINT: 1.0}  # share of the size that a kind may fill
-_OVERHEAD_BYTES = 64  # of an event
-STAGES = "train", "eval"
 _OWN = re.compile(r"((tower|gpu)_\d+)/(.+)")  # tags with a run of their own
 _NUMBERS = itertools.count()  # of the files of a process
 
 
 @dataclasses.dataclass
 class EventWriter:
-    """Appends events to the files of a run and flushes them at once."""
+    """Appends events to the files of a run and flushes them at once.
+
+    A failure to write is printed and does not stop training.
+    """
 
     train_dir: Path  # folder of the run
-    max_mib: float  # size of all event files, in MiB
-    say: Callable[[str], None] = print  # when the first event is dropped or cannot be written
-    # Called before each event; raises RunError or OSError if the folder is lost.
+    first_step: int = 0  # at which this process continues the run
+    say: Callable[[str], None] = print  # prints a line
+    # Called before each point; raises RunError or OSError if the folder is lost.
     check: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        """Open no file yet: a run's file is created with its first event."""
-        parts = (self.train_dir / part for part in STAGES)
-        folders = [self.train_dir, *(run for part in parts for run in events.runs(part))]
-        event_files = [path for folder in folders for path in events.paths(folder)]
-        self._used_bytes = sum(path.stat().st_size for path in event_files)
+        """Begin the files of a continued run; others are created with their first event."""
         self._files: dict[str, Path] = {}  # {run: path}
-        self._told: set[str] = set()
-        self._offered: Counter[tuple[str, ...]] = Counter()
+        self._failed: set[str] = set()  # parts whose last event could not be written
+        if self.first_step:
+            runs = [path for path in self.train_dir.glob("train/*_*") if path.is_dir()]
+            names = ["train", *(f"train/{path.name}" for path in runs)]
+            self._write("train", self.first_step, dict.fromkeys(names))
 
-    def write_scalars(self, part: str, x: int, values: Mapping[str, float]) -> None:
+    def write_scalars(self, part: str, step: int, values: Mapping[str, float]) -> None:
         """Write a point, as one event of each run.
 
         Args:
             part: "train" or "eval".
-            x: steps, or examples, at which the point is drawn.
+            step: number of updates before the point.
             values: {tag: value}; "tower_0/loss" is written to a run of its own.
         """
         summaries: dict[str, Summary] = {}
@@ -68,63 +66,80 @@ class EventWriter:
             run = part
             if match := _OWN.fullmatch(tag):
                 run, tag = f"{part}/{match[1]}", f"{match[2]}/{match[3]}"
-            summaries.setdefault(run, Summary()).value.extend(scalar_pb(tag, value).value)
-        self._write(part, x, summaries, POINT)
+            summaries.setdefault(run, Summary()).value.add(tag=tag, simple_value=value)
+        self._write(part, step, summaries)
 
-    def write_summary(self, part: str, x: int, summary: Summary, *, last: bool = False) -> None:
-        """Write a picture or histogram if there is room.
+    def write_summary(self, part: str, step: int, summary: Summary) -> None:
+        """Write a picture or histogram.
 
         Args:
             part: see `write_scalars`.
-            x: see `write_scalars`.
+            step: see `write_scalars`.
             summary: the picture or histogram.
-            last: whether it is of the last step, and may take the room of curves.
         """
-        self._write(part, x, {part: summary}, POINT if last else HEAVY)
+        self._write(part, step, {part: summary})
 
-    def _write(self, part: str, x: int, summaries: Mapping[str, Summary], kind: str) -> None:
-        """Write an event of each run if there is room for all.
+    def _write(self, part: str, step: int, summaries: Mapping[str, Summary | None]) -> None:
+        """Write an event of each run, or only begin its file if there is no summary."""
+        try:
+            self.check()
+            for run, summary in summaries.items():
+                # Keep no file open: a thousand towers are a thousand files. After an error, or if
+                # the file is gone, a new one is begun.
+                path = self._files.pop(run, None)
+                if path is None or not path.exists():
+                    path = _new_file(self.train_dir / run, step)
+                if summary and summary.value:
+                    append(path, Event(step=step, wall_time=time.time(), summary=summary))
+                self._files[run] = path
+            self._failed.discard(part)
+        except (OSError, RunError) as error:
+            if part not in self._failed:
+                self.say(f"warning     curves of {part} cannot be written: {reason(error)}")
+            self._failed.add(part)
 
-        All events are written up to three quarters of the kind's share; then every second event of
-        a tag up to half of the rest, every fourth up to half of that rest, and so on.
-        """
-        filled = {run: summary for run, summary in summaries.items() if summary.value}
-        if not filled:
-            return
-        tag = next(iter(filled.values())).value[0].tag
-        num_bytes = sum(summary.ByteSize() + _OVERHEAD_BYTES for summary in filled.values())
-        limit = _SHARE[kind] * self.max_mib * 2**20
-        left = (limit - self._used_bytes - num_bytes) / limit
-        number = self._offered[kind, tag]
-        self._offered[kind, tag] += 1
-        if left >= 0.25 or (left > 0 and number % 2 ** math.ceil(-math.log2(4 * left)) == 0):
-            now = time.time()
-            try:
-                self.check()
-                for run, summary in filled.items():
-                    self._append(run, Event(step=x, wall_time=now, summary=summary))
-                self._used_bytes += num_bytes
-                self._told.discard(part)
-            except (OSError, RunError) as error:
-                if part not in self._told:
-                    self.say(f"warning     curves of {part} cannot be written: {reason(error)}")
-                self._told.add(part)
-        elif kind not in self._told:
-            self._told.add(kind)
-            self.say(
-                f"thinned     {kind} in TensorBoard from here on: --max_event_mib="
-                f"{self.max_mib:g} is nearly reached"
-            )
 
-    def _append(self, run: str, event: Event) -> None:
-        # Keep no file open: a thousand towers are a thousand files. After an error, or if the file
-        # is gone, a new one is begun.
-        path = self._files.pop(run, None)
-        if path is None or not path.exists():
-            now, folder = int(time.time()), self.train_dir / run
-            folder.mkdir(parents=True, exist_ok=True)
-            name = f"{now}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}.v2"
-            path = folder / f"events.out.tfevents.{name}"
-            events.append(path, Event(file_version="brain.Event:2", wall_time=now))
-        events.append(path, event)
-        self._files[run] = path
+def _new_file(folder: Path, step: int) -> Path:
+    """Begin a file that replaces the events of older files from `step` on; return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # TensorBoard reads the files of a folder in the order of their names.
+    name = f"{time.time():.6f}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+    append(path := folder / f"events.out.tfevents.{name}", *beginning(step))
+    return path
+
+
+def beginning(step: int) -> tuple[Event, Event]:
+    """Return the events that begin a file: its version, and SessionLog.START at `step`."""
+    now = time.time()
+    start = SessionLog(status=SessionLog.START)
+    return (
+        Event(file_version="brain.Event:2", wall_time=now),
+        Event(session_log=start, step=step, wall_time=now),
+    )
+
+
+def append(path: Path, *events: Event) -> None:
+    """Append events to a file.
+
+    Args:
+        path: the file, which is created if necessary.
+        *events: the events.
+    """
+    with open(path, "ab") as file:
+        writer = RecordWriter(file)
+        for event in events:
+            writer.write(event.SerializeToString())
+
+
+def read_scalars(folder: Path) -> dict[int, dict[str, float]]:
+    """Return {step: {tag: value}} of a folder's scalars, as TensorBoard shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+    accumulator = EventAccumulator(str(folder), {SCALARS: 0})
+    if folder.is_dir():
+        accumulator.Reload()
+    points: dict[int, dict[str, float]] = {}
+    for tag in accumulator.Tags()[SCALARS]:
+        for event in accumulator.Scalars(tag):
+            points.setdefault(event.step, {})[tag] = event.value
+    return dict(sorted(points.items()))

@@ -1,7 +1,7 @@
 """Shows a run: lines and a progress bar on the terminal, curves and pictures in TensorBoard.
 
 The x of a training point is the number of updates before it was measured: the loss of the first
-batch is at step 0, as in the tutorial. With --tensorboard_x=examples it is the number of examples.
+batch is at step 0, as in the tutorial.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 from towers.builder.device_types import are_gpus
 from towers.formatting import figure, printable
-from towers.monitoring import events, tower_metrics
-from towers.monitoring.event_writer import STAGES, EventWriter
+from towers.monitoring import tower_metrics
+from towers.monitoring.event_writer import EventWriter, read_scalars
 from towers.monitoring.speed import RATE, Speed, by_tower
 from towers.options.triggers import Timetable
 
@@ -49,20 +49,18 @@ class Monitor:
     shows_remaining: bool = True  # with evaluations; not where the run ends early
 
     def __post_init__(self) -> None:
-        """Drop points from the step at which the run continues; they are written again."""
+        """Replace the points from the step at which the run continues; they are written again."""
         timetable, self.out = self.timetable, self.out or sys.stdout
         self._speed = Speed(self.clock)
         self.pause = self._speed.pause
-        of_train, of_eval = (self.train_dir / part for part in STAGES)
-        self._evaluated = _cut(of_train, of_eval, timetable)
-        before = events.read(of_train, {"loss/data", RATE}).values()
+        self._evaluated: set[int] = set()
         self._rates: list[float] = []
-        for point in before:  # of the run before it was continued
-            self.last_loss = point.get("loss/data", self.last_loss)
-            if RATE in point and timetable.first_step == timetable.last_step:
-                self._rates.append(point[RATE])  # this process makes no steps
-        max_mib = timetable.options.max_event_mib
-        self._writer = EventWriter(self.train_dir, max_mib, self.say, self.check)
+        if timetable.first_step == timetable.last_step:  # this process makes no steps
+            points = read_scalars(self.train_dir / "train").values()
+            losses = [point["loss/data"] for point in points if "loss/data" in point]
+            self.last_loss = losses[-1] if losses else None
+            self._rates = [point[RATE] for point in points if RATE in point]
+        self._writer = EventWriter(self.train_dir, timetable.first_step, self.say, self.check)
         self._bar = tqdm(
             total=timetable.last_step,
             initial=timetable.first_step,
@@ -139,7 +137,7 @@ class Monitor:
         if metrics.get("skipped") is not None:
             scalars["skipped_steps"] = metrics["skipped"]
         if plots:
-            self._writer.write_scalars("train", self.timetable.x(step - 1), scalars)
+            self._writer.write_scalars("train", step - 1, scalars)
         self._warm = self._warm or (self.clock(), step)
         self.say(
             f"{_now()}: step {step - 1} of {self.timetable.last_step}, examples {examples}, "
@@ -154,7 +152,7 @@ class Monitor:
     def eval_point(
         self, step: int, scalars: Mapping[str, float | None], part: str = "test"
     ) -> None:
-        """Write the figures of an evaluation unless they are written, and print them.
+        """Write the figures of an evaluation unless this process has, and print them.
 
         Args:
             step: number of updates before it.
@@ -163,8 +161,8 @@ class Monitor:
         """
         if not self.evaluated(step):
             of_part = {f"{part}/{n}": value for n, value in scalars.items() if value is not None}
-            self._writer.write_scalars("eval", self.timetable.x(step), of_part)
-        self._evaluated.add(self.timetable.x(step))
+            self._writer.write_scalars("eval", step, of_part)
+        self._evaluated.add(step)
         self.say_figures(part, step, scalars)
 
     def say_figures(self, part: str, step: int, figures: Mapping[str, float | None]) -> None:
@@ -184,8 +182,8 @@ class Monitor:
         )
 
     def evaluated(self, step: int) -> bool:
-        """Return whether the curves have an evaluation after `step` updates."""
-        return self.timetable.x(step) in self._evaluated
+        """Return whether this process has drawn an evaluation after `step` updates."""
+        return step in self._evaluated
 
     def show(self, step: int, summaries: Iterable[Summary], part: str) -> None:
         """Write pictures or histograms.
@@ -195,9 +193,8 @@ class Monitor:
             summaries: pictures or histograms.
             part: "train" or "eval".
         """
-        last = step == self.timetable.last_step
         for summary in summaries:
-            self._writer.write_summary(part, self.timetable.x(step), summary, last=last)
+            self._writer.write_summary(part, step, summary)
 
     def examples_per_second(self) -> float | None:
         """Return the median speed over points, without the first unless it is the only one."""
@@ -243,23 +240,6 @@ def straggler(points: Sequence[Sequence[float]], devices: Sequence[str]) -> str 
         f"straggler   tower {tower} on {devices[tower]} takes {seconds[tower]:.3f} "
         f"s a step, {usual:.3f} s is usual: all wait for it"
     )
-
-
-def _cut(of_train: Path, of_eval: Path, timetable: Timetable) -> set[int]:
-    """Drop points that this process writes again; return the x of the evaluations that are left.
-
-    An evaluation at the start is of the restored weights, and is kept if it is complete: its
-    figures are written last. A training point there is dropped, and so is the point before it if
-    only the end of the run had made it due.
-    """
-    first = timetable.first_step
-    start = timetable.x(first)
-    events.cut(of_train, start, start if timetable.plots(first) else timetable.x(first - 1))
-    events.cut(of_eval, start + 1)
-    evaluated = set(events.read(of_eval))
-    if start not in evaluated:
-        events.cut(of_eval, start)
-    return evaluated
 
 
 def _sum(calls: Sequence[Mapping[str, tf.Tensor]]) -> dict[str, tf.Tensor]:

@@ -74,7 +74,7 @@ _PARSERS = {  # with the words of their error
     str: (flags.ArgumentParser(), "text"),
 }
 # Another value of these makes another run, whose checkpoints do not fit.
-IDENTITY = ("model", "model_args", "loss", "augment", "dataset", "tensorboard_x")
+IDENTITY = ("model", "model_args", "loss", "augment", "dataset")
 OF_MODEL = ("model", "model_args", "augment")  # those that an evaluation cannot change either
 _OF_MACHINES = {f.name for f in dataclasses.fields(Options) if f.metadata["group"] == MANY_MACHINES}
 

@@ -321,10 +321,6 @@ class DueOptions:
         "wait", "What a run does then: wait; or stop, after saving what is whole, with exit code "
         "76.", choices=("wait", "stop"),
     )  # fmt: skip
-    tensorboard_x: str = _tensorboard(
-        "step", "What curves are drawn over: updates, or examples seen.", affects="result",
-        choices=("step", "examples"),
-    )  # fmt: skip
     histogram_every_epochs: float = _tensorboard(
         0.0, "Epochs from one set of histograms, of weights, gradients and activations, to the "
         "next; 0: none.",
@@ -332,10 +328,6 @@ class DueOptions:
     profile_steps: str = _tensorboard(
         "", "First and last step of a profile, as 100:110; without it a running process makes one "
         "of 10 steps on the signal SIGUSR2.",
-    )  # fmt: skip
-    max_event_mib: float = _tensorboard(
-        200.0, "Size of the event files, in MiB: pictures and histograms, then curves are thinned "
-        "to stay below it.", minimum=1,
     )  # fmt: skip
 
     def profile_range(self) -> tuple[int, int] | None:

@@ -27,10 +27,6 @@ class Timetable:
         """Return the number of epochs seen after `step` steps."""
         return self.examples(step) / self.train_size
 
-    def x(self, step: int) -> int:
-        """Return the x of a point after `step` updates in TensorBoard."""
-        return self.examples(step) if self.options.tensorboard_x == "examples" else step
-
     def logs(self, step: int) -> bool:
         """Return whether step `step` prints a line: the first, every n-th and the last do.
 

@@ -248,7 +248,7 @@ def _train(
         "batch_size": options.batch_size,
         "train_dir": options.train_dir,
     }
-    dashboard.close_root(folder, result, timetable.x(step))
+    dashboard.close_root(folder, result, step)
     manifest.finish(folder, run.train_state.variables())
     files.write_json(folder / RESULT, result)  # written last: it marks the run as finished
     if skipped:

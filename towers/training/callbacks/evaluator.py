@@ -46,7 +46,7 @@ class Evaluator:
                 monitor.say(f"warning     {line}")
             if self._last is None:
                 return False
-            if not monitor.evaluated(step):  # else a process that crashed has written the curves
+            if not monitor.evaluated(step):
                 self.gallery.show_training(step)
                 if self._last.predictions:
                     self.gallery.show_evaluation(step, self._last.predictions)
@@ -68,9 +68,8 @@ class Evaluator:
         return self._last if self._last_step == step else None
 
     def is_recorded(self, step: int) -> bool:
-        """Return whether this or an earlier process has recorded the evaluation of `step`."""
-        needed = self._run.options.keep_best or self._run.options.early_stopping_epochs
-        return self.monitor.evaluated(step) and (not needed or self.best.knows(step))
+        """Return whether best.json has the evaluation of `step`, which is not made again then."""
+        return self.best.knows(step)
 
     def stops_early(self) -> bool:
         """Return whether the run ends early."""

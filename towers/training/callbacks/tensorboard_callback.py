@@ -18,8 +18,8 @@ from towers import files
 from towers.errors import InputError
 from towers.graphs.placement import Placement
 from towers.graphs.step_graph import step_graph
-from towers.monitoring import custom_scalars, dashboard, events, tower_metrics
-from towers.monitoring.event_writer import STAGES, EventWriter
+from towers.monitoring import custom_scalars, dashboard, tower_metrics
+from towers.monitoring.event_writer import EventWriter
 from towers.monitoring.speed import Speed, by_tower
 from towers.training.parallelize import builder_of, passes_of
 from towers.training.step.train_state import dynamic_scale
@@ -41,23 +41,20 @@ class TowerBoard(keras.callbacks.Callback):
     towers' figures are those of the last one with gradients.
     """
 
-    def __init__(self, log_dir: str | Path, every_steps: int = 100, max_event_mib: float = 200):
+    def __init__(self, log_dir: str | Path, every_steps: int = 100):
         """Set where and how often to write.
 
         Args:
             log_dir: the folder for `tensorboard --logdir`.
             every_steps: steps between two points.
-            max_event_mib: upper limit of the size of all event files, in MiB.
 
         Raises:
             InputError: an argument is out of range.
         """
         super().__init__()
-        if every_steps < 1 or max_event_mib <= 0:
-            arguments = f"every_steps={every_steps}, max_event_mib={max_event_mib}"
-            raise InputError(f"{arguments}: there must be at least 1, and more than 0")
+        if every_steps < 1:
+            raise InputError(f"every_steps={every_steps}: there must be at least 1")
         self.folder, self.every_steps = Path(log_dir), every_steps
-        self.max_event_mib = max_event_mib
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Replace the model's train step by one that also measures its towers."""
@@ -161,13 +158,10 @@ class TowerBoard(keras.callbacks.Callback):
         self._writer.write_scalars("train", x, scalars)
 
     def _open(self, x: int) -> None:
-        """Create the files with the first point; drop older points at `x` or later."""
+        """Create the files with the first point; older points at `x` or later are replaced."""
         if self._writer is not None:
             return
-        for part, start in zip(STAGES, (x, x + 1), strict=True):
-            (self.folder / part).mkdir(parents=True, exist_ok=True)
-            events.cut(self.folder / part, start)
-        self._writer = EventWriter(self.folder, self.max_event_mib)
+        self._writer = EventWriter(self.folder, x)
         devices = self._builder.devices
         metrics = [f"validation {name}" for name in self.model.get_metrics_result()]
         summaries = [
@@ -179,7 +173,7 @@ class TowerBoard(keras.callbacks.Callback):
         ]
         if self._graph is not None:
             step = step_graph(self._graph, Placement((), (), ()))
-            dashboard.write_root(self.folder, summaries, step, self.max_event_mib)
+            dashboard.write_root(self.folder, summaries, step)
 
 
 def _numbers(logs: Any) -> dict[str, float]:

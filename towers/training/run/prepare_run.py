@@ -20,7 +20,7 @@ from towers.errors import InputError, RunError
 from towers.formatting import count, first_line, first_of
 from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement, short_device_name
-from towers.monitoring import dashboard, events
+from towers.monitoring import dashboard
 from towers.monitoring.image_summaries import Batch, Sampler
 from towers.options import code_trust
 from towers.options.flags import IDENTITY
@@ -186,7 +186,7 @@ def restore(run: RunContext) -> tuple[CheckpointManager, int | None]:
     checkpoint.tidy(checkpoints.directory)
     restored = checkpoints.restore(lambda line: print(line, file=sys.stderr))
     known = checkpoint.find(checkpoints.directory)  # if damaged, step 0 is written anew
-    curves = any(events.paths(folder / part) for part in ("train", "eval"))
+    curves = any(any(folder.glob(f"{part}/*tfevents*")) for part in ("train", "eval"))
     if restored is None and not known and curves:
         raise InputError(
             f"--train_dir={folder}: there are event files in its train or eval, and no checkpoint "
