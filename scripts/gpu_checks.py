@@ -12,6 +12,7 @@ import json
 import math
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,18 +27,21 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import towers
-from scripts import gpu_steps
-from scripts.gpu_steps import Setting, Skipped
 from towers import cli, devices, tf_internals
 from towers.devices import gpus as gpu_memory
 from towers.devices import memory, nvml, self_test
 from towers.devices.nvml import MIB
 from towers.errors import RunError
+from towers.formatting import first_line
 from towers.monitoring.profiler import Profiler
 from towers.options.run import Options
-from towers.training.run.setup import prepare
+from towers.training.run.setup import RunContext, assemble, load_data, prepare
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+class Skipped(Exception):
+    """What cannot be tried here, for a reason that is no fault."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,13 +339,6 @@ def copies(gpus: Gpus) -> Iterator[Any]:
     expect(not wrong, f"other bits arrive: {', '.join(wrong)}")
 
 
-def ring_against_nccl(gpus: Gpus) -> Iterator[Any]:
-    """Yield the seconds of all-sums over all GPUs, by NCCL and by TensorFlow's ring."""
-    if not gpus.dry and gpus.number < 2:
-        raise Skipped("there is one GPU")
-    yield from gpu_steps.ring_against_nccl(gpus.devices())
-
-
 def profile(gpus: Gpus) -> Iterator[Any]:
     """A profile holds the kernels of each GPU."""
     names = gpus.devices(2)
@@ -527,7 +524,6 @@ CHECKS = [
     _train("default", "which --variables a run chooses by itself", 600, "--num_towers={all}"),
     Check("batch_norm_kernels", "whether fused kernels compute BatchNorm", 180, batch_norm),
     Check("copies", "whether copies between devices arrive", 180, copies),
-    Check("ring_against_nccl", "what NCCL brings over TensorFlow's ring", 180, ring_against_nccl),
     _train("sharded", "--variables=sharded", 300, SHARDED),
     _train("cpu", "--variables=cpu", 300, "--num_towers={all} --variables=cpu"),
     _train("float16", "mixed_float16, with its loss scale", 300, f"{ALL} --dtype=mixed_float16"),
@@ -548,11 +544,50 @@ GPU_CHECKS = [
 ]
 
 
-def step_check(setting: Setting) -> Check:
-    """Return the check that times and profiles a step in a setting."""
-    seconds = 600 if setting.jit_compile else 300
-    decides = f"seconds and copies of a step: {setting}"
-    return Check(setting.name, decides, seconds, lambda gpus: gpu_steps.measure(setting, gpus))
+MODELS = {
+    "cnn": {"model": "models.cnn:cnn", "augment": "tutorial"},
+    "resnet20": {"model": "models.resnet:resnet20", "augment": "resnet"},
+}
+# What a step is timed with: one thing varies at a time. A program of XLA's meets no other.
+STEPS = {
+    "1024": {},
+    "128": {"batch_size": 128},
+    "bfloat16": {"dtype": "mixed_bfloat16"},
+    "xla": {"jit_compile": True, "batch_norm": "local"},
+    "cpu": {"variables": "cpu"},
+}
+
+
+def step_check(name: str, number: int, changes: str) -> Check:
+    """Return the check that times the steps of a model on so many GPUs."""
+
+    def run(gpus: Gpus) -> Iterator[Any]:
+        given = {"variables": "replicated", "batch_size": 1024} | MODELS[name] | STEPS[changes]
+        size = {"batch_size": 2 * number} if gpus.dry else {}  # CPUs show only that it works
+        options = Options(**given | size, num_towers=number)
+        try:
+            built = assemble(options, gpus.devices(number), load_data(options))
+            yield {"seconds_per_step": (seconds := seconds_per_step(built))}
+        except tf.errors.ResourceExhaustedError as error:
+            raise Skipped(first_line(error, 300)) from None
+        yield {"seconds_per_step": seconds, "examples_per_second": options.batch_size / seconds}
+
+    decides = f"seconds of a step: {name}, {number} towers, {STEPS[changes]}"
+    return Check(f"step_{name}_{number}_{changes}", decides, 600, run)
+
+
+def seconds_per_step(run: RunContext, windows: int = 3, window_seconds: float = 0.5) -> float:
+    """Return the median over windows of a step's seconds; the first loop warms up."""
+    loop, batches = run.train_loop(telemetry=False), iter(run.batches(0, 0))
+    loop(batches, tf.constant(10))["loss"].numpy()  # which waits for all
+    found = []
+    for _ in range(windows):
+        start, steps = time.perf_counter(), 0
+        while time.perf_counter() - start < window_seconds:
+            loop(batches, tf.constant(10))["loss"].numpy()
+            steps += 10
+        found.append((time.perf_counter() - start) / steps)
+    return statistics.median(found)
 
 
 def checks_for(gpus: Gpus) -> list[Check]:
@@ -560,4 +595,5 @@ def checks_for(gpus: Gpus) -> list[Check]:
     checks = CHECKS if gpus.dry else CHECKS + GPU_CHECKS
     if gpus.all == 2:  # these are all
         checks = [check for check in checks if check.name != "all_gpus"]
-    return [*checks, *map(step_check, gpu_steps.settings(gpus))]
+    numbers = dict.fromkeys((gpus.number, 1))
+    return [*checks, *(step_check(*case) for case in itertools.product(MODELS, numbers, STEPS))]

@@ -206,7 +206,7 @@ def test_other_errors_have_a_traceback_and_a_line_that_says_whose_code_failed(
     assert re.fullmatch(r"towers: the error comes from \S+py, line \d+, in end: .*", lines[-1])
 
 
-@pytest.mark.parametrize("verb", ["train", "verify", "benchmark", "plan"])
+@pytest.mark.parametrize("verb", ["train", "verify", "benchmark"])
 def test_a_name_that_nothing_has_is_told_before_tensorflow_starts(
     folder, monkeypatch, capsys, verb
 ):

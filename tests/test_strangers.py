@@ -29,7 +29,6 @@ ARGUMENTS = {
     "evaluate": "--train_dir=run",
     "verify": f"{RUN} --num_towers=1,2 --steps=1",
     "benchmark": f"{RUN} --num_towers=1,2 --windows=1 --seconds=0.1 --against=session,mirrored",
-    "plan": RUN,
     "doctor": "--train_dir=run",
     "sweep": f"{RUN} --max_steps=1 --vary=learning_rate:0.1,0.2 --evaluate_every_epochs=0",
     "predict": "--train_dir=run x.npy",

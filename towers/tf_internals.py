@@ -40,7 +40,7 @@ from tensorflow.python.eager import cancellation, context, executor, forwardprop
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import config as tf_config
-from tensorflow.python.framework import errors_impl, kernels, op_def_registry, tensor_util
+from tensorflow.python.framework import errors_impl, op_def_registry, tensor_util
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as draw_ops
 from tensorflow.python.ops import random_ops_util
 from tensorflow.python.ops import resource_variable_ops as variable_ops
@@ -734,11 +734,6 @@ def is_stateful(op_type: str) -> bool:
 def op_definition(op_type: str) -> Any:
     """Return the OpDef of an op, or None. Public: `tf.raw_ops`, which has only its arguments."""
     return op_def_registry.get(op_type)
-
-
-def registered_kernels(op_type: str) -> list[Any]:
-    """Return the KernelDefs of an op, for all devices of this TensorFlow. Public: none."""
-    return list(kernels.get_registered_kernels_for_op(op_type).kernel)
 
 
 def called_graph(op: tf.Operation, attribute: str) -> tf.Graph | None:

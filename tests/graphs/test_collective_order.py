@@ -11,10 +11,10 @@ import keras
 import pytest
 import tensorflow as tf
 
+from scripts.count_step import read_nodes
 from tests import tiny
 from towers import devices, tf_internals
 from towers.builder import device_types
-from towers.graphs.gpu_estimate import read_nodes
 from towers.graphs.placement import traced_ops
 from towers.training.run.setup import assemble, load_data
 

@@ -1,9 +1,5 @@
-"""What a step of `model.fit` over towers does on GPUs: held on machines without one.
+"""Where the variables of `model.fit` over towers lie on GPUs, for which logical CPUs stand in."""
 
-Logical CPUs stand in for GPUs. Plain `fit` on one GPU is the measure.
-"""
-
-import inspect
 import re
 
 import keras
@@ -15,8 +11,6 @@ import towers
 from tests import fits
 from tests.runs import rare
 from towers.builder.device_types import cpus_for_gpus
-from towers.graphs import gpu_estimate
-from towers.graphs.gpu_estimate import HOST
 
 pytestmark = pytest.mark.run
 GPUS = ["/cpu:1", "/cpu:2"]
@@ -25,7 +19,7 @@ DATA = {"x": RANDOM.normal(size=(22, 8, 8, 3)), "y": RANDOM.integers(0, 4, size=
 layers = keras.layers
 
 
-def network(optimizer="adam", steps_per_execution=1):
+def network(optimizer="adam"):
     model = keras.Sequential(
         [
             keras.Input([8, 8, 3]),
@@ -38,39 +32,8 @@ def network(optimizer="adam", steps_per_execution=1):
         ]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    options = dict(jit_compile=False, steps_per_execution=steps_per_execution)
-    model.compile(optimizer, loss, metrics=["accuracy"], **options)
+    model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
     return model
-
-
-def view(num_towers, **options):
-    with cpus_for_gpus(), tf.device(GPUS[0]):  # where Keras makes variables on a machine with GPUs
-        model = network(**options)
-        if num_towers:
-            towers.parallelize(model, devices=GPUS[:num_towers])
-        batches = tf.data.Dataset.from_tensor_slices((DATA["x"], DATA["y"])).batch(8)
-        model.make_train_function()
-        called = inspect.getclosurevars(inspect.unwrap(model.train_function)).nonlocals
-        step, one = called["multi_step_on_iterator"], model.steps_per_execution == 1
-        call = model.train_function
-        return gpu_estimate.read(step, iter(batches), call=call, is_one_step=one)
-
-
-@pytest.mark.parametrize("steps", [1, rare(2)])
-def test_a_step_copies_no_more_to_the_host_than_that_of_plain_fit(steps):
-    plain = view(0, steps_per_execution=steps)
-    # Keras says of no op where it runs, and all are counted as the first GPU's.
-    assert len(plain.undirected) > 100 and plain.launches(*plain.scopes) > 100
-    assert plain.transfers(HOST) and plain.transfers(target=HOST)
-    for num_towers in 1, 2:
-        over = view(num_towers, steps_per_execution=steps)
-        told = [(t.source, t.type, t.name) for t in over.transfers(target=HOST)]
-        assert len(told) <= len(plain.transfers(target=HOST)), told
-        for gpu in ("/gpu:0", "/gpu:1")[:num_towers]:
-            assert len(over.transfers(HOST, gpu)) <= len(plain.transfers(HOST))
-        assert over.without_kernel == [] and len(over.undirected) <= 1
-        if num_towers == 1:
-            assert over.launches(*over.scopes) < plain.launches(*plain.scopes)
 
 
 def built_in_fit():

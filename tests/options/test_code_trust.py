@@ -46,7 +46,7 @@ def test_a_run_of_ones_own_is_taken_wherever_it_lies():
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("verb", ["train", "verify", "benchmark", "plan"])
+@pytest.mark.parametrize("verb", ["train", "verify", "benchmark"])
 def test_the_flagfile_of_a_foreign_run_names_no_code_that_runs(folder, monkeypatch, verb):
     run = make_run("run", **MINE)
     shutil.copy(run / "flags.cfg", "copy.cfg")

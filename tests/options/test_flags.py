@@ -50,7 +50,6 @@ OF_VERBS = {
     "train": ("", ""),
     "verify": ("--num_towers=1,2,3,4 --steps=10 --float32=false", ""),
     "benchmark": ("--dataset=synthetic --num_towers= --against= --windows=5 --seconds=2", ""),
-    "plan": ("--num_towers=0 --gpu_memory_gib=16", ""),
     "sweep": ("--vary= --samples=0 --sweep_dir=runs/sweep --parallel=1", "train_dir overwrite"),
 }
 
@@ -74,7 +73,7 @@ def refusal(verb, *argv):
 
 
 def test_the_verbs_are_frozen():
-    verbs = "train evaluate verify benchmark plan doctor sweep predict export init worker"
+    verbs = "train evaluate verify benchmark doctor sweep predict export init worker"
     assert list(cli.VERBS) == verbs.split()
 
 
@@ -117,9 +116,6 @@ def test_verbs_read_flags_of_their_own():
     options = cli.parse("verify", ["--num_gpus=1,2", "--steps=3", "--nojson", "--float32"])
     assert (options.num_towers, options.steps, options.float32) == ("1,2", 3, True)
     assert options.run.devices == "gpu"
-    options = cli.parse("plan", ["--num_gpus=8", "--gpu_memory_gib=80"])
-    assert (options.num_towers, options.gpu_memory_gib) == (8, 80.0)
-    assert options.run.devices == ""  # it tells what GPUs would do
     options = cli.parse("benchmark", ["--num_gpus=1,2", "--against=session, fit", "--windows=3"])
     assert (options.num_towers, options.peers(), options.windows) == ("1,2", ["session", "fit"], 3)
 
@@ -236,14 +232,14 @@ def test_flagfiles_nest_count_where_they_stand_and_take_comments_and_blank_lines
         assert options == Options(**values)
 
 
-WITHOUT = {"verify": [], "benchmark": ["--workers="], "plan": []}
+WITHOUT = {"verify": [], "benchmark": ["--workers="]}
 
 
 @pytest.mark.parametrize("verb", WITHOUT)
 def test_the_folder_of_a_run_stands_for_its_flags(folder, verb):
     (folder / "run").mkdir()
     path = folder / "run/flags.cfg"
-    for number, shown in ("0", {"verify": "1,2,3,4", "benchmark": "", "plan": 0}[verb]), ("2", "2"):
+    for number, shown in ("0", {"verify": "1,2,3,4", "benchmark": ""}[verb]), ("2", "2"):
         lines = f"--batch_size=24\n--seed=3\n--num_towers={number}\n--workers=a:1\n"
         path.write_text(code_trust.signed(lines))
         for typed in ["--train_dir=run"], ["--train_dir", "run"]:

@@ -1,6 +1,5 @@
-"""scripts/gpu_check.py and gpu_steps.py on logical CPUs or made-up GPUs: checks, steps, results."""
+"""scripts/gpu_check.py on logical CPUs or made-up GPUs: checks, steps, results."""
 
-import dataclasses
 import json
 import os
 import re
@@ -13,9 +12,8 @@ import types
 import pytest
 import tensorflow as tf
 
-from scripts import gpu_check, gpu_checks, gpu_steps
-from scripts.gpu_checks import Check, Gpus
-from scripts.gpu_steps import Setting, Skipped
+from scripts import gpu_check, gpu_checks
+from scripts.gpu_checks import Check, Gpus, Skipped
 from tests.fake_gpus import A100, MIB
 from tests.programs import ROOT
 from towers.builder.device_types import cpus_for_gpus
@@ -280,7 +278,7 @@ def test_the_table(capsys):
     assert all(check.decides and Gpus(8).limit(check) == 2.5 * check.seconds for check in checks)
     only_gpus = {check.name for check in gpu_checks.GPU_CHECKS}
     steps = [check.name for check in checks if check.name.startswith("step_")]
-    assert steps[0] == "step_cnn_8_replicated_float32_1024" and only_gpus < {c.name for c in checks}
+    assert steps[0] == "step_cnn_8_1024" and only_gpus < {c.name for c in checks}
     assert not only_gpus & set(names)
 
 
@@ -288,28 +286,13 @@ def test_the_table(capsys):
 
 
 @pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setitem(gpu_steps.MODELS, "tiny", TINY)
-    monkeypatch.setattr(gpu_steps, "WINDOW_SECONDS", 0.01)
-    monkeypatch.setattr(gpu_steps, "SUM_BYTES", {"1 KiB": 1024})
+def step(monkeypatch):
+    monkeypatch.setitem(gpu_checks.MODELS, "tiny", TINY)
+    return gpu_checks.step_check("tiny", 2, "128").run
 
 
 @pytest.mark.run
-def test_a_step_is_timed_and_its_graph_is_built_once(small, dry):
-    times, copies = gpu_steps.measure(Setting("tiny", 2, "replicated", batch_size=6), dry)
-    assert 0 < times["seconds_per_step"] < 10
-    assert times["examples_per_second"] == pytest.approx(6 / times["seconds_per_step"])
-    assert copies["copies"] is None  # there is no GPU in a profile of CPUs
-
-
-def test_settings_vary_one_thing_at_a_time():
-    one, several = gpu_steps.settings(Gpus(1)), gpu_steps.settings(Gpus(4))
-    assert str(one[0]) == "cnn, 1 tower, replicated, float32, batch size 1024"
-    assert {setting.variables for setting in one} == {"replicated", "cpu"}
-    assert str(several[0]) == "cnn, 4 towers, replicated, float32, batch size 1024"
-    assert len({setting.name for setting in several}) == len(several)
-    for setting in several:
-        plain = Setting(setting.model, setting.towers, "replicated")
-        pairs = zip(dataclasses.astuple(setting), dataclasses.astuple(plain), strict=True)
-        assert sum(a != b for a, b in pairs) <= 1
-    assert {setting.batch_size for setting in gpu_steps.settings(Gpus(8, dry=True))} == {16}
+def test_a_step_is_timed(step, dry):
+    found = last(step, dry)
+    assert 0 < found["seconds_per_step"] < 10
+    assert found["examples_per_second"] == pytest.approx(4 / found["seconds_per_step"])

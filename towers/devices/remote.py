@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.device_types import HOST, PROGRAM, is_gpu, machine_of
+from towers.builder.device_types import HOST, PROGRAM, machine_of
 from towers.options.lazy import lazily
 
 __getattr__ = lazily(
@@ -64,18 +64,6 @@ def device_info(device: str) -> Any:
     kind, _, number = device.rpartition("/")[2].partition(":")
     infos = [d for d in machine.info.devices if f"/{kind}:" in d.name]
     return infos[min(int(number), len(infos) - 1)] if infos else None
-
-
-def memory_of(device: str) -> int | None:
-    """Return the bytes that TensorFlow may use on a device, None if unknown.
-
-    Logical CPU devices share a machine's memory: each tower has an equal part.
-    """
-    info = device_info(device)
-    if not info or info.memory_bytes is None:
-        return None
-    num_towers = 1 if is_gpu(device) else len(find_machine(machine_of(device)).devices)
-    return info.memory_bytes // max(num_towers, 1)
 
 
 def read_text(machine: str, path: str) -> str | None:

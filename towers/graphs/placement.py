@@ -157,22 +157,6 @@ def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Opera
                 yield from traced_ops(inner, f"{scope}{op.name}/" if attribute == "f" else "")
 
 
-def needed_ops(ops: Iterable[tf.Operation]) -> list[tf.Operation]:
-    """Return these ops and all that they depend on, in topological order."""
-    waiting = [(op, False) for op in ops]
-    needed, opened = [], set()
-    while waiting:
-        op, ready = waiting.pop()
-        if ready:
-            needed.append(op)
-        elif op not in opened:
-            opened.add(op)
-            waiting.append((op, True))
-            waiting += [(t.op, False) for t in op.inputs]
-            waiting += [(before, False) for before in op.control_inputs]
-    return needed
-
-
 def traced_name(name: str, traced: Container[str]) -> str:
     """Return a node's traced name, without the prefix that inlining adds.
 

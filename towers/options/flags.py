@@ -274,7 +274,7 @@ def _read_argv(
     texts = {name: defined[name].value for name in fields if name != positional}
     values = {n: _parse_typed(fields[n], value) for n, value in texts.items() if value is not None}
     number = texts.get("num_towers")
-    if isinstance(number, _Aliased) and number != "0" and verb.name != "plan":  # which needs no GPU
+    if isinstance(number, _Aliased) and number != "0":
         _take_gpus_only(number, values)
     if others:
         values[positional] = tuple(map(os.path.expanduser, others))

@@ -114,8 +114,8 @@ def train(
                 try:
                     with user_facing_errors(options), recovery.reraise_device_loss():
                         prepared = begin(run, lock, checkpoints, restored, preemption, say)
-                    of_step = prepared.steps_done, prepared.largest_batch
-                    with user_facing_errors(options, *of_step), recovery.reraise_device_loss():
+                    done = prepared.steps_done
+                    with user_facing_errors(options, done), recovery.reraise_device_loss():
                         return _train(prepared, preemption, health, out, start, callbacks)
                 except remote.DevicesChanged:  # the run resumes as in a new process
                     if not recovery.go_on(preemption.save_backup()):

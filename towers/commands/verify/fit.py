@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -29,7 +29,6 @@ from towers.commands.verify.runner import (
     twin_of,
 )
 from towers.errors import InputError
-from towers.graphs.gpu_estimate import not_fused
 from towers.options.fields import parse_tower_numbers
 from towers.training.run.model import overrides
 from towers.training.run.process_state import preserve_rng
@@ -161,6 +160,20 @@ def _build(model: keras.Model, batch: Any) -> None:
             f"{model.name} is not built, or an optimizer of it, and no copy can be made: train "
             "one batch before, with model.train_on_batch(x, y)"
         )
+
+
+@contextlib.contextmanager
+def not_fused() -> Iterator[None]:
+    """Keep TensorFlow from fusing ops in the block.
+
+    Fusions differ between CPUs and GPUs; in float64 there are none, and a warning at each op.
+    """
+    before = tf.config.optimizer.get_experimental_options().get("remapping", True)
+    tf.config.optimizer.set_experimental_options({"remapping": False})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"remapping": before})
 
 
 def _wide(batch: Any) -> Any:

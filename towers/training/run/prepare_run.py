@@ -28,7 +28,7 @@ from towers.options.run import Options
 from towers.options.triggers import Timetable
 from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.parallelize import traced
-from towers.training.run import checkpoint, manifest, memory_estimate
+from towers.training.run import checkpoint, manifest
 from towers.training.run.checkpoint_manager import CheckpointManager
 from towers.training.run.run_summary import run_summary
 from towers.training.run.setup import RunContext, Stored, assemble, find
@@ -58,10 +58,6 @@ class PreparedRun:
     def steps_done(self) -> int:
         """Return the number of updates so far."""
         return int(self.run.train_state.step.numpy())
-
-    def largest_batch(self) -> int:
-        """Return the largest batch size whose steps are expected to fit into the memory."""
-        return memory_estimate.largest_batch(self.run, self.train_loop, self.batches)
 
 
 def build(options: Options, say: Say) -> RunContext:

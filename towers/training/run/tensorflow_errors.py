@@ -59,17 +59,12 @@ _TOWER = re.compile(r"tower_(\d+)/[^\s}]*")
 
 
 @contextlib.contextmanager
-def user_facing_errors(
-    options: Options,
-    step: Callable[[], int] | None = None,
-    largest_batch: Callable[[], int] | None = None,
-) -> Iterator[None]:
+def user_facing_errors(options: Options, step: Callable[[], int] | None = None) -> Iterator[None]:
     """Translate TensorFlow's errors in the block that the user can fix into one line.
 
     Args:
         options: of the run.
         step: returns the number of steps done.
-        largest_batch: returns the largest batch size that is expected to fit the memory.
 
     Raises:
         InputError: no device runs an op as it is asked to.
@@ -91,7 +86,7 @@ def user_facing_errors(
         ) from None
     except tf.errors.OpError as error:
         text = str(error)
-        if line := out_of_memory(text, options, largest_batch):
+        if line := out_of_memory(text):
             raise _with_traceback(line, error, options) from None
         known = _OF_INPUT | _OF_RUN
         part = next((part for part in known if part in text), None)
@@ -127,16 +122,8 @@ def _with_own_code(line: str, error: Exception, options: Options) -> str:
     return f"{line}; {origin}" if origin else line
 
 
-def out_of_memory(
-    text: str, options: Options, largest_batch: Callable[[], int] | None = None
-) -> str | None:
-    """Return the line for an out-of-memory error, None for any other error.
-
-    Args:
-        text: of the error.
-        options: of the run, for the remedy.
-        largest_batch: returns the largest batch size that is expected to fit; None: it is unknown.
-    """
+def out_of_memory(text: str) -> str | None:
+    """Return the line for an out-of-memory error of this text, None for any other error."""
     if match := _TENSOR.search(text):
         sizes = [int(size) for size in match["shape"].split(",") if size]
         kind = _TYPES.get(match["type"], match["type"].replace(" ", ""))
@@ -158,8 +145,8 @@ def out_of_memory(
     layer = f", in layer {layer_of(tower[0])}" if tower else ""
     where = f"tower {tower[1]} on {device or 'a GPU'}" if tower else device or "a device"
     return (
-        f"out of memory: {where} asked for {asked}{layer}{_memory_of(device)}; "
-        f"{_smaller_batch(options, largest_batch)}"
+        f"out of memory: {where} asked for {asked}{layer}{_memory_of(device)}; type a lower "
+        "--batch_size, or more --accumulate_steps for the same update"
     )
 
 
@@ -172,22 +159,3 @@ def _memory_of(device: str) -> str:
     used = memory.of_device(device)
     in_use = f", of which {memory.in_words(used[0] * memory.MIB)} were in use" if used else ""
     return f"; it may take {memory.in_words(limit)}{in_use}"
-
-
-def _smaller_batch(options: Options, largest_batch: Callable[[], int] | None) -> str:
-    advice = "type a lower --batch_size, or more --accumulate_steps for the same update"
-    try:
-        fitting = largest_batch() if largest_batch else None
-    except Exception:  # a failing estimate must not hide the error
-        fitting = None
-    if fitting is None:
-        return advice
-    if fitting < 1:
-        return "no batch is expected to fit, by the reckoning of towers plan: take a smaller model"
-    if fitting >= options.batch_size:
-        return f"{advice}; towers plan would have expected {fitting} examples to fit"
-    parts = options.accumulate_steps * -(-options.batch_size // fitting)
-    return (
-        f"the largest batch that is expected to fit, by the reckoning of towers plan, is {fitting}:"
-        f" type --batch_size={fitting}, or --accumulate_steps={parts} for the same update"
-    )

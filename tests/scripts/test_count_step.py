@@ -1,0 +1,186 @@
+"""scripts/count_step.py: small graphs whose counts are known, and the steps of four models."""
+
+import itertools
+
+import keras
+import pytest
+import tensorflow as tf
+
+from scripts import count_step
+from scripts.count_step import HOST
+from tests.runs import rare
+from towers import devices
+
+pytestmark = pytest.mark.graph
+
+GPU, OTHER = "/cpu:1", "/cpu:2"  # in place of /gpu:0 and /gpu:1
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cpus():
+    devices.tower_devices(3, "cpu")
+
+
+def step_of(step, *values, device="/cpu:0"):
+    """Return what a loop on a device does whose body maps values on the host to values there."""
+
+    @tf.function(autograph=False)
+    def loop(num_steps, values):
+        with tf.device(device):
+            body = lambda i, values: (i + 1, step(*values))  # noqa: E731
+            return tf.while_loop(lambda i, _: i < num_steps, body, (0, values))[1]
+
+    return count_step.read(loop, tf.constant(0), tuple(map(tf.constant, values)))
+
+
+def on_gpu(compute):
+    """Return a step that computes on the first GPU, below a tower's name."""
+
+    def step(*values):
+        with tf.device(GPU), tf.name_scope("tower_0"):
+            result = compute(*values)
+        with tf.device("/cpu:0"):
+            return tuple(map(tf.identity, result))
+
+    return step
+
+
+def draw(x):
+    shape = tf.constant([3], tf.int64)  # int32 would be in the host's memory
+    counter = tf.cast(x[:2], tf.uint64)
+    return [x * tf.raw_ops.StatelessRandomUniformV2(shape=shape, key=[1], counter=counter, alg=1)]
+
+
+def loop_of_the_model(x):
+    return [tf.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, tf.tanh(x)), (0, tf.sin(x)))[1]]
+
+
+def between_gpus(x):
+    with tf.device(GPU):
+        x = tf.tanh(x)
+    with tf.device(OTHER):
+        x = tf.sin(x) + tf.cos(x)
+    with tf.device("/cpu:0"):
+        return (tf.identity(x),)
+
+
+def measured(x):
+    with tf.device(GPU):
+        x = tf.tanh(x)
+    with tf.device("/cpu:0"), tf.name_scope("telemetry"):
+        norm = tf.cond(tf.shape(x)[0] > 1, lambda: tf.reduce_sum(x * x), lambda: 0.0)
+    with tf.device("/cpu:0"):
+        return (tf.identity(x) + 0.0 * norm,)
+
+
+CASES = {  # step, its values: copies, kernels of the tower
+    "there and back": (
+        on_gpu(lambda x: [tf.tanh(x) * 2]), [[1.0, 2.0, 3.0]],
+        [(HOST, "/gpu:0", 12), ("/gpu:0", HOST, 12)], 2,
+    ),
+    "whole numbers of shapes stay on the host": (
+        on_gpu(lambda i: [i + tf.constant([1, 2])]), [[3, 4]], [], 0,
+    ),
+    "a constant is copied": (
+        on_gpu(draw), [[1.0, 2.0, 3.0]],
+        [(HOST, "/gpu:0", 12), ("/gpu:0", HOST, 8), ("/gpu:0", HOST, 12)], 4,
+    ),
+    "ops that a CPU does as one": (
+        on_gpu(lambda x: [x * tf.exp(-tf.sqrt(tf.abs(x)))]), [[1.0]],
+        [(HOST, "/gpu:0", 4), ("/gpu:0", HOST, 4)], 5,
+    ),
+    "a value goes once": (
+        between_gpus, [[1.0, 2.0]],
+        [(HOST, "/gpu:0", 8), ("/gpu:0", "/gpu:1", 8), ("/gpu:1", HOST, 8)], 0,
+    ),
+    "a loop of the model, whose result has no known size": (
+        on_gpu(loop_of_the_model), [[1.0]], [(HOST, "/gpu:0", 4), ("/gpu:0", HOST, 0)], 2,
+    ),
+    "telemetry is left out": (
+        measured, [[1.0, 2.0]], [(HOST, "/gpu:0", 8), ("/gpu:0", HOST, 8)], 0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_copies_and_launches(case):
+    step, values, copies, launches = CASES[case]
+    found = step_of(step, *values)
+    ways = [(copy.source, copy.target, copy.bytes) for copy in found.copies]
+    assert sorted(ways) == sorted(copies) and found.launches(of_towers=True) == launches
+    assert found.without_kernel == found.undirected == []
+
+
+def test_an_op_without_a_kernel_goes_by_the_host_and_one_without_a_device_is_told():
+    def step(images, rows):
+        with tf.device(GPU):
+            cropped = tf.gather(tf.bitwise.invert(images), rows)
+            cropped = tf.bitwise.invert(cropped)
+        return tf.bitwise.bitwise_xor(cropped, images, name="anywhere"), rows
+
+    found = step_of(step, tf.ones([2, 5], tf.uint8), [0, 1], device=None)
+    (missing,) = found.without_kernel
+    assert missing.startswith("GatherV2 of uint8, ") and missing.endswith("GatherV2")
+    assert any(name.endswith("anywhere") for name in found.undirected)
+    ways = [(copy.source, copy.target, copy.type) for copy in found.copies]
+    assert ("/gpu:0", HOST, "Invert") in ways and (HOST, "/gpu:0", "GatherV2") in ways
+
+
+SMALL = "lstm", 2, "mixed_bfloat16"  # of convolutions and BatchNorm: the test of `fit`
+MODELS = [SMALL] + [
+    rare(*case)
+    for case in itertools.product(count_step.MODELS, [1, 2], ["float32", "mixed_bfloat16"])
+    if case != SMALL
+]
+MOST_COPIES, MOST_LAUNCHES = 4, 56  # from the host; of the update
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(("model", "num_towers", "dtype"), MODELS)
+def test_gpus_run_each_op_and_read_the_host_for_their_input_alone(model, num_towers, dtype):
+    step = count_step.step_of(model, num_towers, "train", "replicated", dtype)
+    assert step.without_kernel == step.undirected == []
+    # What Keras' own loops copy in each iteration is apart: where it can, it calls cuDNN there.
+    once = [copy for copy in step.copies if not copy.repeated]
+    assert [copy for copy in once if copy.target == HOST] == []
+    assert len([copy for copy in once if HOST in copy]) <= MOST_COPIES * num_towers
+    assert step.launches(of_towers=False) <= MOST_LAUNCHES < step.launches(of_towers=True)
+    cells = dict(zip(count_step.HEADER[3:], count_step.row(step), strict=True))
+    assert cells["from host"] <= f"{MOST_COPIES}" and cells["to host"].split(" ")[0] == "0"
+    if num_towers == 2:  # gradients are summed, and no weight is sent
+        assert 1 <= float(cells["bytes / least"]) < 1.1
+        assert cells["all-reduces + gathers"][0] in "12"
+
+
+def network(steps_per_execution=1):
+    layers = keras.layers
+    parts = [layers.Conv2D(4, 3, use_bias=False), layers.BatchNormalization(), layers.ReLU()]
+    parts += [layers.Dropout(0.5), layers.GlobalAveragePooling2D(), layers.Dense(4)]
+    model = keras.Sequential([keras.Input([8, 8, 3]), *parts])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    options = dict(jit_compile=False, steps_per_execution=steps_per_execution)
+    model.compile("adam", loss, metrics=["accuracy"], **options)
+    return model
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("steps", [1, rare(2)])
+def test_a_step_of_fit_copies_no_more_to_the_host_than_that_of_plain_fit(steps):
+    def view(num_towers):
+        return count_step.of_fit(lambda: network(steps), batches, num_towers)
+
+    x, y = tf.random.stateless_normal([22, 8, 8, 3], [0, 0]), tf.zeros([22], tf.int64)
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    plain = view(0)
+    # Keras says of no op where it runs, and all are counted as the first GPU's.
+    assert len(plain.undirected) > 100 and plain.launches(of_towers=False) > 100
+    assert plain.transfers(HOST) and plain.transfers(target=HOST)
+    for num_towers in 1, 2:
+        over = view(num_towers)
+        assert len(over.transfers(target=HOST)) <= len(plain.transfers(target=HOST))
+        for gpu in ("/gpu:0", "/gpu:1")[:num_towers]:
+            assert len(over.transfers(HOST, gpu)) <= len(plain.transfers(HOST))
+        assert over.without_kernel == [] and len(over.undirected) <= 1
+    one = view(1)
+    kernels = one.launches(of_towers=True) + one.launches(of_towers=False)
+    assert kernels < plain.launches(of_towers=False)

@@ -1,1 +1,0 @@
-"""`towers plan`."""
