@@ -349,7 +349,7 @@ def profile(gpus: Gpus) -> Iterator[Any]:
     said: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with Profiler(folder, (0, 3), last_step=3, say=said.append) as profiler:
+        with Profiler(folder, (0, 3), said.append) as profiler:
             profiler.begin(0)
             for _ in range(3):
                 product(a)

@@ -239,10 +239,6 @@ def _run(verb: Entry, options: Any, start: float) -> int:
     def say(line: str) -> None:
         print(printable(line), file=out, flush=True)
 
-    if verb.name == "train":
-        with contextlib.suppress(ValueError):  # not in the main thread
-            # SIGUSR2 requests a profile; outside of the steps it must not end the run.
-            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if verb.tensorflow == "import":
         with quiet_start(3):  # the loss of a program is no error of a server
             import tensorflow  # noqa: F401

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests import tiny
-from towers.monitoring.monitor import Monitor, straggler, tensorboard_command
+from towers.monitoring.monitor import Monitor, tensorboard_command
 from towers.options.run import Options
 from towers.options.triggers import Timetable
 
@@ -24,7 +24,6 @@ METRICS = {
     "tower_gradient_norm": [3.0, 2.0],
 }  # fmt: skip
 DEVICES = ["/cpu:0", "/cpu:1"]
-EVEN, SLOW = [0.1, 0.1, 0.1], [0.1, 0.1, 0.3]
 
 
 def timetable(first=0, last=100, batch_size=128, **options):
@@ -141,38 +140,11 @@ def test_a_tower_without_examples_has_no_curves(tmp_path, make, num_towers):
     assert "tower_0/loss" in tags and not any("tower_1" in tag for tag in tags)
 
 
-@pytest.mark.parametrize(
-    "points, named",
-    [
-        ([[0.1, 0.2, 0.12]] * 3, ["tower 1 on /gpu:1 takes 0.200 s a step, 0.120 s is"]),  # once
-        ([EVEN, SLOW, EVEN, SLOW, EVEN], []),  # one slow point is nothing
-        ([[0.1, 0.11, 0.12]] * 4, []),  # nor are little differences
-        ([[0.08, 0.138, 0.139]] * 3, []),  # nor is one that is ahead
-        ([[0.1, 0.14]] * 2, ["tower 1"]),  # of two the slower is measured by the other
-        ([[0.1, 0.1, 0.2, 0.21]] * 2, ["tower 3"]),  # half of the towers are slow
-        ([SLOW, SLOW, EVEN, SLOW, SLOW], ["tower 2", "tower 2"]),
-        ([SLOW, SLOW, [0.3, 0.1, 0.1], [0.3, 0.1, 0.1]], ["tower 2", "tower 0"]),
-        ([[0.3, 0.0, 0.0]] * 2, []),  # towers without examples are left out
-        ([[0.3, 0.1, 0.0]] * 2, ["tower 0"]),
-        ([[0.0, 0.0, 0.0]] * 2, []),
-    ],
-)
-def test_a_tower_that_others_wait_for_is_named(points, named):
-    devices = [f"/gpu:{i}" for i in range(len(points[0]))]
-    last = [points[max(end - 3, 0) : end] for end in range(1, len(points) + 1)]
-    said = [line for three in last if (line := straggler(three, devices))]
-    assert len(said) == len(named)
-    assert all(name in line for name, line in zip(named, said, strict=True))
-
-
-def test_a_straggler_is_named_and_the_health_of_the_gpus_is_part_of_a_point(tmp_path, make, out):
+def test_the_health_of_the_gpus_is_part_of_a_point(tmp_path, make):
     windows = iter([{"gpu_3/power_watts": 250.0}, {}, {}])
     monitor = make(health=lambda: next(windows))
     for step in 1, 2, 3:
-        monitor.progress(step, call(1) | {"tower_seconds": tf.constant([0.1, 0.3])})
-        monitor.train_point(step, METRICS)
-    (line,) = [line for line in out.getvalue().splitlines() if "straggler" in line]
-    assert "tower 1 on /cpu:1" in line and "0.300 s" in line
+        step_to(monitor, step - 1, step)
     assert points(tmp_path / "train", "gpu_3/power_watts") == [(0, 250.0)]
 
 

@@ -245,18 +245,6 @@ def test_the_clock_of_examples_goes_on_with_another_batch_size(tmp_path):
     np.testing.assert_allclose(rates, 0.05 * (1 + np.cos(np.pi * before / 120)), rtol=1e-5)
 
 
-@pytest.mark.extended
-def test_a_profile_that_is_asked_for_too_early_ends_no_run(tmp_path, monkeypatch):
-    from towers.training.train import build
-
-    def early(*arguments):
-        os.kill(os.getpid(), signal.SIGUSR2)
-        return build(*arguments)
-
-    monkeypatch.setattr("towers.training.train.build", early)
-    assert cli.main(["train", f"--train_dir={tmp_path}/run", *FLAGS, "--max_steps=1"]) == 0
-
-
 def test_a_checkpoint_is_also_written_when_minutes_have_passed(tmp_path, monkeypatch):
     monkeypatch.setattr("towers.training.train._SAVE_SECONDS", 0.0)
     given = dict(max_steps=3, log_every_steps=1, keep_checkpoints=9)

@@ -21,7 +21,6 @@ import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tqdm import tqdm
 
-from towers.builder.device_types import are_gpus
 from towers.formatting import figure, printable
 from towers.monitoring import tower_metrics
 from towers.monitoring.event_writer import EventWriter, read_scalars
@@ -30,7 +29,6 @@ from towers.options.triggers import Timetable
 
 _PHASES = (*tower_metrics.PHASES, "update_seconds")
 _CALLS = 100  # calls of the train loop whose times are kept before they are summed
-_SLOW_FACTOR = 1.25  # times the usual seconds: a tower that the others wait for
 
 
 @dataclasses.dataclass
@@ -70,7 +68,6 @@ class Monitor:
             mininterval=1.0 if in_notebook() else 0.1,
             disable=not (sys.stderr.isatty() or in_notebook()),
         )
-        self._own_seconds: list[Sequence[float]] = []  # of the last points
         self._warm: tuple[float, int] | None = None  # time and step of the first point
         self._calls: list[Mapping[str, tf.Tensor]] = []
 
@@ -144,10 +141,6 @@ class Monitor:
             f"loss = {figure(metrics['loss'])}, "
             f"learning rate {figure(metrics['learning_rate'], 5)} ({rate}ETA {self._eta(step)})"
         )
-        if own_seconds:
-            self._own_seconds = [*self._own_seconds[-2:], own_seconds]
-            if line := straggler(self._own_seconds, self.devices):
-                self.say(line)
 
     def eval_point(
         self, step: int, scalars: Mapping[str, float | None], part: str = "test"
@@ -213,33 +206,6 @@ class Monitor:
             return "?"
         seconds = (self.clock() - start) / max(step - first, 1) * remaining
         return str(datetime.timedelta(seconds=round(seconds)))
-
-
-def straggler(points: Sequence[Sequence[float]], devices: Sequence[str]) -> str | None:
-    """Return a line if the last point is the second in a row with the same slow tower, else None.
-
-    If towers synchronize within a step, as for BatchNorm, all times are alike and none is slow.
-
-    Args:
-        points: seconds of each tower at the last three points; 0: it had no examples.
-        devices: device of each tower.
-    """
-    slowest: list[int | None] = []
-    for seconds in points:
-        known = [value for value in seconds if value > 0] or [0.0]
-        # The median of all, not of the others: on devices that share cores one tower may be faster
-        # than the rest. Of two, the smaller.
-        usual = min(known) if len(known) == 2 else statistics.median(known)
-        noise_seconds = 0.0 if are_gpus(devices) else 0.005  # CPU devices share cores
-        is_slow = max(known) > max(_SLOW_FACTOR * usual, usual + noise_seconds)
-        slowest.append(seconds.index(max(known)) if is_slow else None)
-    tower = slowest[-1]
-    if tower is None or slowest[-2:] != [tower] * 2 or slowest[:-2] == [tower]:
-        return None
-    return (
-        f"straggler   tower {tower} on {devices[tower]} takes {seconds[tower]:.3f} "
-        f"s a step, {usual:.3f} s is usual: all wait for it"
-    )
 
 
 def _sum(calls: Sequence[Mapping[str, tf.Tensor]]) -> dict[str, tf.Tensor]:

@@ -326,8 +326,7 @@ class DueOptions:
         "next; 0: none.",
     )  # fmt: skip
     profile_steps: str = _tensorboard(
-        "", "First and last step of a profile, as 100:110; without it a running process makes one "
-        "of 10 steps on the signal SIGUSR2.",
+        "", "First and last step of a profile, such as 100:110.",
     )  # fmt: skip
 
     def profile_range(self) -> tuple[int, int] | None:

@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import os
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ from towers.formatting import count, figure, printable
 from towers.monitoring import dashboard
 from towers.monitoring.histograms import make_histograms
 from towers.monitoring.image_summaries import Gallery
-from towers.monitoring.monitor import Monitor, in_notebook, tensorboard_command
+from towers.monitoring.monitor import Monitor, tensorboard_command
 from towers.monitoring.profiler import Profiler
 from towers.monitoring.results import read_result
 from towers.options.flags import options_from_call
@@ -148,7 +146,7 @@ def _train(
         checkpoints.say = monitor.say
         stack.enter_context(contextlib.closing(checkpoints))
         _announce(monitor, prepared)
-        profiler = Profiler(folder, options.profile_range(), last_step=last, say=monitor.say)
+        profiler = Profiler(folder, options.profile_range(), monitor.say)
         stack.enter_context(profiler)
         stack.enter_context(preemption)
         preemption.listener.keep(prepared.batches)
@@ -268,9 +266,6 @@ def _announce(monitor: Monitor, prepared: PreparedRun) -> None:
         at = f"step {prepared.restored} of {last}, the newest checkpoint"
         monitor.say(f"continuing  {folder} at {at}")
     monitor.say(f"watch it    {tensorboard_command(folder)}")
-    listens = threading.current_thread() is threading.main_thread()
-    if listens and not in_notebook():  # which has no terminal beside it
-        monitor.say(f"profile it  kill -USR2 {os.getpid()}")
 
 
 def _save_finite(
