@@ -1,19 +1,15 @@
 """Nothing that lies in the current folder runs unless the user has named it."""
 
-import functools
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests import programs
 from tests.programs import ROOT, environment
 from towers import cli
-from towers.training.run import manifest
 
 pytestmark = pytest.mark.process
 
@@ -104,19 +100,3 @@ def test_a_function_of_the_users_own_is_run_beside_them(foreign):
     code, said = run(foreign, *TRAIN.split(), "--model=mine:build", "--model_args=",
                      "--train_dir=own")  # fmt: skip
     assert code == 0, said
-
-
-def test_the_programs_that_a_repository_names_are_not_run(tmp_path):
-    mark, git = tmp_path / "mark", functools.partial(programs.git, tmp_path)
-    git("init")
-    Path(tmp_path, "a.txt").write_text("a")
-    Path(tmp_path, ".gitattributes").write_text("*.txt filter=evil diff=evil\n")
-    git("add", ".")
-    git("commit", "-m", "a")
-    for name in "core.fsmonitor", "filter.evil.clean", "filter.evil.process", "diff.evil.textconv":
-        git("config", name, f"touch {mark}; cat")
-    git("config", "filter.evil.required", "true")
-    assert manifest.repository(tmp_path)["diff"] == "clean"
-    Path(tmp_path, "a.txt").write_text("b")
-    assert len(manifest.repository(tmp_path)["diff"]) == 64
-    assert not mark.exists()

@@ -265,9 +265,6 @@ def test_a_run_does_not_go_on_with_classes_of_other_names(tmp_path, capsys):
     with pytest.raises(InputError, match="new: a_dog; missing: dog"):
         train(Options(**given, max_steps=2))
     assert tiny.files(tmp_path / "run") == before
-    given |= dict(init_from=given["train_dir"], train_dir=str(tmp_path / "tuned"))
-    train(Options(**given, max_steps=1))
-    assert f"{tmp_path}/run was trained on data of other classes (" in capsys.readouterr().out
 
 
 def test_the_curves_of_another_program_are_left_alone(tmp_path):
@@ -348,9 +345,9 @@ def test_a_finished_run_is_not_taken_for_one_of_other_data(tmp_path, capsys):
     assert "warning" not in capsys.readouterr().out
     second = towers.train(dataset=((images, 1 - labels), (images, labels)), **given)
     out = capsys.readouterr().out
-    assert second == first and "(data.train.sha256) differs" in out
+    assert second == first and "(data.train) differs" in out
     assert "--max_steps above 2 " in out and "--overwrite" in out
-    with pytest.raises(InputError, match="has other classes .new: 2. .*init_from"):
+    with pytest.raises(InputError, match="has other classes than .*new: 2.*init_from"):
         towers.train(dataset=((images, np.arange(8) % 3), (images, labels)), **given)
     given |= dict(max_steps=3)
     pooled = dict(train_dir=tmp_path / "pooled", model=pooling, batch_size=4)

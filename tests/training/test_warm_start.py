@@ -71,7 +71,6 @@ def test_a_run_gives_its_averages(trained, tmp_path, capsys):
         np.testing.assert_array_equal(here[name], expected[name if seed else of_run], name)
     found = manifest.read(tmp_path)
     assert found["flags"]["init_from"] == str(source)
-    assert found["initial_weights"] != manifest.read(source)["initial_weights"]
 
 
 @pytest.mark.run

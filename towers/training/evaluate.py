@@ -13,6 +13,7 @@ from towers.options.run import Options
 from towers.training.callbacks import best_checkpoint
 from towers.training.run import checkpoint, manifest
 from towers.training.run.checkpoint_manager import CheckpointManager
+from towers.training.run.model import check_data
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import prepare
 from towers.training.run.tensorflow_errors import user_facing_errors
@@ -42,10 +43,9 @@ def evaluate(
     options = options_from_call(options, fields, verb="evaluate")
     checkpoint.of_run(options.train_dir)  # before the model is built
     recorded = manifest.read(Path(options.train_dir))
+    task = recorded.get("task", {})
     run = prepare(dataclasses.replace(options, variables="default"))
-    manifest.check_data(run, recorded.get("task", {}))
-    if change := manifest.image_shape_change(run, recorded.get("task", {})):
-        say(f"warning     {change}")
+    check_data(run.data, options, task)
     for line in manifest.differences({"code": manifest.code(options)}, recorded):
         say(f"warning     {line}")
     for line in run.data.notes:
@@ -70,7 +70,7 @@ def evaluate(
     try:
         step = checkpoints.restore(None, best_checkpoint.step_of(options.train_dir))
     except InputError:
-        manifest.check_data(run, recorded.get("task", {}), number=True)  # why shapes are others
+        check_data(run.data, options, task, number=True)  # why shapes are others
         raise
     run.train_state.set_copies()
     with user_facing_errors(options):

@@ -1,7 +1,6 @@
 """`towers.load`: the model of a run, with its trained weights."""
 
 import dataclasses
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,14 +39,14 @@ class TrainedModel:
     """The model of a run with the weights of a checkpoint."""
 
     options: Options
-    task: dict[str, Any]  # see `manifest.model_spec`
+    task: dict[str, Any]  # see `model.task_of`
     model: keras.Model
     step: int
     averaged: bool  # whether the weights are moving averages
 
     def spec(self) -> tuple:
         """Return the structure of `tf.TensorSpec`s of one example."""
-        return tuple(_spec(part) for part in self.task["spec"])
+        return tuple(model.spec_of(part) for part in self.task["spec"])
 
     def inputs(self, x: Any) -> Any:
         """Return the model's inputs for a batch of x as the data set stores it."""
@@ -120,12 +119,12 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
     if not task:  # the manifest is older or lost
         data = load_data(options)
         kind = augment.resolve(options.augment, data, compiled=False)
-        task = manifest.model_spec(data, dataclasses.replace(options, augment=kind))
+        task = model.task_of(data, dataclasses.replace(options, augment=kind))
     with user_facing_errors(options), tf_internals.named_as_in_a_new_process():
         network = model.build_for(
             dataclasses.replace(options, augment=task["augment"]),
             num_classes=task["num_classes"],
-            x=_spec(task["spec"][0]),
+            x=model.spec_of(task["spec"][0]),
             image_shape=task["image_shape"],
         )
         inline = PREFIX in f"{options.loss}{options.metrics}{options.optimizer}"
@@ -173,13 +172,3 @@ def read_weights(train_dir: Path, step: int | None = None) -> Weights:
     if newest is None:
         raise InputError(f"--train_dir={train_dir}: none of its checkpoints can be read")
     return Weights(newest[0], *newest[1])
-
-
-def _spec(recorded: Any) -> Any:
-    if isinstance(recorded, str):
-        dtype, shape = re.fullmatch(r"(\w+)\[(.*)\]", recorded).groups()
-        sizes = [None if size == "None" else int(size) for size in shape.split(", ") if size]
-        return tf.TensorSpec(sizes, dtype)
-    if isinstance(recorded, dict):
-        return {name: _spec(part) for name, part in recorded.items()}
-    return [_spec(part) for part in recorded]

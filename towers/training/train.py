@@ -31,6 +31,7 @@ from towers.training.callbacks.evaluator import Evaluator
 from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.callbacks.user_callbacks import Callbacks
 from towers.training.run import checkpoint, manifest
+from towers.training.run.model import check_data
 from towers.training.run.prepare_run import PreparedRun, begin, build, restore
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import RunContext
@@ -88,10 +89,11 @@ def train(
             with user_facing_errors(options):
                 checkpoints, restored = restore(run)
         except InputError:
-            manifest.check_data(run, task, trains=True, number=True)  # why shapes are others
+            # Another number of classes may be why shapes differ.
+            check_data(run.data, options, task, trains=True, number=True)
             raise
         if restored is not None:
-            manifest.check_data(run, task, trains=True)
+            check_data(run.data, options, task, trains=True)
             if options.init_from:
                 say(f"init_from   the run has its own weights: {options.init_from} is not read")
         if result := _finished(run):

@@ -250,7 +250,7 @@ def begin(
     files.write_text(folder / "flags.cfg", code_trust.signed(flags))
     if options.log_device_placement:
         placement_report.write_tsv(folder / "placement.tsv", placement)
-    for line in manifest.write(run, folder, restored, batch):
+    for line in manifest.write(run, folder, restored):
         say(line)
     summary: list[str] = []
     run.train_state.model.summary(line_length=100, print_fn=lambda line, **_: summary.append(line))
