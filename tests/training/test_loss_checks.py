@@ -144,9 +144,9 @@ def two(loss=None, head=None):
     return make
 
 
-def bare(units=3):
+def bare(activation=None):
     """A model that is not compiled."""
-    return lambda: keras.Sequential([keras.Input((4,)), layers.Dense(units)])
+    return lambda: keras.Sequential([keras.Input((4,)), layers.Dense(3, activation)])
 
 
 BOTH = {"value": NUMBERS, "kind": CLASSES}
@@ -183,8 +183,9 @@ def test_what_cannot_be_meant_is_refused_in_one_line(fault):
     assert remedy in refusal(lines, make, *data)
 
 
-def test_a_softmax_of_logits_is_a_warning():
-    (line,) = lines(dense(sparse(from_logits=True), 3, "softmax"), X, CLASSES)
+@pytest.mark.parametrize("make", [dense(sparse(from_logits=True), 3, "softmax"), bare("softmax")])
+def test_a_softmax_of_logits_is_a_warning(make):
+    (line,) = lines(make, X, CLASSES)
     assert line.startswith("warning     ") and "take the softmax off the last layer" in line
 
 

@@ -104,15 +104,6 @@ NAME = __name__
 OWN = dict(model=f"{NAME}:own", learning_rate=0.05)  # the flag's default: it has its own
 
 
-NORM: list[keras.layers.Layer] = []
-
-
-def normalized(num_classes):
-    """Its last layer is called again by the loss: a step assigns its state twice."""
-    NORM[:] = [keras.layers.BatchNormalization()]
-    return keras.Sequential([keras.Input([6]), Refusing(), keras.layers.Dense(num_classes), *NORM])
-
-
 class Shrinking(keras.layers.Dense):
     """Assigns its own kernel at each call, as SpectralNormalization does."""
 
@@ -126,10 +117,6 @@ def shrinking(num_classes):
     return keras.Sequential([keras.Input([6]), *layers])
 
 
-def of_normalized(y, outputs):
-    return cross_entropy(y, NORM[0](outputs, training=True))
-
-
 def options(folder, **changes):
     given = dict(model=f"{NAME}:network", dataset=f"{NAME}:marked", ema_decay=0.9, num_towers=2)
     given |= dict(augment="auto", max_steps=14, log_every_steps=100, checkpoint_every_steps=2)
@@ -139,12 +126,8 @@ def options(folder, **changes):
 KINDS = {
     "cpu": {},
     "gradient": dict(model_args="where=gradient"),
-    "replicated": dict(variables="replicated", model_args="where=gradient"),
     "accumulate": dict(accumulate_steps=2),
     "XLA": dict(jit_compile=True, batch_norm="local"),
-    "compiled, a layer called again": dict(
-        model=f"{NAME}:normalized", loss=f"{NAME}:of_normalized"
-    ),
     "a kernel that its layer assigns": dict(model=f"{NAME}:shrinking", variables="replicated"),
     "own step, gradient": OWN | dict(model_args="where=gradient", variables="sharded"),
     "GPUs": dict(devices="/cpu:1,/cpu:2", variables="replicated"),
@@ -219,7 +202,6 @@ NAMED = {  # what the line says beside step, tower and row
     "GPUs": "the loss is nan at step .* is that of layer sequential/refusing for",
     "gradient": "^a gradient is not finite at step .* is that of sequential/refusing/scale;",
     "own step, gradient": "^a gradient is not finite .* is that of own/refusing/scale;",
-    "compiled, a layer called again": "the loss is nan at step .* is that of layer ",
 }
 
 

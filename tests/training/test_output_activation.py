@@ -1,9 +1,8 @@
-"""Whether a model gives logits: what is seen of its last layer, and said before the first step."""
+"""Whether a model gives logits: what is seen of its last layer."""
 
 import keras
 import pytest
 
-from towers import cli
 from towers.training.step.output_activation import final_activation
 
 pytestmark = pytest.mark.graph
@@ -39,23 +38,3 @@ def test_the_last_activation_is_seen_of_models_of_every_kind():
     assert final_activation(keras.Model(inputs, logits * 2)) is None
     assert final_activation(Subclassed()) == "softmax"
     assert final_activation(keras.Model()) is None
-
-
-def last_layer(num_classes, image_shape):
-    """The usual mistake, in the head that the guide to mixed precision recommends."""
-    head = layers.Dense(num_classes, activation="softmax", dtype="float32")
-    return keras.Sequential([keras.Input(image_shape), layers.Flatten(), head])
-
-
-@pytest.mark.run
-def test_training_says_so_once_before_the_first_step(tmp_path, capsys):
-    flags = "--dataset=tests.tiny:images --augment=none --batch_size=7 --max_steps=1".split()
-    flags += [f"--model={__name__}:last_layer", "--dtype=mixed_bfloat16", "--num_towers=1"]
-    assert cli.main(["train", *flags, f"--train_dir={tmp_path}/run"]) == 0
-    out = capsys.readouterr().out
-    line = (
-        f"warning     {__name__}:last_layer ends in a softmax, and the loss takes logits, of which "
-        "it takes the softmax itself: it will learn badly; take the softmax off the last layer\n"
-    )
-    assert out.count(line) == out.count("ends in a") == 1
-    assert line not in out[out.index("new run") :]

@@ -5,9 +5,8 @@ They have the numbers of one device, and nothing is said; or they run on one dev
 
 import functools
 import re
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -17,7 +16,6 @@ import tensorflow as tf
 import towers
 from tests import fits
 from tests.fits import layer_of, of_step
-from tests.runs import released
 from towers import TowerBuilder
 
 pytestmark = pytest.mark.run
@@ -36,10 +34,6 @@ def arrays(x=X):
 def eights():
     x = np.random.default_rng(1).normal(size=(16, 5))
     return {"x": x, "y": x[:, :1], "batch_size": 8}
-
-
-def validated():
-    return eights() | {"validation_data": (X, Y)}
 
 
 def of_dataset(dataset):
@@ -62,12 +56,6 @@ def rows_of(shape, x):
 
 def of_arrays():
     return of_slices(X)
-
-
-def windows_of_a_series():
-    series = np.random.default_rng(2).normal(size=(12, 3))
-    make = keras.utils.timeseries_dataset_from_array
-    return of_dataset(make(series[:, :2], series[:, 2:], 6, batch_size=4, shuffle=False))
 
 
 TOKENS = np.array([[1, 2, 0, 0], [3, 0, 0, 0], [4, 5, 6, 0], [7, 0, 0, 0], [8, 1, 0, 0],
@@ -114,10 +102,6 @@ def built_by_a_call():
     )  # fmt: skip
     model.two(model.one(X[:2]))
     return model
-
-
-def of_windows():
-    return network(layers.Flatten(), layers.Dense(1), shape=(6, 2))
 
 
 def in_windows_of_five():
@@ -248,10 +232,6 @@ def undivided(call):
     return build
 
 
-def of_drawn_numbers(_, x):
-    return ops.mean(x + tf.random.normal(tf.shape(x), dtype=x.dtype), 0, keepdims=True)
-
-
 def a_number_for_each_pair():
     """Towers of equal slices would join rows of their own pairs."""
     products = layer_of(lambda _, x: ops.matmul(x, ops.transpose(x)))
@@ -259,42 +239,19 @@ def a_number_for_each_pair():
     return network(layers.Dense(6), products, loss=loss, optimizer="adam")
 
 
-def slope(model, x, jacobian=False):
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        outputs = model(x, training=True)
-    return outputs + (
-        tape.batch_jacobian(outputs, x)[:, 0] if jacobian else tape.gradient(outputs, x)
-    )
-
-
 # What a step computes from a model that has BatchNorm, under a tape.
-INNER = {
-    "a loop": lambda model, x: tf.while_loop(
+def loop(model, x):
+    return tf.while_loop(
         lambda i, _: i < 2,
         lambda i, total: (i + 1, total + model(x * total, training=True)),
         (0, tf.ones_like(x[:, :1])),
-    )[1],
-    "a gradient": slope,
-    "a jacobian": functools.partial(slope, jacobian=True),
-}
+    )[1]
 
 
-def inner(name, norm=layers.BatchNormalization, size=5):
-    class Inner(keras.Sequential):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = mean_square(INNER[name](self, x) - y)
-            weights = self.trainable_variables
-            self.optimizer.apply(tape.gradient(loss, weights), weights)
-            return {"loss": loss}
-
-    def build():
-        body = layers.Dense(4, "tanh"), norm(), layers.Dense(1)
-        return compiled(Inner([keras.Input((size,)), *body]), optimizer="adam")
-
-    return build
+def in_a_loop():
+    step = lambda self, x, y: mean_square(loop(self.net, x) - y)  # noqa: E731
+    body = layers.Dense(4, "tanh"), layers.BatchNormalization(), layers.Dense(1)
+    return of_step(step, net=lambda: network(*body))
 
 
 # The table.
@@ -305,15 +262,12 @@ class Program(NamedTuple):
     given: Callable = arrays
     says: str = ""  # why it runs on one device
     num_towers: int = 3
-    options: Mapping[str, Any] = MappingProxyType({})  # of parallelize
-    is_drawn: bool = False  # by a state that goes on from fit to fit
 
 
 ON_ONE_DEVICE = "runs? on one device"
 TOO_FEW, HOW_LONG, HOW_MANY = "sequential", "how long", "how many rows"
 MEETING = "train_step of .*: .*BatchNorm"
 PROGRAMS = {
-    "windows": Program(of_windows, windows_of_a_series),
     "built by a call": Program(built_by_a_call, rows_of([None, None], X)),
     "as long as the first batch": Program(
         in_windows_of_five, rows_of([None, None], X), num_towers=2
@@ -341,29 +295,19 @@ PROGRAMS = {
     "no row for each example": Program(
         undivided(lambda _, x: ops.mean(x, axis=0, keepdims=True)), eights, TOO_FEW, 2
     ),
-    "draws": Program(undivided(of_drawn_numbers), eights, TOO_FEW, 2, is_drawn=True),
     "pairs": Program(a_number_for_each_pair, eights, "sequential.*: its output 0", 2),
     "eager": Program(
         lambda: network(layers.Dense(1), optimizer="adam", run_eagerly=True), says="run_eagerly"
     ),
-    "a loop": Program(inner("a loop"), eights, MEETING, 2),
-    "a gradient": Program(inner("a gradient"), validated, MEETING, 2),
-    # As where a batch that is taken in parts is computed again inside of tf.vectorized_map.
-    "a jacobian, in parts": Program(
-        inner("a jacobian"), validated, MEETING, 2, {"accumulate_steps": 2}
-    ),
-    "a jacobian, LayerNorm": Program(inner("a jacobian", layers.LayerNormalization), eights),
+    "a loop": Program(in_a_loop, eights, MEETING, 2),
 }  # fmt: skip
-RARE = "a gradient", "a jacobian, in parts", "a jacobian, LayerNorm"  # as "a loop"
 
 
-@pytest.mark.parametrize("name", released(PROGRAMS, *PROGRAMS.keys() - RARE))
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_have_the_numbers_of_one_device_or_run_there_with_a_line(name):
     program = PROGRAMS[name]
-    differences, lines = fits.compare(
-        program.build, program.given, program.num_towers, **program.options
-    )
-    assert differences == {} or program.is_drawn
+    differences, lines = fits.compare(program.build, program.given, program.num_towers)
+    assert differences == {}
     assert len(lines) == bool(program.says)
     for line in lines:
         assert re.search(ON_ONE_DEVICE, line) and re.search(program.says, line), line
@@ -394,15 +338,6 @@ def test_shapes_that_a_trace_does_not_tell_may_be_by_example():
     assert not told
     for size in 7, 2, 1:
         np.testing.assert_array_equal(chosen(X[:size]), X[:size][X[:size] > 0])
-
-
-def test_a_program_whose_functions_all_run_eagerly_is_told():
-    tf.config.run_functions_eagerly(True)
-    try:
-        differences, (line,) = fits.compare(hidden, arrays)
-    finally:
-        tf.config.run_functions_eagerly(False)
-    assert differences == {} and "run_eagerly=True: all steps run on one device" in line
 
 
 def test_examples_that_are_mixed_by_a_weight_of_the_step_are_told_of():
