@@ -40,12 +40,9 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leave out what is to run alone, or with GPUs, unless it is named."""
-    from tests.alone import ALONE
-
-    alone = any(collection_path == _FOLDER / path for path in [*ALONE, "gpu"])
+    """Leave out what is to run with GPUs, unless it is named."""
     named = any(collection_path.name in argument for argument in config.args)
-    return True if alone and not named else None
+    return True if collection_path == _FOLDER / "gpu" and not named else None
 
 
 def pytest_configure(config):
@@ -116,15 +113,6 @@ def pytest_runtest_teardown(item, nextitem):
             gc.freeze()  # what a module leaves for ever is not looked through again
         if "trained" in item.funcargs:  # a test that is skipped has none
             item.funcargs["trained"].assert_unchanged()
-
-
-@pytest.fixture(scope="session")
-def two_addresses():
-    """Give the addresses of two workers, for the modules that run alone."""
-    from tests.worker_processes import workers
-
-    with workers(2) as addresses:
-        yield addresses
 
 
 # How long they take.

@@ -7,8 +7,6 @@ import ast
 import contextlib
 import gc
 import inspect
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,7 +15,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python import pywrap_tfe
 
 from towers import tf_internals
 from towers.tf_internals import added_losses, floatx_set, force_float64
@@ -564,69 +561,6 @@ def test_draws_without_a_seed_go_by_one_state():
     state.assign(before)
     np.testing.assert_array_equal(keras.random.uniform((2,)), second)
     assert not np.array_equal(first, second)
-
-
-# Servers on other machines.
-
-SERVER = """
-import sys
-import tensorflow as tf
-worker = {"worker": [f"127.0.0.1:{sys.argv[1]}"]}
-cpus = tf.compat.v1.ConfigProto(device_count={"CPU": 2, "GPU": 0})
-tf.distribute.Server(worker, job_name="worker", task_index=0, config=cpus)
-print("ready", flush=True)
-sys.stdin.read()
-"""
-CLIENT = """
-import socket
-import sys
-import tensorflow as tf
-from towers import tf_internals
-
-pick, taken = tf_internals.pywrap_tfe.TF_PickUnusedPortOrDie, socket.create_server(("", 0))
-ports = iter([taken.getsockname()[1]])  # which another process takes after it was picked
-tf_internals.pywrap_tfe.TF_PickUnusedPortOrDie = lambda: next(ports, None) or pick()
-mine = tf.Variable([1.0, 2.0])
-local = tf.function(lambda x: mine * x)
-
-@tf.function
-def there():
-    with tf.device("/job:worker/task:1/cpu:1"):
-        return tf.identity(mine) * 2.0
-
-print(local(1.0).numpy().tolist())
-for tasks in {1: sys.argv[1]}, {}, {1: sys.argv[1], 4: sys.argv[2]}:
-    addresses = {task: f"127.0.0.1:{port}" for task, port in tasks.items()}
-    tf_internals.connect({"worker": addresses}, "127.0.0.1")
-    names = [d.name for d in tf.config.list_logical_devices() if "worker" in d.name]
-    results = [local(3.0), mine, *([there()] if tasks else [])]
-    print([names, *(result.numpy().tolist() for result in results)], flush=True)
-"""
-
-
-@pytest.mark.process
-@pytest.mark.extended
-def test_servers_are_connected_to_again_and_what_lies_here_stays():
-    def start(program, *arguments):
-        line = [sys.executable, "-c", program, *arguments]
-        return subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    ports = [str(pywrap_tfe.TF_PickUnusedPortOrDie()) for _ in range(2)]
-    with contextlib.ExitStack() as stack:
-        for port in ports:
-            server = stack.enter_context(start(SERVER, port))
-            stack.callback(server.kill)
-            assert server.stdout.readline() == "ready\n"
-        client = stack.enter_context(start(CLIENT, *ports))
-        stack.callback(client.kill)
-        out, _ = client.communicate(timeout=100)
-    first, *lines = [ast.literal_eval(line) for line in out.splitlines()]
-    one, more = (
-        [f"/job:worker/replica:0/task:{task}/device:CPU:{i}" for i in range(2)] for task in (1, 4)
-    )
-    here, there = [[3.0, 6.0], [1.0, 2.0]], [2.0, 4.0]
-    assert first == [1.0, 2.0]
-    assert lines == [[one, *here, there], [[], *here], [one + more, *here, there]]
 
 
 def test_what_records_is_seen_and_does_so_where_init_scope_has_stopped_that():

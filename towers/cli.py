@@ -77,7 +77,7 @@ _VERBS = (
           run_flags="if_typed",
           options="towers.commands.verify.options:VerifyOptions", tensorflow="options"),
     Entry("benchmark", "measure speed and scaling, also beside other programs",
-          run_flags="if_typed",
+          run_flags="if_typed", refuses=dict.fromkeys(PLACEMENT[2:], "it measures this machine"),
           options="towers.commands.benchmark.options:BenchmarkOptions", tensorflow="options"),
     Entry("doctor", "check this machine: versions, GPUs, memory, computing, data, folders",
           takes="train_dir json dataset data_dir visible_gpus".split()),
@@ -94,7 +94,7 @@ _VERBS = (
           options="towers.commands.init.command:InitOptions"),
     Entry("worker", "lend this machine's devices to a program on another one",
           options="towers.commands.worker.command:WorkerOptions",
-          takes=("address", "any_address", *_GPU_FLAGS), tensorflow="import", stopping=_ended),
+          takes=("address", *_GPU_FLAGS), tensorflow="import", stopping=_ended),
 )  # fmt: skip
 VERBS = {verb.name: verb for verb in _VERBS}
 _FOREIGN_VERBS = {  # names of verbs in other programs

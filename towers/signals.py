@@ -58,6 +58,8 @@ class Listener:
         self.kept: list[object] = []
         self._tick: Callable[[], None] | None = None
         self._asked_at = self._answered_at = 0.0
+        # What the command's flags are relative to.
+        self._folder = os.open(".", os.O_PATH) if owner else None
         self._errors = os.dup(2) if owner else None  # also while cli.quiet_start redirects it
         self._closing = threading.Event()
         self._code: int | None = None
@@ -123,16 +125,21 @@ class Listener:
             code: exit code.
             line: printed before to standard error; "": nothing is.
         """
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
+        _clear_up()
         if line:
             with contextlib.suppress(OSError):
                 os.write(2 if self._errors is None else self._errors, f"towers: {line}\n".encode())
-        if children := sys.modules.get("multiprocessing"):
-            for child in children.active_children():
-                child.terminate()
         os._exit(code)
+
+    def run_again(self, *flags: str) -> None:
+        """Replace the program in this process by its own command, without waiting for its threads.
+
+        Args:
+            *flags: appended to the command.
+        """
+        _clear_up()
+        os.fchdir(self._folder)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *flags])
 
     def close(self, code: int) -> None:
         """Ignore signals and exit as Python does, but without deleting kept objects."""
@@ -187,6 +194,11 @@ class Listener:
                     self.leave(*self.stopping(self.asked))
 
 
+def owner() -> Listener | None:
+    """Return the listener of a process that is the towers command; None in another program."""
+    return _current if _current is not None and _current.owner else None
+
+
 @contextlib.contextmanager
 def listening() -> Iterator[Listener]:
     """Yield the process' listener or a new one, which is inactive outside the main thread."""
@@ -227,6 +239,16 @@ def interrupted(number: int) -> tuple[int, str]:
 def print_error(message: object) -> None:
     """Print a message to standard error, in one line."""
     print("towers:", printable(" ".join(str(message).splitlines())), file=sys.stderr, flush=True)
+
+
+def _clear_up() -> None:
+    """Write what is printed, and end the children, of a process that is about to end."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    if children := sys.modules.get("multiprocessing"):
+        for child in children.active_children():
+            child.terminate()
 
 
 def _name(number: int) -> str:

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -36,7 +36,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import config as autograph_config
 from tensorflow.python.autograph.core.config_lib import DoNotConvert
 from tensorflow.python.client import pywrap_tf_session
-from tensorflow.python.eager import cancellation, context, executor, forwardprop_util, record
+from tensorflow.python.eager import cancellation, context, forwardprop_util, record
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import config as tf_config
@@ -878,67 +878,6 @@ def refuse_fork() -> None:
 def ops_are_deterministic() -> bool:
     """Return whether op determinism is on, by a call or TF_DETERMINISTIC_OPS=1. Public: none."""
     return tf_config.is_op_determinism_enabled()
-
-
-_PORT_ATTEMPTS = 3
-
-
-def connect(jobs: Mapping[str, Mapping[int, str]], own_address: str) -> int:
-    """Connect to these servers, and disconnect from all others, to use their devices.
-
-    Values on disconnected servers are lost. It may be called again with fewer or more servers.
-    Variables created before the first call can be read afterwards, but assignments to them are
-    lost: TensorFlow then starts with new resources, and keeps them from then on. Public:
-    experimental_connect_to_cluster, with an address that other machines cannot reach.
-
-    Args:
-        jobs: {job name: {task number: "host:port"}}.
-        own_address: address of this process for the servers; that of the first call counts.
-
-    Returns:
-        The port on which this process listens for the servers, at all its addresses.
-    """
-    here = context.context()
-    before = here.get_server_def()
-    known = before and next(job.tasks[0] for job in before.cluster.job if job.name == "localhost")
-    for attempts_left in reversed(range(_PORT_ATTEMPTS)):
-        own = known or f"{own_address}:{pywrap_tfe.TF_PickUnusedPortOrDie()}"
-        server = tf.train.ServerDef(
-            cluster=tf.train.ClusterSpec({**jobs, "localhost": [own]}).as_cluster_def(),
-            job_name="localhost",
-            protocol="grpc",
-            default_session_config=here.config,
-        )
-        try:
-            (here.update_server_def if known else here.set_server_def)(server)
-            here.ensure_initialized()
-            break
-        except tf.errors.UnknownError:  # another process may have taken the port meanwhile
-            if known or not attempts_left:
-                raise
-            here._server_def = None
-    return int(own.rpartition(":")[2])
-
-
-def was_connected() -> bool:
-    """Return whether `connect` was called. Public: none."""
-    return context.context().get_server_def() is not None
-
-
-@contextlib.contextmanager
-def unary_rpcs() -> Iterator[None]:
-    """Send ops to servers by separate calls in the block, which fail if the server does.
-
-    With streams, TensorFlow's default, a failure goes unnoticed, and `connect` waits for ever. All
-    else should use streams: functions are registered on each server while Python's lock is held.
-    Public: an environment variable, for both.
-    """
-    apart = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
-    with context.executor_scope(apart):
-        try:
-            yield
-        finally:
-            apart.clear_error()  # about functions that were deleted before a server knew them
 
 
 def device_memory_bytes() -> dict[str, int]:

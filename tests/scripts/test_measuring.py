@@ -1,10 +1,7 @@
 """Scripts that measure or compare, on the tiniest input: their tables, and what they compare."""
 
-import re
-
 import pytest
 
-from tests import worker_processes
 from tests.programs import ROOT, TENSORFLOWS_LINES, python
 
 pytestmark = pytest.mark.process
@@ -33,19 +30,3 @@ def test_towers_have_none_of_the_three_faults_of_mirrored_strategy():
     assert updates[-3:] == ["1.0000", "1.0000", "1.4142"]
     assert weights[-6:] == ["0", "0", "0", "0", "nan", "nan"]
     assert variances[-3:] == ["1", "1", "0"]
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("towers_per_worker", [1, 2])
-def test_a_step_sends_what_it_must_and_no_more(towers_per_worker):
-    with worker_processes.workers(2) as addresses:
-        flags = f"--workers={','.join(addresses)}", f"--towers_per_worker={towers_per_worker}"
-        done = python("scripts/network_bytes.py", *flags)
-    assert done.returncode == 0, done.stderr
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
-    assert [row[0] for row in rows] == ["cpu", "sharded"]
-    by_program = [float(row[1]) for row in rows]
-    by_worker = [[float(part) for part in re.findall(r"[\d.]+", row[3])] for row in rows]
-    assert by_program == pytest.approx([2, 0], rel=0.05, abs=0.05)
-    for mean_and_each in by_worker:
-        assert mean_and_each == pytest.approx([1, 1, 1], rel=0.05)

@@ -62,6 +62,6 @@ def test_workers_and_the_program_are_both_deterministic_or_neither(tmp_path):
         run = f"train {task} --max_steps=2 --workers={address}".split()
         own = f"--train_dir={tmp_path}/own"
         refused = python("-m", "towers", *run, own)
-        assert refused.returncode == 2 and "type --deterministic here, too" in refused.stderr
+        assert refused.returncode == 2 and "type --deterministic here" in refused.stderr
         done = python("-m", "towers", *run, own, "--deterministic")
         assert done.returncode == 0, done.stderr

@@ -1,24 +1,62 @@
-"""What `--workers` may say, and what schedulers say of it."""
+"""What `--workers` may say, what schedulers say of it, and how a lock file is understood."""
 
+import dataclasses
 import json
+import os
+import sys
+import types
 
 import pytest
 
 from towers.errors import InputError
-from towers.workers.addresses import check_distinct, find_workers, join_address, parse_address
+from towers.workers.addresses import find_workers, join_address, parse_address
+from towers.workers.lock import Lock, LockFile, from_text, to_text
 
 pytestmark = pytest.mark.unit
 
 
-def slurm(nodes):
-    return {"SLURM_JOB_NODELIST": nodes}
-
-
-KUBERNETES = {"JOB_NAME": "mine", "JOB_COMPLETIONS": "2", "JOB_SERVICE": "workers"}
+def slurm(nodes, tasks):
+    return {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": str(sum(tasks)),
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, tasks)),
+    }
 
 
 def tf_config(**cluster):
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})}
+
+
+class Pods:
+    """Stands in for a client of Kubernetes: two pods that run, and one that waits."""
+
+    def list_pod_for_all_namespaces(self, label_selector):
+        phases = ["Running", "Running", "Pending"][: 3 if label_selector.endswith("late") else 2]
+        names = [types.SimpleNamespace(name=f"{label_selector}-{i}") for i in range(3)]
+        status = [
+            types.SimpleNamespace(phase=p, host_ip=f"10.0.0.{i}") for i, p in enumerate(phases)
+        ]
+        pairs = zip(names, status, strict=False)
+        items = [types.SimpleNamespace(metadata=n, status=s) for n, s in pairs]
+        return types.SimpleNamespace(items=items)
+
+
+@pytest.fixture
+def scheduler(monkeypatch):
+    """Return a function that sets the variables of a scheduler."""
+    kubernetes = types.ModuleType("kubernetes")
+    kubernetes.client = types.SimpleNamespace(CoreV1Api=Pods)
+    kubernetes.config = types.SimpleNamespace(load_incluster_config=lambda: None)
+    monkeypatch.setitem(sys.modules, "kubernetes", kubernetes)
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+
+    def set_up(variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_up
 
 
 @pytest.mark.parametrize(
@@ -27,21 +65,20 @@ def tf_config(**cluster):
         ("host1", {}, ["host1:2222"]),
         ("Host1:22, 10.0.0.5", {}, ["host1:22", "10.0.0.5:2222"]),
         ("[fd00::5]:22,[::1]", {}, ["[fd00::5]:22", "[::1]:2222"]),
-        ("slurm", slurm("gpu5"), ["gpu5:2222"]),
-        ("slurm:99", slurm("n[01-03,07],a-b.c"), [f"n{i}:99" for i in ("01", "02", "03", "07")]
-         + ["a-b.c:99"]),
-        ("slurm", slurm("r[1-2]n[08-10]x"), [f"r{r}n{n}x:2222" for r in (1, 2)
-         for n in ("08", "09", "10")]),
-        ("kubernetes", KUBERNETES, ["mine-0.workers:2222", "mine-1.workers:2222"]),
+        ("slurm", slurm("gpu5", [1]), ["gpu5:2222"]),
+        ("slurm:99", slurm("n[01-02],m", [1, 1, 2]), ["m:99", "m:100", "n01:99", "n02:99"]),
+        ("kubernetes:99", {"JOB_NAME": "mine"}, ["10.0.0.0:99", "10.0.0.1:99"]),
         ("TF_CONFIG", tf_config(worker=["a:1", "b:2"], chief=["c:3"]), ["a:1", "b:2"]),
     ],
-)  # fmt: skip
-def test_workers_are_found(text, environ, found):
-    assert find_workers(text, environ) == found
+)
+def test_workers_are_found(scheduler, text, environ, found):
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    scheduler(environ)
+    assert find_workers(text) == found
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
 
 
-NO_ADDRESS, NO_NODES = "HOST:PORT is needed", "no list of nodes"
-NO_CLUSTER = "TF_CONFIG has no"
+NO_ADDRESS, REMEDY = "HOST:PORT is needed", "--workers=host1:2222,host2:2222"
 
 
 @pytest.mark.parametrize(
@@ -49,27 +86,27 @@ NO_CLUSTER = "TF_CONFIG has no"
     [
         ("a:1,b,a:1", {}, "a:1 is named twice"),
         ("a,A:2222", {}, "a:2222 is named twice"),
-        ("a,,b", {}, "an address is empty"),
-        ("", {}, "an address is empty"),
-        *((text, {}, NO_ADDRESS) for text in ("a:1:2", "http://a", "a:65536", "a b")),
+        *((text, {}, NO_ADDRESS) for text in ("", "a,,b", "a:1:2", "http://a", "a:65536", "a b")),
         ("a:0", {}, "has no port"),
-        ("slurm:x", slurm("a"), NO_ADDRESS),
-        ("slurm", {}, "SLURM_JOB_NODELIST is not in the environment"),
-        *(("slurm", slurm(nodes), NO_NODES) for nodes in ("n[1-", "n[3-1]", "a b")),
-        *(("slurm", slurm(f"n[{n}]"), NO_NODES) for n in ("1-99999999999", "0-60000]m[0-60000")),
-        ("slurm", slurm("a,a"), "named twice"),
-        ("kubernetes", {"JOB_NAME": "mine"}, "JOB_COMPLETIONS is not in the environment"),
-        ("kubernetes", KUBERNETES | {"JOB_COMPLETIONS": "0"}, "no number of pods"),
-        ("TF_CONFIG", {}, "TF_CONFIG is not in the environment"),
-        ("TF_CONFIG", {"TF_CONFIG": "{"}, NO_CLUSTER),
-        *(("TF_CONFIG", tf_config(worker=workers), NO_CLUSTER) for workers in ([], {"0": "a:1"})),
-        ("TF_CONFIG", tf_config(worker=[1]), "an address is empty"),
+        ("slurm:x", slurm("a", [1]), REMEDY),
+        ("slurm", {}, REMEDY),
+        ("slurm", slurm("n[1-", [1]), REMEDY),
+        ("kubernetes", {"JOB_NAME": "late"}, REMEDY),
+        ("TF_CONFIG", {}, REMEDY),
+        ("TF_CONFIG", {"TF_CONFIG": "{"}, REMEDY),
     ],
 )
-def test_what_names_no_workers_is_one_line(text, environ, why):
+def test_what_names_no_workers_is_one_line(scheduler, text, environ, why):
+    scheduler(environ)
     with pytest.raises(InputError, match=why) as error:
-        find_workers(text, environ)
+        find_workers(text)
     assert str(error.value).startswith("--workers=") and "\n" not in str(error.value)
+
+
+def test_the_package_that_kubernetes_needs_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(InputError, match="pip install kubernetes"):
+        find_workers("kubernetes")
 
 
 def test_an_address_is_taken_apart_and_joined():
@@ -77,8 +114,29 @@ def test_an_address_is_taken_apart_and_joined():
         assert join_address(*parse_address(text, "address")) == text
 
 
-def test_two_names_of_one_worker_are_refused_and_other_ports_and_unknown_hosts_are_others():
-    for other in "127.0.0.1", "127.0.0.2":
-        with pytest.raises(InputError, match=r"localhost:2223 and .*:2223 are the same worker"):
-            check_distinct(["10.0.0.5:2223", "localhost:2223", f"{other}:2223"])
-    check_distinct(["localhost:1", "127.0.0.1:2", "nowhere.invalid:1", "nobody.invalid:1"])
+def test_the_first_program_has_the_worker_until_it_is_silent_or_releases_it(tmp_path):
+    now, path = 0.0, tmp_path / "lock"
+    first, second = (Lock(id, f"{id}'s program", 10.0) for id in ("anna", "bert"))
+    file = LockFile(tmp_path, clock=lambda: now)
+    assert file.look() == "" and file.owner is None
+    for beat in range(3):
+        path.write_text(to_text(dataclasses.replace(first, beat=beat)))
+        assert file.look() == "" and file.owner.id == "anna"
+        path.write_text(to_text(second))  # it looked at the same moment
+        assert file.look() == "" and from_text(Lock, path.read_text()).id == "anna"
+        now += 9
+        path.write_text("{half a li")
+        assert file.look() == "" and file.owner.id == "anna"
+        now += 9
+    now += 2
+    assert "no heartbeat" in file.look()
+    file = LockFile(tmp_path, clock=lambda: now)
+    path.write_text(to_text(second))
+    assert file.look() == ""
+    path.write_text(to_text(dataclasses.replace(second, timeout_seconds=0.0)))
+    assert "released" in file.look()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "7", '{"id": 1, "owner": "a"}', "\udcff"])
+def test_what_is_no_lock_is_none(text):
+    assert from_text(Lock, text.encode(errors="surrogateescape")) is None

@@ -1,8 +1,8 @@
 """Reads and sums across devices and machines, with as few transfers as possible.
 
 A variable on another machine is sent to each machine once; the values of a machine's towers are
-summed there before they are sent. Small tensors are packed: a round trip costs both sides more than
-the bytes, and a GPU waits at each transfer.
+summed there before they are sent. What a GPU reads of other devices is packed, since it waits at
+each transfer.
 """
 
 import contextlib
@@ -13,18 +13,14 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder.device_types import is_gpu, machine_of
-from towers.builder.flatten import is_small, pack, unpack
+from towers.builder.flatten import pack, unpack
 from towers.builder.sharding import is_device
 
-SCOPE = "small_reads"
 FETCHED = "fetched_state"  # name scope of ops that differ between towers
 
 
 class WeightBroadcast:
-    """Reads of variables on other machines, for the towers of a traced step.
-
-    Towers read stand-ins, which are replaced once all towers are traced and all reads are known.
-    """
+    """Reads of variables on other machines, for the towers of a traced step."""
 
     def __init__(self, devices: Sequence[str]):
         """Set the towers' devices; nothing is read yet."""
@@ -32,9 +28,7 @@ class WeightBroadcast:
         self._eager = tf.executing_eagerly()
         machines = list(map(machine_of, devices))
         self._first = dict(zip(reversed(machines), reversed(devices), strict=True))
-        self._stand_ins: dict[tuple[str, int], tf.Tensor] = {}
-        # {(source, device, type): (variable, stand-in)} of small ones, which are not joined yet.
-        self._small: dict[tuple, list[tuple[tf.Variable, tf.Tensor]]] = {}
+        self._copies: dict[tuple[str, int], tf.Tensor] = {}
 
     def on(self, device: str) -> contextlib.AbstractContextManager[None]:
         """Make reads in the block, for the tower on `device`, use its machine's one copy."""
@@ -46,24 +40,15 @@ class WeightBroadcast:
             inside = tf.compat.v1.get_default_graph() is not self._graph  # of a loop, a branch
             if inside or machine_of(variable.device) == machine:
                 return original(variable)
-            key, first = (machine, id(variable)), self._first[machine]
-            if key not in self._stand_ins:
-                small = is_small(variable)
-                value = tf.zeros(variable.shape, variable.dtype) if small else original(variable)
-                with tf.device(first):
-                    stand_in = _stand_in(value)
-                self._stand_ins[key] = stand_in
-                if small:
-                    group = variable.device, first, variable.dtype
-                    self._small.setdefault(group, []).append((variable, stand_in))
+            key = machine, id(variable)
+            if key not in self._copies:
+                value = original(variable)
+                with tf.device(self._first[machine]):
+                    self._copies[key] = _stand_in(value)
             with tf.device(device):
-                return tf.identity(self._stand_ins[key])
+                return tf.identity(self._copies[key])
 
         return tf_internals.patch_reads(read)
-
-    def join(self) -> None:
-        """Replace the stand-ins of small values by one packed transfer for each source."""
-        _join(self._small, SCOPE)
 
 
 class VariablePrefetch:
@@ -90,25 +75,21 @@ class VariablePrefetch:
 
     def join(self) -> None:
         """Replace the stand-ins by the packed values."""
-        _join(self._reads, "fetch")
+        for (source, device, _), reads in self._reads.items():
+            variables = [variable for variable, _ in reads]
+            with tf.device(source), tf.name_scope("fetch"):
+                packed = pack([tf.convert_to_tensor(variable) for variable in variables])
+            with tf.device(device), tf.name_scope("fetch"):
+                values = unpack(packed, variables)
+            for (_, stand_in), value in zip(reads, values, strict=True):
+                tf_internals.set_input(stand_in.op, value)
+        self._reads.clear()
 
 
 def _stand_in(value: tf.Tensor) -> tf.Tensor:
     # An op that TensorFlow keeps and does not fold: else each tower would fetch the value, and a
     # shape that is computed from it would be that of the zeros.
     return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
-
-
-def _join(groups: dict[tuple, list[tuple[tf.Variable, tf.Tensor]]], scope: str) -> None:
-    for (source, device, _), reads in groups.items():
-        variables = [variable for variable, _ in reads]
-        with tf.device(source), tf.name_scope(scope):
-            packed = pack([tf.convert_to_tensor(variable) for variable in variables])
-        with tf.device(device), tf.name_scope(scope):
-            values = unpack(packed, variables)
-        for (_, stand_in), value in zip(reads, values, strict=True):
-            tf_internals.set_input(stand_in.op, value)
-    groups.clear()
 
 
 def sum_by_machine(values: Sequence[Any], devices: Sequence[str], add: Callable) -> Sequence[Any]:
@@ -130,26 +111,3 @@ def sum_by_machine(values: Sequence[Any], devices: Sequence[str], add: Callable)
             machine_values = [value for value, _ in own_pairs]
             sums.append(machine_values[0] if len(machine_values) == 1 else add(machine_values))
     return sums
-
-
-def send_after_gradients(
-    losses: Sequence[tf.Tensor], gradients: Sequence[Any], devices: Sequence[str]
-) -> list[tf.Tensor]:
-    """Make each remote loss wait for its gradients, so that both arrive in one message.
-
-    Args:
-        losses: of the towers; the last towers may have none.
-        gradients: of each loss a structure.
-        devices: of the towers.
-
-    Returns:
-        The losses, those of this process unchanged.
-    """
-    delayed = []
-    for loss, tower_gradients, device in zip(losses, gradients, devices, strict=False):
-        if machine_of(device):
-            leaves = tf.nest.flatten(tower_gradients, expand_composites=True)
-            with tf.device(device), tf.control_dependencies(filter(tf.is_tensor, leaves)):
-                loss = tf.identity(loss)
-        delayed.append(loss)
-    return delayed

@@ -12,18 +12,11 @@ import tensorflow as tf
 
 # Above this an op's work takes a GPU longer than its launch, and a copy costs memory.
 LARGE_BYTES = 4 * 2**20
-# Below this copying to and from a packed tensor costs a CPU less than one more message.
-SMALL_BYTES = 2**16
 
 
 def is_large(variable: Any) -> bool:
     """Return whether packing a variable would cost more than it saves."""
     return _num_bytes(variable) > LARGE_BYTES
-
-
-def is_small(value: Any) -> bool:
-    """Return whether a variable or tensor should be packed when it is sent to another machine."""
-    return value.shape.is_fully_defined() and _num_bytes(value) <= SMALL_BYTES
 
 
 def _num_bytes(value: Any) -> int:

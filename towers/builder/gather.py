@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder import collectives, cross_host
-from towers.builder.device_types import is_gpu, machine_of
-from towers.builder.flatten import is_small, pack, unpack
+from towers.builder.device_types import is_gpu
+from towers.builder.flatten import pack, unpack
 from towers.builder.sharding import PerTower
 from towers.builder.variable_aggregation import widen
 from towers.errors import InputError
@@ -153,8 +153,7 @@ def reduce_to(
 ) -> list[Any]:
     """Return the sums of the towers' gradients, each on the device that `plan` gives.
 
-    Gradients from GPUs, and small ones from another machine, are packed into one tensor for each
-    type and target.
+    Gradients from GPUs are packed into one tensor for each type and target.
 
     Args:
         gradients: for each tower a list of gradients or other values; None where it has none.
@@ -163,9 +162,8 @@ def reduce_to(
     """
     columns, groups = list(zip(*gradients, strict=True)), {}
     targets = [*(plan.of_variables or ()), *[plan.home] * len(columns)]
-    far = len({machine_of(device) for device in [*plan.towers, *targets]}) > 1
     for i, (values, target) in enumerate(zip(columns, targets, strict=False)):
-        packs = _are_dense(values) and (is_gpu(plan.towers[0]) or (far and is_small(values[0])))
+        packs = _are_dense(values) and is_gpu(plan.towers[0])
         groups.setdefault((target, values[0].dtype) if packs else i, []).append(i)
     sums: list[Any] = [None] * len(columns)
     for group in groups.values():

@@ -198,7 +198,7 @@ class Replicas:
         self._contexts = [ReplicaContext(self, i, part) for i, part in enumerate(slices)]
 
     def __iter__(self) -> Iterator[ReplicaContext]:
-        """Yield each tower's context for a pass, then replace the stand-ins of what they read."""
+        """Yield each tower's context for a pass, then exchange what BatchNorm needs of all."""
         if self.sync_group:
             self.sync_group.is_open = True
         yield from self._contexts
@@ -206,7 +206,6 @@ class Replicas:
             if any(replica.rng.num_guessed for replica in self._contexts):
                 self.builder.warn([diagnostics.UNFORESEEN_DRAW])
             self.sync_group.join(self.builder.gather_device)
-        self.weight_broadcast.join()
 
     @property
     def scopes(self) -> list[ReplicaScope]:

@@ -39,7 +39,7 @@ class DeviceResidentBatch:
         stored = [on_gpu_0, on_gpu_1]  # a tf.Variable for each tower, of all examples
         builder.map(fn, DeviceResidentBatch(stored, rows))  # rows: int64 [B], on the host
 
-    As a tensor it is the whole batch: `whole`, or gathered on the first tower's device.
+    As a tensor it is the whole batch, gathered on the first tower's device.
     """
 
     def __init__(
@@ -47,7 +47,6 @@ class DeviceResidentBatch:
         stored: Sequence[tf.Variable],
         rows: tf.Tensor,
         dtype: tf.DType | None = None,
-        whole: tf.Tensor | None = None,
     ):
         """Set the stored examples and the rows of the batch.
 
@@ -55,9 +54,8 @@ class DeviceResidentBatch:
             stored: the examples, `[N, ...]`: a variable for each tower.
             rows: indices of the batch's examples, `[B]`.
             dtype: of the batch; None: as stored.
-            whole: the batch itself, if it is known.
         """
-        self.stored, self.rows, self.whole = list(stored), rows, whole
+        self.stored, self.rows = list(stored), rows
         self.dtype = tf.as_dtype(dtype or stored[0].dtype)
         self.shape = rows.shape.concatenate(stored[0].shape[1:])
 
@@ -78,8 +76,7 @@ class DeviceResidentBatch:
 def _whole(
     value: DeviceResidentBatch, dtype: tf.DType | None = None, *_: Any, **__: Any
 ) -> tf.Tensor:
-    whole = value.of_tower(0, 0, num_rows(value)) if value.whole is None else value.whole
-    return tf.cast(whole, dtype or value.dtype)
+    return tf.cast(value.of_tower(0, 0, num_rows(value)), dtype or value.dtype)
 
 
 tf.register_tensor_conversion_function(DeviceResidentBatch, _whole)

@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.builder import cross_host, gather, joined_outputs, losses, replica_context, sharding
+from towers.builder import gather, joined_outputs, losses, replica_context, sharding
 from towers.builder.replica_context import ReplicaContext, Replicas, call_copies
 
 
@@ -150,7 +150,6 @@ class TowerBuilder:
         sums, counts, gradients = map(list, zip(*totals, strict=True))
         scopes, outputs, sides = map(list, zip(*not_added, strict=True))
         analysis.side_outputs.assign(self.gather(gather.join, sides) if any(sides) else [], batch)
-        sums = cross_host.send_after_gradients(sums, gradients, self.devices)
         return losses.TowerSums(sums, counts, gradients, scopes, analysis.policies, outputs)
 
     def gather_sums(self, sums: losses.TowerSums, variables: Sequence[Any]) -> tuple:

@@ -11,7 +11,6 @@ as many threads as there are cores, in order.
 """
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import os
@@ -21,7 +20,6 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from towers.builder.device_types import HOST, PROGRAM
 from towers.data.pipeline import Data, IndexedSplit, data_of, digest
 from towers.errors import InputError
 
@@ -30,14 +28,6 @@ Size = tuple[int, int]  # (height, width)
 _CORES = os.cpu_count() or 1  # not left to autotuning: see `pipeline.prefetched`
 _TRIED_IMAGES = 16  # of each split, at the start
 _SIZED_FILES = 20_000  # most files whose size is read: it may take a millisecond each
-
-
-@dataclasses.dataclass(frozen=True)
-class Reader:
-    """Graph functions of a row, int64 [], that read without this process."""
-
-    read: Callable[[tf.Tensor], tf.Tensor]  # the encoded image, text []
-    path: Callable[[tf.Tensor], tf.Tensor]  # of its file, text []
 
 
 class Source(Protocol):
@@ -53,13 +43,6 @@ class Source(Protocol):
 
     def files(self) -> tuple[str, list[str]]:
         """Return a folder, and the relative names of the files in it."""
-
-    def reader(self, folder: str) -> "Reader":
-        """Return a reader for a graph; relative paths are below `folder`."""
-
-    def sample_rows(self, num: int) -> np.ndarray:
-        """Return about `num` rows, int64, by which files on another machine are compared."""
-        return evenly_spaced(len(self.labels), num)
 
 
 def data_set(
@@ -127,59 +110,20 @@ class EncodedSplit(IndexedSplit):
         """Return the labels of these rows."""
         return tf.gather(self._labels, self._source_rows(rows))
 
-    def read_there(
-        self, rows: tf.data.Dataset, batch_size: int, folder: str, where: str
-    ) -> tf.data.Dataset:
-        """Return batches (rows, images) that are read on the current device.
-
-        Args:
-            rows: batches of rows, int64 `[B]`.
-            batch_size: B.
-            folder: of relative paths.
-            where: the machine's name, for messages.
-        """
-        reader = self.source.reader(folder)
-
-        def read_all(rows: tf.Tensor) -> tf.Tensor:
-            return tf.map_fn(
-                reader.read,
-                self._source_rows(rows),
-                fn_output_signature=tf.string,
-                parallel_iterations=_CORES,
-            )
-
-        def explain(row: tf.Tensor) -> tf.Tensor:
-            template = f"row {{}}, on {where}, is damaged, or no PNG, JPEG, BMP or GIF"
-            message = [reader.path(self._source_rows(row)), tf.strings.format(template, row)]
-            with tf.control_dependencies([tf.debugging.Assert(False, message)]):
-                return tf.constant(False)
-
-        return self._images(rows, batch_size, read_all, explain)
-
     def _read_rows(self, rows: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
-        def in_python(function: Callable, dtype: tf.DType, rows: tf.Tensor) -> tf.Tensor:
-            return tf.numpy_function(function, [self._source_rows(rows)], dtype, stateful=False)
-
-        read_all = functools.partial(in_python, self._read, tf.string)
-        explain = functools.partial(in_python, self._explain, tf.bool)
-        images = self._images(rows, batch_size, read_all, explain)
-        return images.map(lambda rows, images: (images, self.labels(rows)))
-
-    def _images(
-        self, rows: tf.data.Dataset, batch_size: int, read_all: Callable, explain: Callable
-    ) -> tf.data.Dataset:
-        """Return batches (rows, images `[B, H, W, 3]`) from batches of at most `batch_size` rows.
-
-        `read_all` returns the encoded images of rows, `explain` raises the error of a row.
+        """Return batches from batches of at most `batch_size` rows.
 
         A decoder's error does not name the image. So an image that cannot be decoded is dropped,
-        its row is found missing, and `explain` decodes it again. A row of zeros ends each batch,
+        its row is found missing, and `_explain` decodes it again. A row of zeros ends each batch,
         so that the search for an image ends when none can be decoded, as on a disk that is gone.
         """
         end = [[0, 1]]
 
+        def in_python(function: Callable, dtype: tf.DType, rows: tf.Tensor) -> tf.Tensor:
+            return tf.numpy_function(function, [self._source_rows(rows)], dtype, stateful=False)
+
         def read(rows):
-            contents = tf.ensure_shape(read_all(rows), rows.shape)
+            contents = tf.ensure_shape(in_python(self._read, tf.string, rows), rows.shape)
             return tf.pad(rows, end, constant_values=-1), tf.pad(contents, end)
 
         def decode(row, content):
@@ -196,10 +140,12 @@ class EncodedSplit(IndexedSplit):
             missed = [[0, tf.size(expected) - tf.size(decoded_rows)]]
             same = tf.pad(decoded_rows, missed, constant_values=-2) == expected
             missing = tf.gather(expected, tf.argmin(tf.cast(same, tf.int32)))
-            good = tf.cond(tf.reduce_all(same), lambda: True, lambda: explain(missing))
+            explain = functools.partial(in_python, self._explain, tf.bool, missing)
+            good = tf.cond(tf.reduce_all(same), lambda: True, explain)
             with tf.control_dependencies([good]):
                 images = images[: tf.size(rows)]
-                return tf.identity(rows), tf.ensure_shape(images, [*rows.shape, *self._shape])
+                images = tf.ensure_shape(images, [*rows.shape, *self._shape])
+                return images, self.labels(rows)
 
         parallel = dict(num_parallel_calls=_CORES, deterministic=True)
         decoded = rows.map(read, **parallel).unbatch().map(decode, **parallel).ignore_errors()
@@ -227,12 +173,6 @@ def evenly_spaced(size: int, num: int) -> np.ndarray:
         num: how many to return at most, 2 or more.
     """
     return np.unique(np.linspace(0, size - 1, min(num, size)).astype(np.int64))
-
-
-def on_program_host(values: Any) -> tf.Tensor:
-    """Return values as a tensor on this machine; functions for other machines capture it."""
-    with tf.init_scope(), tf.device(f"{PROGRAM}{HOST}"):
-        return tf.constant(values)
 
 
 def _decode(encoded: tf.Tensor, channels: int = 3) -> tf.Tensor:

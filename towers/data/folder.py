@@ -13,7 +13,6 @@ import dataclasses
 import os
 
 import numpy as np
-import tensorflow as tf
 
 from towers.data import encoded_images
 from towers.data.pipeline import Data
@@ -94,15 +93,6 @@ class _ImageFiles(encoded_images.Source):
 
     def files(self) -> tuple[str, list[str]]:
         return self._folder, [os.fsdecode(bytes(name)) for name in self._names]
-
-    def reader(self, folder: str) -> encoded_images.Reader:
-        start = os.path.join(folder, self._folder, "")
-        names = encoded_images.on_program_host(self._names.tolist())
-
-        def path(row: tf.Tensor) -> tf.Tensor:
-            return start + tf.gather(names, row)
-
-        return encoded_images.Reader(lambda row: tf.io.read_file(path(row)), path)
 
 
 def _class_names(folder: str) -> list[str]:

@@ -11,20 +11,17 @@ _STATUS = "/proc/self/status"
 def of_device(device: str) -> tuple[float, float] | None:
     """Return the MiB that TensorFlow uses on a device, (now, peak); None if unknown.
 
-    For a logical CPU device it is the memory of its process. The memory of other machines' GPUs is
-    unknown.
+    For a logical CPU device it is the memory of this process. That of other machines is unknown.
     """
     import tensorflow as tf
 
     from towers.builder.device_types import machine_of
-    from towers.devices.remote import read_text
 
-    machine, on_gpu = machine_of(device), "gpu" in device.lower()
-    if machine and on_gpu:
+    if machine_of(device):
         return None
-    if not on_gpu:
-        status = read_text(machine, _STATUS) if machine else Path(_STATUS).read_text("ascii")
-        return (_mib("VmRSS", status), _mib("VmHWM", status)) if status else None
+    if "gpu" not in device.lower():
+        status = Path(_STATUS).read_text("ascii")
+        return _mib("VmRSS", status), _mib("VmHWM", status)
     try:
         info = tf.config.experimental.get_memory_info(device)
     except ValueError:  # a missing curve must not end a run

@@ -78,6 +78,8 @@ def tower_devices(
         )
     names = devices if isinstance(devices, str) else ",".join(as_devices(devices))
     kind = names.strip().lower()
+    if "/job:" in names:  # of another machine
+        return names.split(",")
     if kind == "cpu":
         hide_gpus()
     gpus = [f"/gpu:{i}" for i in range(len(_logical_gpus()))]
@@ -139,8 +141,7 @@ def describe(devices: Sequence[str] | None = None) -> list[Device]:
     rows = []
     for tower, device in enumerate(devices):
         if machine_of(device):
-            info = remote.device_info(device)
-            rows.append(Device(tower, device, info and info.what))
+            rows.append(Device(tower, device, None))
             continue
         kind, _, number = device.strip("/").partition(":")
         if kind == "cpu":

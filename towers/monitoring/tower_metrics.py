@@ -16,8 +16,8 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder import cross_host, gather
-from towers.builder.device_types import HOST, is_gpu, machine_of
+from towers.builder import gather
+from towers.builder.device_types import HOST, is_gpu
 from towers.builder.joined_outputs import TowerGradients
 from towers.builder.losses import TowerSums
 from towers.builder.tower import TowerBuilder
@@ -245,7 +245,6 @@ def _squares(
             here = on_current_device(late)  # sent once: the branch is decided here
             of_place = functools.partial(sums, members)
             parts.append(tf.cond(here, of_place, lambda: tf.zeros([rows])))
-    parts = cross_host.sum_by_machine(parts, list(by_place), tf.add_n)
     with tf.device(HOST):
         return tf.add_n(parts)
 
@@ -314,11 +313,8 @@ def _end_times(sums: TowerSums, builder: TowerBuilder) -> list[tf.Tensor]:
     """
     ends = []
     for loss, gradients, device in zip(sums.losses, sums.gradients, builder.devices, strict=False):
-        if machine_of(device):  # it is sent after the gradients anyway
-            done = loss
-        else:
-            with tf.device(device), tf.control_dependencies(_tensors(gradients)):
-                done = tf.identity(loss)
+        with tf.device(device), tf.control_dependencies(_tensors(gradients)):
+            done = tf.identity(loss)
         with tf.device(HOST):
             arrived = tf.cast(tf.math.is_finite(done), tf.float64)
             # Use the value: a control dependency alone would not wait for the copy.

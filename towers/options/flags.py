@@ -44,7 +44,8 @@ class Command:
     # Allowed options of a run, None: all. In a flagfile all are allowed, so that one file serves
     # training and every later use of the run.
     takes: Sequence[str] | None = None
-    refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {option: the reason}
+    # {option that the verb does not take, and ignores in a run's flags.cfg: the reason}
+    refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # When what is not given comes from the flags.cfg of the run in --train_dir: "" never; "always",
     # so that there must be one; "if_any": it may be a new run; "if_typed": if --train_dir is typed.
     run_flags: str = ""
@@ -123,7 +124,8 @@ def parse(argv: Sequence[str], verb: Command = _TRAIN) -> Any:
 def _complete(values: dict[str, Any], verb: Command) -> Any:
     # `values` as the verb's options; the rest is as in the run's flags.cfg, if the verb reads it.
     if verb.run_flags and not (verb.run_flags == "if_any" and values.get("overwrite")):
-        values = _options_of_run(values, verb) | values
+        of_run = _options_of_run(values, verb)
+        values = {n: value for n, value in of_run.items() if n not in verb.refuses} | values
     kind = verb.options_class()
     kinds = {field.name: field.type for field in dataclasses.fields(kind)}
     if kinds.get("num_towers") is str:  # a list, in place of the number in a run's flags.cfg

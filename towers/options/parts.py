@@ -187,7 +187,7 @@ class DeviceOptions:
     )
     workers: str = _workers(
         "", "Machines that run `towers worker`, as host1:2222,host2:2222; or slurm, kubernetes, "
-        "TF_CONFIG: those that these have started. The towers stand on their devices.",
+        "TF_CONFIG: those that these name. The towers are on their devices.",
     )  # fmt: skip
     towers_per_worker: int = _workers(
         0, "Towers of each worker. 0: one on each of its GPUs, else one. N: exactly N GPUs, or "
@@ -198,30 +198,14 @@ class DeviceOptions:
         "this program after which it is free for others.", minimum=1, maximum=86_400,
     )  # fmt: skip
     min_workers: int = _workers(
-        0, "Least number of workers to train with. 0: a new run starts with all of them, and "
-        "continues with one.", minimum=0,
-    )  # fmt: skip
-    on_worker_loss: str = _workers(
-        "continue", "When a worker is lost: continue with those that are left, and with it when "
-        "it answers again; or stop, after saving.", choices=("continue", "stop"),
+        0, "Least number of workers to train with; with fewer the run ends with code 75. 0: a new "
+        "run starts with all of them, and continues with one.", minimum=0,
     )  # fmt: skip
 
     @property
     def elsewhere(self) -> bool:
         """Whether the towers are on other machines."""
         return bool(self.workers)
-
-    def check_benchmark(self) -> None:
-        """Raise InputError if the towers are to be on other machines."""
-        if self.workers:
-            raise InputError(
-                f"--workers={self.workers}: a benchmark is of this machine's devices; leave it "
-                "out, or read the speed of a run over workers in its own lines"
-            )
-
-    def on_this_machine(self, num_towers: int) -> "DeviceOptions":
-        """Return the same options, of the same class, with so many towers on this machine."""
-        return dataclasses.replace(self, workers="", num_towers=num_towers)
 
 
 @dataclasses.dataclass(frozen=True)

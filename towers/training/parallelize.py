@@ -28,7 +28,6 @@ from towers.builder.replica_context import integers_on
 from towers.builder.replica_scope import ReplicaScope
 from towers.builder.sharding import PerTower, slices_of
 from towers.builder.tower import TowerBuilder
-from towers.devices import remote
 from towers.errors import InputError
 from towers.formatting import count
 from towers.graphs.placement import short_device_name
@@ -47,8 +46,6 @@ def parallelize(
     num_towers: int = 0,
     devices: str | Sequence[str] = "",
     *,
-    workers: str | Sequence[str] = (),
-    towers_per_worker: int = 0,
     gather_device: str = "",
     variables: str = "default",
     batch_norm: str = "sync",
@@ -69,11 +66,9 @@ def parallelize(
     Args:
         model: any Keras model, also with its own `train_step` or `compute_loss`.
         num_towers: 0 for one tower on each visible GPU, or one on the CPU without GPUs.
-        devices: devices of the towers, "/gpu:0,/gpu:2" or a list; "cpu" for logical CPU devices
-            although there are GPUs; "" for the first ones.
-        workers: addresses of `towers worker` on other machines, ["host1:2222"], whose devices are
-            used in place of this machine's.
-        towers_per_worker: 0 for one tower on each GPU of a worker, or one without GPUs.
+        devices: devices of the towers, "/gpu:0,/gpu:2" or a list, perhaps of other machines (see
+            `towers.devices.connect`); "cpu" for logical CPU devices although there are GPUs; "" for
+            the first ones.
         gather_device: of splitting, joining, the loss and the update; "" for the first tower's GPU
             if weights are on GPUs, else "/cpu:0".
         variables: "cpu": weights are on the gather device; "sharded": each on one of the towers;
@@ -84,7 +79,7 @@ def parallelize(
         jit_compile: whether XLA compiles each tower.
 
     Raises:
-        InputError: an argument is out of range, or there is no such device or worker.
+        InputError: an argument is out of range, or there is no such device.
     """
     if not isinstance(model, keras.Model):
         raise InputError(f"parallelize takes a keras.Model, not {type(model).__name__}")
@@ -96,7 +91,7 @@ def parallelize(
     if variables not in ("default", "cpu", "sharded"):
         raise InputError(f"variables={variables!r} must be 'default', 'cpu' or 'sharded'")
     tf_internals.refuse_fork()
-    device_names = _devices_for(model, num_towers, devices, workers, towers_per_worker)
+    device_names = tower_devices.tower_devices(num_towers, devices)
     if variables == "default":
         here = are_gpus(device_names) and not are_remote(device_names)
         variables = "sharded" if here else "cpu"
@@ -109,36 +104,6 @@ def parallelize(
         jit_compile=jit_compile,
     )
     return put_on(model, builder)
-
-
-def _devices_for(
-    model: keras.Model,
-    num_towers: int,
-    devices: str | Sequence[str],
-    workers: str | Sequence[str],
-    number: int,
-) -> list[str]:
-    """Return the devices of the towers, `number` on each worker if there are workers.
-
-    A model that is older than the connection is refused: TensorFlow silently loses assignments to
-    its variables, so that metrics are 0.
-    """
-    if not workers:
-        return tower_devices.tower_devices(num_towers, devices)
-    if num_towers or devices:
-        raise InputError(
-            f"num_towers={num_towers} and devices={devices!r} are of this machine, and "
-            f"workers={workers!r} has the towers elsewhere: leave one of them out"
-        )
-    before = remote.current_cluster()
-    cluster = remote.connect(workers, number)
-    if cluster is not before and (model.compiled or model.variables):
-        raise InputError(
-            f"workers={workers!r}: connect to them before the model is made, by "
-            f"towers.devices.connect({workers!r}, {number}): TensorFlow loses what is assigned to "
-            "variables that are older"
-        )
-    return cluster.devices
 
 
 def put_on(model: keras.Model, builder: TowerBuilder) -> keras.Model:

@@ -76,11 +76,12 @@ def train(
     folder = Path(options.train_dir)
     data = filter(None, [options.data_dir, *options.dataset.split(",")])
     files.check_train_dir(folder, options.overwrite, needed=data)
-    with files.Lock() as lock:
+    with files.Lock() as lock, remote.loss_is_an_end():
         lock.take(folder)
         with user_facing_errors(options):
             callbacks = user_callbacks.load(options.callbacks)
-            remote.connect_run(options, bool(checkpoint.find(folder / "checkpoints")))
+            continues = not options.overwrite and bool(checkpoint.find(folder / "checkpoints"))
+            remote.connect_run(options, continues)
             run = build(options, say)
             user_callbacks.prepare(callbacks, run.task)
         recorded = {} if options.overwrite else manifest.read(folder)
@@ -106,23 +107,21 @@ def train(
             return result
         if restored is not None:
             _check_not_beyond(run)
-        recovery = remote.Recovery(options, say)
+
+        def save() -> str:
+            """Save the state before the current call; return what the run continues from."""
+            begun = restored is not None or checkpoints.run_directory
+            return preemption.save_backup() if begun else ""
+
+        stalls = options.stall_seconds, options.on_stall
+        preemption = PreemptionHandler(checkpoints, say, *stalls)
         with contextlib.closing(GpuHealth()) as health:
-            while True:
-                stalls = options.stall_seconds, options.on_stall
-                preemption = PreemptionHandler(checkpoints, say, *stalls)
-                try:
-                    with user_facing_errors(options), recovery.reraise_device_loss():
-                        prepared = begin(run, lock, checkpoints, restored, preemption, say)
-                    done = prepared.steps_done
-                    with user_facing_errors(options, done), recovery.reraise_device_loss():
-                        return _train(prepared, preemption, health, out, start, callbacks)
-                except remote.DevicesChanged:  # the run resumes as in a new process
-                    if not recovery.go_on(preemption.save_backup()):
-                        return None
-                again = dataclasses.replace(run.options, overwrite=False, **run.left_open)
-                run = build(again, say)
-                checkpoints, restored = restore(run)
+            with user_facing_errors(options), remote.saved_when_lost(options, save, say):
+                prepared = begin(run, lock, checkpoints, restored, preemption, say)
+            of_step = user_facing_errors(options, prepared.steps_done)
+            with of_step, remote.saved_when_lost(options, save, say):
+                return _train(prepared, preemption, health, out, start, callbacks)
+    return None
 
 
 def _train(
@@ -300,7 +299,7 @@ def _saved_if_it_fails(prepared: PreparedRun, preemption: PreemptionHandler) -> 
     """Save the last finished step if an error other than a non-finite step ends the block."""
     try:
         yield
-    except (nonfinite.NotFinite, remote.DevicesChanged):
+    except nonfinite.NotFinite:
         raise
     except Exception:
         step, snapshot = preemption.backup or (int(prepared.run.train_state.step.numpy()), None)

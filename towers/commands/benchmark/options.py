@@ -34,7 +34,6 @@ class BenchmarkOptions:
     def __post_init__(self) -> None:
         """Raise InputError for a value out of range."""
         check_values(self)
-        self.run.check_benchmark()
         self.run.check_tower_numbers(self.num_towers)
         for name in self.peers():
             if name not in PEERS:

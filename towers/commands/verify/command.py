@@ -47,11 +47,10 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     devices.configure(**dataclasses.asdict(of_run.gpu_options()))
     devices.try_out()
     most = max(numbers)
-    names = remote.alternating_devices(of_run, numbers)
-    names = names or devices.tower_devices(most, of_run.devices)
+    cluster = remote.connect_run(of_run, num_towers=most)
+    names = cluster.devices if cluster else devices.tower_devices(most, of_run.devices)
     dataset = load_data(of_run)
-    native = of_run.on_this_machine(most)
-    exact = dataclasses.replace(native, dtype="float64")
+    exact = dataclasses.replace(of_run, dtype="float64")
     scaled = of_run.dtype == "mixed_float16"
     say(
         f"verify      {of_run.model} on {dataset.name}: {options.steps} steps of batch size "
@@ -79,8 +78,8 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     failure = f"{of_run.model} cannot be trained"
     reference = in_float64(lambda: one_device(exact), batch, failure, say)
     if reference is None:
-        exact, reference = native, one_device(native)
-        say(f"in {native.dtype:9}it is compared, to {TOLERANCES[native.dtype]:g}")
+        exact, reference = of_run, one_device(of_run)
+        say(f"in {of_run.dtype:9}it is compared, to {TOLERANCES[of_run.dtype]:g}")
     for line in notes:
         say(line)
     runners = [runner(exact, names[:number]) for number in numbers]
@@ -88,9 +87,9 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     if options.float32:
         for line in precision() if exact.dtype == "float64" else ():
             say(line)
-        nudge = _NUDGE * np.finfo(native.input_dtype).eps / np.finfo(np.float64).eps
-        runners = [runner(native, names[:number]) for number in numbers]
-        differences = list(compare(one_device(native), runners, *steps, TOLERANCE, nudge))
+        nudge = _NUDGE * np.finfo(of_run.input_dtype).eps / np.finfo(np.float64).eps
+        runners = [runner(of_run, names[:number]) for number in numbers]
+        differences = list(compare(one_device(of_run), runners, *steps, TOLERANCE, nudge))
         result["ulps"] = largest_by_towers(largest_by_array(differences, "ulps"))
         for number, ulps in result["ulps"].items():
             say(f"{of_run.dtype:11} {number} towers: {ulps:.1f} units of the last place")

@@ -11,7 +11,7 @@ from towers.workers.addresses import PORT, parse_address
 
 @dataclasses.dataclass(frozen=True)
 class WorkerOptions:
-    """Options of `towers worker`: where it listens, and in `run` its GPU options."""
+    """Options of `towers worker`: its address, and in `run` its GPU options."""
 
     EXAMPLES: ClassVar[str] = f"""\
 It runs TensorFlow's server on this machine, for one program at a time, until Ctrl-C:
@@ -22,13 +22,10 @@ It runs TensorFlow's server on this machine, for one program at a time, until Ct
     run: Options = dataclasses.field(default_factory=Options)
     address: str = option(
         "", "Where it listens", "HOST:PORT, an address of this machine by which the program and "
-        f"the other workers reach it. Port by default {PORT}; 0: any free one.",
+        f"the other workers reach it. Port by default {PORT}; 0: any free one. Whoever reaches the "
+        "port can run code here, at any address of the machine.",
         required="towers worker needs --address=HOST:PORT, the address of this machine in the "
         f"network of the program, as --address=10.0.0.5:{PORT}; see hostname -I",
-    )  # fmt: skip
-    any_address: bool = option(
-        False, "Where it listens", "Serve at all addresses of this machine, not at that one alone. "
-        "Whoever reaches the port can run code here.",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -46,6 +43,5 @@ def run(options: WorkerOptions, say: Callable[[str], None] = print) -> dict[str,
     """
     from towers.workers import server  # not needed for help and usage errors
 
-    host, port = parse_address(options.address, "address")
-    server.serve(host, port, options.run.gpu_options(), options.any_address, say)
+    server.serve(*parse_address(options.address, "address"), options.run.gpu_options(), say)
     return {}

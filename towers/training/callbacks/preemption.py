@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 
 from towers import signals
 from towers.devices import remote
-from towers.devices.remote import DevicesChanged
 from towers.errors import RunError
 from towers.training.run.checkpoint_manager import CheckpointManager, Snapshot
 from towers.training.step.train_loop import TrainLoop
@@ -89,9 +88,6 @@ class PreemptionHandler(signals.StopRequest):
             train_loop: the loop that the block calls.
             step: number of steps done before the call.
             number: number of steps that the call makes.
-
-        Raises:
-            DevicesChanged: a lost machine has returned; the run is to be built anew.
         """
         self._train_loop = train_loop
         self._back_up(step)
@@ -127,24 +123,21 @@ class PreemptionHandler(signals.StopRequest):
             yield
 
     def _back_up(self, step: int, snapshot: Snapshot | None = None) -> None:
-        """Copy the state here if losing a machine could lose it; raises as `steps` does."""
-        cluster = remote.current_cluster()
-        if cluster is None:
-            return
-        if cluster.returned or not self.checkpoints.is_remote:
+        """Keep the state here if losing a machine could spoil it."""
+        if remote.current_cluster() and not self.checkpoints.is_remote:
             self.backup = step, snapshot or self.checkpoints.snapshot()
-        if cluster.returned:
-            raise DevicesChanged
 
-    def save_backup(self) -> int | None:
-        """Write `backup` as a checkpoint; return its step, or None without one."""
-        self.checkpoints.close()
+    def save_backup(self) -> str:
+        """Write `backup` as a checkpoint; return what the run continues from."""
         if self.backup is None:
-            return None
-        step, snapshot = self.backup
-        if not self.checkpoints.has(step):
-            self.checkpoints.save_now(step, snapshot)
-        return step
+            return "the last checkpoint"
+        try:
+            if not self.checkpoints.has(self.backup[0]):
+                self.save_snapshot(*self.backup)
+        except RunError as error:
+            self.say(f"not saved   {error}")
+            return "the last checkpoint"
+        return f"step {self.backup[0]}"
 
     @contextlib.contextmanager
     def save(self, step: int) -> Iterator[None]:
@@ -210,7 +203,12 @@ class PreemptionHandler(signals.StopRequest):
             self._save_and_leave(waiting, EXIT_STALLED, "stopped by --on_stall=stop", always=True)
 
     def save_snapshot(self, step: int, snapshot: Snapshot) -> None:
-        """Save a snapshot; raise RunError if that fails or a weight is infinite or NaN."""
+        """Save a snapshot; raise RunError if that fails or a weight is infinite or NaN.
+
+        Args:
+            step: of the checkpoint.
+            snapshot: the values after that step.
+        """
         if not_finite(snapshot):
             raise RunError("a weight is infinite or NaN: not saved, the newest checkpoint stands")
         self.checkpoints.save_now(step, snapshot)

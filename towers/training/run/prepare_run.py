@@ -13,9 +13,8 @@ import tensorflow as tf
 
 from towers import devices, files, tf_internals
 from towers.builder import exactness_checks
-from towers.builder.device_types import are_gpus, are_remote
+from towers.builder.device_types import are_gpus
 from towers.data import Data
-from towers.devices import remote
 from towers.errors import InputError, RunError
 from towers.formatting import count, first_line, first_of
 from towers.graphs import placement_report
@@ -219,8 +218,6 @@ def begin(
     batches = iter(run.batches(step, examples))
     if run.on_towers:
         say(f"data        {run.on_towers}")
-    elif are_remote(run.builder.devices):
-        say(f"data        sent to the {remote.MACHINES} with each step")
     sampler = Sampler(run.data.train, run.task.options)
     with user_facing_errors(options), preemption, preemption.first_batch():
         batch = sampler.batch(step, examples)

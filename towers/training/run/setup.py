@@ -14,9 +14,8 @@ from towers import data, devices, tf_internals
 from towers.builder.device_types import are_gpus, are_remote
 from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.tower import TowerBuilder
-from towers.data import Data, Split, augment, remote_files
+from towers.data import Data, Split, augment
 from towers.data.device_cache import DeviceCache, cache_on_devices
-from towers.data.remote_files import RemoteReader
 from towers.devices import memory, remote, selection
 from towers.errors import InputError
 from towers.options.parts import DueOptions, StepOptions
@@ -35,7 +34,7 @@ from towers.training.step.train_state import VARIABLES, TrainState, default_devi
 
 DEFAULT_EPOCHS = 10.0
 
-Stored = Callable[[], DeviceCache | RemoteReader | None]
+Stored = Callable[[], DeviceCache | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +71,7 @@ class RunContext:
         return make_train_loop(*parts, telemetry=telemetry)
 
     @property
-    def on_towers(self) -> DeviceCache | RemoteReader | None:
+    def on_towers(self) -> DeviceCache | None:
         """See `stored`."""
         return self.stored()
 
@@ -247,10 +246,8 @@ def assemble(
         total_epochs = total_examples / size
 
     @functools.cache
-    def find_stored() -> DeviceCache | RemoteReader | None:
-        sizes = options.batch_size, options.accumulate_steps
-        reader = remote_files.find(dataset.train, device_names, *sizes)
-        return reader or cache_on_devices(dataset.train, device_names)
+    def find_stored() -> DeviceCache | None:
+        return cache_on_devices(dataset.train, device_names)
 
     parts = options, builder, dataset, task.train_state, task, stored or find_stored
     return RunContext(*parts, total_epochs, total_examples, diagnostics, left_open)

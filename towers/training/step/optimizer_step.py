@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers.builder.device_types import is_gpu, machine_of
+from towers.builder.device_types import is_gpu
 from towers.builder.gather import map_values
 from towers.training.step import fused_update
 from towers.training.step.train_state import TrainState, WeightCopy
@@ -244,7 +244,7 @@ def _replica_update(
         penalties, gradients = _regularise(weights, gradients, rules)
         used = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
         gradients, weights = [g for g, _ in used], [w for _, w in used]
-        penalty, half = _sums(penalties, _halves_of_squares(gradients))
+        penalty, half = _sum(penalties), _sum(_halves_of_squares(gradients))
         norm = tf.sqrt(2.0 * half)
 
     def apply(finite: tf.Tensor | None) -> None:
@@ -313,8 +313,7 @@ def _is_penalised(rules: UpdateRules, weight: Any) -> bool:
 
 def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
     """Return the norm of all gradients together, in the widest of their types."""
-    (half,) = _sums(_halves_of_squares(gradients))
-    return tf.sqrt(2.0 * half)
+    return tf.sqrt(2.0 * _sum(_halves_of_squares(gradients)))
 
 
 def _halves_of_squares(gradients: Sequence[Any]) -> list[tf.Tensor]:
@@ -327,28 +326,13 @@ def _halves_of_squares(gradients: Sequence[Any]) -> list[tf.Tensor]:
     return halves
 
 
-def _sums(*lists: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the sum of each list of scalars in its widest type; 0 for an empty list.
-
-    Scalars of another machine are added there, and sent as one tensor for all lists.
-    """
-    types = [_widest(scalars) for scalars in lists]
-    widest = max(types, key=lambda dtype: dtype.size)
-    of_machines: dict[str, list[list[tf.Tensor]]] = {"": [[] for _ in lists]}
-    for i, scalars in enumerate(lists):
-        for scalar in scalars:
-            machine = machine_of(scalar.device)
-            parts = of_machines.setdefault(machine, [[] for _ in lists])
-            with tf.device(scalar.device):
-                parts[i].append(tf.cast(scalar, types[i]))
-    sums = of_machines.pop("")
-    for parts in of_machines.values():
-        with tf.device(next(part.device for of_list in parts for part in of_list)):
-            there = [tf.add_n(of_list) if of_list else tf.zeros([]) for of_list in parts]
-            packed = tf.stack([tf.cast(value, widest) for value in there])
-        for terms, dtype, value in zip(sums, types, tf.unstack(packed), strict=True):
-            terms.append(tf.cast(value, dtype))
-    return [tf.add_n(terms) if terms else tf.zeros([]) for terms in sums]
+def _sum(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return the sum of scalars in their widest type; 0 of none."""
+    dtype, terms = _widest(scalars), []
+    for scalar in scalars:
+        with tf.device(scalar.device):
+            terms.append(tf.cast(scalar, dtype))
+    return tf.add_n(terms) if terms else tf.zeros([])
 
 
 def _widest(values: Sequence[Any]) -> tf.DType:
