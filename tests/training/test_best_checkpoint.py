@@ -55,15 +55,6 @@ def test_a_run_that_goes_on_knows_what_was_before_and_not_what_comes(tmp_path):
     assert other.step is None
 
 
-def test_a_file_that_is_no_good_is_as_none(tmp_path):
-    about = {"objective": MAX[0], "direction": MAX[1], "step": "20"}
-    points = "abc", 3, [3], [[1, 2]], [[1, 2, "x"]], [[1, 2, 0.5, 4]], [["a", 2, 0.5]]
-    for text in ["{", "[" * 100_000, *(json.dumps(about | {"points": p}) for p in points)]:
-        (tmp_path / "best.json").write_text(text)
-        assert step_of(tmp_path) is None
-        assert BestTracker(tmp_path, MAX, 0.0, True, step=20).step is None
-
-
 GIVEN = dict(validation_fraction=0.25, evaluate_every_epochs=0.5, keep_best=True, batch_size=9)
 
 

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests import runs, tiny
+from tests.programs import ROOT
 from towers.builder import device_types
 from towers.errors import RunError
 from towers.training.callbacks import nonfinite
@@ -17,6 +18,7 @@ from towers.training.train import train
 pytestmark = pytest.mark.run
 
 BAD_ROW, MARK = 41, 77.0
+GUIDE = (ROOT / "towers/training/GUIDE.md").read_text(encoding="utf-8")
 SIZE = 60
 
 
@@ -231,7 +233,7 @@ def test_a_batch_is_saved_by_names_and_without_pickles():
 
 
 @pytest.mark.parametrize("dtype", runs.released(["float32", "mixed_float16"], "float32"))
-def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path, dtype):
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path, capsys, dtype):
     step = 15 if dtype == "mixed_float16" else 0  # a loss scale is halved as often before
     with pytest.raises(RunError) as caught:
         train(options(tmp_path, dataset=f"{NAME}:all_marked", dtype=dtype, max_steps=40))
@@ -245,6 +247,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path, dtype
     for value in tiny.saved(tmp_path).values():
         assert np.all(np.isfinite(value))
     assert not (tmp_path / "result.json").exists()
+    (snippet,) = re.findall(r"^with np.load.*?(?=^```)", GUIDE, re.DOTALL | re.MULTILINE)
+    saved = snippet.replace("runs/mine/nan/step_812.npz", f"{tmp_path}/nan/step_{step}.npz")
+    capsys.readouterr()
+    exec(saved, {"np": np})
+    assert capsys.readouterr().out.count("7.70000000e+01") == 7
 
 
 def test_inputs_that_overflow_are_no_divergence(tmp_path):

@@ -42,11 +42,7 @@ class BestTracker:
         self._patience, self._keep = patience, keep
         content = files.read_json(self._path) if patience or keep else {}
         same = [content.get("objective"), content.get("direction")] == list(objective)
-        points = content.get("points", [])
-        if not isinstance(points, list) or not all(map(_is_point, points)):
-            files.warn_damaged(self._path)
-            points = []
-        self._points = [p for p in points if same and p[0] <= step]
+        self._points = [p for p in content.get("points", []) if same and p[0] <= step]
 
     def knows(self, step: int) -> bool:
         """Return whether step `step` was evaluated."""
@@ -99,8 +95,3 @@ def step_of(folder: Path) -> int | None:
     """Return the step of a run's best checkpoint, None if the run keeps none."""
     step = files.read_json(Path(folder) / NAME).get("step")
     return step if isinstance(step, int) else None
-
-
-def _is_point(point: object) -> bool:
-    kinds = (int, int, int | float | None)
-    return isinstance(point, list) and len(point) == 3 and all(map(isinstance, point, kinds))
