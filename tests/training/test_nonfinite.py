@@ -250,8 +250,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path, capsy
     (snippet,) = re.findall(r"^with np.load.*?(?=^```)", GUIDE, re.DOTALL | re.MULTILINE)
     saved = snippet.replace("runs/mine/nan/step_812.npz", f"{tmp_path}/nan/step_{step}.npz")
     capsys.readouterr()
-    exec(saved, {"np": np})
-    assert capsys.readouterr().out.count("7.70000000e+01") == 7
+    with np.printoptions(suppress=True):
+        exec(saved, {"np": np})
+    assert capsys.readouterr().out.count("[77.") == 7
 
 
 def test_inputs_that_overflow_are_no_divergence(tmp_path):
