@@ -16,7 +16,7 @@ from towers.options.run import Options
 from towers.training.load import TrainedModel
 from towers.training.run import checkpoint
 
-# What towers leave out where all ops are deterministic: seconds of a step, and trials by them.
+# What towers leave out where all ops are deterministic: seconds of a step.
 by_the_clock = pytest.mark.skipif(
     os.environ.get("TF_DETERMINISTIC_OPS") in ("1", "true"), reason="deterministic ops: no clock"
 )

@@ -264,7 +264,6 @@ def test_a_result_is_made_of_the_windows():
     [
         ("--against=fit,tensorpack", "'tensorpack' is unknown; allowed are mirrored"),
         ("--num_towers=2,1", "greater than the one before"),
-        ("--variables=auto", "cpu, sharded or replicated"),
         ("--windows=0", "at least 1"),
         ("--against=session", "it comes with a checkout of towers"),
         ("--model=tests.tiny:nothing --num_towers=1", "nothing"),

@@ -13,7 +13,6 @@ from tests import programs, tiny
 from towers.data import ArraySplit
 from towers.training.run import manifest
 from towers.training.run.setup import prepare
-from towers.training.train import train
 
 pytestmark = pytest.mark.graph
 
@@ -180,21 +179,3 @@ def test_what_differs_is_said_in_a_line(part, now, before, said):
         == manifest.differences({part: now}, {part: now})
         == []
     )
-
-
-# A run that is repeated by its flagfile: test_train.
-
-
-@pytest.mark.run
-@pytest.mark.extended
-def test_nothing_remains_of_a_trial(tmp_path, monkeypatch):
-    """A run that chose the place of its variables is the run that was told it."""
-    monkeypatch.setattr("towers.training.run.prepare_run._TRIAL_SECONDS", 0.0)
-    monkeypatch.setattr("towers.training.run.prepare_run.TRIALS", 1)
-    given = dict(num_towers=2, max_steps=4, ema_decay=0.9, optimizer="adamw", seed=5)
-    train(tiny.options(tmp_path / "tried", **given, variables="auto"))
-    chosen = manifest.read(tmp_path / "tried")["flags"]["variables"]
-    train(tiny.options(tmp_path / "told", **given, variables=chosen))
-    tried, told = (manifest.read(tmp_path / name) for name in ("tried", "told"))
-    for name in "weights", "state", "step":
-        assert tried["final"][name] == told["final"][name]

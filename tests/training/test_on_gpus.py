@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import gc
 import io
 
 import keras
@@ -13,14 +12,13 @@ import tensorflow as tf
 from tests import runs, tiny
 from tests.runs import rare
 from towers.builder import device_types
-from towers.data import device_cache
 from towers.data.pipeline import NUM_DRAWS
 from towers.graphs.placement import read_placement, short_device_name, traced_ops
 from towers.monitoring.event_writer import read_scalars
 from towers.options.run import Options
 from towers.training.callbacks import best_checkpoint
 from towers.training.evaluate import evaluate
-from towers.training.run import prepare_run
+from towers.training.run.setup import assemble, prepare
 from towers.training.train import train
 
 pytestmark = pytest.mark.run
@@ -143,79 +141,14 @@ def test_a_step_that_nobody_looks_at_sends_nothing_to_the_host(towers):
     assert [name for name in back if "telemetry" not in name] == []
 
 
-@runs.by_the_clock
-def test_by_default_what_is_fastest_is_tried_and_flags_cfg_keeps_it(tmp_path, capsys, monkeypatch):
-    rates = {"cpu": 10.0, "sharded": 20.0, "replicated": 30.0}
-
-    def window(run):
-        return lambda: rates[run.options.variables] + run.options.jit_compile
-
-    monkeypatch.setattr(prepare_run, "_window", window)
-    train(tiny.options(tmp_path, num_towers=2, max_steps=1, batch_norm="local"))
-    out = capsys.readouterr().out
-    assert "variables   replicated, the fastest" in out and "XLA         compiled" in out
-    flags = (tmp_path / "flags.cfg").read_text()
-    assert "--variables=replicated" in flags and "--jit_compile=true" in flags
-
-
-@runs.by_the_clock
 @pytest.mark.graph
-@pytest.mark.parametrize(
-    "number, best, lost", [(1, "replicated", ""), (2, "sharded", "replicated")]
-)
-def test_what_cannot_be_had_is_not_taken(capsys, monkeypatch, number, best, lost):
-    """As where the collectives of a machine, or XLA's library of functions, are broken."""
-
-    def window(run):
-        if run.options.variables == lost or run.options.jit_compile:
-            raise tf.errors.InternalError(None, None, "libdevice not found")
-        return lambda: float(run.options.variables != "cpu")
-
-    monkeypatch.setattr(prepare_run, "_window", window)
-    prepare_run.build(tiny.options("unused", num_towers=number, batch_norm="local"), print)
-    out = capsys.readouterr().out
-    assert "XLA         not compiled: libdevice not found" in out
-    assert f"variables   {best}, the fastest" in out
-
-
-@pytest.mark.extended
-@runs.by_the_clock
-def test_after_the_trial_no_more_lives_than_of_one_run(monkeypatch):
-    """And in it never more than two models, beside one copy of the data."""
-    copies, alive = [], []
-    own_copy, own_window = device_cache._copy, prepare_run._window
-    monkeypatch.setattr(
-        device_cache, "_copy", lambda *given: copies.append(own_copy(*given)) or copies[-1]
-    )
-
-    def window(run):
-        measured = own_window(run)
-        alive.append(variable_bytes())
-        return measured
-
-    monkeypatch.setattr(prepare_run, "TRIALS", 1)
-    monkeypatch.setattr(prepare_run, "_TRIAL_SECONDS", 0.0)
-    given = tiny.options("unused", num_towers=2, variables="default", batch_norm="local")
-    before = variable_bytes()
-    run = prepare_run.build(dataclasses.replace(given, variables="replicated"), print)
-    assert run.on_towers
-    of_one, num_copies = variable_bytes() - before, len(copies)
-    del run
-    copies.clear()
-    gc.collect()
-
-    monkeypatch.setattr(prepare_run, "_window", window)
-    before = variable_bytes()
-    run = prepare_run.build(given, print)
-    assert run.on_towers and len(copies) == num_copies
-    assert 0 < variable_bytes() - before <= of_one
-    assert len(alive) == 4 and max(alive) - before <= 2 * of_one
-
-
-def variable_bytes():
-    """Return the bytes of all variables that have not been freed, garbage included."""
-    held = [v for v in gc.get_objects() if isinstance(v, tf.Variable)]
-    return sum(v.shape.num_elements() * (v.dtype.size or 1) for v in held)
+def test_the_default_place_of_variables(tmp_path):
+    options = tiny.options(tmp_path, num_towers=2)
+    run = prepare(options)
+    assert run.options.variables == "replicated" and run.left_open == {"variables": "default"}
+    assert assemble(options, ["/gpu:0", "/gpu:0"], run.data).options.variables == "cpu"
+    compiled = dataclasses.replace(options, loss="sparse_categorical_crossentropy")
+    assert assemble(compiled, run.builder.devices, run.data).options.variables == "sharded"
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,7 @@ import tensorflow as tf
 from tests import runs, tiny
 from towers.builder import collectives, gather
 from towers.builder.tower import TowerBuilder
-from towers.commands.verify.options import VerifyOptions
-from towers.errors import InputError
 from towers.graphs.placement import read_placement, short_device_name
-from towers.options.run import Options
-from towers.training.run import prepare_run
-from towers.training.run.prepare_run import build
 from towers.training.step.train_state import TrainState
 from towers.training.train import train
 
@@ -70,26 +65,6 @@ def test_only_the_batch_crosses_to_replicated_towers(tmp_path):
     batch = 4 * (8 * 8 * 3 + 4)  # tower 1's half: images of bytes, int32 labels
     assert crossing["sharded"] == pytest.approx(2 * weights + batch, abs=100)
     assert crossing["replicated"] == pytest.approx(batch, abs=100)
-
-
-@runs.by_the_clock
-def test_auto_takes_the_fastest_and_says_so(tmp_path, capsys, monkeypatch):
-    """What flags.cfg keeps of it, test_on_gpus tells."""
-    rates = {"cpu": 10.0, "sharded": 30.0, "replicated": 20.0}
-    monkeypatch.setattr(prepare_run, "_window", lambda run: lambda: rates[run.options.variables])
-    run = build(tiny.options(tmp_path, num_towers=2, variables="auto"), print)
-    line = next(line for line in capsys.readouterr().out.splitlines() if "fastest" in line)
-    assert line.startswith("variables   sharded")
-    assert all(f"{name} {rate:.0f}" in line for name, rate in rates.items())
-    assert run.options.variables == "sharded" and not run.left_open
-    # One tower needs no trial.
-    assert build(tiny.options(tmp_path, variables="auto"), print).options.variables == "cpu"
-    assert "one tower" in capsys.readouterr().out
-
-
-def test_what_compares_needs_a_name():
-    with pytest.raises(InputError, match="--variables=auto.*cpu, sharded or replicated"):
-        VerifyOptions(Options(variables="auto"))
 
 
 # The all-sum itself.

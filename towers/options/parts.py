@@ -162,9 +162,9 @@ class DeviceOptions:
     )  # fmt: skip
     variables: str = _towers(
         "default", "Master variables: cpu, with add_n there; sharded, each with its add_n on one "
-        "of the towers; replicated, a copy on every tower, gradients summed by collectives; auto, "
-        "the fastest in a short trial; default, cpu on CPUs and auto on GPUs.",
-        choices=("default", "cpu", "sharded", "replicated", "auto"),
+        "of the towers; replicated, a copy on every tower, gradients summed by collectives; "
+        "default, cpu on CPUs and replicated on GPUs, where a compiled model has sharded.",
+        choices=("default", "cpu", "sharded", "replicated"),
     )  # fmt: skip
     jit_compile: bool = _towers(
         False, "Let XLA compile each tower, forward and backward; BatchNorm in more than one tower "

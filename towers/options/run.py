@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from towers.errors import InputError
 from towers.options import augmentation
-from towers.options.fields import check_values, group, likely_name, parse_tower_numbers
+from towers.options.fields import check_values, group, likely_name
 from towers.options.gpu import GpuOptions
 from towers.options.inline_objects import option_text
 from towers.options.parts import (
@@ -102,14 +102,6 @@ class Options(  # a dataclass has the fields of its last base first
         if self.elsewhere and not self.visible_gpus:  # they may be lent to others from here
             gpus = dataclasses.replace(gpus, visible_gpus="none")
         return gpus
-
-    def check_tower_numbers(self, text: str) -> None:
-        """Raise InputError unless `text` is a list of numbers of towers that a verb can try."""
-        if self.variables == "auto":
-            raise InputError(
-                "--variables=auto is a run's own trial: name cpu, sharded or replicated here"
-            )
-        parse_tower_numbers(text)
 
     def to_flagfile(self) -> str:
         """Return a flagfile that repeats the run, without the options of one call."""

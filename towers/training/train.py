@@ -32,9 +32,9 @@ from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.callbacks.user_callbacks import Callbacks
 from towers.training.run import checkpoint, manifest
 from towers.training.run.model import check_data
-from towers.training.run.prepare_run import PreparedRun, begin, build, restore
+from towers.training.run.prepare_run import PreparedRun, begin, restore
 from towers.training.run.process_state import preserve_rng
-from towers.training.run.setup import RunContext
+from towers.training.run.setup import RunContext, prepare
 from towers.training.run.tensorflow_errors import user_facing_errors
 
 RESULT = "result.json"
@@ -82,7 +82,7 @@ def train(
             callbacks = user_callbacks.load(options.callbacks)
             continues = not options.overwrite and bool(checkpoint.find(folder / "checkpoints"))
             remote.connect_run(options, continues)
-            run = build(options, say)
+            run = prepare(options)
             user_callbacks.prepare(callbacks, run.task)
         recorded = {} if options.overwrite else manifest.read(folder)
         task = recorded.get("task", {})
@@ -110,8 +110,7 @@ def train(
 
         def save() -> str:
             """Save the state before the current call; return what the run continues from."""
-            begun = restored is not None or checkpoints.run_directory
-            return preemption.save_backup() if begun else ""
+            return preemption.save_backup() if checkpoints.begun else ""
 
         stalls = options.stall_seconds, options.on_stall
         preemption = PreemptionHandler(checkpoints, say, *stalls)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from towers.errors import InputError
-from towers.options.fields import check_values, option
+from towers.options.fields import check_values, option, parse_tower_numbers
 from towers.options.run import Options
 
 PEERS = "mirrored mirrored_own_layers mirrored_fit fit towers_fit torch_ddp session".split()
@@ -34,7 +34,7 @@ class BenchmarkOptions:
     def __post_init__(self) -> None:
         """Raise InputError for a value out of range."""
         check_values(self)
-        self.run.check_tower_numbers(self.num_towers)
+        parse_tower_numbers(self.num_towers)
         for name in self.peers():
             if name not in PEERS:
                 raise InputError(

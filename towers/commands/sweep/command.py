@@ -211,8 +211,7 @@ def _check_same(run: PlannedRun) -> None:
     before = flags.parse([f"--flagfile={path}"])
     for name in names_that_affect("result", "speed"):
         old, new = getattr(before, name), getattr(run.options, name)
-        chosen = name == "variables" and new == "auto"  # what the run's own trial chose
-        if old != new and not chosen:
+        if old != new:
             raise InputError(
                 f"--{name}={text_of(new)}: the run {path.parent} was made with "
                 f"--{name}={text_of(old)}: name another --sweep_dir, or give that again"

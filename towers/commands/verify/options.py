@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from towers.options.fields import check_values, option
+from towers.options.fields import check_values, option, parse_tower_numbers
 from towers.options.run import Options
 
 
@@ -23,4 +23,4 @@ class VerifyOptions:
     def __post_init__(self) -> None:
         """Raise InputError for a value out of range."""
         check_values(self)
-        self.run.check_tower_numbers(self.num_towers)
+        parse_tower_numbers(self.num_towers)

@@ -155,6 +155,11 @@ class CheckpointManager:
                 line = f"{self.directory}/ckpt-{step} cannot be written: {reason(error)}"
                 raise RunError(line) from None
 
+    @property
+    def begun(self) -> bool:
+        """Whether a checkpoint was restored or written."""
+        return self._inode is not None
+
     def check_folder(self) -> None:
         """Raise RunError if the folder is no longer the one that was written to."""
         if self._inode and files.inode_of(self.directory) != self._inode:

@@ -2,43 +2,34 @@
 
 import contextlib
 import dataclasses
-import gc
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
-from towers import devices, files, tf_internals
+from towers import devices, files
 from towers.builder import exactness_checks
 from towers.builder.device_types import are_gpus
-from towers.data import Data
 from towers.errors import InputError, RunError
-from towers.formatting import count, first_line, first_of
+from towers.formatting import count, first_of
 from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement, short_device_name
 from towers.monitoring import dashboard
 from towers.monitoring.image_summaries import Batch, Sampler
 from towers.options import code_trust
 from towers.options.flags import IDENTITY
-from towers.options.run import Options
 from towers.options.triggers import Timetable
 from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.parallelize import traced
 from towers.training.run import checkpoint, manifest
 from towers.training.run.checkpoint_manager import CheckpointManager
 from towers.training.run.run_summary import run_summary
-from towers.training.run.setup import RunContext, Stored, assemble, find
+from towers.training.run.setup import RunContext
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.run.warm_start import init_from
 from towers.training.step import loss_checks
-from towers.training.step.train_state import VARIABLES
 
 Say = Callable[[str], None]
-TRIALS = 5
-_TRIAL_SECONDS = 0.3
 _MAY_DEPEND = "may depend on the number of towers"
 
 
@@ -57,103 +48,6 @@ class PreparedRun:
     def steps_done(self) -> int:
         """Return the number of updates so far."""
         return int(self.run.train_state.step.numpy())
-
-
-def build(options: Options, say: Say) -> RunContext:
-    """Build the run; with --variables=auto, by a trial of all placements of the variables.
-
-    Args:
-        options: of the run.
-        say: prints a line on what the trial chose.
-
-    Raises:
-        InputError: a device, the data or the model is not available as the options say.
-        RunError: the data set cannot be read, or a GPU does not compute.
-    """
-    names, dataset = find(options)
-    stored, gpus = None, are_gpus(names)
-    if options.variables == "auto" or (options.variables == "default" and gpus):
-        if tf_internals.ops_are_deterministic() and (gpus or len(names) > 1):
-            if options.variables == "auto":  # a trial by the clock is not deterministic
-                say("variables   default: a trial might choose otherwise next time")
-            options = dataclasses.replace(options, variables="default")
-        else:  # flags.cfg keeps the result, so that a resumed run has the same numbers
-            options, stored = _fastest(options, names, dataset, say)
-            gc.collect()  # traced functions are reference cycles that hold device memory
-    return assemble(options, names, dataset, stored=stored)
-
-
-def _fastest(
-    options: Options, device_names: Sequence[str], dataset: Data, say: Say
-) -> tuple[Options, Stored | None]:
-    """Return the options with the fastest placement of variables, and the stored data.
-
-    Each placement is timed on a model of its own, in turns with the fastest so far; on GPUs the
-    fastest is also tried with XLA. All share one copy of the data, and at most two models exist.
-    """
-    gpus = are_gpus(device_names)
-    if len(device_names) == 1 and not gpus:
-        say("variables   cpu: there is one tower, and nothing to try")
-        return dataclasses.replace(options, variables="cpu"), None
-    first = dataclasses.replace(options, variables=VARIABLES[0])
-    run = assemble(first, device_names, dataset)  # its errors are the run's own
-    stored, placements = run.stored, run.task.placements
-    best, name, window = first, VARIABLES[0], _window(run)
-    del run
-    rates: dict[str, float] = {}
-
-    def measure(windows: Mapping[str, Callable[[], float]]) -> None:
-        rounds = [[timed() for timed in windows.values()] for _ in range(TRIALS)]
-        rates.update(zip(windows, map(statistics.median, zip(*rounds, strict=True)), strict=True))
-
-    def compare(label: str, other_name: str, **changed: Any) -> None:
-        nonlocal best, name, window
-        gc.collect()  # the last model that was slower, or failed
-        other = dataclasses.replace(options, **changed)
-        try:
-            with user_facing_errors(other):
-                other_window = _window(assemble(other, device_names, dataset, stored=stored))
-        except (InputError, RunError, ValueError, tf.errors.OpError) as error:
-            say(f"{label:12}not {other_name}: {first_line(error)}")
-            return
-        measure({name: window, other_name: other_window})
-        if rates[other_name] > rates[name]:
-            best, name, window = other, other_name, other_window
-
-    def figures() -> str:
-        shown = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
-        return f"examples/s, median of {TRIALS} windows: {shown}"
-
-    # On one GPU all placements but the first are the same.
-    for mode in placements[1:] if len(device_names) > 1 else placements[-1:]:
-        compare("variables", mode, variables=mode)
-    if not rates:
-        measure({name: window})
-    say(f"variables   {name}, the fastest; {figures()}")
-    if gpus and not options.jit_compile:
-        name = "not compiled"
-        rates.clear()
-        compare("XLA", "compiled", variables=best.variables, jit_compile=True)
-        if rates:
-            say(f"XLA         {name}, the faster; {figures()}")
-    return best, stored
-
-
-def _window(run: RunContext) -> Callable[[], float]:
-    """Return a function that trains for `_TRIAL_SECONDS` and returns the examples/s."""
-    options, train_loop = run.options, run.train_loop()
-    batches = iter(run.batches(0, 0))
-    num_steps = tf.constant(min(options.steps_per_loop, 10))
-
-    def window() -> float:
-        start, steps = time.perf_counter(), 0
-        while not steps or time.perf_counter() - start < _TRIAL_SECONDS:
-            traced(run.train_state.model, lambda: train_loop(batches, num_steps))["loss"].numpy()
-            steps += int(num_steps)
-        return steps * options.batch_size / (time.perf_counter() - start)
-
-    window()
-    return window
 
 
 def restore(run: RunContext) -> tuple[CheckpointManager, int | None]:

@@ -34,8 +34,6 @@ from towers.training.step.train_state import VARIABLES, TrainState, default_devi
 
 DEFAULT_EPOCHS = 10.0
 
-Stored = Callable[[], DeviceCache | None]
-
 
 @dataclasses.dataclass(frozen=True)
 class RunContext:
@@ -46,9 +44,6 @@ class RunContext:
     data: Data
     train_state: TrainState
     task: Task
-    # Returns the training set on the towers' devices, where its first call copies it; None if each
-    # step is sent its examples.
-    stored: Stored
     total_epochs: float  # the length of schedules
     total_examples: int  # where the run ends, unless `max_steps` ends it earlier
     diagnostics: list[str] = dataclasses.field(default_factory=list)  # of the towers' function
@@ -70,10 +65,10 @@ class RunContext:
         parts = self.builder, self.train_step(), self.task.step_names, self.train_state
         return make_train_loop(*parts, telemetry=telemetry)
 
-    @property
+    @functools.cached_property
     def on_towers(self) -> DeviceCache | None:
-        """See `stored`."""
-        return self.stored()
+        """The training set on the towers' devices, None if each step is sent its examples."""
+        return cache_on_devices(self.data.train, self.builder.devices)
 
     def batches(self, step: int, examples: int) -> tf.data.Dataset:
         """Return the batches from a step on, or their row numbers if towers hold the data.
@@ -191,7 +186,6 @@ def assemble(
     *,
     loss_scaling: bool | None = None,
     exact: bool = False,
-    stored: Stored | None = None,
 ) -> RunContext:
     """Build a run on devices, one for each tower, with a data set.
 
@@ -201,7 +195,6 @@ def assemble(
         dataset: what it trains on.
         loss_scaling: whether there is a loss scale; None: if the precision needs one.
         exact: whether, with float64, layers of another floating type compute in float64, too.
-        stored: of another run on the same devices and data, to share its copy.
 
     Raises:
         InputError: the options do not fit the model, or it has no trainable weights.
@@ -245,24 +238,22 @@ def assemble(
         total_examples = options.max_steps * options.batch_size
         total_epochs = total_examples / size
 
-    @functools.cache
-    def find_stored() -> DeviceCache | None:
-        return cache_on_devices(dataset.train, device_names)
-
-    parts = options, builder, dataset, task.train_state, task, stored or find_stored
+    parts = options, builder, dataset, task.train_state, task
     return RunContext(*parts, total_epochs, total_examples, diagnostics, left_open)
 
 
 def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) -> str:
     placement, far = options.variables, are_remote(device_names)
+    distinct = len(set(device_names)) == len(device_names)
     if placement == "default":
-        return kind.default_on_gpus if are_gpus(device_names) and not far else VARIABLES[0]
+        on_gpus = are_gpus(device_names) and distinct and not far
+        return kind.default_on_gpus if on_gpus else VARIABLES[0]
     if placement == "replicated" and far:
         raise InputError(
             "--variables=replicated sums by collectives, which reach no other machine: type "
             "--variables=sharded, by which as little crosses the network, or --variables=cpu"
         )
-    if placement == "replicated" and len(set(device_names)) < len(device_names):
+    if placement == "replicated" and not distinct:
         raise InputError(
             "--variables=replicated needs a device for each tower: type --variables=cpu, or call "
             f"towers.devices.tower_devices({len(device_names)}) before anything creates a tensor"
