@@ -59,16 +59,6 @@ def test_runs_that_share_a_folder_by_a_link_do_not_both_train(tmp_path, part):
         second.take(two)
 
 
-@pytest.mark.parametrize("verb", ["train", "sweep"])
-@pytest.mark.parametrize("levels", [500, 1500])
-def test_folders_below_too_many_others_are_refused(folder, capsys, verb, levels):
-    flag = {"train": "train_dir", "sweep": "sweep_dir"}[verb]
-    more = ["--vary=seed:1"] if verb == "sweep" else ["--devices=cpu"]
-    code, _, said = runs.command(capsys, verb, f"--{flag}={'a/' * levels}b", *more)
-    assert code == 2 and "folders within folders; at most 400 are allowed" in said
-    assert said.count("\n") == 1 and not list(folder.iterdir())
-
-
 @pytest.mark.run
 @pytest.mark.parametrize("what", ["np.zeros([3])", runs.rare("'abc'")])
 def test_what_a_generator_gives_is_not_blamed_on_towers(folder, capsys, what):

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from towers.errors import InputError, RunError
-from towers.formatting import cut, printable
+from towers.formatting import printable
 
 _NO_FLUSH = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # the file system has no fsync
-_MOST_LEVELS = 400  # of nested folders: Python creates and lists them recursively
 SUBFOLDERS = "checkpoints", "train", "eval"  # subfolders of a run
 TEXTS = "flags.cfg", "manifest.json", "result.json", "best.json"
 
@@ -191,13 +190,9 @@ def check_train_dir(
     """
     named = f"{flag}={folder}"
     try:
-        levels = len(folder.absolute().parts)
+        folder.absolute()
     except FileNotFoundError:
         raise InputError(f"{named}: the current folder is gone; change to one, by cd") from None
-    if levels > _MOST_LEVELS:
-        raise InputError(
-            f"{cut(named, 80)}: {levels} folders within folders; at most {_MOST_LEVELS} are allowed"
-        )
     try:
         existing = next(p for p in [folder, *folder.absolute().parents] if os.path.lexists(p))
         if not existing.exists():

@@ -21,8 +21,7 @@ from towers.data import augment
 from towers.errors import InputError, RunError
 from towers.formatting import first_line, first_of
 from towers.options.functions import SHIPPED
-from towers.training.load import TrainedModel, load_run
-from towers.training.output_classes import Classes
+from towers.training.load import Classes, TrainedModel, load_run
 from towers.training.run.model import floatx_of
 
 _NUM_COMPARED = 4  # examples

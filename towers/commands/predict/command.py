@@ -18,8 +18,7 @@ from towers.commands.predict.inputs import InputFile
 from towers.commands.predict.options import PredictOptions
 from towers.errors import InputError
 from towers.formatting import count, first_of, printable
-from towers.training.load import TrainedModel, load_run
-from towers.training.output_classes import Classes
+from towers.training.load import Classes, TrainedModel, load_run
 from towers.training.run.model import floatx_of
 from towers.training.run.process_state import suppress_retracing_warnings
 from towers.training.run.setup import tower_devices
