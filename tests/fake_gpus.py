@@ -43,31 +43,23 @@ class Card:
     lost: bool = False  # it has fallen off the bus
     silent: frozenset[str] = frozenset()  # names of NVML's functions that it does not support
     listed: bool = True  # by TensorFlow
-    percent: int = 97  # of the time in which a kernel runs
-    memory_percent: int = 41
-    watts: float = 250.5
-    celsius: int = 64
-    mhz: tuple[int, int] = (1410, 1215)  # of its processors and of its memory
     reserved_mib: int | None = None  # what the driver keeps; None: an old one, which does not tell
     parts: tuple["Card", ...] = ()  # into which MIG splits it
-    p2p: dict[int, int] = dataclasses.field(default_factory=dict)  # status with another, if not OK
 
 
 A100 = Card()
 FULL = Card(free_mib=1000, holders=((17, "python", 39000), (18, "blender", None)))
 SMALL = Card("NVIDIA T400", (7, 5), total_mib=2048, free_mib=2000, listed=False)
-OLD = Card("Tesla K80", (3, 7), total_mib=11441, free_mib=11400, listed=False)
 LOST = Card(lost=True, listed=False)
 # A part knows its memory and its name, and little else.
-_NO_PART = "UtilizationRates PowerUsage Temperature ClockInfo PciInfo CudaComputeCapability"
 PART = Card(
     "NVIDIA A100 MIG 1g.5gb",
     total_mib=4864,
     free_mib=4800,
     reserved_mib=64,
-    silent=frozenset(f"nvmlDeviceGet{name}" for name in _NO_PART.split()),
+    silent=frozenset(["nvmlDeviceGetPciInfo", "nvmlDeviceGetCudaComputeCapability"]),
 )
-SPLIT = Card(parts=(PART, PART), silent=frozenset(["nvmlDeviceGetUtilizationRates"]))
+SPLIT = Card(parts=(PART, PART))
 
 
 class Machine:
@@ -214,11 +206,6 @@ def install_driver(monkeypatch, *cards, there=True):
         total, free = card.total_mib * MIB, card.free_mib * MIB
         return SimpleNamespace(total=total, free=free, reserved=reserved)
 
-    def p2p_status(first, second, way):
-        if "nvmlDeviceGetP2PStatus" in first.card.silent:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-        return first.card.p2p.get(second.index, pynvml.NVML_P2P_STATUS_OK)
-
     def process_name(pid):
         names = {holder: name for card in cards for holder, name, _ in card.holders}
         if not names.get(pid):
@@ -246,7 +233,6 @@ def install_driver(monkeypatch, *cards, there=True):
         "nvmlSystemGetDriverVersion": lambda: "555.42.02",
         "nvmlDeviceGetHandleByIndex": handle,
         "nvmlSystemGetProcessName": process_name,
-        "nvmlDeviceGetP2PStatus": p2p_status,
         "nvmlDeviceGetMigDeviceHandleByIndex": handle_of_part,
         "nvmlDeviceGetGpuInstanceId": lambda handle: 7 + handle.part,
         "nvmlDeviceGetComputeInstanceId": lambda handle: 0,
@@ -260,14 +246,6 @@ def install_driver(monkeypatch, *cards, there=True):
         "nvmlDeviceGetMigMode": lambda i, card: [int(bool(card.parts))] * 2,
         "nvmlDeviceGetMaxMigDeviceCount": lambda i, card: 7,
         "nvmlDeviceGetComputeRunningProcesses": processes,
-        "nvmlDeviceGetUtilizationRates": lambda i, card: SimpleNamespace(
-            gpu=card.percent, memory=card.memory_percent
-        ),
-        "nvmlDeviceGetPowerUsage": lambda i, card: int(card.watts * 1000),
-        "nvmlDeviceGetTemperature": lambda i, card, sensor: card.celsius,
-        "nvmlDeviceGetClockInfo": lambda i, card, clock: card.mhz[
-            [pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM].index(clock)
-        ],
     }
     functions |= {name: of_card(name, answer) for name, answer in answers.items()}
 

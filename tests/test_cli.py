@@ -153,7 +153,7 @@ def run_verb(monkeypatch, verb, outcome, *argv):
     monkeypatch.setitem(cli.VERBS, verb, fake)
     monkeypatch.setattr(cli, "_start", lambda options: None)
     Path("run/checkpoints").mkdir(parents=True, exist_ok=True)
-    return cli.main([verb, "--train_dir=run", *argv])
+    return cli.main([verb, *(["--train_dir=run"] if verb != "doctor" else []), *argv])
 
 
 @pytest.mark.parametrize("verb", ["train", "evaluate"])
@@ -179,7 +179,7 @@ def test_exit_codes(monkeypatch, capsys, verb, outcome, code, line):
     assert out == ("a line\n" if verb == "evaluate" else "")
 
 
-@pytest.mark.parametrize("found, code", [(["ok"], 0), (["ok", "note"], 0), (["problem", "ok"], 1)])
+@pytest.mark.parametrize("found, code", [(["ok"], 0), (["problem", "ok"], 1)])
 def test_doctor_fails_if_there_is_a_problem(monkeypatch, capsys, found, code):
     checks = [Check("disk", status, "full", "empty it") for status in found]
     assert run_verb(monkeypatch, "doctor", checks, "--json") == code
@@ -223,7 +223,7 @@ def test_a_name_that_nothing_has_is_told_before_tensorflow_starts(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("argv", ["train --lr=1", "doctor --dataset=x"])
+@pytest.mark.parametrize("argv", ["train --lr=1", "doctor --visible_gpus=none"])
 def test_it_is_quiet_when_its_reader_has_ended(argv):
     reading, writing = os.pipe()
     os.close(reading)

@@ -25,7 +25,7 @@ ARGUMENTS = {
     "evaluate": "--train_dir=run",
     "verify": f"{RUN} --num_towers=1,2 --steps=1",
     "benchmark": f"{RUN} --num_towers=1,2 --windows=1 --seconds=0.1 --against=session,mirrored",
-    "doctor": "--train_dir=run",
+    "doctor": "",
     "sweep": f"{RUN} --max_steps=1 --vary=learning_rate:0.1,0.2 --evaluate_every_epochs=0",
     "predict": "--train_dir=run x.npy",
     "export": "--train_dir=run",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fake_gpus import CUDA_BUILD, uuid
+from tests.fake_gpus import uuid
 from towers.devices import cuda_visible_devices
 from towers.devices.cuda_visible_devices import visible_in
 from towers.devices.nvml import DriverGpu
@@ -13,7 +13,6 @@ pytestmark = pytest.mark.unit
 
 DRIVER = [DriverGpu(i, uuid=uuid(i), name="A100", compute_capability=(8, 0)) for i in range(4)]
 SMALL = DriverGpu(1, name="T400", compute_capability=(7, 5))
-OLD = DriverGpu(1, name="K80", compute_capability=(3, 7))
 PARTS = [
     DRIVER[0],
     *(DriverGpu(1, f"MIG-{n}", mig=n, other_names=(f"MIG-{uuid(1)}/{n}/0", uuid(1))) for n in "ab"),
@@ -137,38 +136,3 @@ UNKNOWN, LOST = DriverGpu(0, name="A100"), DriverGpu(0)
 def test_each_of_tensorflows_gpus_has_the_drivers(listed, visible, matched):
     found = cuda_visible_devices.match(listed, visible)
     assert found == [n if n is None else visible[n] for n in matched]
-
-
-# ---------------------------------------------------------------------------- Why some are skipped
-
-INSTALL = "type pip install 'tensorflow[and-cuda]>=2.21,<2.22'"
-OLDEST = DriverGpu(0, name="P100", compute_capability=(6, 0))
-UNLISTED = "CUDA 12.5.1 or cuDNN 9 is not found, or the driver is too old for it"
-FEW = "it leaves out GPUs with far fewer multiprocessors than the largest"
-ONE = "type export TF_MIN_GPU_MULTIPROCESSOR_COUNT=1"
-NEEDS = "GPU {} has compute capability {}, this TensorFlow needs {}"
-
-
-def build(*capabilities):
-    return CUDA_BUILD | {"cuda_compute_capabilities": list(capabilities)}
-
-
-@pytest.mark.parametrize(
-    "missing, listed, build, cause, remedy",
-    [
-        (DRIVER, 1, {"is_cuda_build": False}, "this TensorFlow was built without CUDA", INSTALL),
-        ([DRIVER[0], DriverGpu(1)], 1, CUDA_BUILD, "the driver cannot read GPU 1",
-         "see nvidia-smi"),
-        ([SMALL, OLD], 1, CUDA_BUILD, NEEDS.format("1 (K80)", 3.7, "6.0"),
-         "leave it out with --visible_gpus"),
-        (DRIVER, 1, build("sm_90a", "compute_120f"), NEEDS.format("0 (A100)", "8.0", "9.0"),
-         "leave it out with --visible_gpus"),
-        ([OLDEST], 0, CUDA_BUILD, UNLISTED, INSTALL),
-        ([OLDEST], 0, build(), UNLISTED, INSTALL),
-        ([OLDEST], 1, CUDA_BUILD, FEW, ONE),
-        ([OLDEST], 1, build(), FEW, ONE),
-    ],
-)  # fmt: skip
-def test_why_gpus_are_left_out(missing, listed, build, cause, remedy):
-    found = cuda_visible_devices.why_skipped(missing, listed, build)
-    assert found[0] == cause and found[1].startswith(remedy)

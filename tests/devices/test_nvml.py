@@ -18,7 +18,6 @@ def test_no_driver_no_gpus(monkeypatch):
     install(monkeypatch, A100, there=False)
     assert nvml.gpus() == []
     assert nvml.driver_version() is None
-    assert nvml.peer_access([DriverGpu(0), DriverGpu(1)]) == {("0", "1"): None}
 
 
 def test_all_that_the_driver_tells(monkeypatch):
@@ -68,44 +67,11 @@ def test_a_gpu_that_mig_splits_is_there_by_its_parts(monkeypatch):
     assert (second.total_bytes, second.cuda_bytes) == (4864 * MIB, 4800 * MIB)
     # What a part does not tell is its GPU's.
     assert (second.compute_capability, second.pci_bus_id) == ((8, 0), bus_id(1))
-    with nvml.opened():
-        values = nvml.sample(second)
-    assert values["memory_used_mib"] == 64 and values["power_watts"] == 250.5
-    assert "utilisation_percent" not in values
-
-
-def test_each_value_of_a_gpu_may_be_missing(monkeypatch):
-    def sampled(card):
-        install(monkeypatch, card)
-        with nvml.opened():
-            return set(nvml.sample(DriverGpu(0)))
-
-    for function, missing in {
-        "MemoryInfo": {"memory_used_mib"},
-        "UtilizationRates": {"utilisation_percent", "memory_utilisation_percent"},
-        "PowerUsage": {"power_watts"},
-        "Temperature": {"temperature_celsius"},
-        "ClockInfo": {"sm_clock_mhz", "memory_clock_mhz"},
-    }.items():
-        card = Card(silent=frozenset([f"nvmlDeviceGet{function}"]))
-        assert sampled(A100) - sampled(card) == missing
 
 
 def test_full_is_less_than_a_twentieth():
     gpus = [DriverGpu(0, total_bytes=100, free_bytes=free) for free in (0, 4, 5, 100)]
     assert [gpu.full for gpu in gpus] == [True, True, False, False]
-
-
-def test_which_gpus_read_each_others_memory(monkeypatch):
-    card = Card(p2p={2: pynvml.NVML_P2P_STATUS_DISABLED_BY_REGKEY, 3: 99, 4: 6})
-    install(monkeypatch, card, A100, A100, A100, A100, LOST)
-    told = nvml.peer_access(nvml.gpus())
-    of_first = {pair[1]: reason for pair, reason in told.items() if pair[0] == "0"}
-    disabled = "the driver's settings disable it"
-    assert of_first == {"1": "", "2": disabled, "3": "status 99", "4": None, "5": None}
-    assert told["1", "2"] == "" and len(told) == 15
-    install(monkeypatch, Card(silent=frozenset(["nvmlDeviceGetP2PStatus"])), A100)
-    assert nvml.peer_access(nvml.gpus()) == {("0", "1"): None}
 
 
 SOURCE = Path(nvml.__file__).read_text()
@@ -125,7 +91,5 @@ def test_a_driver_that_lacks_any_function_tells_the_rest(monkeypatch, name, erro
 
     monkeypatch.setattr(pynvml, name, missing)
     found = nvml.gpus()
-    nvml.peer_access(found), nvml.driver_version()
-    with nvml.opened():
-        [nvml.sample(gpu) for gpu in found]
+    nvml.driver_version()
     assert len(found) == {"nvmlInit": 0, "nvmlDeviceGetCount": 0}.get(name, len(found))

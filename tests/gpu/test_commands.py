@@ -71,19 +71,16 @@ def test_a_run_is_exported(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "driver, code, says",
+    "driver, says",
     [
-        ("driver", 1, "the driver (555.42.02) has 0 (GPU of host memory), 1 (GPU of host memory)"),
-        ("old_driver", 1, "the driver (555.42.02) has 0 (GPU of host memory)"),
-        ("none", 1, "computing on /gpu:1"),
+        ("driver", "driver 555.42.02 has 0 (GPU of host memory)"),
+        ("old_driver", "driver 555.42.02 has 0 (GPU of host memory)"),
+        ("none", "no NVIDIA driver"),
     ],
 )
-def test_doctor_finds_the_gpus(driver, code, says, tmp_path):
-    found, out, err = towers("doctor", f"--train_dir={tmp_path}/run", driver=driver)
-    assert found == code, out + err
-    # The ring, which stands in for NCCL here, sums all types but int32.
-    problems = [line for line in out.splitlines() if line.startswith("problem")]
-    assert len(problems) == 1 and "all-sum" in problems[0] and " int32: " in problems[0], out
+def test_doctor_finds_the_gpus(driver, says):
+    code, out, err = towers("doctor", driver=driver)
+    assert code == 0, out + err
     assert says in out
     assert "computing on /gpu:0" in out and "computing on /gpu:1" in out
     assert "Traceback" not in err and "FAIL" not in out

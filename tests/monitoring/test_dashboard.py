@@ -105,16 +105,15 @@ def test_the_pictures_histograms_and_texts_are_there(server):
 
 
 @pytest.mark.run
-def test_the_layout_has_five_categories_and_each_tag_one_chart(server):
+def test_the_layout_has_three_categories_and_each_tag_one_chart(server):
     layout = server.get("plugin/custom_scalars/layout")["category"]
-    assert [c["title"] for c in layout] == ["run", "towers", "GPUs", "speed"]
+    assert [c["title"] for c in layout] == ["run", "towers", "speed"]
     charts = [chart for category in layout for chart in category["chart"]]
     exact = {series["value"] for c in charts for series in c.get("margin", {}).get("series", [])}
     assert exact == {"learning_rate", "progress/examples", "progress/epoch"}  # never smoothed
     patterns = [chart["multiline"]["tag"] for chart in charts if "multiline" in chart]
     shown = {tag for run, tags in SCALARS.items() if run != "." for tag in tags} - exact
-    shown |= {"gpu/power_watts", "test/accuracy_ema"}
-    shown |= {"tower_0/loss", "tower_11/loss", "gpu_3/power_watts", "loss"}  # of older runs
+    shown |= {"test/accuracy_ema", "tower_0/loss", "tower_11/loss", "loss"}
     for tag in (*shown, "loss/regularisation_2", "accuracy_of_tower_0"):
         matching = [c for c in patterns if any(re.match(t, tag) for t in c)]
         assert len(matching) == (tag in shown), tag

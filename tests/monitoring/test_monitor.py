@@ -54,9 +54,9 @@ def make(tmp_path, clock, out):
     """Make monitors of the run, which are closed at the end."""
     with contextlib.ExitStack() as made:
 
-        def monitor(first=0, last=100, devices=DEVICES, health=dict, **options):
+        def monitor(first=0, last=100, devices=DEVICES, **options):
             plan = timetable(first, last, **options)
-            now = dict(health=health, out=out, clock=lambda: clock.now)
+            now = dict(out=out, clock=lambda: clock.now)
             return made.enter_context(contextlib.closing(Monitor(tmp_path, plan, devices, **now)))
 
         yield monitor
@@ -138,14 +138,6 @@ def test_a_tower_without_examples_has_no_curves(tmp_path, make, num_towers):
     step_to(monitor, 0, 1, alone)
     tags = {tag for _, tag, _ in tiny.events(tmp_path / "train")}
     assert "tower_0/loss" in tags and not any("tower_1" in tag for tag in tags)
-
-
-def test_the_health_of_the_gpus_is_part_of_a_point(tmp_path, make):
-    windows = iter([{"gpu_3/power_watts": 250.0}, {}, {}])
-    monitor = make(health=lambda: next(windows))
-    for step in 1, 2, 3:
-        step_to(monitor, step - 1, step)
-    assert points(tmp_path / "train", "gpu_3/power_watts") == [(0, 250.0)]
 
 
 def test_what_is_written_again_after_a_crash_is_there_once(tmp_path, make):

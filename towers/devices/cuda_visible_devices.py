@@ -14,6 +14,10 @@ from towers.options.gpu import GpuOptions
 _NO_GPU = ("", "-1", "none", "nodevfiles")  # values that hide all GPUs; the last is Slurm's
 _NO_DRIVER = "no NVIDIA driver answers here: leave the flag out, or see towers doctor"
 
+INSTALL = (
+    "its CUDA libraries or the driver may be missing or too old: type pip install "
+    "'tensorflow[and-cuda]>=2.21,<2.22'"
+)
 ONE_PART = "CUDA shows a process one part of a GPU that MIG splits, and nothing beside it"
 
 Seen = tuple[str | None, tuple[int, int] | None]  # one of TensorFlow's GPUs
@@ -180,45 +184,3 @@ def skipped(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGp
     """
     matched = match(gpus, visible)
     return [gpu for gpu in visible if gpu not in matched]
-
-
-def why_skipped(
-    missing: Sequence[DriverGpu], num_listed: int, build: Mapping[str, object]
-) -> tuple[str, str]:
-    """Return (the likely reason why TensorFlow leaves GPUs out, what to type).
-
-    Args:
-        missing: the GPUs that it leaves out, one or more.
-        num_listed: number of those that it lists.
-        build: tf.sysconfig.get_build_info().
-    """
-    install = "type pip install 'tensorflow[and-cuda]>=2.21,<2.22'"
-    lost = [gpu.index for gpu in missing if gpu.name is None]
-    if lost:
-        return f"the driver cannot read GPU {lost[0]}", "see nvidia-smi, and restart the machine"
-    if not build.get("is_cuda_build"):
-        return "this TensorFlow was built without CUDA", install
-    oldest = min(map(_capability, build.get("cuda_compute_capabilities", ())), default=(0, 0))
-    for gpu in missing:
-        if gpu.compute_capability and gpu.compute_capability < oldest:
-            has, needs = (".".join(map(str, c)) for c in (gpu.compute_capability, oldest))
-            return (
-                f"GPU {gpu} has compute capability {has}, this TensorFlow needs {needs}",
-                "leave it out with --visible_gpus, or use the CPU with --devices=cpu",
-            )
-    if num_listed:
-        return (
-            "it leaves out GPUs with far fewer multiprocessors than the largest",
-            "type export TF_MIN_GPU_MULTIPROCESSOR_COUNT=1, or leave them out with --visible_gpus",
-        )
-    return (
-        f"CUDA {build.get('cuda_version')} or cuDNN {build.get('cudnn_version')} is not found, or "
-        "the driver is too old for it",
-        install,
-    )
-
-
-def _capability(name: str) -> tuple[int, int]:
-    """Return (8, 9) for "sm_89" and "compute_89", (9, 0) for "sm_90a"."""
-    digits = re.search("([0-9]+)([0-9])", name)
-    return int(digits[1]), int(digits[2])

@@ -75,10 +75,10 @@ def _set_before_start(asked: GpuOptions) -> None:
     visible = visible_gpus(driver)
     gpus = tf.config.list_physical_devices("GPU")
     if asked.chosen() and (missing := missing_gpus(visible)):
-        build, names = tf.sysconfig.get_build_info(), ", ".join(map(str, missing))
-        cause, remedy = cuda_visible_devices.why_skipped(missing, len(gpus), build)
-        flag = f"--visible_gpus={asked.visible_gpus}"
-        raise InputError(f"{flag}: TensorFlow does not list GPU {names}: {cause}; {remedy}")
+        raise InputError(
+            f"--visible_gpus={asked.visible_gpus}: TensorFlow does not list GPU "
+            f"{', '.join(map(str, missing))}; {cuda_visible_devices.INSTALL}"
+        )
     limits = []
     for seen in _match(gpus, visible):
         limits.append(_limit_mib(asked, seen))
@@ -190,12 +190,11 @@ def precision_advice(dtype: str) -> list[str]:
 def try_out() -> None:
     """Test each GPU by a small computation in another process.
 
-    A CUDA or cuDNN that does not fit is found before any data is read, and an abort inside CUDA
-    becomes a message. It takes some seconds, and does nothing without a GPU or once TensorFlow has
-    started.
+    A CUDA that does not fit is found before any data is read, and an abort inside CUDA becomes a
+    message. It takes some seconds, and does nothing without a GPU or once TensorFlow has started.
 
     Raises:
-        RunError: a GPU computes wrong results or none, or a copy between two arrives changed.
+        RunError: a GPU computes wrong results or none, or a copy to it arrives changed.
     """
     everything = tf.config.list_physical_devices("GPU")
     visible = tf.config.get_visible_devices("GPU")
@@ -204,11 +203,10 @@ def try_out() -> None:
     probe = self_test.run_probe([f"/gpu:{everything.index(gpu)}" for gpu in visible])
     if isinstance(probe, str):
         raise RunError(f"the GPUs cannot be used: the probe {probe}; type towers doctor")
-    faults = [f"{name}: {e}" for name, device in probe["devices"].items() for e in device["errors"]]
-    faults += [f"copy from {pair}: {error}" for pair, error in probe["copies"].items() if error]
-    if faults:
-        remedy = "leave that GPU out with --visible_gpus, or type towers doctor"
-        raise RunError(f"{faults[0]} ({len(faults)} faults in all); {remedy}")
+    for name, error in probe["errors"].items():
+        if error:
+            remedy = "leave that GPU out with --visible_gpus, or type towers doctor"
+            raise RunError(f"{name}: {error}; {remedy}")
 
 
 def visible_gpus(driver: Sequence[DriverGpu]) -> list[DriverGpu]:

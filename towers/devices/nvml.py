@@ -6,8 +6,7 @@ Values that the driver does not report, as for a laptop, a virtual GPU or a part
 
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pynvml
@@ -15,13 +14,6 @@ import pynvml
 MIB = 2**20
 # The second, which is no NVMLError, is raised for functions that an older driver lacks.
 _ERRORS = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
-_NO_P2P = {
-    pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED: "the chipset does not support it",
-    pynvml.NVML_P2P_STATUS_GPU_NOT_SUPPORTED: "the GPUs do not support it",
-    pynvml.NVML_P2P_STATUS_IOH_TOPOLOGY_NOT_SUPPORTED: "they are on different I/O hubs",
-    pynvml.NVML_P2P_STATUS_DISABLED_BY_REGKEY: "the driver's settings disable it",
-    pynvml.NVML_P2P_STATUS_NOT_SUPPORTED: "not supported",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,58 +56,10 @@ def gpus() -> list[DriverGpu]:
         return [gpu for index in range(count) for gpu in _gpus(index)]
 
 
-def sample(gpu: DriverGpu) -> dict[str, float]:
-    """Return a GPU's utilisation, memory, power, temperature and clocks, as far as known.
-
-    NVML must be `opened`. Values that a part does not have, as power, are those of its whole GPU.
-    """
-    handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, gpu.index)
-    handles = [handle]
-    if gpu.mig is not None and handle is not None:
-        handles.insert(0, _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, gpu.mig))
-
-    def ask(function: Callable, *arguments: Any) -> Any:
-        answers = (_ask(function, one, *arguments) for one in handles if one is not None)
-        return next((answer for answer in answers if answer is not None), None)
-
-    busy = ask(pynvml.nvmlDeviceGetUtilizationRates)
-    memory = ask(pynvml.nvmlDeviceGetMemoryInfo)
-    milliwatts = ask(pynvml.nvmlDeviceGetPowerUsage)
-    values = {
-        "utilisation_percent": busy and busy.gpu,
-        "memory_utilisation_percent": busy and busy.memory,
-        "memory_used_mib": memory and (memory.total - memory.free) / MIB,
-        "power_watts": None if milliwatts is None else milliwatts / 1000,
-        "temperature_celsius": ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
-        "sm_clock_mhz": ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
-        "memory_clock_mhz": ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_MEM),
-    }
-    return {name: float(value) for name, value in values.items() if value is not None}
-
-
 def driver_version() -> str | None:
     """Return the driver's version, None without a driver."""
     with opened() as there:
         return _ask(pynvml.nvmlSystemGetDriverVersion) if there else None
-
-
-def peer_access(gpus: Sequence[DriverGpu]) -> dict[tuple[str, str], str | None]:
-    """Return {("0", "1"): why two GPUs cannot access each other's memory (P2P)}.
-
-    "" if they can, None if unknown.
-    """
-    by_pair: dict[tuple[str, str], str | None] = {}
-    with opened() as there:
-        handles = {g: _ask(pynvml.nvmlDeviceGetHandleByIndex, g.index) for g in gpus if there}
-        for first, second in itertools.combinations(gpus, 2):
-            pair, answers = (handles.get(first), handles.get(second)), [None]
-            if None not in pair:
-                directions = pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_CAPS_INDEX_WRITE
-                answers = [_ask(pynvml.nvmlDeviceGetP2PStatus, *pair, way) for way in directions]
-            reasons = [_NO_P2P.get(answer, f"status {answer}") for answer in answers if answer]
-            known = None not in answers and pynvml.NVML_P2P_STATUS_UNKNOWN not in answers
-            by_pair[first.key, second.key] = next(iter(reasons), "") if known else None
-    return by_pair
 
 
 @contextlib.contextmanager

@@ -212,16 +212,14 @@ def _cpus(num_towers: int) -> list[str]:
 
 
 def _driver_says(driver: Sequence[DriverGpu]) -> str:
-    # A clause: what the driver sees, and the likely cause if TensorFlow sees less.
+    # A clause: what the driver sees, and what to do if TensorFlow sees less.
     if not driver:
         return "" if _logical_gpus() else ", no NVIDIA driver answers here"
     visible = visible_gpus(driver)
     missing = missing_gpus(visible)
     says = f", the driver has {', '.join(map(str, driver))}"
     if missing:
-        listed, build = len(visible) - len(missing), tf.sysconfig.get_build_info()
-        cause, remedy = cuda_visible_devices.why_skipped(missing, listed, build)
-        return f"{says}: {cause}; {remedy}"
+        return f"{says}; {cuda_visible_devices.INSTALL}"
     if any(gpu.mig is not None for gpu in visible):
         return f"{says}: {cuda_visible_devices.ONE_PART}"
     if len(visible) < len(driver):

@@ -14,7 +14,7 @@ from tensorboard.plugins.custom_scalar import summary as layout_summary
 _EVALUATED = "(test/|validation/)?"  # before a metric's name; absent in older runs
 _EXACT = "learning_rate", "progress/epoch", "progress/examples"  # not to be smoothed
 
-# {category: {chart: tags}}. A tag with {} stands for each tower, machine or GPU.
+# {category: {chart: tags}}. A tag with {} stands for each tower or machine.
 CHARTS = {
     "run": {
         "loss": f"loss/data loss/total {_EVALUATED}loss {_EVALUATED}loss_ema",
@@ -32,14 +32,6 @@ CHARTS = {
         "memory of each tower, MiB": "tower_{}/memory_mib",
         "peak memory of each tower, MiB": "tower_{}/peak_memory_mib",
     },
-    "GPUs": {
-        "utilisation, %": "gpu_{}/utilisation_percent",
-        "memory utilisation, %": "gpu_{}/memory_utilisation_percent",
-        "memory used, MiB": "gpu_{}/memory_used_mib",
-        "power, W": "gpu_{}/power_watts",
-        "temperature, °C": "gpu_{}/temperature_celsius",
-        "clocks, MHz": "gpu_{}/sm_clock_mhz gpu_{}/memory_clock_mhz",
-    },
     "speed": {
         "examples/s": "speed/examples_per_second",
         "seconds of a step": "speed/seconds_per_step",
@@ -51,19 +43,18 @@ CHARTS = {
 }
 
 
-def layout(gpus: bool, metrics: Sequence[str]) -> Any:
+def layout(metrics: Sequence[str]) -> Any:
     """Return the Summary of the custom-scalars dashboard, the same at any number of towers.
 
     TensorBoard matches the patterns at the start of every run's tags.
 
     Args:
-        gpus: whether there are GPUs; else their charts are collapsed.
         metrics: names of charts: "validation auc" shows validation/auc, validation/auc_ema and the
             training curves auc or batch/auc.
     """
     dashboard = layout_pb2.Layout()
     for title, charts in CHARTS.items():
-        category = dashboard.category.add(title=title, closed=title == "GPUs" and not gpus)
+        category = dashboard.category.add(title=title)
         for name, tags in charts.items():
             if tags in _EXACT:  # TensorBoard smooths all charts except margin charts
                 series = layout_pb2.MarginChartContent.Series(value=tags, lower=tags, upper=tags)

@@ -79,10 +79,10 @@ def open_root(
     part = figures[0].partition("_")[0]
     shown = [name.replace("_", " ", 1) for name in figures if name.startswith(f"{part}_")]
     shown = [name for name in shown if name != f"{part} loss"]  # the loss has a chart
-    on_gpus, own_row = any(name.startswith("/gpu") for name in tower_devices), ""
+    own_row = ""
     hparams = hparams_of(options) | {"num_towers": len(tower_devices)}
     summaries = [
-        custom_scalars.layout(on_gpus, shown),
+        custom_scalars.layout(shown),
         _experiment(columns, figures),
         hparams_pb(hparams, trial_id=own_row),  # else runs with equal flags would share a row
         *(text_summary(tag, lines) for tag, lines in texts.items()),

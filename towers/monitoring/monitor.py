@@ -38,7 +38,6 @@ class Monitor:
     train_dir: Path  # of the run; event files are in train, train/tower_N and eval
     timetable: Timetable  # when the run logs and ends
     devices: Sequence[str]  # of each tower
-    health: Callable[[], Mapping[str, float]] = dict  # {tag: value} of GPUs since its last call
     check: Callable[[], None] = lambda: None  # see `EventWriter`
     out: TextIO | None = None  # stream for lines; None: standard output
     clock: Callable[[], float] = time.perf_counter  # returns seconds
@@ -129,7 +128,6 @@ class Monitor:
             **by_tower(self.devices, of_towers, metrics["tower_examples"]),
             **speed,
             **phases,
-            **self.health(),
         }
         if metrics.get("skipped") is not None:
             scalars["skipped_steps"] = metrics["skipped"]

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from towers import files, signals
 from towers.devices import remote
-from towers.devices.gpu_health import GpuHealth
 from towers.errors import InputError, RunError
 from towers.formatting import count, figure, printable
 from towers.monitoring import dashboard
@@ -114,19 +113,17 @@ def train(
 
         stalls = options.stall_seconds, options.on_stall
         preemption = PreemptionHandler(checkpoints, say, *stalls)
-        with contextlib.closing(GpuHealth()) as health:
-            with user_facing_errors(options), remote.saved_when_lost(options, save, say):
-                prepared = begin(run, lock, checkpoints, restored, preemption, say)
-            of_step = user_facing_errors(options, prepared.steps_done)
-            with of_step, remote.saved_when_lost(options, save, say):
-                return _train(prepared, preemption, health, out, start, callbacks)
+        with user_facing_errors(options), remote.saved_when_lost(options, save, say):
+            prepared = begin(run, lock, checkpoints, restored, preemption, say)
+        of_step = user_facing_errors(options, prepared.steps_done)
+        with of_step, remote.saved_when_lost(options, save, say):
+            return _train(prepared, preemption, out, start, callbacks)
     return None
 
 
 def _train(
     prepared: PreparedRun,
     preemption: PreemptionHandler,
-    health: GpuHealth,
     out: TextIO,
     start: float,
     user_callbacks: Sequence[keras.callbacks.Callback],
@@ -139,9 +136,7 @@ def _train(
     checkpoints.best = best.step if options.keep_best else None
     with contextlib.ExitStack() as stack:
         check = checkpoints.check_folder
-        monitor = Monitor(
-            folder, timetable, run.builder.devices, health=health.read, check=check, out=out
-        )
+        monitor = Monitor(folder, timetable, run.builder.devices, check=check, out=out)
         stack.enter_context(contextlib.closing(monitor))
         checkpoints.say = monitor.say
         stack.enter_context(contextlib.closing(checkpoints))

@@ -165,10 +165,7 @@ class TowerBoard(keras.callbacks.Callback):
         devices = self._builder.devices
         metrics = [f"validation {name}" for name in self.model.get_metrics_result()]
         summaries = [
-            custom_scalars.layout(
-                any("gpu" in name.lower() for name in devices),
-                [name for name in metrics if name != "validation loss"],  # which has a chart
-            ),
+            custom_scalars.layout([m for m in metrics if m != "validation loss"]),  # has a chart
             dashboard.text_summary("environment", dashboard.environment(devices)),
         ]
         if self._graph is not None:
