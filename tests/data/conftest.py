@@ -7,15 +7,6 @@ import types
 import pytest
 
 from towers import data
-from towers.data import shapes
-
-
-@pytest.fixture
-def few_shapes(monkeypatch, tmp_path):
-    """Draw few of the built-in pictures, and keep them in a folder of the test's."""
-    monkeypatch.setattr(shapes, "NUM_TRAIN", 50)
-    monkeypatch.setattr(shapes, "NUM_TEST", 20)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def load(
         dataset: a name in DATA_SETS, "module:function", see `towers.data.user_data`, or the path of
             a file FILE.npz, see `towers.data.npz`.
         data_dir: the folder of the user's files, or of published ones; None or "": the CIFARs are
-            those of `keras.datasets`, and shapes are kept in the user's cache folder.
+            those of `keras.datasets`.
         image_size: (height, width) to which the images of the user's files are resized; None: all
             must have the same size.
         validation_fraction: the part of the training examples, 0..1, that becomes the validation
@@ -63,7 +63,7 @@ def load(
     elif dataset == "shapes":
         from towers.data import shapes
 
-        data = shapes.load(folder or _cache_dir())
+        data = shapes.load()
     else:
         from towers.data import cifar
 
@@ -121,11 +121,6 @@ def locate(dataset: str, data_dir: str | None = None) -> str:
     meant = f", did you mean {close[0]}?" if close else ""
     allowed = f"{', '.join(NAMES)}, FILE.npz and module:function"
     raise InputError(f"--dataset={dataset} is unknown{meant}; allowed are {allowed}")
-
-
-def _cache_dir() -> str:
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return os.path.join(cache, "towers")
 
 
 def _file(dataset: str, folder: str) -> str:

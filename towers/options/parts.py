@@ -98,7 +98,7 @@ class DataOptions:
         "test/CLASS/*.png; jpg, bmp, gif).",
     )  # fmt: skip
     data_dir: str = _data(
-        "", "Folder where data files lie or go; default: the user's cache folder.",
+        "", "Folder of the data files.",
         affects="machine",
     )  # fmt: skip
     image_size: str = _data(
