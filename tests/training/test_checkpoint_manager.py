@@ -147,22 +147,21 @@ def test_what_dead_processes_left_is_cleared_and_a_whole_checkpoint_gets_its_nam
     assert not [n for n in left if "99" in n and n != ".mine.99" or "_temp" in n or "ckpt-8" in n]
 
 
-def test_a_newest_checkpoint_that_is_not_there_is_told(undisturbed, tmp_path, capsys):
+def test_a_newest_checkpoint_that_cannot_be_read_is_passed_over_by_training_alone(
+    undisturbed, tmp_path, capsys
+):
     run = Path(shutil.copytree(undisturbed, tmp_path / "run"))
-    (run / "checkpoints/ckpt-12.index").unlink()
-    for suffix in "index", "data-00000-of-00001":  # and one under another step's name
-        path = run / f"checkpoints/ckpt-8.{suffix}"
-        path.rename(path.with_name(f"ckpt-11.{suffix}"))
-    told = [
-        "ckpt-12.index is missing, though its data are there: passed over",
-        "ckpt-11 cannot be read (it is that of step 8: name its files ckpt-8): passed over",
-    ]
-    for verb in "evaluate", "export", "predict":  # whose results would be taken for those of 12
-        more = {"predict": ["x.png"], "export": [f"--output={tmp_path}/x.keras"]}.get(verb, [])
+    for suffix in "index", "data-00000-of-00001":  # it has another step's name
+        (run / f"checkpoints/ckpt-8.{suffix}").rename(run / f"checkpoints/ckpt-13.{suffix}")
+    said = "ckpt-13 cannot be read (it is that of step 8: name its files ckpt-8)"
+    for verb in "evaluate", "export":  # whose results would be taken for those of step 13
+        more = [f"--output={tmp_path}/x.keras"] if verb == "export" else []
         code, out, err = runs.command(capsys, verb, f"--train_dir={run}", *more)
-        assert (code, out) == (2, "") and "ckpt-12.index is missing" in err and "--step" not in err
-    with pytest.raises(InputError, match=r"ckpt-12.index is missing.*towers.load\(..., step="):
+        assert (code, out) == (2, "") and said in err and "--step" not in err
+    with pytest.raises(InputError, match=r"ckpt-13 cannot be read.*towers.load\(..., step="):
         towers.load(run)
     runs.assert_has(towers.load(run, step=10), run, 10)
-    train(tiny.options(run, **STEPS))
-    assert [line.rpartition("/")[2] for line in capsys.readouterr().err.splitlines()] == told
+    train(tiny.options(run, **STEPS | dict(max_steps=14)))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"{said}: passed over")
+    assert tiny.saved_steps(run)[-1] == 14

@@ -8,15 +8,16 @@ from typing import Any
 from towers import devices
 from towers.errors import InputError
 from towers.formatting import count
-from towers.options.flags import OF_MODEL, options_from_call
+from towers.options.flags import options_from_call
 from towers.options.run import Options
-from towers.training.callbacks import best_checkpoint
+from towers.training.load import assign, read_weights
 from towers.training.run import checkpoint, manifest
-from towers.training.run.checkpoint_manager import CheckpointManager
 from towers.training.run.model import check_data
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import prepare
 from towers.training.run.tensorflow_errors import user_facing_errors
+
+_KINDS = "model/", "average/"  # of variables
 
 
 @preserve_rng()
@@ -59,16 +60,12 @@ def evaluate(
     differ = (manifest.differences(now, each, "when it was trained") for each in trained)
     for line in next(filter(None, differ), [])[:1]:
         say(f"warning     {line}")
-    variables = run.train_state.variables().items()
-    checkpoints = CheckpointManager(
-        Path(options.train_dir, "checkpoints"),
-        {name: v for name, v in variables if name.startswith(("model/", "average/"))},
-        {name: getattr(run.options, name) for name in OF_MODEL},
-        exact=False,  # the checkpoint has optimizer and loss scale, too
-        remedy="towers train --overwrite starts anew, and keeps them beside",
-    )
+    weights = read_weights(Path(options.train_dir))
+    variables = {n: v for n, v in run.train_state.variables().items() if n.startswith(_KINDS)}
+    values = {f"model/{name}": value for name, value in weights.model.items()}
+    values |= {f"average/{name}": value for name, value in weights.averages.items()}
     try:
-        step = checkpoints.restore(None, best_checkpoint.step_of(options.train_dir))
+        assign(options, step := weights.step, variables, values)
     except InputError:
         check_data(run.data, options, task, number=True)  # why shapes are others
         raise

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,19 +161,34 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
         inline = PREFIX in f"{options.loss}{options.metrics}{options.optimizer}"
         if (options.loss or options.metrics) and not inline:  # inline objects have no name to load
             compile_from_flags.compile_from_flags(network, options)
-    values = weights.model | (weights.averages if averages else {})
     variables = by_unique_name((v.path, v) for v in variables_of(network))
-    here, there = (
-        {name: str(list(v.shape)) for name, v in named.items()} for named in (variables, values)
-    )
+    assign(options, weights.step, variables, weights.model | (weights.averages if averages else {}))
+    return TrainedModel(options, task, network, weights.step, averages)
+
+
+def assign(
+    options: Options, step: int, variables: Mapping[str, Any], values: Mapping[str, np.ndarray]
+) -> None:
+    """Assign the values of a checkpoint to the variables of a run's model.
+
+    Args:
+        options: of the run.
+        step: of the checkpoint.
+        variables: {name: variable}.
+        values: {name: value}.
+
+    Raises:
+        InputError: names or shapes differ.
+    """
+    named = variables, values
+    here, there = ({name: str(list(v.shape)) for name, v in each.items()} for each in named)
     if differs := checkpoint.first_difference(here, there):
         raise InputError(
-            f"--train_dir={options.train_dir}: its checkpoint of step {weights.step} is of "
-            f"another model than {options.model} is now: {differs}; undo what has changed in it"
+            f"--train_dir={options.train_dir}: its checkpoint of step {step} is of another model "
+            f"than {options.model} is now: {differs}; undo what has changed in it"
         )
     for name, variable in variables.items():
         variable.assign(values[name])
-    return TrainedModel(options, task, network, weights.step, averages)
 
 
 def read_weights(train_dir: Path, step: int | None = None) -> Weights:
@@ -198,8 +213,6 @@ def read_weights(train_dir: Path, step: int | None = None) -> Weights:
     def read(_: str, reader: Any) -> list[dict[str, np.ndarray]]:
         return [checkpoint.values_of(reader, beginning) for beginning in ("model/", "average/")]
 
-    best = None if step is not None else step_of(train_dir)
-    newest = checkpoint.read_newest(folder, read, None, best, step)
-    if newest is None:
-        raise InputError(f"--train_dir={train_dir}: none of its checkpoints can be read")
-    return Weights(newest[0], *newest[1])
+    wanted = step_of(train_dir) if step is None else step
+    found, values = checkpoint.read_newest(folder, read, None, wanted)
+    return Weights(found, *values)

@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,24 +51,6 @@ def _matches(directory: Path, pattern: str) -> list[re.Match]:
     return [match for name in names if (match := re.fullmatch(pattern, name))]
 
 
-def without_index(directory: Path) -> dict[int, str]:
-    """Return {step: warning} of newer checkpoints without an index that are not being written."""
-    newest = max(dict(find(directory)), default=-1)
-    now = {int(match[2]) for match in _matches(directory, _TEMPORARY_INDEX)}
-    try:
-        text = Path(directory, "checkpoint").read_text(errors="replace")
-    except OSError:
-        text = ""
-    named = re.findall(r'^model_checkpoint_path: "ckpt-(\d{1,18})"', text, re.MULTILINE)
-    why = {int(step): "the file `checkpoint` names it" for step in named}
-    why |= {int(match[1]): "its data are there" for match in _matches(directory, _DATA_FILE)}
-    return {
-        step: f"{directory}/ckpt-{step}.index is missing, though {why[step]}"
-        for step in sorted(why, reverse=True)
-        if step > newest and step not in now
-    }
-
-
 def tidy(directory: Path) -> None:
     """Finish complete checkpoints of killed processes; delete their other files."""
     with contextlib.suppress(OSError):
@@ -89,16 +70,14 @@ def read_newest(
     read: Callable[[str, Any], Found],
     warn: Callable[[str], object] | None,
     wanted: int | None = None,
-    only: int | None = None,
 ) -> tuple[int, Found] | None:
     """Return (step, read(prefix, reader)) of the newest readable checkpoint, or None.
 
     Args:
         directory: of the checkpoints.
         read: takes a checkpoint's path prefix and TensorFlow's reader of it.
-        warn: called with a line for each missing or damaged checkpoint; None: raise InputError.
+        warn: called with a line for each damaged checkpoint; None: raise InputError.
         wanted: step that is tried first.
-        only: the only step that is tried.
 
     Raises:
         InputError: `read` raised it, or one is missing or damaged and `warn` is None.
@@ -113,16 +92,8 @@ def read_newest(
         warn(f"{line}: passed over")
 
     checkpoints = dict(find(directory))
-    if only is not None:
-        checkpoints = {only: f"{directory}/ckpt-{only}"}
-    else:
-        if without_index(directory):  # a run that trains meanwhile may just be renaming it
-            time.sleep(0.1)
-            checkpoints = dict(find(directory))
-        for line in without_index(directory).values():
-            pass_over(line)
-        if wanted is not None and wanted not in checkpoints:
-            pass_over(f"{directory}/ckpt-{wanted}, which is the best, is not there")
+    if wanted is not None and wanted not in checkpoints:
+        pass_over(f"{directory}/ckpt-{wanted} is not there")
     for step in sorted(checkpoints, key=lambda step: (step == wanted, step), reverse=True):
         try:
             with open_reader(checkpoints[step]) as reader:
@@ -130,21 +101,10 @@ def read_newest(
         except InputError:
             raise
         except Exception as error:  # of many kinds: a short file gives an IndexError
-            if only is None and step not in dict(find(directory)):  # removed by a run meanwhile
-                return read_newest(directory, read, warn, None)
+            if step not in dict(find(directory)):  # a run that trains meanwhile removed it
+                return read_newest(directory, read, warn, wanted)
             pass_over(f"{checkpoints[step]} cannot be read ({first_line(error)})")
     return None
-
-
-def read(prefix: str, beginning: str) -> dict[str, np.ndarray]:
-    """Open a checkpoint and return `values_of` it.
-
-    Args:
-        prefix: its path without the files' endings.
-        beginning: see `values_of`.
-    """
-    with open_reader(prefix) as reader:
-        return values_of(reader, beginning)
 
 
 def values_of(reader: Any, beginning: str) -> dict[str, np.ndarray]:

@@ -17,12 +17,10 @@ from towers.options.inline_objects import may_be_same_object
 from towers.training.run import checkpoint
 from towers.training.run.checkpoint import Snapshot
 
-_REMEDIES = {  # for a run that would go on, and for one whose weights are only read
-    True: "choose another --train_dir, or --overwrite, which moves the old run aside; --init_from "
-    "takes the weights of a run along",
-    False: "it is evaluated by the model function, and with data of the shape and classes, that it "
-    "was trained with: leave --model and --dataset out, and undo what has changed in the function",
-}
+_REMEDY = (
+    "choose another --train_dir, or --overwrite, which moves the old run aside; --init_from takes "
+    "the weights of a run along"
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,10 +37,6 @@ class CheckpointManager:
     # two models may have the same variables.
     identity: Mapping[str, Any]
     keep: int = 3  # number of the newest checkpoints that are kept
-    exact: bool = True  # whether a checkpoint with additional variables is refused
-    # What a message recommends if none can be read.
-    remedy: str = "start anew with --overwrite, which keeps them beside"
-
     best: int | None = None  # a step whose checkpoint is kept beside the newest
     say: Callable[[str], None] = print
 
@@ -107,13 +101,11 @@ class CheckpointManager:
         self.close()
         return step in dict(checkpoint.find(self.directory))
 
-    def restore(
-        self, warn: Callable[[str], None] | None = print, wanted: int | None = None
-    ) -> int | None:
+    def restore(self, warn: Callable[[str], None] = print, wanted: int | None = None) -> int | None:
         """Assign the newest readable checkpoint to the variables; return its step, or None.
 
         Args:
-            warn: called with a line for each missing or damaged one; None: raise InputError.
+            warn: called with a line for each damaged one.
             wanted: step that is tried first.
 
         Raises:
@@ -125,19 +117,18 @@ class CheckpointManager:
             keys = checkpoint.keys_of(reader)
             return {name: reader.get_tensor(keys[name]) for name in self.variables}
 
-        newest = checkpoint.read_newest(self.directory, read, warn, wanted)
-        if newest is None:
-            steps = [step for step, _ in checkpoint.find(self.directory)]
-            steps += checkpoint.without_index(self.directory)
-            if max(steps, default=0) > 0:  # step 0 is written anew
-                none_of = f"none of the {len(steps)} checkpoints in {self.directory} can be read"
-                raise InputError(f"{none_of}: {self.remedy}")
-            return None
-        step, values = newest
-        self._inode = files.inode_of(self.directory)
-        for name, variable in self.variables.items():
-            variable.assign(values[name])
-        return step
+        if newest := checkpoint.read_newest(self.directory, read, warn, wanted):
+            step, values = newest
+            self._inode = files.inode_of(self.directory)
+            for name, variable in self.variables.items():
+                variable.assign(values[name])
+            return step
+        if any(dict(checkpoint.find(self.directory))):  # step 0 is written again
+            raise InputError(
+                f"no checkpoint in {self.directory} can be read: start again with --overwrite, "
+                "which moves them aside"
+            )
+        return None
 
     def _write_or_raise(self, step: int, snapshot: Snapshot) -> None:
         """Write a snapshot; raise RunError if that fails."""
@@ -192,16 +183,12 @@ class CheckpointManager:
             if there != value and not may_be_same_object(there, value):
                 raise InputError(
                     f"{prefix} is of another run: --{name}={there} there and --{name}={value} "
-                    f"here; {_REMEDIES[self.exact]}"
+                    f"here; {_REMEDY}"
                 )
         saved = checkpoint.described(reader)
         ours = checkpoint.kinds_of(self.variables)
-        if not self.exact:
-            saved = {name: saved[name] for name in saved.keys() & ours.keys()}
         if differs := checkpoint.first_difference(ours, saved):
-            raise InputError(
-                f"{prefix} is of another model or optimizer: {differs}; {_REMEDIES[self.exact]}"
-            )
+            raise InputError(f"{prefix} is of another model or optimizer: {differs}; {_REMEDY}")
 
 
 def _value_of(variable: tf.Variable) -> tf.Tensor:
