@@ -8,7 +8,6 @@ import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from towers.monitoring.image_summaries import Sampler
 from towers.options.run import Options
 from towers.training.run import checkpoint
 from towers.training.run.setup import prepare
@@ -99,11 +98,6 @@ def flat(batch):
     """Return (*example, draws) of a batch, as `Task.tower_function` takes it."""
     example, draws = batch
     return (*example, draws)
-
-
-def sampler(run):
-    """Return what gives out the batches that a run trains on."""
-    return Sampler(run.data.train, run.options)
 
 
 def saved(train_dir, step=None):

@@ -80,9 +80,13 @@ def test_every_curve_has_all_its_points_and_none_is_missing_above(server):
 @pytest.mark.run
 def test_the_pictures_histograms_and_texts_are_there(server):
     for plugin, shown in {
-        "images": ["train images/tower_0", "train images/tower_1", "train filters/"]
-        + ["eval confusion", "eval mistakes"],
-        "histograms": ["train weights/", "train gradients/", "train activations/"],
+        "images": [
+            "train images/tower_0",
+            "train images/tower_1",
+            "eval confusion",
+            "eval mistakes",
+        ],
+        "histograms": ["train weights/"],
     }.items():
         for run, start in map(str.split, shown):
             tags = [tag for of, tag in server.tags(plugin) if of == run and tag.startswith(start)]
@@ -171,7 +175,7 @@ def test_metrics_are_shown_by_their_names(trained, tmp_path, capfd, task, metric
     shown = Server(folder)
     if part == "validation":  # of a model that its user compiled, too
         kinds = {(run, tag.partition("/")[0]) for run, tag in shown.tags("histograms")}
-        assert kinds == {("train", kind) for kind in ("weights", "gradients", "activations")}
+        assert kinds == {("train", "weights")}
     layout = shown.get("plugin/custom_scalars/layout")["category"]
     charts = {chart["title"]: chart for category in layout for chart in category["chart"]}
     columns = [info["name"]["tag"] for info in shown.columns()["metricInfos"]]
@@ -187,8 +191,7 @@ def test_metrics_are_shown_by_their_names(trained, tmp_path, capfd, task, metric
         assert {f"result/test_{name}", f"result/{part}_{name}"} <= set(columns)
     drawn = {(run, tag.partition("/")[0]) for run, tag in shown.tags("images")}
     assert sorted(tag for run, tag in drawn if run == "eval") == pictures
-    of_images = {("train", "images"), ("train", "filters")}
-    assert drawn & of_images == (of_images if task in ("masks", "images") else set())
+    assert (("train", "images") in drawn) == (task in ("masks", "images"))
 
 
 # The graph.

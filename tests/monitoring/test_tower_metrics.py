@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests import tiny
+from tests.runs import rare
 from towers.training.run.setup import prepare
 
 pytestmark = pytest.mark.run
@@ -101,6 +102,27 @@ def test_each_towers_loss_and_gradient(sizes, options):
     assert found["tower_loss"] == pytest.approx(losses, **close)
     assert found["tower_gradient_norm"] == pytest.approx(norms, **close)
     assert found["data_gradient_norm"] == pytest.approx(np.linalg.norm(mean), **close)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(variables="sharded", dtype="mixed_float16"),
+        rare(dict(variables="replicated", batch_norm="local")),
+    ],
+)
+def test_looking_changes_no_variable_and_no_step(changes):
+    given = tiny.options("unused", model="tests.tiny:cnn", num_towers=2, ema_decay=0.5, **changes)
+    states = []
+    for looks in False, True:
+        run = prepare(given)
+        loop, batches = run.train_loop(telemetry=looks), run.data.train.train_batches(7, seed=0)
+        batches = iter(batches)
+        for num_steps in 1, 4:
+            loop(batches, tf.constant(num_steps))
+        states.append({name: v.numpy() for name, v in run.train_state.variables().items()})
+    assert any("seed" in name for name in states[0])
+    tiny.assert_identical(*states)
 
 
 def test_of_several_steps_the_last_is_measured():

@@ -154,14 +154,3 @@ def test_the_loss_scale_is_that_of_added_losses_too():
     assert scaled()["loss"] == pytest.approx(plain()["loss"], rel=1e-2)
     expected = {n: v for n, v in plain.state().items() if n.startswith("model/")}
     tiny.assert_close({n: scaled.state()[n] for n in expected}, expected, 1e-2)
-
-
-def test_gradients_of_a_compiled_model_change_nothing():
-    """Those of a classifier: monitoring/test_histograms."""
-    given = dict(model="tests.tiny:cnn", num_towers=2, metrics="accuracy")
-    loop = tiny.Loop(tiny.options("unused", **given))
-    before, task = loop.state(), loop.run.task
-    gradients = tf.function(lambda *batch: task.gradients(*batch), autograph=False)
-    found = gradients(*tiny.flat(next(loop.batches)))
-    assert len(found) == len(loop.train_state.model.trainable_variables)
-    tiny.assert_identical(loop.state(), before)

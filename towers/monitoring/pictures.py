@@ -1,25 +1,28 @@
-"""Pictures of a run: the images that towers see, first filters, and an evaluation's mistakes.
-
-`evaluation_images`, `tower_images` and `filter_images` return lists of Summary protos of bounded
-size.
-"""
+"""Pictures and histograms of a run: what its towers see, and what the network gets wrong."""
 
 import dataclasses
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from PIL import Image, ImageDraw, ImageOps
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.image import metadata
 from tensorboard.util import tensor_util
 
-from towers.formatting import cut
-from towers.tf_internals import layers_of
+from towers.builder.sharding import split
+from towers.builder.tower import TowerBuilder
+from towers.data import Data, augment
+from towers.formatting import cut, first_line
+from towers.monitoring.monitor import Monitor
+from towers.options.parts import StepOptions
 
 NUM_IMAGES = 8  # of each tower
-_MAX_FILTERS, _MAX_CLASSES = 256, 1000
+_MAX_CLASSES = 1000
 _SIDE, _MAX_SIDE = 128, 256  # pixels: smaller images are enlarged, larger ones shrunk
 _GAP, _LINE = 6, 14  # pixels between images, and height of a line of text
 _MATRIX, _CELL, _MARGIN = 900, 48, 140  # pixels: of the matrix, the largest cell, the names
@@ -46,6 +49,102 @@ class Predictions:
     averaged: bool  # whether the weights' moving average made them
 
 
+@dataclasses.dataclass
+class Gallery:
+    """Shows towers' images, an evaluation's mistakes, and histograms, each once a step.
+
+    An error in making a picture is printed and does not stop the run.
+    """
+
+    monitor: Monitor  # writes the pictures
+    builder: TowerBuilder
+    model: keras.Model
+    data: Data  # names the classes
+
+    def __post_init__(self) -> None:
+        """Show nothing yet."""
+        self._shown: set[tuple[str, int]] = set()
+
+    def show_towers(self, step: int, options: StepOptions, batch: tuple[Any, tf.Tensor]) -> None:
+        """Show a batch of images as the towers see it.
+
+        Args:
+            step: number of updates before it.
+            options: options with the augmentation.
+            batch: (example, random numbers) of a step.
+        """
+        if self.data.image_shape is None:
+            return
+
+        def make() -> list[Summary]:
+            names = self.data.class_names or [""]  # no labels without classes
+            (images, *targets), draws = batch
+            labels = targets[0] if self.data.class_names else tf.zeros(len(images), tf.int32)
+            seen = seen_by_towers(self.builder, options, (images, labels, draws), NUM_IMAGES)
+            return tower_images(seen, names)
+
+        self._show("pictures", step, make)
+
+    def show_histograms(self, step: int) -> None:
+        """Show histograms of the weights after `step` updates, without infinities and NaN."""
+
+        def make() -> list[Summary]:
+            pairs = [(v.path, v.numpy()) for v in self.model.trainable_variables]
+            finite = [(path, value[np.isfinite(value)]) for path, value in pairs]
+            return [histogram_pb(f"weights/{path}", value) for path, value in finite if len(value)]
+
+        self._show("histograms", step, make)
+
+    def show_evaluation(self, step: int, predictions: Predictions) -> None:
+        """Show an evaluation's mistakes and confusion matrix.
+
+        Args:
+            step: number of updates before it.
+            predictions: the true and predicted classes.
+        """
+        names = self.data.class_names
+        self._show("mistakes", step, lambda: evaluation_images(predictions, names), "eval")
+
+    def _show(
+        self, name: str, step: int, make: Callable[[], Iterable[Summary]], part: str = "train"
+    ) -> None:
+        if (name, step) in self._shown:
+            return
+        self._shown.add((name, step))
+        with self.monitor.pause():
+            try:
+                summaries = make()
+            except Exception as error:  # the user's own code may raise anything
+                self.monitor.say(f"no {name} {type(error).__name__}: {first_line(error)}")
+            else:
+                self.monitor.show(step, summaries, part)
+
+
+def seen_by_towers(
+    builder: TowerBuilder, options: StepOptions, batch: tuple[Any, ...], num: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the images of each tower's slice as its model sees them, with their labels.
+
+    With accumulate_steps it is the slice of the first part.
+
+    Args:
+        builder: builder of the towers.
+        options: options with the augmentation.
+        batch: images, labels and random numbers.
+        num: largest number of images of a tower.
+
+    Returns:
+        (images `[n, h, w, C]`, labels int32 `[n]`) of each tower; n is 0 without examples.
+    """
+    seen, slices = [], split(builder, batch, builder.accumulate_steps)
+    for part, device in zip(slices, builder.devices, strict=False):
+        with tf.device(device):
+            images, labels, draws = tf.nest.map_structure(lambda t: t[:num], part.batch)
+            images = augment.train_images(images, draws, options.augment, options.input_dtype)
+        seen.append((images.numpy(), labels.numpy()))
+    return seen
+
+
 def evaluation_images(predictions: Predictions, names: Sequence[str]) -> list[Summary]:
     """Return `confusion_matrix`, for up to 1000 classes, and `mistakes` if there are any.
 
@@ -59,8 +158,8 @@ def evaluation_images(predictions: Predictions, names: Sequence[str]) -> list[Su
         counts = np.zeros((len(names), len(names)), np.int64)
         np.add.at(counts, (predictions.labels, predictions.predicted), 1)
         about = (
-            f"Rows are true classes, columns what the model says, with {weights}. The deeper a "
-            "colour, the greater the share of its row."
+            f"Rows are true classes, and columns are what the model says with {weights}, in the "
+            "same order. The deeper a color, the greater the share of its row."
         )
         pictures.append(_summary("confusion_matrix", draw_matrix(counts, names), about))
     if mistakes := predictions.mistakes:
@@ -75,80 +174,52 @@ def evaluation_images(predictions: Predictions, names: Sequence[str]) -> list[Su
 
 
 def tower_images(
-    seen: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence[str], stretch: bool = True
+    seen: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence[str]
 ) -> list[Summary]:
     """Return `images/tower_I` for each tower with examples: its images, with their classes.
 
     Args:
-        seen: (images, labels) of each tower, see `image_summaries.seen_by_towers`.
+        seen: (images, labels) of each tower, see `seen_by_towers`.
         names: names of the classes.
-        stretch: see `to_bytes`.
     """
     summaries = []
     for i, (images, labels) in enumerate(seen):
         if len(images):
             classes = [names[label] for label in labels]
-            shown = [to_bytes(image, stretch) for image in images]
             about = f"Training images as tower {i} sees them: {', '.join(classes)}."
-            picture = draw_grid(shown, [[name] for name in classes])
+            picture = draw_grid(list(map(to_bytes, images)), [[name] for name in classes])
             summaries.append(_summary(f"images/tower_{i}", picture, about))
     return summaries
 
 
-def filter_images(model: keras.Model) -> list[Summary]:
-    """Return `filters/LAYER` of the model's first Conv2D layer, or [] if it has none.
-
-    Input channels are shown as `to_bytes` shows those of an image; each filter is scaled from its
-    smallest to its largest weight.
-    """
-    kind = keras.layers.Conv2D
-    layer = next((x for x in layers_of(model) if isinstance(x, kind) and x.weights), None)
-    if layer is None:
-        return []
-    kernel = np.asarray(keras.ops.convert_to_numpy(layer.kernel), np.float32)  # [h, w, in, out]
-    shown = [to_bytes(each, stretch=True) for each in np.moveaxis(kernel, -1, 0)[:_MAX_FILTERS]]
-    height, width, _, num = kernel.shape
-    about = f"{len(shown)} of the {num} {height}x{width} filters of the first convolution."
-    picture = draw_grid(shown, columns=max(4, round(len(shown) ** 0.5)))
-    return [_summary(f"filters/{layer.path or layer.name}", picture, about)]
-
-
-def to_bytes(image: np.ndarray, stretch: bool = False) -> np.ndarray:
-    """Convert an image to uint8 `[h, w, 3]` for display.
+def to_bytes(image: np.ndarray) -> np.ndarray:
+    """Convert an image `[h, w, C]` to uint8 `[h, w, 3]` for display.
 
     The first three of 3 or 4 channels are red, green and blue; otherwise the first channel is shown
-    in gray. Infinities and NaN count as 0.
-
-    Args:
-        image: `[h, w, C]`; uint8 is unchanged, values from 0 to 1 are scaled to 0..255, others from
-            their minimum to their maximum.
-        stretch: whether values from 0 to 1 are scaled as others are.
+    in gray. Bytes are unchanged, other values are scaled from their minimum to their maximum.
+    Infinities and NaN count as 0.
     """
     image = np.asarray(image)
     image = image[..., :3] if image.shape[-1] in (3, 4) else image[..., :1]
     if image.dtype != np.uint8:
         image = np.where(np.isfinite(image), image, 0.0)
         low, high = float(image.min()), float(image.max())
-        if not stretch and low >= 0 and high <= 1:
-            low, high = 0.0, 1.0
         image = np.round(255 * (image - low) / max(high - low, 1e-9)).astype(np.uint8)
     return np.broadcast_to(image, (*image.shape[:2], 3))
 
 
-def draw_grid(
-    images: Sequence[np.ndarray], captions: Sequence[Sequence[str]] = (), columns: int = 4
-) -> Image.Image:
-    """Draw images in rows, each above its lines of text.
+def draw_grid(images: Sequence[np.ndarray], captions: Sequence[Sequence[str]]) -> Image.Image:
+    """Draw images in rows of up to four, each above its lines of text.
 
     Args:
         images: uint8 `[h, w, 3]` each, one or more.
-        captions: lines of text of each image; without any, images are small.
-        columns: most images of a row.
+        captions: lines of text of each image.
     """
-    side = max(_SIDE, min(_MAX_SIDE, max(images[0].shape[:2]))) if captions else _SIDE // 4
-    columns, num_rows = min(columns, len(images)), -(-len(images) // columns)
+    side = max(_SIDE, min(_MAX_SIDE, max(images[0].shape[:2])))
+    columns = min(4, len(images))
     width = side + _GAP
-    height = width + _LINE * max(map(len, captions), default=0)
+    height = width + _LINE * max(map(len, captions))
+    num_rows = -(-len(images) // columns)
     picture = Image.new("RGB", (_GAP + columns * width, _GAP + num_rows * height), "white")
     draw = ImageDraw.Draw(picture)
     for i, image in enumerate(images):
@@ -156,15 +227,15 @@ def draw_grid(
         small = max(image.shape[:2]) <= side
         how = Image.Resampling.NEAREST if small else Image.Resampling.BICUBIC
         picture.paste(ImageOps.contain(Image.fromarray(image), (side, side), how), (left, top))
-        for number, line in enumerate(captions[i] if captions else ()):
+        for number, line in enumerate(captions[i]):
             draw.text((left, top + side + number * _LINE), _legible(line), "black")
     return picture
 
 
 def draw_matrix(counts: np.ndarray, names: Sequence[str]) -> Image.Image:
-    """Draw a confusion matrix, with as many names and numbers as fit.
+    """Draw a confusion matrix, with as many names of rows and numbers as fit.
 
-    A cell's colour, blue on the diagonal and red elsewhere, deepens with the square root of its
+    A cell's color, blue on the diagonal and red elsewhere, deepens with the square root of its
     share of the row, so that rare mistakes are visible.
 
     Args:
@@ -174,25 +245,20 @@ def draw_matrix(counts: np.ndarray, names: Sequence[str]) -> Image.Image:
     num = len(counts)
     cell = max(1, min(_CELL, _MATRIX // num))
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    colours = np.where(np.eye(num, dtype=bool)[..., None], _RIGHT, _WRONG)
-    pixels = np.round(255 - np.sqrt(shares)[..., None] * (255 - colours)).astype(np.uint8)
+    colors = np.where(np.eye(num, dtype=bool)[..., None], _RIGHT, _WRONG)
+    pixels = np.round(255 - np.sqrt(shares)[..., None] * (255 - colors)).astype(np.uint8)
     cells = Image.fromarray(pixels).resize((num * cell, num * cell), Image.Resampling.NEAREST)
-    side = _MARGIN + num * cell + _GAP
-    picture = Image.new("RGB", (side, side), "white")
-    picture.paste(cells, (_MARGIN, _MARGIN))
+    size = _MARGIN + num * cell + _GAP, num * cell + _LINE
+    picture = Image.new("RGB", size, "white")
+    picture.paste(cells, (_MARGIN, 0))
     draw = ImageDraw.Draw(picture)
-    draw.text((_GAP, _MARGIN - _LINE), "true \\ said", "gray")
     for i in range(0, num, -(-_LINE // cell)):
-        place = _MARGIN + i * cell + (cell - _LINE) // 2
-        draw.text((_GAP, place), _legible(names[i]), "black")
-        upright = Image.new("RGB", (_MARGIN - _GAP, _LINE), "white")
-        ImageDraw.Draw(upright).text((0, 0), _legible(names[i]), "black")
-        picture.paste(upright.rotate(90, expand=True), (place, 0))
+        draw.text((_GAP, i * cell + (cell - _LINE) // 2), _legible(names[i]), "black")
     if cell == _CELL:
         for row, column in np.argwhere(counts):
-            place = _MARGIN + column * cell + _GAP, _MARGIN + row * cell + (cell - _LINE) // 2
-            colour = "white" if shares[row, column] > 0.3 else "black"
-            draw.text(place, str(counts[row, column]), colour)
+            place = _MARGIN + column * cell + _GAP, row * cell + (cell - _LINE) // 2
+            color = "white" if shares[row, column] > 0.3 else "black"
+            draw.text(place, str(counts[row, column]), color)
     return picture
 
 

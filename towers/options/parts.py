@@ -306,8 +306,7 @@ class DueOptions:
         "76.", choices=("wait", "stop"),
     )  # fmt: skip
     histogram_every_epochs: float = _tensorboard(
-        0.0, "Epochs from one set of histograms, of weights, gradients and activations, to the "
-        "next; 0: none.",
+        0.0, "Epochs from one set of histograms of the weights to the next; 0: none.",
     )  # fmt: skip
     profile_steps: str = _tensorboard(
         "", "First and last step of a profile, such as 100:110.",

@@ -16,9 +16,8 @@ from towers.devices import remote
 from towers.errors import InputError, RunError
 from towers.formatting import count, figure, printable
 from towers.monitoring import dashboard
-from towers.monitoring.histograms import make_histograms
-from towers.monitoring.image_summaries import Gallery
 from towers.monitoring.monitor import Monitor, tensorboard_command
+from towers.monitoring.pictures import Gallery
 from towers.monitoring.profiler import Profiler
 from towers.monitoring.results import read_result
 from towers.options.flags import options_from_call
@@ -145,9 +144,10 @@ def _train(
         stack.enter_context(profiler)
         stack.enter_context(preemption)
         preemption.listener.keep(prepared.batches)
-        model = run.train_state.model
-        draw = make_histograms(run.builder, model, task.gradients, task.inputs)
-        gallery = Gallery(monitor, timetable, prepared.sampler, draw, run.builder, model, run.data)
+        gallery = Gallery(monitor, run.builder, run.train_state.model, run.data)
+        gallery.show_towers(step, task.options, prepared.first_batch)
+        if options.histogram_every_epochs:
+            gallery.show_histograms(step)
         callbacks = Callbacks(user_callbacks, run, timetable)
         evaluator = Evaluator(prepared, monitor, gallery, best, preemption, callbacks)
         finite_check = nonfinite.NonFiniteMonitor(run, monitor.say)

@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from towers.monitoring.image_summaries import Gallery
 from towers.monitoring.monitor import Monitor
+from towers.monitoring.pictures import Gallery
 from towers.training.callbacks.best_checkpoint import BestTracker
 from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.callbacks.user_callbacks import Callbacks, figures
@@ -46,10 +46,8 @@ class Evaluator:
                 monitor.say(f"warning     {line}")
             if self._last is None:
                 return False
-            if not monitor.evaluated(step):
-                self.gallery.show_training(step)
-                if self._last.predictions:
-                    self.gallery.show_evaluation(step, self._last.predictions)
+            if self._last.predictions:
+                self.gallery.show_evaluation(step, self._last.predictions)
             monitor.eval_point(step, self._last.metrics, self._part)
             name, _ = run.task.objective()
             value = self._last.metrics.get(f"{name}_ema")

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -15,7 +16,6 @@ from towers.formatting import count, first_of
 from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement, short_device_name
 from towers.monitoring import dashboard
-from towers.monitoring.image_summaries import Batch, Sampler
 from towers.options import code_trust
 from towers.options.flags import IDENTITY
 from towers.options.triggers import Timetable
@@ -30,6 +30,7 @@ from towers.training.run.warm_start import init_from
 from towers.training.step import loss_checks
 
 Say = Callable[[str], None]
+Batch = tuple[Any, tf.Tensor]  # (example, draws), see `data.Split`
 _MAY_DEPEND = "may depend on the number of towers"
 
 
@@ -43,7 +44,7 @@ class PreparedRun:
     timetable: Timetable
     train_loop: Callable  # traced
     batches: Iterator  # for the train loop
-    sampler: Sampler  # of batches for pictures
+    first_batch: Batch  # of the run, for pictures
 
     def steps_done(self) -> int:
         """Return the number of updates so far."""
@@ -112,9 +113,9 @@ def begin(
     batches = iter(run.batches(step, examples))
     if run.on_towers:
         say(f"data        {run.on_towers}")
-    sampler = Sampler(run.data.train, run.task.options)
     with user_facing_errors(options), preemption, preemption.first_batch():
-        batch = sampler.batch(step, examples)
+        of_start = run.data.train.train_batches(options.batch_size, seed=options.seed)
+        batch = next(iter(of_start))
     lines = [*rules, *loss_checks.check(run.task, batch), *devices.report(run.builder.devices)]
     if are_gpus(run.builder.devices):
         lines += devices.precision_advice(options.dtype)
@@ -157,7 +158,7 @@ def begin(
     figures = [f"{part}_{name}" for part in parts for name in names]
     dashboard.open_root(folder, run.options, run.builder.devices, texts, placement, graph, figures)
     lock.take(folder)  # its subfolders, too, which exist now
-    return PreparedRun(run, checkpoints, restored, timetable, train_loop, batches, sampler)
+    return PreparedRun(run, checkpoints, restored, timetable, train_loop, batches, batch)
 
 
 def _build_graph(

@@ -361,15 +361,6 @@ class Compiled(Task):
                 x, y, self.model(x, training=True), weights, training=True
             )
 
-    def gradients(self, *batch: Any) -> list[Any]:
-        """See `Task`."""
-        if self.by_example and builder_of(self.model):
-            return super().gradients(*batch)
-        weights = self.model.trainable_variables
-        with _without_penalty(weights), keras.StatelessScope(), tf.GradientTape() as tape:
-            loss = on_towers(self.model, self.builder, self.loss)(*batch)
-        return tape.gradient(loss, [weight.value for weight in weights])
-
     def describe(self) -> str:
         """See `Task`."""
         loss = _loss_text(getattr(self.model, "loss", None) or "its own")
@@ -507,16 +498,3 @@ def _leaves(logs: Mapping, before: str = "") -> Iterator[tuple[str, tf.Tensor]]:
             yield from _leaves(value, f"{before}{name}_")
         else:
             yield f"{before}{name}", tf.convert_to_tensor(value)
-
-
-@contextlib.contextmanager
-def _without_penalty(weights: Sequence[keras.Variable]) -> Iterator[None]:
-    """Remove the regularisers of weights in the block; they do not work in a stateless scope."""
-    before = [weight.regularizer for weight in weights]
-    try:
-        for weight in weights:
-            weight.regularizer = None
-        yield
-    finally:
-        for weight, regularizer in zip(weights, before, strict=True):
-            weight.regularizer = regularizer

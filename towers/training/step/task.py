@@ -253,18 +253,6 @@ class Task(abc.ABC):
     def loss(self, *batch: Any) -> tf.Tensor:
         """Return the loss of (*example, draws) on one device: a scalar, or `[b]`."""
 
-    def gradients(self, *batch: Any) -> list[Any]:
-        """Return the gathered gradients of the data loss for (*example, draws).
-
-        No variable is assigned. They are in the order of the trainable variables, None if unused.
-        """
-        scale = self.train_state.loss_scale
-        # The scope discards assignments.
-        with floatx_of(self.options.dtype), keras.StatelessScope():
-            _, gradients, *_ = self.builder.gradients(self.tower_function, self.weights(), *batch)
-        factor = 1.0 if scale is None else 1.0 / scale
-        return [None if g is None else scaled(g, factor) for g in _of_replica(gradients, 0)]
-
     # Evaluation.
 
     def make_evaluator(self, split: Split) -> Callable[[Stop], Evaluation | None]:
