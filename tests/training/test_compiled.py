@@ -332,23 +332,6 @@ def test_the_objective_is_a_metric_and_its_direction_is_known():
         objective([own], monitor="own")
 
 
-class SumOfOutputs(keras.metrics.Metric):
-    """Counts by a variable that Keras does not know."""
-
-    def __init__(self):
-        super().__init__(name="sum_of_outputs")
-        self.total = tf.Variable(0.0, trainable=False)
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        self.total.assign_add(tf.reduce_sum(y_pred))
-
-    def result(self):
-        return tf.identity(self.total)
-
-    def reset_state(self):
-        self.total.assign(0.0)
-
-
 class OwnTest(keras.Sequential):
     """Evaluates by a step of its own."""
 
@@ -364,7 +347,7 @@ def test_averages_are_evaluated_beside_the_weights(own):
     def build():
         parts = keras.Input([4]), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)
         model = (OwnTest if own else keras.Sequential)(parts)
-        model.compile("sgd", "mse", metrics=None if own else ["mae", SumOfOutputs()])
+        model.compile("sgd", "mse", metrics=None if own else ["mae"])
         return model
 
     loop = loop_of(model=build, ema_decay=0.5, batch_size=7)

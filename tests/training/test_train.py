@@ -107,7 +107,8 @@ def stopped(whole, tmp_path_factory):
     make, evaluate = RunContext.train_loop, Task._evaluate
 
     def observed(*args, **kwargs):
-        traced.append(loop := make(*args, **kwargs))
+        loop = make(*args, **kwargs)
+        traced.append(loop.function)
 
         def call(batches, num_steps, *measured):
             seen.append([step for step, _ in points(folder / "train")])

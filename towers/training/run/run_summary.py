@@ -26,6 +26,8 @@ def run_summary(run: RunContext) -> list[str]:
         "sharded": "each gradient is gathered on its variable's tower",
         "replicated": "gradients are summed by collectives, each tower has its variables",
     }.get(options.variables, f"gather on {run.builder.gather_device}")
+    as_stored = options.augment == "off" and run.task.model.compiled
+    dtype = None if as_stored else options.input_dtype
     return [
         f"towers      {towers}: {', '.join(run.builder.devices)}; {gather}",
         f"batch size  {options.batch_size} global ({per_tower} per tower), {options.dtype}",
@@ -33,7 +35,7 @@ def run_summary(run: RunContext) -> list[str]:
         f"{run.data.test.size} test; {size / options.batch_size:.1f} steps per epoch",
         *run.data.notes,
         *_small_data(run),
-        *augment.describe(run.data, options.augment, run.task.image_dtype()),
+        *augment.describe(run.data, options.augment, dtype),
         f"model       {options.model}({options.model_args}): {weights} trainable weights",
         f"task        {run.task.describe()}",
         f"length      {_length(run)}",

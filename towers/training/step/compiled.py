@@ -129,24 +129,16 @@ class Compiled(Task):
                 stack.enter_context(tf_internals.slots_beside_weights(optimizer))
             stack.enter_context(tf_internals.record_assignments(assigned))
             tf.function(step, autograph=False).get_concrete_function(*batches.element_spec)
-        self.unsaved = [v.name for v in self._unknown(assigned)]
-        if not names:
-            raise InputError(
-                f"--model={options.model}: its train_step returns no number, so there is no loss "
-                'to show: return a dict such as {"loss": loss}'
-            )
-        if is_own and not figures:
-            raise InputError(
-                f"--model={options.model}: its test_step returns no number, so there is nothing to "
-                'evaluate: return a dict such as {"loss": loss}'
-            )
-        return tuple(sorted(n, key=lambda name: name != "loss") for n in (names, figures or names))
-
-    def _unknown(self, assigned: Sequence[tf.Variable]) -> list[tf.Variable]:
-        """Return the assigned variables that no checkpoint holds."""
-        owners = [self.model, *optimizers_of(self.model), *self.model.metrics]
+        owners = [model, *optimizers_of(model), *model.metrics]
         known = {id(v.value) for owner in owners for v in owner.variables}
-        return list({id(v): v for v in assigned if id(v) not in known}.values())
+        self.unsaved = list({id(v): v.name for v in assigned if id(v) not in known}.values())
+        for step_name, found in ("train_step", names), ("test_step", figures if is_own else names):
+            if not found:
+                raise InputError(
+                    f"--model={options.model}: its {step_name} returns no number: return a dict "
+                    'such as {"loss": loss}'
+                )
+        return tuple(sorted(n, key=lambda name: name != "loss") for n in (names, figures or names))
 
     def _check_test_step(self) -> None:
         """Raise InputError for Keras' own test_step without a loss, after a training step."""
@@ -310,17 +302,8 @@ class Compiled(Task):
         }
 
     def inputs(self, x: Any, draws: tf.Tensor | None) -> Any:
-        """See `Task`; with --augment=off x is what `fit` would give the model.
-
-        Args:
-            x: of a batch, as the data set stores it.
-            draws: random numbers for each example; None: nothing is augmented.
-        """
+        """See `Task`; with --augment=off x is what `fit` would give the model."""
         return self.cast(x) if self.options.augment == "off" else super().inputs(x, draws)
-
-    def image_dtype(self) -> tf.DType | str | None:
-        """See `Task`."""
-        return None if self.options.augment == "off" else super().image_dtype()
 
     def _data(self, example: Any, draws: tf.Tensor | None) -> tuple:
         x, *rest = example
@@ -343,12 +326,7 @@ class Compiled(Task):
             return tf_internals.compiled_loss(self.model, y, outputs, weights)
 
     def metric_inputs(self, outputs: Any, targets: Sequence[Any]) -> Any:
-        """See `Task`.
-
-        Args:
-            outputs: of the model.
-            targets: y and, if there are any, sample weights.
-        """
+        """See `Task`."""
         return (outputs, *self.cast(targets)) if self._of_batch() else ()
 
     def loss(self, *batch: Any) -> tf.Tensor:
@@ -398,15 +376,8 @@ class Compiled(Task):
     def test_step(
         self, example: Any, number: tf.Tensor, averaged: bool
     ) -> tuple[dict[str, tf.Tensor], tf.Tensor | None]:
-        """See `Task`: the model's own step, whose calls run on towers.
-
-        Args:
-            example: of the batch, without padding.
-            number: of examples, all of which count.
-            averaged: whether variables have the values of their averages.
-        """
+        """See `Task`: the model's own step, whose calls run on towers."""
         outputs: list[Any] = []
-        assigned: list[tf.Variable] = []
 
         def make(compute: Callable) -> Callable:
             def compute_metrics(x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
@@ -416,12 +387,9 @@ class Compiled(Task):
             return compute_metrics
 
         step = self.model.test_step if averaged else self._test_step_on_copies
-        noted = tf_internals.record_assignments(assigned)
         seen = tf_internals.replaced((self.model, "compute_metrics", make))
-        with noted, self._flips(), seen:
+        with self._flips(), seen:
             logs = scalars(step(self._data(example, None)))
-        if self.train_state.averages and not averaged:
-            self._averages_state.add_unknown(self._unknown(assigned))
         return logs, self._predictions(outputs[-1]) if outputs else None
 
     def _flips(self) -> contextlib.AbstractContextManager:

@@ -244,8 +244,7 @@ def _replica_update(
         penalties, gradients = _regularise(weights, gradients, rules)
         used = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
         gradients, weights = [g for g, _ in used], [w for _, w in used]
-        penalty, half = _sum(penalties), _sum(_halves_of_squares(gradients))
-        norm = tf.sqrt(2.0 * half)
+        penalty, norm = _sum(penalties), global_norm(gradients)
 
     def apply(finite: tf.Tensor | None) -> None:
         with tf.device(replica.device):
@@ -313,26 +312,18 @@ def _is_penalised(rules: UpdateRules, weight: Any) -> bool:
 
 def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
     """Return the norm of all gradients together, in the widest of their types."""
-    return tf.sqrt(2.0 * _sum(_halves_of_squares(gradients)))
-
-
-def _halves_of_squares(gradients: Sequence[Any]) -> list[tf.Tensor]:
-    """Return half the sum of squares of each gradient, in the widest of their types."""
     widest, halves = _widest(gradients), []
     for gradient in gradients:
         values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
         with tf.device(values.device):
             halves.append(tf.nn.l2_loss(tf.cast(values, widest)))
-    return halves
+    return tf.sqrt(2.0 * _sum(halves))
 
 
 def _sum(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return the sum of scalars in their widest type; 0 of none."""
-    dtype, terms = _widest(scalars), []
-    for scalar in scalars:
-        with tf.device(scalar.device):
-            terms.append(tf.cast(scalar, dtype))
-    return tf.add_n(terms) if terms else tf.zeros([])
+    """Return the sum of scalars in the widest of their types, 0 if there are none."""
+    widest = _widest(scalars)
+    return tf.add_n([tf.cast(each, widest) for each in scalars]) if scalars else tf.zeros([])
 
 
 def _widest(values: Sequence[Any]) -> tf.DType:

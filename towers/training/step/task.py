@@ -12,7 +12,6 @@ update is made. The kinds of tasks:
 
 import abc
 import collections
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,7 +29,6 @@ from towers.builder.tower import TowerBuilder
 from towers.builder.variable_aggregation import copies_of
 from towers.data import Data, Split, augment
 from towers.monitoring import tower_metrics
-from towers.monitoring.pictures import Predictions
 from towers.monitoring.results import parse_monitor
 from towers.options.parts import StepOptions
 from towers.tf_internals import added_losses, slots_of, value_of
@@ -133,7 +131,7 @@ class Task(abc.ABC):
             variables = self.weights()
             # Without this a tower may finish before the clock is read.
             start = [] if measured is None else [tower_metrics.time_after((example, draws))]
-            with _after(start):
+            with tf.control_dependencies(start):
                 with floatx_of(self.options.dtype):  # the backward pass may call layers, too
                     sums = builder.tower_sums(self.tower_function, variables, *example, draws)
                 statistics = [
@@ -265,19 +263,17 @@ class Task(abc.ABC):
 
         def evaluator(stop: Stop = lambda: False) -> Evaluation | None:
             self._reset_metrics()
-            kinds, logs = (False, True)[: 1 + bool(self.train_state.averages)], []
-            collectors = [PredictionCollector(averaged=averaged) for averaged in kinds]
+            collector, logs = PredictionCollector(averaged=bool(self.train_state.averages)), []
             for results in _pipelined(batches, self._evaluate, stop):
                 if results is None:
                     return None
                 example, logs, predictions = results
-                for collector, predicted in zip(collectors, predictions, strict=False):
-                    classes, chances = predicted.numpy().T
-                    shows = self.data.image_shape and collector is collectors[-1]
+                if predictions:
+                    classes, chances = predictions[-1].numpy().T
                     labels = example[1].numpy().reshape(-1)
-                    images = example[0] if shows else None  # only its mistakes are shown
+                    images = example[0] if self.data.image_shape else None
                     collector.add(images, labels, classes.astype(np.int32), chances)
-            return self._evaluation(split, logs, collectors)
+            return self._evaluation(split, logs, collector.predictions())
 
         return evaluator
 
@@ -356,9 +352,7 @@ class Task(abc.ABC):
 
         return tf.function(test_step, autograph=False)
 
-    def _evaluation(
-        self, split: Split, logs: Sequence[dict], collectors: list[PredictionCollector]
-    ) -> Evaluation:
+    def _evaluation(self, split: Split, logs: Sequence[dict], predictions: Any) -> Evaluation:
         """Return the result of an evaluation; `logs` are the metrics of the last batch."""
         figures = [self._final_metrics(logs[0])]
         if self.train_state.averages:
@@ -369,23 +363,13 @@ class Task(abc.ABC):
             metrics[name] = value
             if self.train_state.averages or self.names_averages:
                 metrics[f"{name}{AVERAGED}"] = figures[1][name] if len(figures) == 2 else None
-        predictions = [collector.predictions() for collector in collectors]
-        of_class = [self._class_accuracy(each) for each in predictions]
-        return Evaluation(metrics, split.size, *[*of_class, None][:2], predictions[-1])
+        return Evaluation(metrics, split.size, predictions)
 
     def _final_metrics(self, logs: Mapping[str, tf.Tensor]) -> dict[str, float]:
         """Return the metrics over all batches, or `logs` if the model's own step has others."""
         metrics = self.metrics_result()
         metrics = metrics if metrics.keys() == logs.keys() else logs
         return {name: float(value) for name, value in metrics.items()}
-
-    def _class_accuracy(self, predictions: Predictions | None) -> dict[str, float | None] | None:
-        if predictions is None:
-            return None
-        labels, size = predictions.labels, self.data.num_classes
-        right = np.bincount(labels[labels == predictions.predicted], minlength=size)
-        parts = zip(self.data.class_names, right, np.bincount(labels, minlength=size), strict=True)
-        return {name: float(correct / of) if of else None for name, correct, of in parts}
 
     @abc.abstractmethod
     def describe(self) -> str:
@@ -412,10 +396,6 @@ class Task(abc.ABC):
         if draws is None:
             return augment.eval_images(x, kind, dtype)
         return augment.train_images(x, draws, kind, dtype)
-
-    def image_dtype(self) -> tf.DType | str | None:
-        """Return the dtype of the model's images; None: as they are stored."""
-        return self.options.input_dtype
 
     def cast(self, structure: Any) -> Any:
         """Return a structure of tensors with floats cast to the run's input dtype."""
@@ -491,25 +471,14 @@ class Classifier(Task):
         return self._losses_and_outputs(*batch)[0]
 
     def losses_of(self, outputs: Any, labels: tf.Tensor, *weights: tf.Tensor) -> tf.Tensor:
-        """See `Task`.
-
-        Args:
-            outputs: logits `[b, classes]`.
-            labels: integers `[b]`.
-            *weights: sample weights `[b]`, if there are any.
-        """
+        """See `Task`."""
         losses = cross_entropy(labels, outputs, self.options.label_smoothing)
         for weight in weights:
             losses *= tf.cast(weight, losses.dtype)
         return losses
 
     def metric_inputs(self, outputs: Any, targets: Sequence[Any]) -> Any:
-        """See `Task`: whether each example is classified correctly, for `batch_accuracy`.
-
-        Args:
-            outputs: logits `[b, classes]`.
-            targets: labels `[b]` and, if there are any, sample weights.
-        """
+        """See `Task`: whether each example is classified correctly, for `batch_accuracy`."""
         if not self._batch_accuracy:
             return ()
         labels = targets[0]
@@ -539,13 +508,7 @@ class Classifier(Task):
     def test_step(
         self, example: Any, number: tf.Tensor, averaged: bool
     ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-        """See `Task`.
-
-        Args:
-            example: of the batch, which may be padded.
-            number: of examples that count; the others are padding.
-            averaged: whether variables have the values of their averages.
-        """
+        """See `Task`."""
         x, *targets = example
         replicas = self.train_state.replicas
         copies = [] if averaged else [PerTower([r.weights for r in replicas])][: len(replicas) - 1]
@@ -600,17 +563,6 @@ def _pipelined(batches: Iterable[Any], evaluate: Callable, stop: Stop) -> Iterat
         if len(waiting) > _BATCHES_BEHIND:
             yield waiting.popleft()
     yield from waiting
-
-
-@contextlib.contextmanager
-def _after(start: Sequence[tf.Tensor]) -> Iterator[None]:
-    """Make the block's ops wait for the clock, but not for the clock's own dependencies.
-
-    Each control dependency between machines costs a message.
-    """
-    alone = tf.control_dependencies(None) if start else contextlib.nullcontext()
-    with alone, tf.control_dependencies(start):
-        yield
 
 
 def _of_replica(gradients: list[Any], replica: int) -> list[Any]:

@@ -127,11 +127,6 @@ class TrainLoop:
         """The method of the compiled function."""
         return self.function.get_concrete_function
 
-    @property
-    def experimental_get_tracing_count(self) -> Any:
-        """The method of the compiled function."""
-        return self.function.experimental_get_tracing_count
-
     def position(self) -> tuple[int, int]:
         """Return the numbers of batches requested and received; may be called from any thread.
 
