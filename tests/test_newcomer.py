@@ -111,7 +111,7 @@ def test_from_the_first_command_to_fine_tuning_and_a_table(folder):
     assert re.search(r"accuracy +([\d.]+)", evaluated)[1] == accuracy
     assert re.search(r"init_from   runs/mine, .* 4 of 4 weights", tuned)
     assert "task        compiled: loss mse; mae" in of_prices and "test_mae" in of_prices
-    name, _, kind, *_ = predicted.split()[-6:]
+    name, _, kind, *_ = predicted.splitlines()[-1].split(",")
     logits = keras.models.load_model("mine.keras").predict(image[None], verbose=0)
     assert (name, kind) == ("photo.png", str(logits.argmax()))
     assert used.endswith("(None, 3)\n")

@@ -13,7 +13,7 @@ from tests.data.image_files import CLASSES, SHAPE, image, numbers_of, png, write
 from tests.data.splits import all_of, assert_same, flat, refusal, take
 from tests.runs import command
 from towers import data
-from towers.data import encoded_images
+from towers.data import folder
 
 pytestmark = pytest.mark.graph
 
@@ -27,7 +27,7 @@ def write(top, num_train=TRAIN, test=TEST, **how):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def top_folder(tmp_path_factory):
     """14 training and 10 test images."""
     top = tmp_path_factory.mktemp("folder")
     write(top)
@@ -35,8 +35,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def loaded(folder):
-    return data.load("folder", str(folder))
+def loaded(top_folder):
+    return data.load("folder", str(top_folder))
 
 
 def images_of(split):
@@ -77,26 +77,26 @@ def test_a_third_split_is_for_validation(tmp_path):
 
 
 def test_slow_reads_change_no_order(loaded, monkeypatch):
-    expected, real = take(loaded.train, 4, 4, seed=3), loaded.train.source.read
+    expected, real = take(loaded.train, 4, 4, seed=3), folder.read_image
     first, another_has_read = [], threading.Event()
 
-    def read(row):
+    def read(*given, **named):
         if not first:
             first.append(threading.get_ident())
         if threading.get_ident() != first[0]:
             another_has_read.set()
-        assert another_has_read.wait(30)  # the first batch is read after the second
-        return real(row)
+        assert another_has_read.wait(30)  # the first image is read after the second
+        return real(*given, **named)
 
-    monkeypatch.setattr(encoded_images, "_CORES", 2)
-    monkeypatch.setattr(loaded.train.source, "read", read)
+    monkeypatch.setattr(folder, "_CORES", 2)
+    monkeypatch.setattr(folder, "read_image", read)
     assert_same(take(loaded.train, 4, 4, seed=3), expected)
 
 
 @pytest.mark.unit
 def test_of_an_image_only_its_place_is_kept(loaded):
     def kept_bytes(split):
-        return sum(len(pickle.dumps(value)) for value in vars(split.source).values())
+        return len(pickle.dumps(split._names))
 
     of_each = (kept_bytes(loaded.train) - kept_bytes(loaded.test)) / (TRAIN - len(TEST))
     assert 0 < of_each < 40 < len(png(image(0)))
@@ -121,8 +121,8 @@ def test_images_of_different_sizes_need_one(tmp_path):
     assert images.shape == (3, 4, 2, 3) and images.dtype == np.uint8
 
 
-def test_resizing_leaves_a_size_and_makes_the_mean_of_pixels(loaded, folder, tmp_path):
-    same = data.load("folder", str(folder), SHAPE[:2])
+def test_resizing_leaves_a_size_and_makes_the_mean_of_pixels(loaded, top_folder, tmp_path):
+    same = data.load("folder", str(top_folder), SHAPE[:2])
     assert_same(all_of(same.test), all_of(loaded.test))
     stripes = np.zeros((8, 8, 1), np.uint8)
     stripes[:, [1, 2, 5, 6]] = 200  # those nearest to the centres of the pixels to come
@@ -166,7 +166,7 @@ def test_images_that_are_damaged_change_their_size_or_go_away_are_named(tmp_path
         (500, loaded.test.eval_batches(1)),
     ):
         name = damage(tmp_path, number, damaged(png(image(number))))
-        assert_fails(batches, name, "is damaged, or no PNG")
+        assert_fails(batches, f"{name} cannot be read: ", "mend or remove it")
     evaluated = loaded.test.eval_batches(5)
     name = damage(tmp_path, 507, png(image(507, (4, 4, 3))))  # of the first batch
     size = " is 4x4 (height x width), but another is 6x5"
@@ -179,7 +179,7 @@ def test_images_that_are_damaged_change_their_size_or_go_away_are_named(tmp_path
 def test_few_images_are_all_tried_before_a_run(tmp_path):
     write(tmp_path, encode=one(509, damaged(png(image(509)))))
     line = refusal("folder", str(tmp_path))
-    assert line.endswith("00509.png is damaged, or no PNG, JPEG, BMP or GIF; mend or remove it")
+    assert "00509.png cannot be read: " in line and line.endswith("; mend or remove it")
 
 
 @pytest.mark.run
@@ -189,7 +189,7 @@ def test_a_run_names_a_damaged_image(tmp_path, capsys):
     more = "--augment=none", "--batch_size=7", "--max_steps=30"
     code, _, error = command(capsys, "train", f"--train_dir={tmp_path}/run", *given, *more)
     assert code == 1 and error.startswith("towers: --dataset=folder cannot be read at step ")
-    assert "bird/00003.png is damaged" in error and error.count("\n") == 1
+    assert "bird/00003.png cannot be read: " in error and error.count("\n") == 1
 
 
 # Folders
@@ -273,8 +273,10 @@ def test_missing_folders_and_classes_and_what_is_no_image(top):
     path, endings = top / "train/cat/00001.png", ".png, .jpg, .jpeg, .bmp, .gif"
     for content in b"no image", b"":
         path.write_bytes(content)
-        expected = "TOP/train/cat/00001.png is damaged, or no PNG, JPEG, BMP or GIF; mend or"
+        expected = "TOP/train/cat/00001.png cannot be read: cannot identify image file"
         assert said_of(top).startswith(expected)
+    path.write_bytes(png(np.zeros([4, 4, 1], np.uint16)))
+    assert said_of(top).endswith("00001.png has more than 8 bits a channel; convert it to 8")
     path.unlink()
     path.symlink_to("nowhere")
     reason = "cannot be read: No such file or directory; mend or remove it"

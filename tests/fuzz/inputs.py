@@ -228,7 +228,7 @@ def whole_runs(draw, template) -> Case:
         ("train", "--train_dir=run", "--overwrite", *template.argv),
         ("train", "--train_dir=new", "--init_from=run", *template.argv),
         ("evaluate", "--train_dir=run", "--json"),
-        ("predict", "--train_dir=run", "--format=csv", "x.npy"),
+        ("predict", "--train_dir=run", "x.npy"),
         ("export", "--train_dir=run", "--format=weights", "--output=out.weights.h5"),
     ]
     return Case(files, draw(st.sampled_from(commands)))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from towers.errors import InputError
+from towers.formatting import reason_of
 
 if TYPE_CHECKING:
     from towers.data.pipeline import Data
@@ -82,7 +83,7 @@ class Cifar:
         try:
             records = np.fromfile(path, np.uint8)
         except OSError as error:
-            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+            raise InputError(f"{path} cannot be read: {reason_of(error)}") from None
         num, size = self.num_records[os.path.basename(path)], self.label_bytes + _PICTURE_BYTES
         labels = records[self.column :: size].astype(np.int32)
         if len(records) != num * size or labels.max() >= len(self.class_names):
@@ -101,10 +102,10 @@ class Cifar:
             with contextlib.redirect_stdout(sys.stderr):  # where the JSON of --json is not
                 halves = getattr(keras.datasets, name).load_data(*arguments)
         except Exception as error:  # Keras raises many kinds, the plain Exception among them
-            reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(
-                f"keras.datasets cannot give {self.name}: {reason}; name the folder of its binary "
-                f"files, --data_dir=DIR with DIR/{self.folder}, or use --dataset=shapes"
+                f"keras.datasets cannot give {self.name}: {reason_of(error)}; name the "
+                f"folder of its binary files, --data_dir=DIR with DIR/{self.folder}, or use "
+                "--dataset=shapes"
             ) from None
         return [(images, labels[:, 0].astype(np.int32)) for images, labels in halves]
 

@@ -6,25 +6,36 @@
 or DIR/CLASS/*.png alone. Without a folder for testing a tenth of the images is held out.
 
 Labels are 0, 1, ... in the order of the class names. Only the files' names are in memory (some 100
-bytes each); see `towers.data.encoded_images`.
+bytes each). Images are read by Pillow when they are needed, in as many threads as there are cores.
+The order is that of `IndexedSplit`, so that a resumed run reads no earlier images.
 """
 
 import dataclasses
+import hashlib
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
+from PIL import Image
 
-from towers.data import encoded_images
-from towers.data.pipeline import Data
+from towers.data.pipeline import Data, IndexedSplit, data_of, digest
 from towers.errors import InputError
-from towers.formatting import count, first_of
+from towers.formatting import count, first_of, reason_of
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
+Size = tuple[int, int]  # (height, width)
+
 _EXPECTED = "expected DIR/train/CLASS/*.png and DIR/test/CLASS/*.png, or DIR/CLASS/*.png"
+_CORES = os.cpu_count() or 1  # not left to autotuning: see `pipeline.prefetched`
+_TRIED_IMAGES = 16  # of each split, at the start
+_SIZED_FILES = 20_000  # most files whose size is read: it may take a millisecond each
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's, by the number of channels
 
 
-def load(folder: str, size: encoded_images.Size | None) -> Data:
-    """Find the images in DIR, to be read as uint8 `[H, W, 3]`; decode a few of them.
+def load(folder: str, size: Size | None) -> Data:
+    """Find the images in DIR, to be read as uint8 `[H, W, 3]`; read a few of them.
 
     Args:
         folder: DIR.
@@ -32,7 +43,7 @@ def load(folder: str, size: encoded_images.Size | None) -> Data:
 
     Raises:
         InputError: a folder is missing, empty or cannot be read, test has a class that train has
-            not, sizes differ and `size` is None, or a decoded image is damaged.
+            not, sizes differ and `size` is None, or an image that is read is damaged.
     """
     train, above = os.path.join(folder, "train"), os.path.dirname(folder.rstrip(os.sep)) or ".."
     names = [n for n in ("test", "validation", "val") if os.path.isdir(os.path.join(folder, n))]
@@ -41,14 +52,14 @@ def load(folder: str, size: encoded_images.Size | None) -> Data:
         raise InputError(f"--data_dir={folder}: name the folder above, --data_dir={above}")
     if alone := not (names or os.path.isdir(train)):
         train = folder
-    paths = {"train": train} | ({"test": os.path.join(folder, names[0])} if names else {})
+    tops = {"train": train} | ({"test": os.path.join(folder, names[0])} if names else {})
     if len(names) > 1 and names[0] == "test":
-        paths["validation"] = os.path.join(folder, names[1])
-    class_names, sources, others, notes = _class_names(train), {}, [], []
-    for split, path in paths.items():
-        names, labels = [], []
-        for name in _class_names(path):
-            of_class = os.path.join(path, name)
+        tops["validation"] = os.path.join(folder, names[1])
+    class_names, found, others, notes = _class_names(train), {}, [], []
+    for split, top in tops.items():
+        paths, labels = [], []
+        for name in _class_names(top):
+            of_class = os.path.join(top, name)
             if name not in class_names:
                 has = first_of(class_names)
                 raise InputError(f"{of_class} is a class that {train} has not; it has {has}")
@@ -62,48 +73,125 @@ def load(folder: str, size: encoded_images.Size | None) -> Data:
                 raise InputError(
                     f"{of_class} has no images ({', '.join(ENDINGS)}); put some there, or remove it"
                 )
-            names += [image[len(path) + 1 :] for image in images]
+            paths += images
             labels += [class_names.index(name)] * len(images)
-        sources[split] = _ImageFiles(path, names, labels)
+        found[split] = paths, labels
         if absent := [n for i, n in enumerate(class_names) if i not in labels]:
-            notes.append(f"note        {path} has no images of {first_of(absent)}")
+            notes.append(f"note        {top} has no images of {first_of(absent)}")
     if others:
         notes.append(
             f"note        {count(len(others), 'file')} not read, of other endings than "
             f"{', '.join(ENDINGS)}: {first_of(sorted(others), 3)}"
         )
-    data = encoded_images.data_set("folder", sources, class_names, size)
+    shape, splits = None, {}
+    for split, (paths, labels) in found.items():
+        for row in _evenly_spaced(len(paths), _TRIED_IMAGES):
+            shape = read_image(paths[row], size, expected=shape).shape
+        names = [path[len(tops[split]) + 1 :] for path in paths]
+        splits[split] = ImageSplit(tops[split], names, labels, shape, size)
+    about = dict(num_classes=len(class_names), class_names=tuple(class_names))
+    data = data_of("folder", splits, **about)
     give = os.path.join(folder, "test") + (f", and those to train on in {folder}/train," * alone)
     held_out = [f"{note}; images in {give} give it one" for note in data.notes]
     return dataclasses.replace(data, notes=(*held_out, *notes))
 
 
-class _ImageFiles(encoded_images.Source):
-    def __init__(self, folder: str, names: list[str], labels: list[int]):
-        self._folder = folder
+class ImageSplit(IndexedSplit):
+    """A split whose images are read when they are needed."""
+
+    def __init__(
+        self,
+        folder: str,
+        names: Sequence[str],
+        labels: Sequence[int],
+        shape: tuple[int, int, int],
+        size: Size | None,
+    ):
+        """Set the files and the shape of images.
+
+        Args:
+            folder: of the files.
+            names: of the files, relative to the folder.
+            labels: of the images.
+            shape: (height, width, 3) of all images.
+            size: (height, width) to which they are resized; None: another shape is an error.
+        """
+        self.size = len(labels)
+        self.spec = (tf.TensorSpec(shape, tf.uint8), tf.TensorSpec([], tf.int32))
+        self._folder, self._image_size = folder, size
         self._names = np.array([os.fsencode(name) for name in names])  # compact: no object each
-        self.labels = np.array(labels, np.int32)
+        with tf.device("/cpu:0"):
+            self._labels = tf.constant(labels, tf.int32)
 
-    def read(self, row: int) -> bytes:
-        with open(self.name(row), "rb") as file:
-            return file.read()
+    def checksum(self) -> dict[str, Any]:
+        """See `Split.checksum`: of the labels and the files' relative names and sizes."""
+        hasher, num = hashlib.sha256(b"\0".join(self._names.tolist())), len(self._names)
+        for place in _evenly_spaced(num, _SIZED_FILES):
+            hasher.update(b"%d;" % os.path.getsize(self._path(place)))
+        labels = tf.gather(self._labels, self._source_rows(tf.range(self.size)))
+        hasher.update(digest(labels.numpy()).encode())
+        kind, sha256 = "names, sizes and labels", hasher.hexdigest()
+        return {"kind": kind, "sha256": sha256, "examples": self.size, "files": num}
 
-    def name(self, row: int) -> str:
+    def _path(self, row: int) -> str:
         return os.path.join(self._folder, os.fsdecode(bytes(self._names[row])))
 
-    def files(self) -> tuple[str, list[str]]:
-        return self._folder, [os.fsdecode(bytes(name)) for name in self._names]
+    def _read(self, row: np.int64) -> np.ndarray:
+        shape = tuple(self.spec[0].shape)
+        return read_image(self._path(int(row)), self._image_size, expected=shape)
+
+    def _read_rows(self, rows: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
+        spec = self.spec[0]
+
+        def read(row: tf.Tensor) -> tf.Tensor:
+            pixels = tf.numpy_function(self._read, [row], spec.dtype, stateful=False)
+            return tf.ensure_shape(pixels, spec.shape)
+
+        def join(rows: tf.Tensor, images: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            images = tf.ensure_shape(images, [*rows.shape, *spec.shape])
+            return images, tf.gather(self._labels, rows)
+
+        rows = rows.map(self._source_rows)
+        images = rows.unbatch().map(read, num_parallel_calls=_CORES, deterministic=True)
+        return tf.data.Dataset.zip(rows, images.batch(batch_size)).map(join)
 
 
-def _class_names(folder: str) -> list[str]:
+def read_image(
+    path: str,
+    size: Size | None = None,
+    channels: int = 3,
+    expected: tuple[int, int, int] | None = None,
+) -> np.ndarray:
+    """Read an image, the first one of a GIF: uint8 `[height, width, channels]`.
+
+    Args:
+        path: of the file.
+        size: (height, width) to which it is resized; None: its own.
+        channels: 1, 3 or 4.
+        expected: the shape that it must have; None: any.
+
+    Raises:
+        InputError: it cannot be read, or has another shape; it is named.
+    """
     try:
-        with os.scandir(folder) as entries:
-            names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
-    except OSError as error:
-        raise InputError(f"{folder}: {error.strerror}; {_EXPECTED}") from None
-    if not names:
-        raise InputError(f"{folder} has no folders of classes; {_EXPECTED}")
-    return sorted(names)
+        with Image.open(path) as file:
+            if file.mode[0] in "IF":  # Pillow would clip them
+                raise InputError(f"{path} has more than 8 bits a channel; convert it to 8")
+            image = file.convert(_MODES[channels])
+            if size and image.size != size[::-1]:
+                image = image.resize(size[::-1], Image.Resampling.BILINEAR)
+        pixels = np.asarray(image).reshape(image.height, image.width, channels)
+    except InputError:
+        raise
+    except Exception as error:  # Pillow raises many kinds
+        raise InputError(f"{path} cannot be read: {reason_of(error)}; mend or remove it") from None
+    if expected and pixels.shape != expected:
+        wanted = f"{expected[0]}x{expected[1]}"
+        raise InputError(
+            f"{path} is {pixels.shape[0]}x{pixels.shape[1]} (height x width), but another is "
+            f"{wanted}: give one size to which all are resized, as --image_size={wanted}"
+        )
+    return pixels
 
 
 def images_below(folder: str, others: list[str] | None = None) -> list[str]:
@@ -134,3 +222,19 @@ def images_below(folder: str, others: list[str] | None = None) -> list[str]:
             f"{error.filename} cannot be read: {error.strerror}; mend or remove it"
         ) from None
     return sorted(paths)
+
+
+def _class_names(folder: str) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
+    except OSError as error:
+        raise InputError(f"{folder}: {error.strerror}; {_EXPECTED}") from None
+    if not names:
+        raise InputError(f"{folder} has no folders of classes; {_EXPECTED}")
+    return sorted(names)
+
+
+def _evenly_spaced(size: int, num: int) -> list[int]:
+    # At most `num` of the numbers 0..size-1, with the first and the last, in rising order.
+    return np.unique(np.linspace(0, size - 1, min(num, size)).astype(np.int64)).tolist()

@@ -7,9 +7,7 @@ sample weights, and x_train.NAME or x_train/NAME for several inputs or outputs. 
 x and y are enough. Pickled objects are not read.
 """
 
-import contextlib
 import re
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -17,6 +15,7 @@ from towers.data import user_data
 from towers.data.arrays import EXAMPLE_PARTS
 from towers.data.pipeline import Data
 from towers.errors import InputError
+from towers.formatting import reason_of
 
 _REMEDY = "write it by np.savez, of arrays of numbers, booleans or texts"
 _EXPECTED = (
@@ -37,11 +36,9 @@ def load(dataset: str, path: str) -> Data:
     Raises:
         InputError: the file cannot be read, or has other keys or invalid arrays.
     """
-    with opened(path, f"--dataset={dataset}") as content:
-        arrays = {key: content[key] for key in content.files}
-    refused = InputError(
-        f"--dataset={dataset} has the keys {', '.join(arrays) or 'of no array'}; {_EXPECTED}"
-    )
+    named = f"--dataset={dataset}"
+    arrays = read(path, named)
+    refused = InputError(f"{named} has the keys {', '.join(arrays) or 'of no array'}; {_EXPECTED}")
     splits: dict[str, dict[str, dict[str | None, np.ndarray]]] = {}
     for key, array in arrays.items():
         match = _KEY.fullmatch(key)
@@ -64,34 +61,18 @@ def load(dataset: str, path: str) -> Data:
     return user_data.data_set(dataset, examples)
 
 
-@contextlib.contextmanager
-def opened(path: str, named: str) -> Iterator[np.lib.npyio.NpzFile]:
-    """Yield the arrays of a file, which are read lazily.
+def read(path: str, named: str) -> dict[str, np.ndarray]:
+    """Return the arrays of a file.
 
     Args:
         path: of the file.
         named: its name in messages, such as --dataset=mine.npz.
 
     Raises:
-        InputError: it cannot be read, is damaged, or has arrays of objects.
+        InputError: it cannot be read, with NumPy's own words.
     """
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            yield arrays
-    except OSError as error:
-        raise InputError(f"{named} cannot be read: {error.strerror}") from None
-    except InputError:
-        raise
+            return dict(arrays)
     except Exception as error:  # zipfile, zlib and numpy raise many kinds
-        raise InputError(f"{named} {fault(error, '.npz')}; {_REMEDY}") from None
-
-
-def fault(error: Exception, ending: str) -> str:
-    """Return what is wrong with a file of numpy's, to stand after its name.
-
-    Args:
-        error: that numpy raised.
-        ending: of such files, ".npz" or ".npy".
-    """
-    objects = re.search("Object arrays|Python objects", str(error))
-    return "has arrays of objects" if objects else f"is damaged, or no {ending} file"
+        raise InputError(f"{named} cannot be read: {reason_of(error)}; {_REMEDY}") from None

@@ -4,38 +4,35 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.data import encoded_images, npz
+from towers.data import npz
 from towers.data.folder import ENDINGS as IMAGES
-from towers.data.folder import images_below
+from towers.data.folder import images_below, read_image
 from towers.errors import InputError
-from towers.formatting import first_of
+from towers.formatting import first_of, reason_of
 from towers.training.load import TrainedModel
 
 _NUM_THREADS = os.cpu_count() or 1
 
-Examples = Any  # arrays [n, ...] in the structure of a run's x
-
 
 class InputFile(NamedTuple):
-    """A file with `size` examples; `read(start, stop)` returns some of them."""
+    """A file with `size` examples; `read(row)` returns one, arrays in the structure of x."""
 
     file: str
     size: int
-    read: Callable[[int, int], Examples]
+    read: Callable[[int], Any]
     note: str = ""  # on an image that was resized
 
 
 def find(
     names: Sequence[str], trained: TrainedModel, say: Callable[[str], object] = print
 ) -> list[InputFile]:
-    """Return a part for each file; each is read once, so that damage is found early.
+    """Return the files; each is read once, so that damage is found early.
 
     Args:
         names: files, and folders, which stand for all images below them.
@@ -63,125 +60,90 @@ def find(
     return parts
 
 
-def batches(parts: Sequence[InputFile], batch_size: int) -> Iterator[tuple[list[tuple], Examples]]:
-    """Yield [(file, index in the file)] and these examples, in order.
+def batches(parts: Sequence[InputFile], batch_size: int) -> Iterator[tuple[list[tuple], Any]]:
+    """Yield [(file, row in the file)] and these examples, in order.
 
     Args:
         parts: the files.
         batch_size: examples at a time; the last batch may have fewer.
     """
-    rows = ((part, index) for part in parts for index in range(part.size))
-
-    def read(span: list[tuple[InputFile, int]]) -> Examples:
-        (part, start), (_, last) = span[0], span[-1]
-        return part.read(start, last + 1)
-
+    rows = ((part, row) for part in parts for row in range(part.size))
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         while batch := list(itertools.islice(rows, batch_size)):
-            spans = [list(span) for _, span in itertools.groupby(batch, key=lambda row: row[0])]
-            arrays = tf.nest.map_structure(lambda *a: np.concatenate(a), *pool.map(read, spans))
-            yield [(part.file, index) for part, index in batch], arrays
+            examples = pool.map(lambda place: place[0].read(place[1]), batch)
+            arrays = tf.nest.map_structure(lambda *rows: np.stack(rows), *examples)
+            yield [(part.file, row) for part, row in batch], arrays
 
 
 def _part(path: str, trained: TrainedModel) -> InputFile:
-    ending = os.path.splitext(path)[1].lower()
-    readers = {".npy": _npy_part, ".npz": _npz_part}
-    readers |= dict.fromkeys(IMAGES, _image_part)
-    if ending not in readers:
-        raise InputError(
-            f"{path}: predicted are {', '.join(IMAGES)}, .npy and .npz, and folders of images"
-        )
-    try:
-        return readers[ending](path, trained)
-    except InputError:
-        raise
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
-    except Exception as error:  # numpy raises many kinds for damaged files
-        raise InputError(f"{path} {npz.fault(error, ending)}") from None
-
-
-def _image_part(path: str, trained: TrainedModel) -> InputFile:
-    spec, options = trained.spec()[0], trained.options
-    channels = spec.shape[-1] if trained.task["image_shape"] else None
-    if channels not in (1, 3, 4) or spec.dtype != tf.uint8:
-        raise InputError(
-            f"{path} is an image, and this model takes {_describe(spec)}: name a .npy file"
-        )
-
-    source = path, Path(path).read_bytes, channels
-
-    def read(*_: int) -> np.ndarray:
-        image = encoded_images.decoded(*source)
-        if image.shape != spec.shape:
-            with tf.device("/cpu:0"):
-                image = encoded_images.resized(image, spec.shape[:2])
-        return image.numpy()[None]
-
-    height, width = encoded_images.decoded(*source).shape[:2]
-    resized = not options.image_size and spec.shape[:2] != [height, width]
-    note = f"{height}x{width} resized to {spec.shape[0]}x{spec.shape[1]}" if resized else ""
-    return InputFile(path, 1, read, note)
-
-
-def _npy_part(path: str, trained: TrainedModel) -> InputFile:
-    spec = trained.spec()[0]
+    ending, spec = os.path.splitext(path)[1].lower(), trained.spec()[0]
+    if ending in IMAGES:
+        return _image(path, trained)
+    if ending == ".npz":
+        return _arrays(path, _named_arrays(path, spec), spec)
+    if ending != ".npy":
+        raise InputError(f"{path}: {', '.join(IMAGES)}, .npy and .npz are read, and no other files")
     if tf.nest.is_nested(spec):
-        raise InputError(
-            f"{path} is one array, and this model takes {_describe(spec)}: name a .npz file"
-        )
-    return _arrays_part(path, [np.load(path, mmap_mode="r", allow_pickle=False)], trained)
+        raise InputError(f"{path} is one array; name a .npz file: {_takes(spec)}")
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # numpy raises many kinds for damaged files
+        raise InputError(f"{path} cannot be read: {reason_of(error)}") from None
+    return _arrays(path, [array], spec)
 
 
-def _npz_part(path: str, trained: TrainedModel) -> InputFile:
-    spec, leaves = trained.spec()[0], []
-    with npz.opened(path, path) as arrays:
-        for name in _leaf_names(spec):
-            known = [f"{x}{dot}{name}" for x in ("x", "x_test") for dot in "./" if name]
-            known += [name] if name else ["x", "x_test"]
-            key = next((key for key in known if key in arrays.files), None)
-            if key is None:
-                raise InputError(
-                    f"{path} has {', '.join(arrays.files)}; {' or '.join(known)} is needed: this "
-                    f"model takes {_describe(spec)}"
-                )
-            leaves.append(arrays[key])
-    return _arrays_part(path, leaves, trained)
+def _image(path: str, trained: TrainedModel) -> InputFile:
+    spec, channels = trained.spec()[0], (trained.task["image_shape"] or [0])[-1]
+    if channels not in (1, 3, 4) or spec.dtype != tf.uint8:
+        raise InputError(f"{path} is an image; name a .npy file: {_takes(spec)}")
+    size, found = tuple(spec.shape[:2]), read_image(path, channels=channels).shape[:2]
+    resized = not trained.options.image_size and size != found
+    note = "{}x{} resized to {}x{}".format(*found, *size) if resized else ""
+    return InputFile(path, 1, lambda _: read_image(path, size, channels), note)
 
 
-def _arrays_part(path: str, arrays: Sequence[np.ndarray], trained: TrainedModel) -> InputFile:
-    spec = trained.spec()[0]
+def _named_arrays(path: str, spec: Any) -> list[np.ndarray]:
+    found, arrays = [], npz.read(path, path)
+    for name in _leaf_names(spec):
+        keys = [f"{x}.{name}".rstrip(".") for x in ("x", "x_test")]
+        keys += [key.replace(".", "/", 1) for key in keys]
+        key = next((key for key in keys if key in arrays), None)
+        if key is None:
+            raise InputError(f"{path} has {', '.join(arrays)}, and no {keys[0]}: {_takes(spec)}")
+        found.append(arrays[key])
+    return found
+
+
+def _arrays(path: str, arrays: Sequence[np.ndarray], spec: Any) -> InputFile:
     leaves = tf.nest.flatten(spec)
     for name, array, leaf in zip(_leaf_names(spec), arrays, leaves, strict=True):
         if leaf.dtype == tf.string:
-            casts = array.dtype.kind in "SUO"
+            casts = array.dtype.kind in "SU"
         elif leaf.dtype == tf.float32 and array.dtype == np.uint8:  # may be 0..255 instead of 0..1
             casts = False
         else:
             casts = np.can_cast(array.dtype, leaf.dtype.as_numpy_dtype, "same_kind")
         if not (casts and array.ndim and leaf.shape.is_compatible_with(array.shape[1:])):
-            raise InputError(
-                f"{path}{': ' * bool(name)}{name} is {array.dtype}{list(array.shape)}, and this "
-                f"model takes {_describe(leaf)} of each example"
-            )
+            is_now = f"{name} {array.dtype}{list(array.shape)}".strip()
+            raise InputError(f"{path} is {is_now}: {_takes(spec)}")
     sizes = {len(array) for array in arrays}
     if len(sizes) > 1 or not sum(sizes):
         raise InputError(f"{path}: its arrays have {sorted(sizes)} rows; one number is needed")
+    kinds = [None if leaf.dtype == tf.string else leaf.dtype.as_numpy_dtype for leaf in leaves]
 
-    def read(start: int, stop: int) -> Examples:
-        kinds = [None if leaf.dtype == tf.string else leaf.dtype.name for leaf in leaves]
-        pairs = zip(arrays, kinds, strict=True)
-        cut = [np.asarray(array[start:stop], kind) for array, kind in pairs]
-        return tf.nest.pack_sequence_as(spec, cut)
+    def read(row: int) -> Any:
+        parts = [np.asarray(a[row], kind) for a, kind in zip(arrays, kinds, strict=True)]
+        return tf.nest.pack_sequence_as(spec, parts)
 
     return InputFile(path, len(arrays[0]), read)
 
 
 def _leaf_names(spec: Any) -> list[str]:
-    """Return a name such as "a.b" for each tensor of a structure, "" for a single one."""
+    # A name such as "a.b" for each tensor of a structure, "" for a single one.
     return [".".join(map(str, path)) for path, _ in keras.tree.flatten_with_path(spec)]
 
 
-def _describe(spec: Any) -> str:
+def _takes(spec: Any) -> str:
     leaves = zip(_leaf_names(spec), tf.nest.flatten(spec), strict=True)
-    return ", ".join(f"{n} {s.dtype.name}{s.shape.as_list()}".strip() for n, s in leaves)
+    named = ", ".join(f"{n} {s.dtype.name}{s.shape.as_list()}".strip() for n, s in leaves)
+    return f"this model takes {named} of each example"

@@ -9,12 +9,12 @@ from towers.options.run import Options
 
 @dataclasses.dataclass(frozen=True)
 class PredictOptions(CheckedOptions):
-    """Options of `towers predict`: the run, the files, and the output format."""
+    """Options of `towers predict`: the run and the files."""
 
     EXAMPLES: ClassVar[str] = """\
 Examples:
   towers predict --train_dir=runs/a photos/
-  towers predict --train_dir=runs/a photo.png more.npz --num_towers=2 --format=csv
+  towers predict --train_dir=runs/a photo.png more.npz --num_towers=2
 FILE is an image (.png, .jpg, .bmp, .gif) or arrays (.npy; .npz with x or x_test); FOLDER stands for
 all images in it, sorted by name."""
 
@@ -22,11 +22,6 @@ all images in it, sorted by name."""
     files: tuple = option(
         (), "Predict", "Files and folders.", positional="FILE|FOLDER ...",
         required="towers predict needs files or folders: towers predict --train_dir=RUN FILE",
-    )  # fmt: skip
-    format: str = option(
-        "table", "Predict", "What is printed: a table for people; csv, with all outputs of a model "
-        "that is no classifier; or npy, the outputs as one array. --json has them in any case.",
-        choices=("table", "csv", "npy"),
     )  # fmt: skip
     averages: bool = option(
         False, "Predict", "Take the moving averages of the weights in place of the weights."
