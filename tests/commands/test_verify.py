@@ -283,14 +283,6 @@ def test_what_keras_cannot_recompute_is_said_to_be_so(capsys):
     assert "Keras cannot recompute " in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("model", ["tensorflow_normal", rare("square_draw")])
-def test_strict_refuses_draws_that_do_not_follow_the_example(tmp_path, capsys, model):
-    flags = [*TRAIN, "--num_towers=2", "--rng_check=strict", f"--train_dir={tmp_path}/run"]
-    assert cli.main(["train", *flags, f"--model=tests.zoo.faults:{model}"]) == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith("towers: --rng_check=strict: ")
-    assert not (tmp_path / "run").exists()
-
-
 # ---------------------------------------------------------------------------- The comparison
 
 INF, NAN = np.inf, np.nan

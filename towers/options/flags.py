@@ -65,7 +65,7 @@ class Command:
 
 _TRAIN = Command("train")
 _RUN_FIELDS = {field.name: field for field in dataclasses.fields(Options)}
-RENAMED = {"draws": "rng_check", "objective": "monitor"}  # old flags, read until the next release
+RENAMED = {"objective": "monitor"}  # old flags, read until the next release
 _ALIASES = {f.metadata["alias"]: name for name, f in _RUN_FIELDS.items() if "alias" in f.metadata}
 _ALIASES |= RENAMED
 _PARSERS = {  # with the words of their error

@@ -155,11 +155,6 @@ class DeviceOptions:
         "report", "Ops of a tower that run elsewhere: report lists them before the first step, "
         "strict makes them an error.", affects="report", choices=("report", "strict"),
     )  # fmt: skip
-    rng_check: str = _towers(
-        "report", "Random numbers that are not drawn per example, so that results depend on the "
-        "number of towers: report lists them before the first step, strict makes them an error.",
-        affects="report", choices=("report", "strict"),
-    )  # fmt: skip
     variables: str = _towers(
         "default", "Master variables: cpu, with add_n there; sharded, each with its add_n on one "
         "of the towers; replicated, a copy on every tower, gradients summed by collectives; "
