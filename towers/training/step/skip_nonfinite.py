@@ -16,7 +16,6 @@ from towers.training.step.optimizer_step import (
     finite_now,
     global_norm,
     if_finite,
-    scaled,
     update_averages,
 )
 from towers.training.step.train_state import TrainState
@@ -73,8 +72,7 @@ class NonFiniteGuard:
             scale = tf.convert_to_tensor(scale.value)
             self._scales.append(scale)
         if self.on_update:
-            factor = 1.0 if scale is None else 1.0 / scale
-            self.on_update([None if g is None else scaled(g, factor) for g in gradients], weights)
+            self.on_update(gradients, weights)
         norm = global_norm([g for g in gradients if g is not None])
         finite = finite_now(self.train_state, 0, norm, _total(self._losses))
         self._finite.append(finite)

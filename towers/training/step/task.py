@@ -147,9 +147,7 @@ class Task(abc.ABC):
                             *start, sums, loss, gradients, builder, measured, scale
                         )
                 if self.on_update:
-                    factor = 1.0 if scale is None else 1.0 / scale
-                    unscaled = [None if g is None else scaled(g, factor) for g in gradients[0]]
-                    self.on_update(unscaled, self.model.trainable_variables)
+                    self.on_update(gradients[0], self.model.trainable_variables)
                 with tf.device(builder.gather_device), tf.name_scope("update"):
                     if scale is not None:
                         loss = loss / tf.cast(scale, loss.dtype)
