@@ -54,28 +54,16 @@ def dense(loss, units, activation=None, metrics=None, *more, **of_head):
     return make
 
 
-def conv(loss, units, activation=None, strides=1):
-    def make():
-        head = layers.Conv2D(units, 1, strides=strides, activation=activation, name="head")
-        model = keras.Sequential([keras.Input((6, 6, 1)), head])
-        model.compile("sgd", loss)
-        return model
-
-    return make
-
-
 def sparse(**how):
     return keras.losses.SparseCategoricalCrossentropy(**how)
 
 
 X = np.random.default_rng(0).normal(size=(SIZE, 4)).astype(np.float32)
-IMAGES = np.random.default_rng(1).random((SIZE, 6, 6, 1)).astype(np.float32)
 CLASSES = np.arange(SIZE) % 3
 ONE_HOT = np.eye(3, dtype=np.float32)[CLASSES]
 SEVERAL = np.array([[0, 1, 1], [1, 0, 0]] * 4, np.float32)
 BITS = np.arange(SIZE) % 2
 NUMBERS = X.sum(axis=1)
-MASKS = (IMAGES > 0.5).astype(np.float32)
 
 
 def two(loss=None, head=None):
@@ -109,7 +97,6 @@ WRONG = {
     "-1 and 1": (dense(BINARY, 1, "sigmoid"), (X, BITS * 2 - 1), "takes 0..1: bring them there"),
     "classes": (dense(BINARY, 1, "sigmoid"), (X, CLASSES), f"{SPARSE}, and 3 units"),
     "numbers broadcast": (dense("mse", 3), (X, NUMBERS[:, None]), "1 unit, or a target"),
-    "smaller outputs": (conv("mse", 1, None, 2), (IMAGES, MASKS), "outputs of the targets' shape"),
     "weights of labels": (dense("mse", 1), (X, NUMBERS, SEVERAL), "sample weights (batch, 3)"),
     "weights of a classifier":
         (bare(), (X, CLASSES, ONES[:, None]), "--dataset=my:data: sample weights of shape"),
@@ -151,13 +138,6 @@ class OwnStep(keras.Sequential):
         return keras.ops.mean(keras.ops.square(y_pred - y[:, None]))
 
 
-class Half(keras.losses.MeanSquaredError):
-    """A loss of the user's own."""
-
-    def call(self, y_true, y_pred):
-        return 0.5 * keras.ops.mean(keras.ops.square(y_pred - y_true[:, :1]), axis=-1)
-
-
 def own_class():
     model = Own()
     model.compile("sgd", SPARSE)
@@ -193,15 +173,11 @@ SOUND = {
     "in another precision":
         (dense(SPARSE, 3, "softmax", None, layers.Activation("linear")), X, CLASSES),
     "flat output": (dense("mae", 1, None, None, layers.Reshape(())), X, NUMBERS),
-    "nothing": (conv(sparse(ignore_class=255), 3, "softmax"), IMAGES, np.where(MASKS > 0, 255, 1)),
-    "dice": (conv(keras.losses.Dice(), 1, "sigmoid"), IMAGES, MASKS),
-    "weights of pixels": (conv("mse", 1), IMAGES, MASKS, MASKS[..., 0]),
     "weights of tokens": (tagger, TOKENS, TOKENS % 3, np.ones((SIZE, 5), np.float32)),
     "one weight for two": (two(), X, BOTH, ONES),
     "a loss for one of two": (two({"value": "mse"}), X, {"value": NUMBERS}),
     "own class": (own_class, X, CLASSES),
     "own loss": (dense(broadcast, 3), X, SEVERAL),
-    "own class of loss": (dense(Half(), 3, "sigmoid"), X, 9 * SEVERAL),
     "own step": (own_step, X, NUMBERS),
     "not compiled": (bare(), X, CLASSES),
 }  # fmt: skip
