@@ -35,7 +35,7 @@ from towers.tf_internals import added_losses, slots_of, value_of
 from towers.training.parallelize import traced
 from towers.training.run.model import floatx_of
 from towers.training.step.evaluation import AVERAGED, Evaluation, MetricState, PredictionCollector
-from towers.training.step.optimizer_step import UpdateRules, make_update, scaled
+from towers.training.step.optimizer_step import UpdateRules, make_update
 from towers.training.step.optimizers import (
     describe_flags,
     is_own,
