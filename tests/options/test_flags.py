@@ -433,7 +433,7 @@ def test_a_damaged_flags_cfg_is_named(folder):
 OF_BEFORE = """
 --train_dir=runs/train --seed=0 --model=models.cnn:cnn
 --model_args= --dtype=float32 --dataset=shapes --data_dir= --image_size= --augment=tutorial
---batch_size=128 --num_towers=0 --devices= --placement=report --draws=report --variables=cpu
+--batch_size=128 --num_towers=0 --devices= --placement=report --variables=cpu
 --objective=
 --jit_compile=false --log_device_placement=false --batch_norm=sync --accumulate_steps=1
 --steps_per_loop=10 --visible_gpus= --per_process_gpu_memory_fraction=0 --gpu_memory_limit_mib=0
