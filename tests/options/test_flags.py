@@ -52,7 +52,7 @@ OF_VERBS = {
         "--dataset=synthetic --num_towers= --against= --windows=5 --seconds=2",
         "workers towers_per_worker worker_timeout_seconds min_workers",
     ),
-    "sweep": ("--vary= --samples=0 --sweep_dir=runs/sweep --parallel=1", "train_dir overwrite"),
+    "sweep": ("--vary= --sweep_dir=runs/sweep --parallel=1", "train_dir overwrite"),
 }
 
 

@@ -31,7 +31,7 @@ from towers.graphs.placement import Placement
 from towers.graphs.step_graph import step_graph
 from towers.monitoring import custom_scalars
 from towers.monitoring.event_writer import append, beginning
-from towers.monitoring.results import noted_runs, number
+from towers.monitoring.results import number
 from towers.options.run import Options, names_that_affect, text_of
 
 _FILES = "events.out.tfevents.*.root"  # written only here
@@ -73,9 +73,7 @@ def open_root(
     lines = [f"--{name}={text_of(value)}" for name, value in (changed | flags).items()]
     lines[len(changed) : len(changed)] = ["", "# as by default"]
     texts = {**texts, "flags": lines, "environment": environment(tower_devices)}
-    of_sweep = noted_runs(folder.absolute().parent)
-    columns = [name for run in of_sweep[:1] for name in run.get("flags", ())]  # the varied ones
-    columns = columns or [name for name in hparams_of(options) if name in changed]
+    columns = [name for name in hparams_of(options) if name in changed]
     part = figures[0].partition("_")[0]
     shown = [name.replace("_", " ", 1) for name in figures if name.startswith(f"{part}_")]
     shown = [name for name in shown if name != f"{part} loss"]  # the loss has a chart

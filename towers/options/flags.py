@@ -177,11 +177,6 @@ def option_name(flag: str) -> str:
     return name
 
 
-def option_type(name: str) -> type:
-    """Return the type of a run's option: int, float, bool or str."""
-    return _RUN_FIELDS[name].type
-
-
 def parse_value(name: str, text: str) -> Any:
     """Parse a value of a run's option; its range is not checked.
 

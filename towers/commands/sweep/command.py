@@ -6,7 +6,7 @@
     sweep_dir/sweep.json    all results, the table, the best
 
 The runs' own folders say which of them are finished, so a sweep may be stopped in any way. If it is
-killed, its runs save and end by themselves, and the same command continues.
+killed, its runs save and end by themselves.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,14 @@ from towers import files
 from towers.commands.sweep import report
 from towers.commands.sweep.options import PlannedRun, SweepOptions, plan
 from towers.devices import cuda_visible_devices, nvml
-from towers.devices.nvml import DriverGpu
 from towers.errors import InputError
 from towers.formatting import process_end
-from towers.monitoring.results import noted_runs, read_result
+from towers.monitoring.results import read_result
 from towers.options import flags, search_path
 from towers.options.run import Options, names_that_affect, text_of
 from towers.signals import EXIT_STOPPED, StopRequest
 
 PROGRAM = (sys.executable, "-m", "towers", "train")
-POLL_SECONDS = 0.1
 # Linux sends a run SIGTERM when the thread that started it ends, as it does if the sweep is killed.
 _END_WITH_SWEEP = ("setpriv", "--pdeathsig", "TERM", "--") if shutil.which("setpriv") else ()
 
@@ -54,24 +52,19 @@ def run(
     """
     runs = plan(options)
     folder = Path(options.sweep_dir)
-    places = assign_gpus(runs, options.parallel, nvml.gpus(), os.environ)
+    places = assign_gpus(runs, options.parallel)
     for planned in runs:
         _check_same(planned)
     files.check_train_dir(folder, False, "--sweep_dir")
-    if files.is_run(folder):
-        raise InputError(
-            f"--sweep_dir={folder} is the folder of a run; name another, or one in which it is"
-        )
     folder.mkdir(parents=True, exist_ok=True)
     with files.Lock() as lock, StopRequest() as stop:
         lock.take(folder, "--sweep_dir")
-        seconds = {entry["name"]: entry.get("seconds", 0.0) for entry in noted_runs(folder)}
         entries = [
             {
                 "name": planned.name,
                 "flags": dict(planned.flags),
                 "status": "finished" if (result := _result_of(planned)) else "waiting",
-                "seconds": seconds.get(planned.name, 0.0),
+                "seconds": 0.0,
                 "result": result,
                 "error": None,
                 "log": str(folder / f"{planned.name}.log"),
@@ -80,17 +73,14 @@ def run(
         ]
 
         def write() -> dict[str, Any]:
-            result = report.document(options, entries)
+            result = report.document(options.sweep_dir, entries)
             files.write_json(folder / "sweep.json", result)
             return result
 
         ending = threading.Event()
         waiting = [pair for pair in zip(runs, entries, strict=True) if not pair[1]["result"]]
-        done = len(runs) - len(waiting)
-        begun = f", {done} of them finished before" if done else ""
-        say(f"sweep       {folder}: {len(runs)} runs{begun}")
+        say(f"sweep       {folder}: {len(waiting)} of {len(runs)} runs are not finished")
         say(f"watch it    tensorboard --logdir={folder}")
-        write()  # the runs read there what is varied
         with ThreadPoolExecutor(len(places)) as pool, contextlib.ExitStack() as stack:
             stack.callback(ending.set)  # if this fails, its runs save and end
             how = places, program, lambda: stop() or ending.is_set()
@@ -98,20 +88,17 @@ def run(
             for future in as_completed(futures):
                 if entry := future.result():
                     write()
-                    say(report.line_of(entry, entries.index(entry) + 1, len(entries)))
+                    why = f": {entry['error']} ({entry['log']})" if entry["error"] else ""
+                    say(f"run {entry['name']}: {entry['status']} ({entry['seconds']:.0f} s){why}")
         result = write()
     for line in report.closing_lines(result):
         say(line)
-    unfinished = result["total"] > result["finished"] + result["failed"]
-    return result | {"interrupted": stop() and unfinished}
+    return result | {
+        "interrupted": stop() and result["total"] > result["finished"] + result["failed"]
+    }
 
 
-def assign_gpus(
-    runs: Sequence[PlannedRun],
-    parallel: int,
-    driver: Sequence[DriverGpu],
-    environ: Mapping[str, str],
-) -> list[list[str]]:
+def assign_gpus(runs: Sequence[PlannedRun], parallel: int) -> list[list[str]]:
     """Return the GPUs for each of `parallel` runs; [] leaves a run those that it finds.
 
     All get the same number of GPUs, so that runs can be compared; a rest stays idle.
@@ -119,8 +106,6 @@ def assign_gpus(
     Args:
         runs: all runs of the sweep.
         parallel: number of runs at a time.
-        driver: the driver's GPUs.
-        environ: environment variables, which may hide GPUs.
 
     Raises:
         InputError: the GPUs do not suffice, do not exist, or are varied by --vary.
@@ -128,9 +113,9 @@ def assign_gpus(
     users = [run for run in runs if not _on_cpu(run.options)]
     if not users:
         return [[]] * parallel
+    driver, environ = nvml.gpus(), dict(os.environ)
     if parallel > 1 and driver and "visible_gpus" in users[0].flags:
         raise InputError("--vary=visible_gpus: --parallel deals GPUs out itself; leave one out")
-    environ = dict(environ)
     cuda_visible_devices.set_visible(users[0].options.gpu_options(), driver, environ)
     listed = cuda_visible_devices.listed_in(environ, driver)
     if not listed:
@@ -183,14 +168,14 @@ def _train(
             start_new_session=True,  # Ctrl-C reaches the sweep alone
         )
     while process.poll() is None and not stopping():
-        time.sleep(POLL_SECONDS)
+        time.sleep(0.1)
     process.terminate()  # one that still runs saves and ends
     code, result = process.wait(), _result_of(run)
-    entry["seconds"] += time.monotonic() - started
+    entry["seconds"] = time.monotonic() - started
     if code == 0 and result:
         entry |= {"status": "finished", "result": result}
     elif code == EXIT_STOPPED or (stopping() and code not in (1, 2)):
-        entry |= {"status": "stopped", "error": "the same command goes on"}
+        entry |= {"status": "stopped", "error": "the same command continues it"}
     else:
         output = log.read_bytes()[begin:].decode(errors="replace")
         entry |= {"status": "failed", "error": process_end(code, output)}
