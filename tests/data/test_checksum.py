@@ -19,7 +19,7 @@ pytestmark = pytest.mark.unit
 def test_arrays_are_told_apart_by_any_bit_and_by_shapes_and_types_not_by_layout():
     images, labels = tiny.arrays(20)
     first = ArraySplit(images, labels).checksum()
-    assert (first["kind"], first["shape"], first["dtype"]) == ("arrays", [20, 8, 8, 3], "uint8")
+    assert (first["kind"], first["examples"]) == ("arrays", 20)
     assert first["sha256"] == digest(images, labels.astype(np.int32))
     images[3, 0, 0, 0] ^= 1
     second = ArraySplit(images, labels).checksum()["sha256"]

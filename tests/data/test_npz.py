@@ -70,7 +70,7 @@ def test_without_a_test_set_a_tenth_is_held_out_and_a_note_says_so(save, keys):
         ({"x": X, "x.a": X}, "has the keys x, x.a; expected are x_train"),
         (dict(x=np.array([None, X], object)), "cannot be read: Object arrays cannot be loaded"),
         (dict(x=X, y=Y[1:]), "train x has 20 rows but y has 19; return as many of each"),
-        (dict(x=X, y=Y, x_test=X), "test has no y; make them alike"),
+        (dict(x=X, y=Y, x_test=X), "test is x [4] float32, but train is x [4] float32, y"),
     ],
     ids=str,
 )

@@ -47,8 +47,8 @@ def test_it_says_what_the_run_is_made_from(run, tmp_path):
     assert found["step"] == 0 and found["final"] is None and found["folder"] == str(Path.cwd())
     assert found["flags"] == dataclasses.asdict(run.options)
     assert found["versions"]["tensorflow"] == tf.__version__
-    assert found["data"]["train"]["shape"] == [60, 8, 8, 3]
-    assert found["data"]["test"]["shape"] == [23, 8, 8, 3]
+    assert found["data"]["train"]["examples"] == 60
+    assert found["data"]["test"]["examples"] == 23
     assert [session["step"] for session in found["sessions"]] == [0]
     assert found["task"] == {
         "num_classes": 3, "class_names": ["0", "1", "2"], "image_shape": [8, 8, 3],

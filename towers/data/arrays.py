@@ -3,11 +3,9 @@
     x, y = as_arrays("train", ({"tokens": [[1, 2], [3, 4]], "price": [0.5, 1.5]}, [0, 1]))
 
 Each part is an array, anything that numpy converts to one, or several of these in a dict, a tuple,
-or a list of arrays as in Keras. If the numbers of rows differ, a list or tuple of arrays is stacked
-to one array, with a row for each.
+or a list of arrays as in Keras.
 """
 
-import contextlib
 from collections.abc import Iterator, Sequence
 
 import keras
@@ -37,24 +35,22 @@ def as_arrays(name: str, parts: Sequence[object]) -> Structure:
         parts.pop()
     named = [(f"{name} {part}", value) for part, value in zip(EXAMPLE_PARTS, parts, strict=False)]
     example = tuple(_to_arrays(*pair) for pair in named)
-    if _unequal_rows(example):
-        with contextlib.suppress(InputError):
-            stacked = tuple(_to_arrays(*pair, stack=True) for pair in named)
-            example = example if _unequal_rows(stacked) else stacked
-    if wrong := _unequal_rows(example):
-        raise InputError(f"{name} {wrong}; return as many of each, one row for each example")
-    example = _check_targets(name, example)
+    (first, of_first), *others = leaves(example)
+    for other, array in others:
+        if len(array) != len(of_first):
+            raise InputError(
+                f"{name} {first} has {len(of_first)} rows but {other} has {len(array)}; return as "
+                "many of each, one row for each example (numpy.stack makes an array of rows)"
+            )
     with np.errstate(over="ignore"):  # of float64: becomes an infinity
-        result = stored(example)
-    for (path, array), (_, original) in zip(leaves(result), leaves(example), strict=True):
-        if array.dtype.kind != "f" or np.isfinite(array).all():
-            continue
-        row = int(np.argmin(np.isfinite(array).reshape(len(array), -1).all(axis=1)))
-        has = "a NaN or an infinity"
-        if np.isfinite(np.asarray(original[row], float)).all():
-            most = f"{array.dtype.name}, {np.finfo(array.dtype).max:.1e}"
-            has = f"a number beyond {most}: scale these, or leave that row out"
-        raise InputError(f"{name} {path}: row {row} (counted from 0) has {has}")
+        result = stored(_check_targets(name, example))
+    for path, array in leaves(result):
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            row = int(np.argmin(np.isfinite(array).reshape(len(array), -1).all(axis=1)))
+            raise InputError(
+                f"{name} {path}: row {row} (counted from 0) has a NaN, an infinity, or a number "
+                f"beyond {array.dtype.name}"
+            )
     return result
 
 
@@ -83,13 +79,12 @@ def describe(value: object) -> str:
     return type(value).__name__
 
 
-def _to_arrays(name: str, value: object, stack: bool = False) -> Structure:
-    # With `stack`, a sequence of arrays becomes one array.
+def _to_arrays(name: str, value: object) -> Structure:
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             raise InputError(f"{name} has the keys {list(value)}; return a dict with texts as keys")
-        arrays = {key: _to_arrays(f"{name}[{key!r}]", v, stack) for key, v in value.items()}
-    elif not stack and _is_several(value):
+        arrays = {key: _to_arrays(f"{name}[{key!r}]", v) for key, v in value.items()}
+    elif _is_several(value):
         arrays = tuple(_to_arrays(f"{name}[{i}]", v) for i, v in enumerate(value))
     else:
         return _array(name, value)
@@ -140,14 +135,6 @@ def _array(name: str, value: object) -> np.ndarray:
             )
         texts[i] = item.encode() if isinstance(item, str) else bytes(item)
     return texts.reshape(array.shape)
-
-
-def _unequal_rows(parts: Structure) -> str:
-    (first, of_first), *others = leaves(parts)
-    for name, array in others:
-        if len(array) != len(of_first):
-            return f"{first} has {len(of_first)} rows but {name} has {len(array)}"
-    return ""
 
 
 def _check_targets(name: str, example: Structure) -> Structure:

@@ -91,17 +91,12 @@ def data_set(
         InputError: a split is invalid, or the splits have different types or shapes.
     """
     splits = {split: _user_split(f"{name}: {split}", v) for split, v in user_splits.items()}
-    train_leaves = dict(arrays.leaves(splits["train"].spec))
     for split, other in splits.items():
-        other_leaves = dict(arrays.leaves(other.spec))
-        for leaf in [*train_leaves, *other_leaves]:
-            if train_leaves.get(leaf) != other_leaves.get(leaf):
-                texts = [
-                    f"{name}: {each} {leaf} is {list(spec[leaf].shape)} {spec[leaf].dtype.name}"
-                    if leaf in spec else f"{name}: {each} has no {leaf}"
-                    for each, spec in (("train", train_leaves), (split, other_leaves))
-                ]  # fmt: skip
-                raise InputError(f"{texts[0]}, but {texts[1]}; make them alike")
+        if other.spec != splits["train"].spec:
+            raise InputError(
+                f"{name}: {split} is {arrays.format_spec(other.spec)}, but train is "
+                f"{arrays.format_spec(splits['train'].spec)}; make them alike"
+            )
     num_classes, no_classes = _num_classes(name, splits, num_classes)
     for split, each in splits.items():
         splits[split] = each.checked(f"{name}: {split}", num_classes)
@@ -118,8 +113,8 @@ def _num_classes(
     labels = len(spec) > 1 and is_label(spec[1])
     if num_classes is not None:
         if not isinstance(num_classes, numbers.Integral) or not 1 <= num_classes <= _MAX_CLASSES:
-            most = f", up to {_MAX_CLASSES:,}" if isinstance(num_classes, numbers.Integral) else ""
-            raise InputError(f"{name}: num_classes is {num_classes!r}; return 1 or more{most}")
+            allowed = f"an integer from 1 to {_MAX_CLASSES:,}"
+            raise InputError(f"{name}: num_classes is {num_classes!r}; return {allowed}")
         if not labels:
             raise InputError(
                 f"{name}: num_classes is {num_classes}, but y is not one integer for each example; "
