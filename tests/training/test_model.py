@@ -171,8 +171,8 @@ REFUSED = [
     (f"{__name__}:BUILT", {}, "--model=.*:BUILT is a model, and not the function that returns it"),
     (lambda: None, {}, "--model=.*:.* returned NoneType; a keras.Model is needed"),
     (lambda: layers.Dense(10), {}, "returned Dense; a keras.Model is needed"),
-    (two_inputs, {}, r"cannot take images of shape \(8, 8, 3\) alone .*expects 2 .*input"),
-    (TakesLabels, {}, "cannot take images of shape .* alone .*labels"),
+    (two_inputs, {}, r"cannot take float32 \(8, 8, 3\) .*expects 2 .*input"),
+    (TakesLabels, {}, r"cannot take float32 \(8, 8, 3\) .*labels"),
     (ReturnsNothing, {}, r"outputs of NoneType; logits of shape \(batch, 10\) are needed"),
     (
         lambda: keras.Sequential([layers.Flatten(), layers.Dense(10), Signs()]), {},

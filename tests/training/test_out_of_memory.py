@@ -4,12 +4,9 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tests import tiny
 from tests.runs import command
-from towers.devices import memory
-from towers.errors import InputError, RunError
+from towers.errors import RunError
 from towers.options.run import Options
-from towers.training.run.setup import prepare
 from towers.training.run.tensorflow_errors import out_of_memory, user_facing_errors
 from towers.training.step.train_state import TrainState
 
@@ -87,17 +84,6 @@ def test_arrays_of_python():
     with pytest.raises(RunError, match="out of memory: Unable to all.*the error comes from tests/"):
         with user_facing_errors(Options()):
             raise MemoryError("Unable to allocate 8.00 PiB for an array with shape (2,)")
-
-
-def test_a_batch_beyond_all_memory_is_refused(monkeypatch):
-    options = tiny.options("unused", batch_size=1_000_000)
-    monkeypatch.setattr(memory, "of_host", lambda: 2**20)
-    with pytest.raises(InputError) as error:
-        prepare(options)
-    assert str(error.value) == (
-        "--batch_size=1000000: a batch takes 186.9 MiB, and the memory of 1.0 MiB holds 5349 "
-        "examples"
-    )
 
 
 @pytest.mark.run

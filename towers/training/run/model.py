@@ -29,6 +29,7 @@ def build_for(
     x: Any,
     image_shape: Sequence[int] | None = None,
     exact: bool = False,
+    no_classes: str = "",
 ) -> keras.Model:
     """Build the model of a run, its variables on the CPU.
 
@@ -39,6 +40,7 @@ def build_for(
         image_shape: (height, width, channels) of a stored image; the function is given that of
             the model's inputs, if it takes it.
         exact: whether, with float64, layers of another floating type compute in float64, too.
+        no_classes: why integer targets are no classes, if so; see `Data`.
 
     Returns:
         A Keras model, built unless it has no `call`.
@@ -58,7 +60,7 @@ def build_for(
     from_data: dict[str, Any] = {"num_classes": num_classes} if num_classes else {}
     if image_shape is not None:
         from_data["image_shape"] = tuple(x.shape)
-    arguments = _arguments(function, name, from_data, options.model_keywords())
+    arguments = _arguments(function, name, from_data, options.model_keywords(), no_classes)
     keras.utils.set_random_seed(options.seed)
     with contextlib.ExitStack() as stack:
         stack.callback(keras.config.set_dtype_policy, keras.config.dtype_policy())
@@ -108,15 +110,10 @@ def check_classifier(
             f"--model={name} has a train_step of its own, and is not compiled: call its compile in "
             f"{name.rpartition(':')[2]}"
         )
-    if no_classes:
-        raise InputError(
-            f"{no_classes}; or, where targets are no classes, type --loss=mean_squared_error or "
-            f"return the model of {name} compiled"
-        )
     if not num_classes:
+        reason = no_classes or "the targets are not classes, one whole number for each example"
         raise InputError(
-            f"--model={name} is not compiled, so it is a classifier, and the targets of the data "
-            "set are no classes (one whole number for each example): type --loss=..., such as "
+            f"--model={name} is not compiled, so it is a classifier, and {reason}: type "
             "--loss=mean_squared_error, or return the model compiled"
         )
     outputs = _call_on(model, name, x)
@@ -233,7 +230,9 @@ def check_data(
         )
 
 
-def _arguments(function: Callable, name: str, from_data: dict, keywords: dict) -> dict[str, Any]:
+def _arguments(
+    function: Callable, name: str, from_data: dict, keywords: dict, no_classes: str
+) -> dict[str, Any]:
     """Return the arguments in `from_data` that `function` takes, and all `keywords`."""
     signature = inspect.signature(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
@@ -245,10 +244,12 @@ def _arguments(function: Callable, name: str, from_data: dict, keywords: dict) -
         signature.bind(**arguments)
     except TypeError as error:
         if "'num_classes'" in str(error):
+            reason = no_classes or (
+                "the targets are not classes, whole numbers from 0: convert them by "
+                "y.astype('int32'), or one-hot rows by y.argmax(-1)"
+            )
             raise InputError(
-                f"{name} takes num_classes, but the targets of these data are no classes, which "
-                "are whole numbers from 0: make them such, arrays by y.astype('int32'), one-hot "
-                "ones by y.argmax(-1); or take num_classes out of the function "
+                f"{name} takes num_classes, and {reason}; or remove num_classes from the function "
                 "and type --loss=mean_squared_error"
             ) from None
         if "'image_shape'" in str(error) and "image_shape" not in from_data:
@@ -294,14 +295,9 @@ def _call_on(model: keras.Model, name: str, x: Any) -> Any:
         takes = "training" in inspect.signature(model.call).parameters
         return model(batch, training=False) if takes else model(batch)
     except (ValueError, TypeError, NotImplementedError, tf.errors.OpError) as error:
-        if not isinstance(x, tf.TensorSpec):
-            shapes = tf.nest.map_structure(lambda s: f"{s.dtype.name} {s.shape}", x)
-            example = f"inputs {shapes}"
-        elif x.shape.rank == 3:
-            example = f"images of shape {tuple(x.shape)} alone "
-            example += "(its function may take image_shape as an argument)"
-        else:
-            example = f"{x.dtype.name} of shape {tuple(x.shape)}"
+        example = tf.nest.map_structure(lambda s: f"{s.dtype.name} {s.shape}", x)
+        if isinstance(x, tf.TensorSpec) and x.shape.rank == 3:
+            example += " (its function may take image_shape as an argument)"
         # Keep the one sentence of Keras' message that names the reason.
         message = re.sub(r"\x1b\[\d*m", "", str(error)).split("\n\nArguments received")[0]
         parts = [part for part in message.split("\n\n") if part.strip()]

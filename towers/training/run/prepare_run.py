@@ -12,7 +12,7 @@ from towers import devices, files
 from towers.builder import exactness_checks
 from towers.builder.device_types import are_gpus
 from towers.errors import InputError
-from towers.formatting import count, first_of
+from towers.formatting import count
 from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement, short_device_name
 from towers.monitoring import dashboard
@@ -128,11 +128,6 @@ def begin(
     # written, or a full disk, is found now and not after an hour.
     if options.overwrite and (aside := files.move_aside(folder)):
         say(f"moved aside {folder} to {aside}")
-    elif restored is None and (names := files.foreign_names(folder)):
-        say(
-            f"note        {folder} also holds {first_of(names)}, which a later --overwrite "
-            "moves aside with the run"
-        )
     with contextlib.suppress(OSError):  # saving the checkpoint raises a better message
         folder.mkdir(parents=True, exist_ok=True)
     lock.take(folder)

@@ -34,7 +34,6 @@ def run_summary(run: RunContext) -> list[str]:
         f"data        {run.data.name}: {size} training examples per epoch, {held}"
         f"{run.data.test.size} test; {size / options.batch_size:.1f} steps per epoch",
         *run.data.notes,
-        *_small_data(run),
         *augment.describe(run.data, options.augment, dtype),
         f"model       {options.model}({options.model_args}): {weights} trainable weights",
         f"task        {run.task.describe()}",
@@ -55,36 +54,13 @@ def run_summary(run: RunContext) -> list[str]:
     ]
 
 
-def _small_data(run: RunContext) -> list[str]:
-    """Return advice if a batch is more than the training set."""
-    size, batch_size = run.data.train.size, run.options.batch_size
-    if batch_size <= size:
-        return []
-    return [
-        f"note        --batch_size={batch_size}, and there are {count(size, 'training example')}: "
-        f"each step is {batch_size / size:.3g} epochs; type --batch_size={max(1, size // 4)}, say"
-    ]
-
-
 def _length(run: RunContext) -> str:
     """Return the length of the run, and why it differs from the requested epochs, if so."""
-    timetable, size, batch = run.timetable(), run.data.train.size, run.options.batch_size
-    last = timetable.last_step
-    seen = timetable.examples(last)
-    line = f"{count(last, 'step')}, {count(seen, 'example')}, {_epochs(f'{seen / size:.4g}')}"
-    if seen <= run.total_examples:
-        whole = f"{run.total_epochs:g}"
-        return line if seen == run.total_examples else f"{line} of {whole}: --max_steps comes first"
-    whole = _epochs(f"{run.total_epochs:g}")
-    verb = "are" if whole.endswith("s") else "is"
-    line += f": {whole} {verb} {run.total_examples}, and all batches are full"
-    if not size % batch:
+    timetable, size = run.timetable(), run.data.train.size
+    seen = timetable.examples(timetable.last_step)
+    line = f"{count(timetable.last_step, 'step')}, {count(seen, 'example')}, "
+    line += f"{seen / size:.4g} epochs"
+    if seen == run.total_examples:
         return line
-    return (
-        f"{line}, also where one epoch ends and the next begins (`fit` makes "
-        f"{count(-(-size // batch), 'step')} an epoch, the last of {size % batch})"
-    )
-
-
-def _epochs(number: str) -> str:
-    return f"{number} epoch" if number == "1" else f"{number} epochs"
+    why = "--max_steps comes first" if seen < run.total_examples else "all batches are full"
+    return f"{line} instead of {run.total_epochs:g}: {why}"

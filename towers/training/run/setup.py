@@ -16,7 +16,7 @@ from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split, augment
 from towers.data.device_cache import DeviceCache, cache_on_devices
-from towers.devices import memory, remote, selection
+from towers.devices import remote, selection
 from towers.errors import InputError
 from towers.options.parts import DueOptions, StepOptions
 from towers.options.run import Options
@@ -230,7 +230,6 @@ def assemble(
             task = Classifier(builder, network, of_step, dataset, loss_scaling, reports)
         task.objective()  # raises InputError for a metric that does not exist
     _check_validation(options, dataset)
-    _check_batch(options, dataset)
     size = dataset.train.size
     total_epochs = options.num_epochs or DEFAULT_EPOCHS
     total_examples = max(round(total_epochs * size), 1)
@@ -272,22 +271,14 @@ def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, O
         )
     # "auto" depends on whether the model is compiled; the image shape does not.
     kind = augment.resolve(options.augment, dataset, compiled=False)
-    try:
-        network = model.build_for(
-            dataclasses.replace(options, augment=kind),
-            num_classes=dataset.num_classes,
-            x=dataset.spec[0],
-            image_shape=dataset.image_shape,
-            exact=exact,
-        )
-    except InputError as error:
-        if dataset.no_classes and "num_classes" in str(error):  # a required argument
-            raise InputError(
-                f"{options.model} takes num_classes, and {dataset.no_classes}; or, where targets "
-                "are no classes, take num_classes out of the function and type "
-                "--loss=mean_squared_error"
-            ) from None
-        raise
+    network = model.build_for(
+        dataclasses.replace(options, augment=kind),
+        num_classes=dataset.num_classes,
+        x=dataset.spec[0],
+        image_shape=dataset.image_shape,
+        exact=exact,
+        no_classes=dataset.no_classes,
+    )
     if network.compiled:
         compile_from_flags.refuse_overridden(options)
         kind = augment.resolve(options.augment, dataset, compiled=True)
@@ -306,18 +297,6 @@ def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, O
         for output in getattr(network, "outputs", None) or []:
             check_rows(output)
     return network, dataclasses.replace(options, augment=kind)
-
-
-def _check_batch(options: Options, dataset: Data) -> None:
-    """Raise InputError for a batch that is larger than the host's memory."""
-    leaves = tf.nest.flatten(dataset.spec)
-    each = sum(leaf.shape.num_elements() * (leaf.dtype.size or 1) for leaf in leaves)
-    needed, there = options.batch_size * each, memory.of_host()
-    if needed > there:
-        raise InputError(
-            f"--batch_size={options.batch_size}: a batch takes {memory.in_words(needed)}, and the "
-            f"memory of {memory.in_words(there)} holds {there // each} examples"
-        )
 
 
 def _check_validation(options: Options, dataset: Data) -> None:
