@@ -126,9 +126,7 @@ def test_a_signal_may_save_while_the_thread_of_another_save_starts(tmp_path, mon
     assert [step for step, _ in find(tmp_path)] == [1, 2]
 
 
-def test_what_dead_processes_left_is_cleared_and_a_whole_checkpoint_gets_its_name(
-    undisturbed, tmp_path
-):
+def test_what_dead_processes_left_is_cleared(undisturbed, tmp_path):
     run = Path(shutil.copytree(undisturbed, tmp_path / "run"))
     folder = run / "checkpoints"
     for part in "data-00000-of-00001", "index":  # a kill came just before the renaming
@@ -151,17 +149,16 @@ def test_a_newest_checkpoint_that_cannot_be_read_is_passed_over_by_training_alon
     undisturbed, tmp_path, capsys
 ):
     run = Path(shutil.copytree(undisturbed, tmp_path / "run"))
-    for suffix in "index", "data-00000-of-00001":  # it has another step's name
-        (run / f"checkpoints/ckpt-8.{suffix}").rename(run / f"checkpoints/ckpt-13.{suffix}")
-    said = "ckpt-13 cannot be read (it is that of step 8: name its files ckpt-8)"
-    for verb in "evaluate", "export":  # whose results would be taken for those of step 13
+    (run / "checkpoints/ckpt-12.index").write_bytes(b"half")
+    said = "ckpt-12 cannot be read ("
+    for verb in "evaluate", "export":  # whose results would be taken for those of step 12
         more = [f"--output={tmp_path}/x.keras"] if verb == "export" else []
         code, out, err = runs.command(capsys, verb, f"--train_dir={run}", *more)
         assert (code, out) == (2, "") and said in err and "--step" not in err
-    with pytest.raises(InputError, match=r"ckpt-13 cannot be read.*towers.load\(..., step="):
+    with pytest.raises(InputError, match=r"ckpt-12 cannot be read.*towers.load\(..., step="):
         towers.load(run)
     runs.assert_has(towers.load(run, step=10), run, 10)
     train(tiny.options(run, **STEPS | dict(max_steps=14)))
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(f"{said}: passed over")
+    assert said in line and line.endswith("): passed over")
     assert tiny.saved_steps(run)[-1] == 14

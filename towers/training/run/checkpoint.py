@@ -24,9 +24,7 @@ from towers.formatting import first_line
 Found = TypeVar("Found")
 Snapshot = Mapping[str, tf.Tensor]  # values of variables, by name
 _KEY_ENDING = "/.ATTRIBUTES/VARIABLE_VALUE"
-_FILE_KINDS = "data-00000-of-00001", "index"  # of a checkpoint, in the order of their writing
-_DATA_FILE = r"ckpt-(\d+)\.data-.*"
-_TEMPORARY_INDEX = r"(\.ckpt-(\d+)\.\d+)\.index"  # of a complete checkpoint
+_FILE_KINDS = "data-00000-of-00001", "index"  # of a checkpoint, in the order of their renaming
 
 
 def find(directory: Path) -> list[tuple[int, str]]:
@@ -52,15 +50,11 @@ def _matches(directory: Path, pattern: str) -> list[re.Match]:
 
 
 def tidy(directory: Path) -> None:
-    """Finish complete checkpoints of killed processes; delete their other files."""
+    """Delete what killed processes left half-written; the caller holds the lock."""
     with contextlib.suppress(OSError):
         there = dict(find(directory))
-        for match in _matches(directory, _TEMPORARY_INDEX):
-            if int(match[2]) not in there:
-                _rename(Path(directory), match[1], int(match[2]))
-        there = dict(find(directory))
-        for match in _matches(directory, _DATA_FILE):
-            if int(match[1]) < max(there, default=0) and int(match[1]) not in there:
+        for match in _matches(directory, r"ckpt-(\d+)\.data-.*"):
+            if int(match[1]) not in there:
                 Path(directory, match[0]).unlink()
     files.clear_leftovers(Path(directory))
 
@@ -146,46 +140,30 @@ def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, A
                 shape_and_slices=[""] * len(named),
                 tensors=[tf.convert_to_tensor(value) for value in named.values()],
             )
-            for part in _FILE_KINDS:
-                files.flush(f"{folder}/{temporary}.{part}")
+            for kind in _FILE_KINDS:
+                files.flush(f"{folder}/{temporary}.{kind}")
             there = tf.train.load_checkpoint(f"{folder}/{temporary}").get_variable_to_shape_map()
             if there.keys() != named.keys():
                 raise OSError(errno.EIO, "what was written is not what is read")
-            _rename(Path(folder), temporary, step)
+            Path(folder, f"ckpt-{step}.index").unlink(missing_ok=True)  # it would be of other data
+            for kind in _FILE_KINDS:
+                os.rename(f"{folder}/{temporary}.{kind}", f"{folder}/ckpt-{step}.{kind}")
         except BaseException:
             for path in Path(folder).glob(f"{temporary}.*"):
                 path.unlink()
             raise
-
-
-def _rename(folder: Path, temporary: str, step: int) -> None:
-    """Give a complete checkpoint its name; `tidy` finishes this after a kill."""
-    data, index = (folder / f"{temporary}.{part}" for part in _FILE_KINDS)
-    (folder / f"ckpt-{step}.index").unlink(missing_ok=True)  # it would be of other data
-    if data.exists():
-        data.rename(folder / f"ckpt-{step}.{_FILE_KINDS[0]}")
-    index.rename(folder / f"ckpt-{step}.{_FILE_KINDS[1]}")
-    with contextlib.suppress(OSError):  # not every file system can flush a folder
-        files.flush(folder)
+        with contextlib.suppress(OSError):  # not every file system can flush a folder
+            files.flush(folder)
 
 
 @contextlib.contextmanager
 def open_reader(prefix: str) -> Iterator[Any]:
-    """Yield TensorFlow's reader of a checkpoint in a folder of any name.
-
-    Raises:
-        ValueError: it is of another step than its name says.
-        Exception: of any kind, if it is damaged.
-    """
+    """Yield TensorFlow's reader of a checkpoint; raise an error of any kind if it is damaged."""
     path = Path(prefix)
     with _literal_path(path.parent) as folder:
         reader = tf.train.load_checkpoint(f"{folder}/{path.name}")
         if reader.has_tensor(tf_internals.OBJECT_GRAPH):
             reader.get_tensor(tf_internals.OBJECT_GRAPH)  # tf.train.Checkpoint needs it
-        if reader.has_tensor(key := _key_of("variables", "step")):
-            step = int(reader.get_tensor(key))
-            if path.name != f"ckpt-{step}":
-                raise ValueError(f"it is that of step {step}: name its files ckpt-{step}")
         yield reader
 
 

@@ -142,17 +142,12 @@ def prepare(options: Options) -> RunContext:
         InputError: a device, the data or the model cannot be had as the options say.
         RunError: the data set cannot be read, or a GPU does not compute.
     """
-    return assemble(options, *find(options))
-
-
-def find(options: Options) -> tuple[list[str], Data]:
-    """Return the towers' devices and the data set; raises what `prepare` raises."""
     tf_internals.refuse_fork()
     devices.configure(**dataclasses.asdict(options.gpu_options()))
     if selection.asks_for_cpus(options.devices):
         devices.hide_gpus()
     devices.try_out()
-    return tower_devices(options), load_data(options)
+    return assemble(options, tower_devices(options), load_data(options))
 
 
 def tower_devices(options: Options) -> list[str]:
