@@ -16,8 +16,6 @@ run:
 """
 
 import contextlib
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -42,7 +40,6 @@ from towers.builder.sharding import Slice, check_devices, is_split
 from towers.builder.sync import SyncGroup
 from towers.builder.variable_aggregation import assign_once
 
-_PATIENCE_SECONDS = 10.0
 _CACHE_SIZE = 4  # analyses: a training and its evaluation have a few functions
 _NUM_CHECKED = 8  # analyses that are not checked again
 
@@ -98,7 +95,7 @@ class ReplicaContext:
             scope = stack.enter_context(ReplicaScope(self.own, self.device, prefetch=prefetch))
             moments = self._replicas.moments
             stack.enter_context(batch_norm.over_all_towers(self._sync, moments, self.device))
-            stack.enter_context(tf_internals.inline_functions(xla.read_outside))
+            stack.enter_context(tf_internals.inline_functions())
             stack.enter_context(integers_on(self.device))
             if self.own is not None:
                 stack.enter_context(variables_refused())
@@ -306,25 +303,12 @@ class AnalysisCache:
         )
         analysis = next(same, None)
         if analysis is None:
-            line = "waiting     the model is tried on a few examples, before its towers are made"
-            options = {"file": sys.stderr, "flush": True}
-            timer = threading.Timer(_PATIENCE_SECONDS, print, [line], options)
-            timer.daemon = True
-            timer.start()
-            try:
-                analysis = analyze(fn, batch)
-            finally:
-                timer.cancel()
+            analysis = analyze(fn, batch)
             # What the function sets itself, as a counter, says nothing of its next call.
             places = analysis.trace.attributes if analysis.trace else ()
             own = {(id(namespace.owner), name) for namespace, name in places}
             own |= {key for key, _ in state.items() ^ simple_values(reached_by(fn)).items()}
-            own |= {key[:-1] for key in own if isinstance(key[-1], int)}  # of a list all
-
-            def is_own(key: tuple) -> bool:
-                return any(key[:depth] in own for depth in range(2, len(key) + 1))
-
-            known = {key: value for key, value in state.items() if not is_own(key)}
+            known = {key: value for key, value in state.items() if key not in own}
             self._cache = [(parts, known, analysis), *self._cache[: _CACHE_SIZE - 1]]
         if not silent:
             self.warn(analysis.warnings)
