@@ -74,7 +74,6 @@ def test_a_folder_and_arrays_on_any_towers_as_csv_and_json(run, files, capsys):
     argv = top / "photos", top / "x.npz", "--averages"
     code, out, err = predict(capsys, run, *argv, "--num_towers=1")
     assert code == 0 and "step 4, averages, 11 examples, 1 tower\n" in err
-    assert f"note: {top}/photos: not read {top}/photos/notes.txt, of other endings\n" in err
     expected = chances(run, images[[0, 1, 2, 3, *range(7)]], averages=True)
     places = [(f"photos/{name}", 0) for name in PHOTOS] + [("x.npz", i) for i in range(7)]
     for found, (name, index), row in zip(rows_of(out), places, expected, strict=True):

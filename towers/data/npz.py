@@ -2,8 +2,8 @@
 
     np.savez("mine.npz", x_train=..., y_train=..., x_test=..., y_test=...)
 
-Further keys are x_val and y_val (or x_validation ...), w_train (or sample_weight_train ...) for
-sample weights, and x_train.NAME or x_train/NAME for several inputs or outputs. Without a test set,
+Further keys are x_val and y_val, w_train for sample weights, and x_train.NAME for several inputs or
+outputs. Without a test set,
 x and y are enough. Pickled objects are not read.
 """
 
@@ -12,7 +12,6 @@ import re
 import numpy as np
 
 from towers.data import user_data
-from towers.data.arrays import EXAMPLE_PARTS
 from towers.data.pipeline import Data
 from towers.errors import InputError
 from towers.formatting import reason_of
@@ -22,7 +21,7 @@ _EXPECTED = (
     "expected are x_train, y_train, x_test, y_test, or x and y alone; x_val, w_train (sample "
     "weights) and x_train.NAME (several inputs) where there are such"
 )
-_KEY = re.compile(r"(x|y|w|sample_weight)(?:_(train|val|validation|test))?(?:[./](.+))?")
+_KEY = re.compile(r"([xyw])(?:_(train|val|test))?(?:\.(.+))?")
 _SPLITS = {None: "train", "val": "validation"}
 
 
@@ -46,16 +45,16 @@ def load(dataset: str, path: str) -> Data:
             raise refused
         part, split, name = match.groups()
         of_split = splits.setdefault(_SPLITS.get(split, split), {})
-        of_part = of_split.setdefault("sample_weight" if part == "w" else part, {})
-        if name in of_part or (of_part and None in {name, *of_part}):  # x_val and x_validation
+        of_part = of_split.setdefault(part, {})
+        if name in of_part or (of_part and None in {name, *of_part}):  # x and x_train
             raise refused
         of_part[name] = array
     examples = {}
     for split, parts in splits.items():
-        names = EXAMPLE_PARTS[: len(parts)]
-        if set(names) != set(parts):  # y without x
+        if set(parts) != set("xyw"[: len(parts)]):  # y without x
             raise refused
-        examples[split] = tuple(parts[name].get(None, parts[name]) for name in names)
+        ordered = [parts[name] for name in "xyw"[: len(parts)]]
+        examples[split] = tuple(arrays.get(None, arrays) for arrays in ordered)
     if "train" not in examples:
         raise refused
     return user_data.data_set(dataset, examples)

@@ -2,9 +2,11 @@
 
 import csv
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -41,7 +43,7 @@ def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
     devices.try_out()
     builder = TowerBuilder(tower_devices(run_options))
     trained = load_run(run_options, averages=options.averages)
-    parts = inputs.find(options.files, trained, say)
+    parts = inputs.find(options.files, trained)
     num = sum(part.size for part in parts)
     for line in devices.report(builder.devices):
         say(line)
@@ -71,15 +73,19 @@ def _rows(
     def predict(x: Any) -> Any:
         return builder.concat(on_tower, x)
 
-    def filled(array: np.ndarray) -> tf.Tensor:
-        rest = np.zeros([batch_size - len(array), *array.shape[1:]], array.dtype)
+    def stacked(*rows: np.ndarray) -> tf.Tensor:
+        rest = [np.zeros_like(rows[0])] * (batch_size - len(rows))
         with tf.device("/cpu:0"):
-            return tf.constant(np.concatenate([array, rest]))
+            return tf.constant(np.stack([*rows, *rest]))
 
-    for rows, examples in inputs.batches(parts, batch_size):
-        outputs = _by_name(trained.model, predict(tf.nest.map_structure(filled, examples)))
-        for i, (file, index) in enumerate(rows):
-            yield file, index, {name: array[i] for name, array in outputs.items()}
+    places = ((part, index) for part in parts for index in range(part.size))
+    with ThreadPoolExecutor() as pool:
+        while batch := list(itertools.islice(places, batch_size)):
+            examples = pool.map(lambda place: place[0].read(place[1]), batch)
+            x = tf.nest.map_structure(stacked, *examples)
+            outputs = _by_name(trained.model, predict(x))
+            for i, (part, index) in enumerate(batch):
+                yield part.file, index, {name: array[i] for name, array in outputs.items()}
 
 
 def _by_name(model: Any, outputs: Any) -> dict[str, np.ndarray]:

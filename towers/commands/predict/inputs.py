@@ -1,8 +1,7 @@
-"""Reads the user's files as batches of examples."""
+"""Finds the user's files, and reads their examples."""
 
-import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -14,10 +13,8 @@ from towers.data import npz
 from towers.data.folder import ENDINGS as IMAGES
 from towers.data.folder import images_below, read_image
 from towers.errors import InputError
-from towers.formatting import first_of, reason_of
+from towers.formatting import reason_of
 from towers.training.load import TrainedModel
-
-_NUM_THREADS = os.cpu_count() or 1
 
 
 class InputFile(NamedTuple):
@@ -29,50 +26,26 @@ class InputFile(NamedTuple):
     note: str = ""  # on an image that was resized
 
 
-def find(
-    names: Sequence[str], trained: TrainedModel, say: Callable[[str], object] = print
-) -> list[InputFile]:
+def find(names: Sequence[str], trained: TrainedModel) -> list[InputFile]:
     """Return the files; each is read once, so that damage is found early.
 
     Args:
         names: files, and folders, which stand for all images below them.
         trained: the model that is to take the examples.
-        say: called with a line for each folder that has files of other kinds.
 
     Raises:
         InputError: a file does not exist, is damaged, or does not fit the model.
     """
-    paths, notes = [], []
+    paths = []
     for name in names:
         if not os.path.exists(name):
             raise InputError(f"{name}: there is no such file or folder")
-        others: list[str] = []
-        images = images_below(name, others) if os.path.isdir(name) else [name]
-        if others:
-            notes.append(f"note: {name}: not read {first_of(sorted(others), 3)}, of other endings")
-        if not images:
+        found = images_below(name) if os.path.isdir(name) else [name]
+        if not found:
             raise InputError(f"{name} has no images ({', '.join(IMAGES)})")
-        paths += images
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        parts = list(pool.map(lambda path: _part(path, trained), paths))
-    for note in notes:  # after whatever may be refused
-        say(note)
-    return parts
-
-
-def batches(parts: Sequence[InputFile], batch_size: int) -> Iterator[tuple[list[tuple], Any]]:
-    """Yield [(file, row in the file)] and these examples, in order.
-
-    Args:
-        parts: the files.
-        batch_size: examples at a time; the last batch may have fewer.
-    """
-    rows = ((part, row) for part in parts for row in range(part.size))
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        while batch := list(itertools.islice(rows, batch_size)):
-            examples = pool.map(lambda place: place[0].read(place[1]), batch)
-            arrays = tf.nest.map_structure(lambda *rows: np.stack(rows), *examples)
-            yield [(part.file, row) for part, row in batch], arrays
+        paths += found
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda path: _part(path, trained), paths))
 
 
 def _part(path: str, trained: TrainedModel) -> InputFile:
@@ -106,7 +79,6 @@ def _named_arrays(path: str, spec: Any) -> list[np.ndarray]:
     found, arrays = [], npz.read(path, path)
     for name in _leaf_names(spec):
         keys = [f"{x}.{name}".rstrip(".") for x in ("x", "x_test")]
-        keys += [key.replace(".", "/", 1) for key in keys]
         key = next((key for key in keys if key in arrays), None)
         if key is None:
             raise InputError(f"{path} has {', '.join(arrays)}, and no {keys[0]}: {_takes(spec)}")
