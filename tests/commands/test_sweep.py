@@ -277,7 +277,7 @@ def test_a_run_gets_its_gpus(folder, monkeypatch, argv, shares):
         ("--parallel=2 --num_towers=3", "a run needs 3 of the 4 visible GPUs for itself"),
         ("--num_towers=5", "--num_towers=5: a run needs 5 of the 4 visible GPUs"),
         ("--parallel=2 --visible_gpus=1", "needs 1 of the 1 visible GPUs for itself and gets 0"),
-        ("--parallel=2 --visible_gpus=7", "there is no GPU 7"),
+        ("--parallel=2 --visible_gpus=7", "no GPU is named 7"),
         ("--parallel=2 --vary=visible_gpus:0;1", "--vary=visible_gpus"),
     ],
 )

@@ -75,34 +75,22 @@ def test_others_are_hidden_and_quotes_are_taken_off(asked, before, after):
 
 
 @pytest.mark.parametrize(
-    "asked, driver, value, says",
+    "asked, driver, value, remedy",
     [
-        ("0", [], None, "there is no GPU 0; no NVIDIA driver answers here: leave the flag out"),
-        ("0,7", DRIVER[:2], None,
-         "there is no GPU 7; the driver has 0 (A100), 1 (A100): type --vis"),
-        ("1", DRIVER, "0,2",
-         "GPU 1 is hidden by CUDA_VISIBLE_DEVICES=0,2, which leaves 0,2: type unset CUDA_VISIB"),
-        ("1", DRIVER, "", "which leaves none:"),
-        ("GPU-9", DRIVER[:1], None,
-         "there is no GPU GPU-9; the driver has 0 (A100): type --visible"),
-        ("1", PARTS, None, "1 may be MIG-a (unreadable), MIG-b (unreadable): type one of them"),
-        ("0,MIG-b", PARTS, None, "and nothing beside it: type --visible_gpus=MIG-b"),
+        ("0", [], None, "see towers doctor"),
+        ("0,7", DRIVER[:2], None, "choose from --visible_gpus=0,1"),
+        ("1", DRIVER, "0,2", "with CUDA_VISIBLE_DEVICES=0,2; choose from --visible_gpus=0,2"),
+        ("1", DRIVER, "", "see towers doctor"),
+        ("GPU-9", DRIVER[:1], None, "choose from --visible_gpus=0"),
+        ("1", PARTS, None, "choose from --visible_gpus=0,MIG-a,MIG-b"),  # two have that number
+        ("0,MIG-b", PARTS, None, "choose one of them"),
     ],
-)  # fmt: skip
-def test_a_gpu_that_cannot_be_seen(asked, driver, value, says):
+)
+def test_a_gpu_that_cannot_be_seen(asked, driver, value, remedy):
     environ = variable(value)
-    with pytest.raises(InputError, match=f"^--visible_gpus={asked}: ") as error:
+    with pytest.raises(InputError, match=f"^--visible_gpus={asked}: .*{remedy}$"):
         cuda_visible_devices.set_visible(GpuOptions(visible_gpus=asked), driver, environ)
-    assert says in str(error.value)
     assert environ == variable(value) | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-
-
-def test_a_session_sees_only_the_part_that_cuda_shows():
-    options = GpuOptions(visible_gpus="MIG-b")
-    shown = visible_in(variable("MIG-b"), PARTS)
-    assert cuda_visible_devices.choose(options, PARTS, variable("MIG-b"), shown) == shown
-    with pytest.raises(InputError, match="here MIG-a .*: type export CUDA_VISIBLE_DEVICES=MIG-b$"):
-        cuda_visible_devices.choose(options, PARTS, {}, visible_in({}, PARTS))
 
 
 # ---------------------------------------------------------------------------- TensorFlow's choice

@@ -21,8 +21,8 @@ SHARED = Card(total_mib=10000, free_mib=4000, holders=((17, "python", 6000),))
 HALF = {"per_process_gpu_memory_fraction": 0.5}
 ALL = {"per_process_gpu_memory_fraction": 1}
 THREADS = "threads     TF_GPU_THREAD_MODE=gpu_private"
-TF32 = "precision   TF32 is {}: float32 products are of {} bits of their factors{}".format
-TF32_ON, TF32_OFF = TF32("on", 10, "; --tf32=false for all 23"), TF32("off", "all 23", "")
+TF32_ON = "precision   TF32 is on: float32 products use 10 of 23 bits, --tf32=false all of them"
+TF32_OFF = "precision   TF32 is off"
 NO_GPU = "memory      no GPU here: --{} has nothing to act on"
 
 
@@ -75,28 +75,25 @@ def test_what_is_set_is_read_back(install, cards, options, limits, lines):
 
 
 @pytest.mark.parametrize(
-    "cards, options, says",
+    "cards, options, says, remedy",
     [
-        ([A100, SMALL, A100], {"visible_gpus": "1,2"},
-         "--visible_gpus=1,2: TensorFlow does not list GPU 1 (NVIDIA T400); its CUDA libraries"),
-        ([], {"visible_gpus": "0"}, "--visible_gpus=0: there is no GPU 0; no NVIDIA"),
-        ([A100, LIMITED], {"gpu_memory_limit_mib": 10001},
-         "GPU 1 (NVIDIA A100) has 9900 of 10000 MiB free, 10001 are needed: ask for less"),
-        ([A100, SILENT], HALF, "--per_process_gpu_memory_fraction=0.5 is of the total memory, "
-         "which the driver (NVML) does not tell here: type --gpu_memory_limit_mib=4096"),
-        ([SHARED, A100], HALF, "GPU 0 (NVIDIA A100) has 4000 of 10000 MiB free, 5000 are needed: "
-         "python (pid 17, 6000 MiB) holds the rest"),
+        ([A100, SMALL, A100], {"visible_gpus": "1,2"}, "GPU 1 (NVIDIA T400)", "and-cuda"),
+        ([], {"visible_gpus": "0"}, "--visible_gpus=0", "towers doctor"),
+        ([A100, LIMITED], {"gpu_memory_limit_mib": 10001}, "GPU 1 (NVIDIA A100)", "ask for less"),
+        ([A100, SILENT], HALF, "memory_fraction=0.5", "--gpu_memory_limit_mib=4096"),
+        ([SHARED, A100], HALF, "python (pid 17, 6000 MiB)", "--visible_gpus=1"),
+        ([A100, FULL, A100, FULL], {}, "GPU 1 (NVIDIA A100) has 1000 of 40960 MiB free: python "
+         "(pid 17, 39000 MiB), blender (pid 18) holds the rest", "--visible_gpus=0,2"),
+        ([replace(FULL, holders=())], {}, "another process", "--visible_gpus=none"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_had_is_refused_and_nothing_is_set_by_halves(install, cards, options, says):
+def test_what_cannot_be_had_is_refused_and_nothing_is_set_by_halves(
+    install, cards, options, says, remedy
+):
     machine = install(*cards, driver=bool(cards))
-    assert refusal(**options).startswith(says)
+    message = refusal(**options)
+    assert says in message and remedy in message
     assert set(machine.limits_mib) <= {None}
-    machine = install(*cards, driver=bool(cards))
-    gpus.configure(gpu_memory_limit_mib=4000)
-    assert machine.limits_mib == [[4000] for card in cards if card.listed]
-    install(*cards, driver=bool(cards))
-    gpus.configure()
 
 
 def test_a_part_has_its_own_memory_and_name(install):
@@ -112,22 +109,13 @@ def test_a_part_has_its_own_memory_and_name(install):
 # ---------------------------------------------------------------------------- A full GPU
 
 
-def test_a_full_gpu_names_who_fills_it_and_another_unless_it_is_not_used(install, monkeypatch):
+def test_a_full_gpu_that_is_not_used_is_no_error(install, monkeypatch):
     install(A100, FULL)
     gpus.configure(visible_gpus="0")
     install(A100, replace(FULL, name="T400", listed=False))
     gpus.configure()
     started(install(FULL))  # it is this process that fills it
     gpus.configure()
-    install(A100, FULL, A100, FULL)
-    assert refusal() == (
-        "GPU 1 (NVIDIA A100) has 1000 of 40960 MiB free: python (pid 17, 39000 MiB), "
-        "blender (pid 18) holds the rest; choose others with --visible_gpus=0,2"
-    )
-    install(replace(FULL, holders=()))
-    assert refusal().endswith(
-        "MiB free: another process holds the rest; choose others with --visible_gpus=none"
-    )
     install(A100, FULL, A100)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     assert refusal(visible_gpus="1").endswith("choose others with --visible_gpus=2")
@@ -208,8 +196,9 @@ def test_tf32_is_told_and_switched(install, tf32, monkeypatch):
     tf32(False)  # by the program: it stays
     gpus.configure()
     assert gpus.precision() == [TF32_OFF]
+    tf32(True)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    assert gpus.precision() == ["precision   TF32 is off, by NVIDIA_TF32_OVERRIDE=0"]
+    assert gpus.precision() == [TF32_OFF]
     for cards in [replace(SMALL, listed=True)], []:  # of 7.5; none
         install(*cards)
         assert gpus.precision() == []
@@ -275,73 +264,43 @@ def test_each_gpu_is_tried_out_before_it_is_used(install, monkeypatch):
     machine = install(A100, A100, A100)
     machine.hidden = [1]
     gpus.try_out()
+    assert asked == [["/gpu:0", "/gpu:2"]]
+    found["errors"]["/gpu:2"] = "off by 0.3"
+    with pytest.raises(RunError, match="^/gpu:2: off by 0.3; leave it out with --visible_gpus"):
+        gpus.try_out()
+    found = "was ended by SIGABRT: bad ptx"
+    with pytest.raises(RunError, match="was ended by SIGABRT: bad ptx; type towers doctor$"):
+        gpus.try_out()
     machine.started = True
     gpus.try_out()  # its memory is this process' by now
-    assert asked == [["/gpu:0", "/gpu:2"]]
-
-
-@pytest.mark.parametrize(
-    "found, message",
-    [
-        ("was ended by SIGABRT: bad ptx", "the GPUs cannot be used: the probe was ended by SIGAB"),
-        ({"errors": {"/gpu:0": None, "/gpu:1": "off by 0.3"}}, "/gpu:1: off by 0.3; leave"),
-    ],
-)  # fmt: skip
-def test_a_gpu_that_does_not_compute_is_told_in_one_line(install, monkeypatch, found, message):
-    install(A100, A100)
-    monkeypatch.setattr(gpus.self_test, "run_probe", lambda devices: found)
-    with pytest.raises(RunError) as error:
-        gpus.try_out()
-    assert str(error.value).startswith(message) and str(error.value).endswith("type towers doctor")
 
 
 # ------------------------------------ The ConfigProto of a session; test_guides.py runs sessions
 
 
-def limits(**options):
-    virtual = config_proto(**options).gpu_options.experimental.virtual_devices
-    return [list(gpu.memory_limit_mb) for gpu in virtual]
+def test_a_config_proto_has_the_options(install, monkeypatch):
+    def limits(**options):
+        virtual = config_proto(**options).gpu_options.experimental.virtual_devices
+        return [list(gpu.memory_limit_mb) for gpu in virtual]
 
+    def shown(**options):
+        return config_proto(**options).gpu_options.visible_device_list
 
-def shown(**options):
-    """Return which of the GPUs that CUDA shows a session sees."""
-    return config_proto(**options).gpu_options.visible_device_list
-
-
-def test_each_option_has_its_field_and_by_default_all_is_as_tensorflow_has_it(install):
     install(*[A100] * 4)
     config = config_proto()
-    assert config.allow_soft_placement and not config.log_device_placement
-    assert dict(config.device_count) == {"CPU": 1}
-    assert config.gpu_options.per_process_gpu_memory_fraction == 0
-    assert not config.gpu_options.allow_growth
+    assert config.allow_soft_placement and dict(config.device_count) == {"CPU": 1}
     assert limits() == [] and shown() == ""
     config = config_proto(allow_soft_placement=False, log_device_placement=True, num_cpus=3)
     assert not config.allow_soft_placement and config.log_device_placement
     assert dict(config.device_count) == {"CPU": 3}
     assert dict(config_proto(visible_gpus="none").device_count) == {"CPU": 1, "GPU": 0}
-    assert shown(visible_gpus="none") == ""
-
-
-def test_visible_gpus_are_places_among_those_that_cuda_shows_and_each_has_its_limit(
-    install, monkeypatch
-):
-    install(*[A100] * 4)
-    assert limits(gpu_memory_limit_mib=512) == [[512]] * 4
     assert limits(gpu_memory_limit_mib=512, visible_gpus="1,3") == [[512]] * 2
-    assert shown(visible_gpus="0,2") == "0,2"
     assert config_proto(visible_gpus="0,2").device_count["GPU"] == 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2,0")
-    assert shown(visible_gpus="0,2") == "2,1"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", '"1,2"')
-    assert shown(visible_gpus="2") == "1"
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,2"  # so CUDA reads what was checked
-    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert limits(gpu_memory_limit_mib=512) == [[512]] * 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", '"3,2,0"')  # places are among those
+    assert shown(visible_gpus="0,2") == "2,1" and os.environ["CUDA_VISIBLE_DEVICES"] == "3,2,0"
+    assert "choose from --visible_gpus=3,2,0" in runs.refusal(config_proto, visible_gpus="1")
     install(driver=False)
     assert limits(gpu_memory_limit_mib=512) == [[512]]
-    assert config_proto(per_process_gpu_memory_fraction=0.4, visible_gpus="none")
-    assert "no NVIDIA driver answers here" in runs.refusal(config_proto, visible_gpus="0")
 
 
 def test_gpus_are_left_alone_where_towers_are_to_be_on_cpus(install):
@@ -351,13 +310,3 @@ def test_gpus_are_left_alone_where_towers_are_to_be_on_cpus(install):
     machine = started(install(A100))  # too late: it has them
     assert tower_devices(1, "cpu") == ["/cpu:0"]
     assert len(machine.visible()) == 1
-
-
-def test_the_fast_half_precision_of_old_cards_is_named(install):
-    install(A100, Card("Tesla V100", (7, 0)))
-    (line,) = gpus.precision_advice("mixed_bfloat16")
-    assert "/gpu:1 (Tesla V100, compute capability 7.0)" in line and "A100" not in line
-    assert line.endswith("type --dtype=mixed_float16")
-    assert gpus.precision_advice("mixed_float16") == gpus.precision_advice("float32") == []
-    install(A100)
-    assert gpus.precision_advice("mixed_bfloat16") == []

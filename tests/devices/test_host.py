@@ -1,6 +1,5 @@
 """What a run stands on, its memory, and that no secret is among what is written of it."""
 
-import os
 import platform
 
 import pytest
@@ -11,17 +10,14 @@ from towers.devices import host, memory
 pytestmark = pytest.mark.unit
 
 
-def test_versions_and_the_machine_are_described():
+def test_versions_and_the_processor_are_described():
     versions = host.versions()
     assert versions["python"] == platform.python_version()
     assert versions["tensorflow"] == tf.__version__
     named = {"keras", "numpy", "tensorboard", "towers", "cuda_build", "cudnn_build", "driver"}
     assert named < set(versions)
     assert all(value is None or isinstance(value, str) for value in versions.values())
-    machine = host.machine()
-    assert machine["cores"] == os.cpu_count() and 1 <= machine["usable_cores"] <= machine["cores"]
-    assert machine["processor"] and machine["name"] == platform.node()
-    assert machine["memory_mib"] > 100
+    assert host.processor()
 
 
 def test_variables_that_matter_are_read_and_no_others():

@@ -21,7 +21,7 @@ def test_no_driver_no_gpus(monkeypatch):
 
 
 def test_all_that_the_driver_tells(monkeypatch):
-    still_open = install(monkeypatch, A100, FULL)
+    install(monkeypatch, A100, FULL)
     first, second = nvml.gpus()
     assert first == DriverGpu(
         index=0,
@@ -35,7 +35,6 @@ def test_all_that_the_driver_tells(monkeypatch):
     )
     assert second.processes == ("python (pid 17, 39000 MiB)", "blender (pid 18)")
     assert nvml.driver_version() == "555.42.02"
-    assert not still_open
 
 
 def test_a_lost_gpu_keeps_its_number(monkeypatch):
@@ -49,13 +48,6 @@ def test_what_is_not_supported_is_none(monkeypatch):
     silent = frozenset(f"nvmlDeviceGet{name}" for name in names)
     install(monkeypatch, Card(silent=silent, holders=((5, "x", 1),)))
     assert nvml.gpus() == [DriverGpu(0)] and not nvml.gpus()[0].full
-
-
-def test_a_process_whose_name_cannot_be_read(monkeypatch):
-    install(monkeypatch, Card(holders=((7, "", 3),)))
-    assert nvml.gpus()[0].processes == ("? (pid 7, 3 MiB)",)
-    monkeypatch.setattr(nvml.pynvml, "nvmlSystemGetProcessName", lambda pid: b"\xff".decode())
-    assert nvml.gpus()[0].processes == ("? (pid 7, 3 MiB)",)
 
 
 def test_a_gpu_that_mig_splits_is_there_by_its_parts(monkeypatch):

@@ -56,10 +56,11 @@ def test_a_process_that_fails_is_one_line(child, code, end):
 
 
 @pytest.mark.process
-def test_a_process_that_hangs_is_ended(child, tmp_path):
+def test_a_process_that_hangs_is_ended(child, tmp_path, monkeypatch):
+    monkeypatch.setattr(self_test, "TIMEOUT_SECONDS", 3)
     pid, words = tmp_path / "pid", "print('waiting for the GPU', file=sys.stderr, flush=True)"
     child(f"open({str(pid)!r}, 'w').write(str(os.getpid()))\n{words}\ntime.sleep(600)")
-    found = self_test.run_probe(["/gpu:0"], timeout_seconds=3)
+    found = self_test.run_probe(["/gpu:0"])
     assert found == "gave no answer within 3 s: waiting for the GPU"
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)

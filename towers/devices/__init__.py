@@ -1,7 +1,4 @@
-"""The towers' devices: choice, memory options, and the driver's view.
-
-Public functions are imported at first use: some modules of this package do not need TensorFlow.
-"""
+"""The towers' devices: choice, memory options, and the driver's view; names load at first use."""
 
 from towers.options.lazy import lazily
 
@@ -12,7 +9,6 @@ _HOME = {
     "connect": "remote",
     "describe": "selection",
     "hide_gpus": "gpus",
-    "precision_advice": "gpus",
     "read_back": "gpus",
     "report": "selection",
     "tower_devices": "selection",

@@ -12,8 +12,6 @@ from towers.errors import InputError
 from towers.options.gpu import GpuOptions
 
 _NO_GPU = ("", "-1", "none", "nodevfiles")  # values that hide all GPUs; the last is Slurm's
-_NO_DRIVER = "no NVIDIA driver answers here: leave the flag out, or see towers doctor"
-
 INSTALL = (
     "its CUDA libraries or the driver may be missing or too old: type pip install "
     "'tensorflow[and-cuda]>=2.21,<2.22'"
@@ -37,68 +35,50 @@ def tidy(environ: MutableMapping[str, str]) -> None:
 def set_visible(
     options: GpuOptions, driver: Sequence[DriverGpu], environ: MutableMapping[str, str]
 ) -> None:
-    """Hide the GPUs that the options leave out.
+    """Hide the GPUs that the options leave out; change CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
 
     Args:
         options: `visible_gpus` is read.
         driver: all GPUs of the machine.
-        environ: changed: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
+        environ: of the process.
 
     Raises:
         InputError: a GPU does not exist, or CUDA_VISIBLE_DEVICES already hides it.
     """
     tidy(environ)
-    if options.chosen() is None:
-        return
-    chosen = choose(options, driver, environ, listed_in(environ, driver))
-    environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.key for gpu in chosen) or "-1"
+    if options.chosen() is not None:
+        chosen = choose(options, listed_in(environ, driver), environ)
+        environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.key for gpu in chosen) or "-1"
 
 
 def choose(
-    options: GpuOptions,
-    driver: Sequence[DriverGpu],
-    environ: Mapping[str, str],
-    visible: Sequence[DriverGpu],
+    options: GpuOptions, visible: Sequence[DriverGpu], environ: Mapping[str, str]
 ) -> list[DriverGpu]:
     """Return the GPUs of `visible_gpus`.
 
     Args:
         options: `visible_gpus` is read.
-        driver: all GPUs of the machine.
-        environ: CUDA_VISIBLE_DEVICES is read, for messages.
         visible: the GPUs to choose from.
+        environ: CUDA_VISIBLE_DEVICES is read, for messages.
 
     Raises:
-        InputError: a GPU does not exist, or is hidden.
+        InputError: not exactly one GPU has such a name.
     """
     flag, chosen = f"--visible_gpus={options.visible_gpus}", []
     for entry in options.chosen() or []:
-        named = _named(entry, driver)
-        if not named:
-            keys = ",".join(gpu.key for gpu in driver)
-            raise InputError(
-                f"{flag}: there is no GPU {entry}; "
-                + (f"the driver has {', '.join(map(str, driver))}: " if driver else "")
-                + (f"type --visible_gpus={keys} or some of these" if driver else _NO_DRIVER)
-            )
-        if len(named) > 1:
-            raise InputError(
-                f"{flag}: {entry} may be {', '.join(map(str, named))}: type one of them, as "
-                f"--visible_gpus={named[0].key}"
-            )
-        if named[0] not in visible:
-            if (value := environ.get("CUDA_VISIBLE_DEVICES")) is None:
-                set_it = f"type export CUDA_VISIBLE_DEVICES={named[0].key}"
-                raise InputError(f"{flag}: {ONE_PART}, here {visible[0]}: {set_it}")
-            keys = ",".join(gpu.key for gpu in visible) or "none"
-            raise InputError(
-                f"{flag}: GPU {entry} is hidden by CUDA_VISIBLE_DEVICES={value}, which leaves "
-                f"{keys}: type unset CUDA_VISIBLE_DEVICES, or choose among those"
-            )
+        named = _named(entry, visible)
+        if len(named) != 1:
+            how = "several GPUs are" if named else "no GPU is"
+            shown = ", ".join(map(str, visible)) or "none"
+            if (value := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+                shown += f" with CUDA_VISIBLE_DEVICES={value}"
+            keys = ",".join(gpu.key for gpu in visible)
+            remedy = f"choose from --visible_gpus={keys}" if visible else "see towers doctor"
+            raise InputError(f"{flag}: {how} named {entry}, the driver shows {shown}; {remedy}")
         chosen += [gpu for gpu in named if gpu not in chosen]
-    if len(chosen) > 1 and (parts := [gpu for gpu in chosen if gpu.mig is not None]):
-        raise InputError(f"{flag}: {ONE_PART}: type --visible_gpus={parts[0].key}")
+    if len(chosen) > 1 and any(gpu.mig is not None for gpu in chosen):
+        raise InputError(f"{flag}: {ONE_PART}; choose one of them")
     return chosen
 
 
@@ -173,14 +153,3 @@ def match(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGpu 
         matches.append(alike[0] if alike else None)
         rest = rest[rest.index(alike[0]) + 1 :] if alike else rest
     return matches
-
-
-def skipped(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGpu]:
-    """Return the visible GPUs that TensorFlow does not list.
-
-    Args:
-        gpus: as for `match`.
-        visible: as for `match`.
-    """
-    matched = match(gpus, visible)
-    return [gpu for gpu in visible if gpu not in matched]

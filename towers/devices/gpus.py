@@ -14,7 +14,6 @@ from towers.errors import InputError, RunError
 from towers.options.gpu import GpuOptions
 
 _THREAD_MODE = "TF_GPU_THREAD_MODE"
-_AMPERE = (8, 0)  # the first compute capability with TF32, and with fast bfloat16
 _in_force = GpuOptions()  # set once, before TensorFlow starts
 
 
@@ -112,8 +111,7 @@ def _check_free_memory(gpu: DriverGpu, limit_mib: int | None, choice: Sequence[D
     if not gpu.full and (limit_mib or 0) * MIB <= most:
         return
     holders = ", ".join(gpu.processes) or "another process"
-    free = [other.key for other in choice if not other.full and other != gpu]
-    others = ",".join(free if gpu.mig is None else free[:1])  # a process can use one part only
+    others = ",".join(other.key for other in choice if not other.full and other != gpu)
     raise InputError(
         f"GPU {gpu} has {gpu.free_bytes // MIB} of {gpu.total_bytes // MIB} MiB free"
         + (f", {limit_mib} are needed" if limit_mib else "")
@@ -160,31 +158,12 @@ def read_back() -> list[str]:
 def precision() -> list[str]:
     """Return a line on whether TF32 is on, if there is a GPU that has it."""
     gpus = _names_and_capabilities(tf.config.get_visible_devices("GPU"))
-    if not any((capability or (0,)) >= _AMPERE for _, capability in gpus):
+    if not any((capability or (0,)) >= (8, 0) for _, capability in gpus):
         return []
-    if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
-        how = "off, by NVIDIA_TF32_OVERRIDE=0"
-    elif tf.config.experimental.tensor_float_32_execution_enabled():
-        how = "on: float32 products are of 10 bits of their factors; --tf32=false for all 23"
-    else:
-        how = "off: float32 products are of all 23 bits of their factors"
-    return [f"precision   TF32 is {how}"]
-
-
-def precision_advice(dtype: str) -> list[str]:
-    """Return a line on the faster precision, if a GPU has no fast kernels for `dtype`."""
-    gpus = _names_and_capabilities(tf.config.get_visible_devices("GPU"))
-    slow = [
-        f"/gpu:{i} ({name}, compute capability {'.'.join(map(str, capability))})"
-        for i, (name, capability) in enumerate(gpus)
-        if capability and capability < _AMPERE
-    ]
-    if dtype != "mixed_bfloat16" or not slow:
-        return []
-    return [
-        f"precision   bfloat16 is slow on {', '.join(slow)}: it is fast from compute capability "
-        "8.0 on; type --dtype=mixed_float16"
-    ]
+    enabled = tf.config.experimental.tensor_float_32_execution_enabled()
+    if not enabled or os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
+        return ["precision   TF32 is off"]
+    return ["precision   TF32 is on: float32 products use 10 of 23 bits, --tf32=false all of them"]
 
 
 def try_out() -> None:
@@ -203,10 +182,8 @@ def try_out() -> None:
     probe = self_test.run_probe([f"/gpu:{everything.index(gpu)}" for gpu in visible])
     if isinstance(probe, str):
         raise RunError(f"the GPUs cannot be used: the probe {probe}; type towers doctor")
-    for name, error in probe["errors"].items():
-        if error:
-            remedy = "leave that GPU out with --visible_gpus, or type towers doctor"
-            raise RunError(f"{name}: {error}; {remedy}")
+    if faults := [f"{name}: {error}" for name, error in probe["errors"].items() if error]:
+        raise RunError(f"{faults[0]}; leave it out with --visible_gpus, or type towers doctor")
 
 
 def visible_gpus(driver: Sequence[DriverGpu]) -> list[DriverGpu]:
@@ -224,8 +201,8 @@ def driver_gpus(gpus: Sequence[tf.config.PhysicalDevice]) -> list[DriverGpu | No
 
 def missing_gpus(visible: Sequence[DriverGpu]) -> list[DriverGpu]:
     """Return the driver's GPUs that TensorFlow does not list."""
-    gpus = tf.config.list_physical_devices("GPU")
-    return cuda_visible_devices.skipped(_names_and_capabilities(gpus), visible)
+    matched = _match(tf.config.list_physical_devices("GPU"), visible)
+    return [gpu for gpu in visible if gpu not in matched]
 
 
 def _match(gpus: Sequence[tf.config.PhysicalDevice], visible: Sequence[DriverGpu]) -> list:
@@ -244,9 +221,6 @@ def config_proto(
 ) -> tf.compat.v1.ConfigProto:
     """Return a `ConfigProto` with the same options, for sessions of `tf.compat.v1`.
 
-        config = towers.devices.config_proto(allow_growth=True)
-        with tf.compat.v1.Session(config=config) as session: ...
-
     Args:
         log_device_placement: whether the session prints the device of every op.
         num_cpus: number of CPU devices; several stand in for GPUs.
@@ -264,10 +238,9 @@ def config_proto(
     gpu_options = config.gpu_options
     gpu_options.allow_growth = asked.allow_growth
     gpu_options.per_process_gpu_memory_fraction = asked.per_process_gpu_memory_fraction
-    driver = nvml.gpus()
-    chosen = visible = visible_gpus(driver)
+    chosen = visible = visible_gpus(nvml.gpus())
     if asked.visible_gpus:
-        chosen = cuda_visible_devices.choose(asked, driver, os.environ, visible)
+        chosen = cuda_visible_devices.choose(asked, visible, os.environ)
         gpu_options.visible_device_list = ",".join(str(visible.index(gpu)) for gpu in chosen)
         config.device_count["GPU"] = len(chosen)
     if limit := asked.gpu_memory_limit_mib:

@@ -8,7 +8,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -16,7 +15,6 @@ import tensorflow as tf
 
 import towers
 from towers.devices import nvml
-from towers.devices.nvml import MIB
 
 # Variables for logging are left out, and Terraform's, which begin with TF_, too.
 _OTHERS = "CPP|CLI|VAR|LOG|INPUT|WORKSPACE|PLUGIN_CACHE|IN_AUTOMATION|REGISTRY|CLOUD|DATA_DIR"
@@ -44,17 +42,6 @@ def versions() -> dict[str, str | None]:
         "cudnn_build": build.get("cudnn_version"),
         "driver": nvml.driver_version(),
         "platform": platform.platform(),
-    }
-
-
-def machine() -> dict[str, Any]:
-    """Return name, processor, cores and memory; `usable_cores` are those of this process."""
-    return {
-        "name": platform.node(),
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)),
-        "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // MIB,
     }
 
 

@@ -4,9 +4,8 @@ GPUs are numbered in PCI bus order, as in nvidia-smi. A GPU that MIG splits is l
 Values that the driver does not report, as for a laptop, a virtual GPU or a part, are None.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pynvml
@@ -51,29 +50,21 @@ class DriverGpu:
 
 def gpus() -> list[DriverGpu]:
     """Return the GPUs of this machine, [] without a driver."""
-    with opened() as there:
-        count = (_ask(pynvml.nvmlDeviceGetCount) or 0) if there else 0
-        return [gpu for index in range(count) for gpu in _gpus(index)]
+    count = (_ask(pynvml.nvmlDeviceGetCount) or 0) if _is_there() else 0
+    return [gpu for index in range(count) for gpu in _gpus(index)]
 
 
 def driver_version() -> str | None:
     """Return the driver's version, None without a driver."""
-    with opened() as there:
-        return _ask(pynvml.nvmlSystemGetDriverVersion) if there else None
+    return _ask(pynvml.nvmlSystemGetDriverVersion) if _is_there() else None
 
 
-@contextlib.contextmanager
-def opened() -> Iterator[bool]:
-    """Keep NVML open in the block; yield whether there is a driver."""
+def _is_there() -> bool:
     try:
-        pynvml.nvmlInit()
+        pynvml.nvmlInit()  # stays open: it counts its calls
     except _ERRORS:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        _ask(pynvml.nvmlShutdown)
+        return False
+    return True
 
 
 def _gpus(index: int) -> list[DriverGpu]:

@@ -1,11 +1,8 @@
 """Chooses and describes the towers' devices.
 
-    devices.configure(visible_gpus="0,2", per_process_gpu_memory_fraction=0.4)
-    names = devices.tower_devices()
-    print(devices.report(names))
-
-`configure` must come before anything that creates a tensor: TensorFlow reads its settings when it
-starts. `report` reads them back.
+devices.configure(visible_gpus="0,2", per_process_gpu_memory_fraction=0.4)
+names = devices.tower_devices()
+print(devices.report(names))
 """
 
 import contextlib
@@ -23,13 +20,13 @@ from towers.builder import device_types
 from towers.builder.device_types import are_remote, machine_of
 from towers.builder.sharding import as_devices
 from towers.devices import cuda_visible_devices, nvml, remote
+from towers.devices.cuda_visible_devices import ONE_PART
 from towers.devices.gpus import driver_gpus, hide_gpus, missing_gpus, read_back, visible_gpus
 from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError
 from towers.formatting import count, table
 
 _MOST_TOWERS = 1000
-_TOO_LATE = ", and has started: no CPU devices can be added"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +56,11 @@ def tower_devices(
     Args:
         num_towers: 0 for one tower on each visible GPU, or one on the CPU if there is none; N for
             exactly N GPUs, or N logical CPU devices if there is no GPU. If TensorFlow has started
-            with fewer of these, towers share them, and a line says so.
+            with fewer of these, towers share them, and a message says so.
         devices: devices to use in place of the first ones ("/gpu:0,/gpu:2" or a list), "cpu" for
             logical CPU devices even if there are GPUs, or "gpu" for the first GPUs only.
         divide_cores: whether each of several towers on the CPU computes an op on its share of the
-            cores, while TensorFlow would use all cores for every op. A number of threads that is
-            set already stays.
+            cores, unless a number of threads is set already.
 
     Returns:
         Device strings such as "/gpu:0", in tower order.
@@ -109,7 +105,8 @@ def tower_devices(
             "after a restart of its kernel"
         )
         return [cpus[tower % len(cpus)] for tower in range(len(chosen))]
-    why = _driver_says(nvml.gpus()) if "gpu" in missing[0] else _TOO_LATE
+    too_late = ", and has started: no CPU devices can be added"
+    why = _driver_says(nvml.gpus()) if "gpu" in missing[0] else too_late
     raise InputError(
         f"--devices={names}: there is no {missing[0]}; TensorFlow sees {', '.join(existing)}{why}; "
         f"type --devices={existing[0]}, or --devices=cpu"
@@ -120,11 +117,6 @@ def tower_devices(
 def _print_once(line: str) -> None:
     """Print a line that a notebook's next cells need not repeat."""
     print(line, file=sys.stderr, flush=True)
-
-
-def asks_for_cpus(devices: str) -> bool:
-    """Return whether a value of `devices` asks for logical CPU devices even if there are GPUs."""
-    return devices.strip().lower() == "cpu"
 
 
 def describe(devices: Sequence[str] | None = None) -> list[Device]:
@@ -140,15 +132,14 @@ def describe(devices: Sequence[str] | None = None) -> list[Device]:
     seen = driver_gpus(gpus)
     rows = []
     for tower, device in enumerate(devices):
+        number = int(device.rpartition(":")[2])
         if machine_of(device):
             rows.append(Device(tower, device, None))
-            continue
-        kind, _, number = device.strip("/").partition(":")
-        if kind == "cpu":
+        elif "cpu" in device:
             name = f"CPU, {os.cpu_count()} cores shared by all its devices"
             rows.append(Device(tower, device, name))
-        elif (gpu := seen[int(number)]) is None:
-            details = tf.config.experimental.get_device_details(gpus[int(number)])
+        elif (gpu := seen[number]) is None:
+            details = tf.config.experimental.get_device_details(gpus[number])
             rows.append(Device(tower, device, details.get("device_name")))
         else:
             where = gpu.pci_bus_id, gpu.index, gpu.total_bytes, gpu.free_bytes
@@ -187,22 +178,17 @@ def _first_devices(num_towers: int, gpus: list[str], only_gpus: bool) -> list[st
     # If TensorFlow sees none of the driver's GPUs and nobody hid them, CPUs are an error: a run
     # would silently take days.
     driver, listed = nvml.gpus(), tf.config.list_physical_devices("GPU")
-    if not gpus and (listed or not driver or cuda_visible_devices.hides_all(os.environ)):
-        if only_gpus:
-            asked = f"--num_gpus={num_towers}" if num_towers else "--devices=gpu"
-            raise InputError(
-                f"{asked}, but TensorFlow sees 0 GPUs{_driver_says(driver)}; type --num_towers="
-                f"{num_towers or 1} to have towers on the CPU, or towers doctor to see why"
-            )
+    are_hidden = listed or not driver or cuda_visible_devices.hides_all(os.environ)
+    if not (gpus or only_gpus) and are_hidden:
         return _cpus(num_towers)
     if gpus and num_towers <= len(gpus):
         return gpus[: num_towers or len(gpus)]
+    asked = f"--num_{'gpus' if only_gpus else 'towers'}={num_towers}, but " if num_towers else ""
     see = count(len(gpus), "GPU") + (f" ({', '.join(gpus)})" if gpus else "")
-    asked = f"--num_towers={num_towers}, but " if num_towers else ""
+    fewer = f"ask for at most {len(gpus)}, or " if gpus else ""
     raise InputError(
-        f"{asked}TensorFlow sees {see}{_driver_says(driver)}"
-        + (f"; ask for at most {len(gpus)}" if gpus else "")
-        + f", or try it out on CPU devices with --devices=cpu --num_towers={num_towers or 1}"
+        f"{asked}TensorFlow sees {see}{_driver_says(driver)}; {fewer}type --devices=cpu "
+        f"--num_towers={num_towers or 1} to have towers on the CPU"
     )
 
 
@@ -215,18 +201,14 @@ def _driver_says(driver: Sequence[DriverGpu]) -> str:
     # A clause: what the driver sees, and what to do if TensorFlow sees less.
     if not driver:
         return "" if _logical_gpus() else ", no NVIDIA driver answers here"
-    visible = visible_gpus(driver)
-    missing = missing_gpus(visible)
-    says = f", the driver has {', '.join(map(str, driver))}"
-    if missing:
+    says, visible = f", the driver has {', '.join(map(str, driver))}", visible_gpus(driver)
+    if len(visible) < len(driver) and "CUDA_VISIBLE_DEVICES" in os.environ:
+        says += (
+            f", and CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} hides some of them"
+        )
+    if missing_gpus(visible):
         return f"{says}; {cuda_visible_devices.INSTALL}"
-    if any(gpu.mig is not None for gpu in visible):
-        return f"{says}: {cuda_visible_devices.ONE_PART}"
-    if len(visible) < len(driver):
-        value = os.environ["CUDA_VISIBLE_DEVICES"]
-        rest = "the rest" if visible else "all of them: type unset CUDA_VISIBLE_DEVICES"
-        return f"{says}; CUDA_VISIBLE_DEVICES={value} hides {rest}"
-    return says
+    return f"{says}; {ONE_PART}" if any(gpu.mig is not None for gpu in visible) else says
 
 
 def _named_devices(num_towers: int, names: str) -> list[str]:

@@ -1,8 +1,7 @@
 """Self-test: a matrix product on every device, and a copy from each device to the next.
 
-It runs in a process of its own, `python -m towers.devices.self_test DEVICE...`, so that an abort
-inside CUDA becomes a message. That process sees only the GPUs that it is asked for, and prints one
-JSON object:
+It runs in a process of its own, `python -m towers.devices.self_test DEVICE...`, which sees only the
+GPUs that it is asked for, and prints one JSON object:
 
     {"gpus": [["NVIDIA A100", [8, 0]]],                   all that TensorFlow lists
      "build": {"cuda_version": "12.5.1"},                 tf.sysconfig.get_build_info()
@@ -26,39 +25,33 @@ TOLERANCE = 1e-2  # relative to the largest value: TensorFloat-32 is off by 5e-4
 SIZE = 1024
 
 
-def run_probe(
-    devices: Sequence[str], timeout_seconds: float = TIMEOUT_SECONDS
-) -> dict[str, Any] | str:
-    """Test devices in a process of its own.
+def run_probe(devices: Sequence[str]) -> dict[str, Any] | str:
+    """Test devices in a process of its own; return the module's JSON, or how the process failed.
 
     Args:
-        devices: "/cpu:0", "/gpu:1", numbered as TensorFlow lists them. Without any, "gpus" and
-            "build" are found without starting a device.
-        timeout_seconds: of the process.
-
-    Returns:
-        The object in the module's docstring; if the process failed, how it ended: "was ended by
-        SIGABRT: last line".
+        devices: "/cpu:0", "/gpu:1", numbered as TensorFlow lists them; none are started without.
     """
-    return run_module("towers.devices.self_test", *devices, timeout_seconds=timeout_seconds)
+    return run_module("towers.devices.self_test", *devices)
 
 
-def run_module(module: str, *arguments: str, timeout_seconds: float = TIMEOUT_SECONDS) -> Any:
-    """Run a module that prints JSON in a process of its own; return that, or how it failed.
+def run_module(module: str, *arguments: str) -> Any:
+    """Run a module that prints JSON in a process of its own.
 
     Args:
         module: its name.
         *arguments: on its command line.
-        timeout_seconds: of the process.
+
+    Returns:
+        The JSON; if the process failed, a text such as "was ended by SIGABRT: last line".
     """
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
     environ = search_path.child_environment(os.environ) | quiet
     command = [sys.executable, "-m", module, *arguments]
     pipes = dict(stdin=subprocess.DEVNULL, capture_output=True)
     try:
-        done = subprocess.run(command, env=environ, timeout=timeout_seconds, **pipes)
+        done = subprocess.run(command, env=environ, timeout=TIMEOUT_SECONDS, **pipes)
     except subprocess.TimeoutExpired as expired:
-        return f"gave no answer within {timeout_seconds:g} s: {_last_words(expired.stderr)}"
+        return f"gave no answer within {TIMEOUT_SECONDS:g} s: {_last_words(expired.stderr)}"
     if not (code := done.returncode):
         return json.loads(done.stdout.splitlines()[-1])
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

@@ -141,7 +141,7 @@ def text_summary(tag: str, lines: Iterable[str]) -> Any:
 
 def environment(tower_devices: Sequence[str]) -> list[str]:
     """Return lines on versions, machine, environment variables and devices."""
-    known = host.versions() | host.machine() | host.environment()
+    known = host.versions() | {"processor": host.processor()} | host.environment()
     lines = [f"{name}: {value}" for name, value in known.items() if value is not None]
     return [*lines, "", *devices.report(tower_devices)]
 

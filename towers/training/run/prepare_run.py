@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from towers import devices, files
 from towers.builder import exactness_checks
-from towers.builder.device_types import are_gpus
 from towers.errors import InputError
 from towers.formatting import count
 from towers.graphs import placement_report
@@ -117,8 +116,6 @@ def begin(
         of_start = run.data.train.train_batches(options.batch_size, seed=options.seed)
         batch = next(iter(of_start))
     lines = [*rules, *loss_checks.check(run.task, batch), *devices.report(run.builder.devices)]
-    if are_gpus(run.builder.devices):
-        lines += devices.precision_advice(options.dtype)
     for line in lines:
         say(line)
     run.analyze(batch)

@@ -16,7 +16,7 @@ from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split, augment
 from towers.data.device_cache import DeviceCache, cache_on_devices
-from towers.devices import remote, selection
+from towers.devices import remote
 from towers.errors import InputError
 from towers.options.parts import DueOptions, StepOptions
 from towers.options.run import Options
@@ -144,7 +144,7 @@ def prepare(options: Options) -> RunContext:
     """
     tf_internals.refuse_fork()
     devices.configure(**dataclasses.asdict(options.gpu_options()))
-    if selection.asks_for_cpus(options.devices):
+    if options.devices.strip().lower() == "cpu":
         devices.hide_gpus()
     devices.try_out()
     return assemble(options, tower_devices(options), load_data(options))
