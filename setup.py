@@ -75,7 +75,6 @@ setup(
         "nvidia-ml-py",
         "packaging",
         "pillow",
-        "tqdm",
     ],
     extras_require={
         "gpu": ["tensorflow[and-cuda]>=2.21,<2.22"],

@@ -20,7 +20,7 @@ ROOMS = "options builder devices workers data graphs monitoring training command
 DOORS = {"__init__", "__main__", "cli"}
 
 # The packages that setup.py installs, by the names they are imported under.
-INSTALLED = set("PIL absl keras numpy packaging pynvml tensorboard tensorflow tqdm".split())
+INSTALLED = set("PIL absl keras numpy packaging pynvml tensorboard tensorflow".split())
 
 
 @functools.cache

@@ -111,7 +111,7 @@ def test_metadata(dirty_wheel):
         "tensorflow": tensorflow_2_21,
         "keras": {">=3.15", "<3.16"},
         "tensorboard": tensorflow_2_21,
-        **dict.fromkeys(("numpy", "absl-py", "nvidia-ml-py", "packaging", "pillow", "tqdm"), set()),
+        **dict.fromkeys(("numpy", "absl-py", "nvidia-ml-py", "packaging", "pillow"), set()),
     }
     assert required["gpu"] == {"tensorflow[and-cuda]": tensorflow_2_21}
     assert required["profile"] == {"tensorboard-plugin-profile": {">=2.24", "<3"}}

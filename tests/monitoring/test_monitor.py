@@ -1,6 +1,5 @@
 """What a run shows: lines, event files, and a speed that leaves out what is not training."""
 
-import contextlib
 import io
 import re
 import shlex
@@ -51,15 +50,13 @@ def out():
 
 @pytest.fixture
 def make(tmp_path, clock, out):
-    """Make monitors of the run, which are closed at the end."""
-    with contextlib.ExitStack() as made:
+    """Make monitors of the run."""
 
-        def monitor(first=0, last=100, devices=DEVICES, **options):
-            plan = timetable(first, last, **options)
-            now = dict(out=out, clock=lambda: clock.now)
-            return made.enter_context(contextlib.closing(Monitor(tmp_path, plan, devices, **now)))
+    def monitor(first=0, last=100, devices=DEVICES, **options):
+        plan = timetable(first, last, **options)
+        return Monitor(tmp_path, plan, devices, out=out, clock=lambda: clock.now)
 
-        yield monitor
+    return monitor
 
 
 def step_to(monitor, before, step, metrics=METRICS):
@@ -146,13 +143,10 @@ def test_what_is_written_again_after_a_crash_is_there_once(tmp_path, make):
         step_to(monitor, max(step - 10, 0), step)
     for step in 10, 20, 30:
         monitor.eval_point(step, {"accuracy": step / 100})
-    monitor.close()
     again = make(20, log_every_steps=10)
-    assert not again.evaluated(30)
     step_to(again, 20, 21)
     for _ in range(2):
         again.eval_point(30, {"accuracy": 0.5, "accuracy_ema": None})
-    assert again.evaluated(30)
     assert [x for x, _ in points(tmp_path / "train", "loss/data")] == [0, 10, 20]
     assert points(tmp_path / "eval", "test/accuracy") == [
         (x, pytest.approx(value)) for x, value in [(10, 0.1), (20, 0.2), (30, 0.5)]
@@ -172,7 +166,6 @@ def test_the_speed_is_the_median_without_the_first_window_and_is_known_to_the_ne
         step_to(monitor, step - 1, step, METRICS | {"loss": step / 2})
         medians.append(monitor.examples_per_second())
     assert medians == pytest.approx([1.0, 100.0, 200.0, 110.0])
-    monitor.close()
     again = make(5, last=5)  # as if the first had ended in its last evaluation
     assert (again.last_loss, again.examples_per_second()) == (2.5, pytest.approx(110.0))
     assert make(5, last=9).examples_per_second() is None  # which is to be that of its own steps
@@ -190,14 +183,6 @@ def test_pauses_are_no_training_time(tmp_path, clock, make):
     step_to(monitor, 5, 9)  # 40 in 4: the pauses before count no more
     assert points(tmp_path / "train", "speed/examples_per_second") == [(4, 20.0), (8, 10.0)]
     assert points(tmp_path / "train", "speed/seconds_per_step") == [(4, 0.5), (8, 1.0)]
-
-
-def test_lines_go_to_standard_output_and_may_follow_the_end_of_the_bar(tmp_path, capsys):
-    monitor = Monitor(tmp_path, timetable(last=3), DEVICES)
-    monitor.progress(2, call(2))
-    monitor.close()
-    monitor.say("done")
-    assert capsys.readouterr() == ("done\n", "")
 
 
 @pytest.mark.parametrize(

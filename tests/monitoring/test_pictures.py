@@ -27,10 +27,8 @@ NAMES = ("cat", "dog", "bird")
 def pixels(summary):
     """Return the picture of a summary, uint8 [h, w, 3], having checked what it says of itself."""
     (value,) = summary.value
-    width, height, png = value.tensor.string_val
-    picture = Image.open(io.BytesIO(png))
-    assert picture.size == (int(width), int(height))
-    assert value.metadata.plugin_data.plugin_name == "images"
+    picture = Image.open(io.BytesIO(value.image.encoded_image_string))
+    assert picture.size == (value.image.width, value.image.height)
     return np.asarray(picture.convert("RGB"))
 
 
@@ -60,16 +58,11 @@ def test_three_or_four_channels_are_colors_and_of_others_the_first_is_gray():
         np.testing.assert_array_equal(pictures.to_bytes(image), image[..., shown])
 
 
-@pytest.mark.parametrize(("shape", "num"), [((1, 1, 1), 7), ((500, 40, 3), 7), ((700, 900, 3), 1)])
-def test_each_tower_with_examples_shows_its_images_with_their_names(shape, num):
-    random = np.random.default_rng(0)
-    seen = [(random.random((n, *shape), np.float32), random.integers(0, 3, n)) for n in (num, 2, 0)]
-    names = ["a name " * 50, "日本語\nnew line", ""]
-    found = pictures.tower_images(seen, names)
-    assert tags(found) == ["images/tower_0", "images/tower_1"]
-    for summary, (_, labels) in zip(found, seen, strict=False):
-        assert about(summary).endswith(f": {', '.join(names[label] for label in labels)}.")
-        height, width, _ = pixels(summary).shape
+@pytest.mark.parametrize("shape", [(1, 1, 1), (500, 40, 3), (700, 900, 3)])
+def test_a_grid_is_bounded_and_takes_any_name(shape):
+    for num in 1, 7:
+        names = [["a name " * 50], ["日本語\nnew line"], [""]] * 3
+        width, height = pictures.draw_grid([np.zeros([*shape[:2], 3], np.uint8)] * num, names).size
         assert 128 <= width <= 4 * 262 + 6 and 40 <= height <= 2 * 304 + 6
 
 
@@ -126,7 +119,7 @@ def test_a_run_that_goes_on_has_each_picture_once_and_needs_none(
         found = {}
         for part in "train", "eval":
             for step, value in tiny.records(run / part):
-                if value.HasField("tensor"):
+                if not value.HasField("simple_value"):
                     found.setdefault(value.tag.partition("/")[0], set()).add(step)
         at = {"images": {0, 18}, "weights": {0, 9, 18, 26}}
         at |= dict.fromkeys(("confusion_matrix", "mistakes"), {5, 9, 13, 18, 22, 26})
@@ -141,11 +134,15 @@ def test_the_images_are_those_that_each_towers_model_gets():
     changes = {"augment": "resnet", "dtype": "float64", "accumulate_steps": 2}
     run = prepare(tiny.options("unused", num_towers=3, batch_size=40, seed=1, **changes))
     example, draws = next(iter(run.data.train.train_batches(40, seed=1)))
-    seen = pictures.seen_by_towers(run.builder, run.options, (*example, draws), 8)
-    assert [len(images) for images, _ in seen] == [7, 7, 6]  # of the first part
-    images = augment.train_images(example[0][:20], draws[:20], "resnet", tf.float64)
-    np.testing.assert_allclose(np.concatenate([images for images, _ in seen]), images)
-    np.testing.assert_array_equal(np.concatenate([ys for _, ys in seen]), example[1][:20])
+    found = pictures.tower_images(run.builder, run.options, (*example, draws), NAMES)
+    assert tags(found) == [f"images/tower_{i}" for i in range(3)]
+    images = augment.train_images(example[0][:20], draws[:20], "resnet", tf.float64).numpy()
+    for summary, (start, end) in zip(found, [(0, 7), (7, 14), (14, 20)], strict=True):
+        classes = [NAMES[label] for label in example[1][start:end].numpy()]
+        assert about(summary).endswith(f": {', '.join(classes)}.")
+        shown = [pictures.to_bytes(image) for image in images[start:end]]
+        expected = pictures.draw_grid(shown, [[name] for name in classes])
+        np.testing.assert_array_equal(pixels(summary), np.asarray(expected))
 
 
 @pytest.mark.graph

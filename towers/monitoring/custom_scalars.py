@@ -1,7 +1,7 @@
 """The table of charts of the custom-scalars dashboard.
 
 To add a curve, add its tag to `CHARTS` and its value to the scalars of the monitor. A curve of each
-tower is tower/NAME of the runs train/tower_0, train/tower_1 ..., each with its own colour.
+tower is tower/NAME of the runs train/tower_0, train/tower_1 ..., each with its own color.
 """
 
 import re
@@ -11,13 +11,13 @@ from typing import Any
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import summary as layout_summary
 
-_EVALUATED = "(test/|validation/)?"  # before a metric's name; absent in older runs
+_EVALUATED = "(test|validation)/"  # before a metric's name
 _EXACT = "learning_rate", "progress/epoch", "progress/examples"  # not to be smoothed
 
-# {category: {chart: tags}}. A tag with {} stands for each tower or machine.
+# {category: {chart: patterns of tags}}
 CHARTS = {
     "run": {
-        "loss": f"loss/data loss/total {_EVALUATED}loss {_EVALUATED}loss_ema",
+        "loss": f"loss/data loss/total loss {_EVALUATED}loss(_ema)?",
         "METRICS": "",  # a chart for each
         "learning rate": "learning_rate",
         "gradient norm": "gradient_norm",
@@ -26,11 +26,11 @@ CHARTS = {
         "examples": "progress/examples",
     },
     "towers": {
-        "loss of each tower": "tower_{}/loss",
-        "gradient norm of each tower": "tower_{}/gradient_norm",
-        "seconds of each tower's step": "tower_{}/step_seconds",
-        "memory of each tower, MiB": "tower_{}/memory_mib",
-        "peak memory of each tower, MiB": "tower_{}/peak_memory_mib",
+        "loss of each tower": "tower/loss",
+        "gradient norm of each tower": "tower/gradient_norm",
+        "seconds of each tower's step": "tower/step_seconds",
+        "memory of each tower, MiB": "tower/memory_mib",
+        "peak memory of each tower, MiB": "tower/peak_memory_mib",
     },
     "speed": {
         "examples/s": "speed/examples_per_second",
@@ -60,11 +60,11 @@ def layout(metrics: Sequence[str]) -> Any:
                 series = layout_pb2.MarginChartContent.Series(value=tags, lower=tags, upper=tags)
                 category.chart.add(title=name).margin.series.append(series)
                 continue
-            shown = {name: [tag.replace("_{}", r"(_\d+)?") for tag in tags.split()]}
+            shown = {name: tags.split()}
             if name == "METRICS":
                 names = {metric: re.escape(metric.partition(" ")[2]) for metric in metrics}
                 shown = {
-                    metric: [f"{_EVALUATED}{n}", f"{_EVALUATED}{n}_ema", f"batch/{n}"]
+                    metric: [f"({_EVALUATED})?{n}", f"{_EVALUATED}{n}_ema", f"batch/{n}"]
                     for metric, n in names.items()
                 }
             for chart, patterns in shown.items():

@@ -10,9 +10,8 @@ is replaced whenever a run starts or continues, so that there is one of each:
 In the HParams table each run is one row, named after its folder.
 """
 
-import contextlib
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,12 @@ from towers.graphs.step_graph import step_graph
 from towers.monitoring import custom_scalars
 from towers.monitoring.event_writer import append, beginning
 from towers.monitoring.results import number
-from towers.options.run import Options, names_that_affect, text_of
+from towers.options.run import Options, names_that_affect
 
 _FILES = "events.out.tfevents.*.root"  # written only here
 _MAX_GRAPH_BYTES = 50 * 2**20
 _FLAGS = Options.__dataclass_fields__
-# TensorBoard shows five flags and five metrics, the rest on a click.
+# Columns that TensorBoard shows at first, beside changed flags.
 _USUAL_FLAGS = ("batch_size", "learning_rate", "model", "num_towers", "optimizer")
 _FIGURES = (  # of result.json, whatever the task
     "train_loss", "examples_per_second", "seconds_to_first_step", "steps", "examples",
@@ -68,21 +67,15 @@ def open_root(
     Raises:
         RunError: the file cannot be written.
     """
-    flags = {name: getattr(options, name) for name in _FLAGS}
-    changed = {name: value for name, value in flags.items() if value != _FLAGS[name].default}
-    lines = [f"--{name}={text_of(value)}" for name, value in (changed | flags).items()]
-    lines[len(changed) : len(changed)] = ["", "# as by default"]
-    texts = {**texts, "flags": lines, "environment": environment(tower_devices)}
-    columns = [name for name in hparams_of(options) if name in changed]
+    flags = options.to_flagfile().splitlines()
+    texts = {**texts, "flags": flags, "environment": environment(tower_devices)}
     part = figures[0].partition("_")[0]
     shown = [name.replace("_", " ", 1) for name in figures if name.startswith(f"{part}_")]
-    shown = [name for name in shown if name != f"{part} loss"]  # the loss has a chart
-    own_row = ""
     hparams = hparams_of(options) | {"num_towers": len(tower_devices)}
     summaries = [
-        custom_scalars.layout(shown),
-        _experiment(columns, figures),
-        hparams_pb(hparams, trial_id=own_row),  # else runs with equal flags would share a row
+        custom_scalars.layout([name for name in shown if name != f"{part} loss"]),  # has a chart
+        _experiment(options, figures),
+        hparams_pb(hparams, trial_id=""),  # the default joins the rows of runs with equal flags
         *(text_summary(tag, lines) for tag, lines in texts.items()),
     ]
     write_root(folder, summaries, step_graph(graph, placement))
@@ -102,11 +95,8 @@ def write_root(folder: Path, summaries: Iterable[Any], step: Any) -> None:
     if step.ByteSize() > _MAX_GRAPH_BYTES:
         step.Clear()
     graph_of_step = Event(graph_def=step.SerializeToString(), wall_time=time.time())
-    with _one_line_errors(folder):
-        for path in folder.glob(_FILES):
-            path.unlink()
-        # START tells a TensorBoard that has read an older file to drop its points.
-        append(_new_path(folder), *beginning(0), _event(summaries), graph_of_step)
+    # START tells a TensorBoard that has read an older file to drop its points.
+    _append(folder, *beginning(0), _event(summaries), graph_of_step, replaces=True)
 
 
 def close_root(folder: Path, result: Mapping[str, Any], step: int) -> None:
@@ -124,9 +114,7 @@ def close_root(folder: Path, result: Mapping[str, Any], step: int) -> None:
     values = {name: number(result, name) for name in dict.fromkeys([*evaluated, *_FIGURES])}
     scalars = [scalar_pb(f"result/{n}", value) for n, value in values.items() if value is not None]
     scalars.append(session_end_pb(api_pb2.STATUS_SUCCESS))
-    with _one_line_errors(folder):
-        path = next(folder.glob(_FILES), _new_path(folder))  # it may have been deleted
-        append(path, _event(scalars, step))
+    _append(folder, _event(scalars, step))
 
 
 def text_summary(tag: str, lines: Iterable[str]) -> Any:
@@ -152,22 +140,21 @@ def hparams_of(options: Options) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def _experiment(first: Collection[str], figures: Collection[str]) -> Any:
-    """Return the Summary that declares the table's columns, flags in `first` before others.
+def _experiment(options: Options, figures: Collection[str]) -> Any:
+    """Return the Summary that declares the table's columns, changed flags before others.
 
     TensorBoard reads the columns from one run, so they must be the same in all. No column lists its
     values, since TensorBoard would hide runs with others.
     """
     kinds = {str: api_pb2.DATA_TYPE_STRING, bool: api_pb2.DATA_TYPE_BOOL}
-    first = [*first, *_USUAL_FLAGS][: max(len(first), len(_USUAL_FLAGS))]
     flags = [
         api_pb2.HParamInfo(
             name=name,
             type=kinds.get(type(value), api_pb2.DATA_TYPE_FLOAT64),
             description=_FLAGS[name].metadata["help"],
-            differs=name in first,
+            differs=name in _USUAL_FLAGS or value != _FLAGS[name].default,
         )
-        for name, value in hparams_of(Options()).items()
+        for name, value in hparams_of(options).items()
     ]
     figures = [name for figure in figures for name in (figure, f"{figure}_ema")]
     columns = dict.fromkeys([*figures[:2], *_FIGURES[:2], *figures, *_FIGURES])
@@ -182,13 +169,11 @@ def _event(summaries: Iterable[Any], step: int = 0) -> Event:
     return event
 
 
-def _new_path(folder: Path) -> Path:
-    return folder / _FILES.replace("*", f"{time.time():.6f}")
-
-
-@contextlib.contextmanager
-def _one_line_errors(folder: Path) -> Iterator[None]:
+def _append(folder: Path, *events: Event, replaces: bool = False) -> None:
     try:
-        yield
+        paths = list(folder.glob(_FILES))
+        while replaces and paths:
+            paths.pop().unlink()
+        append([*paths, folder / _FILES.replace("*", f"{time.time():.6f}")][0], *events)
     except OSError as error:
         raise RunError(f"{folder} cannot be written: {error.strerror}") from None

@@ -4,8 +4,8 @@
     writer.write_scalars("train", 1000, {"loss/total": 0.5, "tower_0/loss": 0.25})
     read_scalars(train_dir / "train")               # {1000: {"loss/total": 0.5}}
 
-TensorBoard gives each run, that is each folder, a color and a name. So every tower, machine and GPU
-is a run, and one chart shows them all: tower_0/loss is tower/loss of the run train/tower_0.
+TensorBoard gives each run, that is each folder, a color and a name. So every tower is a
+run, and one chart shows them all: tower_0/loss is tower/loss of the run train/tower_0.
 
 A process that continues a run begins files of its own. Each begins with SessionLog.START and a
 step: TensorBoard then drops the events of older files from that step on, which are written again.
@@ -27,7 +27,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from towers.errors import RunError
 from towers.formatting import reason
 
-_OWN = re.compile(r"((tower|gpu)_\d+)/(.+)")  # tags with a run of their own
+_OWN = re.compile(r"(tower_\d+)/(.+)")  # tags with a run of their own
 _NUMBERS = itertools.count()  # of the files of a process
 
 
@@ -65,7 +65,7 @@ class EventWriter:
         for tag, value in values.items():
             run = part
             if match := _OWN.fullmatch(tag):
-                run, tag = f"{part}/{match[1]}", f"{match[2]}/{match[3]}"
+                run, tag = f"{part}/{match[1]}", f"tower/{match[2]}"
             summaries.setdefault(run, Summary()).value.add(tag=tag, simple_value=value)
         self._write(part, step, summaries)
 

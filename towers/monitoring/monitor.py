@@ -1,4 +1,4 @@
-"""Shows a run: lines and a progress bar on the terminal, curves and pictures in TensorBoard.
+"""Shows a run: lines on the terminal, curves and pictures in TensorBoard.
 
 The x of a training point is the number of updates before it was measured: the loss of the first
 batch is at step 0, as in the tutorial.
@@ -19,7 +19,6 @@ from typing import Any, TextIO
 
 import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tqdm import tqdm
 
 from towers.formatting import figure, printable
 from towers.monitoring import tower_metrics
@@ -58,25 +57,15 @@ class Monitor:
             self.last_loss = losses[-1] if losses else None
             self._rates = [point[RATE] for point in points if RATE in point]
         self._writer = EventWriter(self.train_dir, timetable.first_step, self.say, self.check)
-        self._bar = tqdm(
-            total=timetable.last_step,
-            initial=timetable.first_step,
-            unit="step",
-            # In a notebook use the stream of the lines: with two the bar would be drawn again.
-            file=self.out if in_notebook() else sys.stderr,
-            mininterval=1.0 if in_notebook() else 0.1,
-            disable=not (sys.stderr.isatty() or in_notebook()),
-        )
         self._warm: tuple[float, int] | None = None  # time and step of the first point
         self._calls: list[Mapping[str, tf.Tensor]] = []
 
     def say(self, line: str = "") -> None:
-        """Print a line, above the progress bar."""
-        tqdm.write(printable(line), file=self.out)
-        self.out.flush()
+        """Print a line."""
+        print(printable(line), file=self.out, flush=True)
 
     def progress(self, step: int, values: Mapping[str, tf.Tensor]) -> None:
-        """Move the progress bar, and keep the train loop's seconds for the next point.
+        """Keep the train loop's seconds for the next point.
 
         Args:
             step: number of steps made.
@@ -85,7 +74,6 @@ class Monitor:
         self._calls.append({name: values[name] for name in (*_PHASES, "tower_seconds")})
         if len(self._calls) == _CALLS:  # the next point may be far away
             self._calls = [_sum(self._calls)]
-        self._bar.update(step - self._bar.n)
 
     def train_point(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write a training point, and print its line.
@@ -150,7 +138,7 @@ class Monitor:
             scalars: {name: value}; None is skipped.
             part: part of the data set, "test" or "validation", with which tags begin.
         """
-        if not self.evaluated(step):
+        if step not in self._evaluated:
             of_part = {f"{part}/{n}": value for n, value in scalars.items() if value is not None}
             self._writer.write_scalars("eval", step, of_part)
         self._evaluated.add(step)
@@ -172,10 +160,6 @@ class Monitor:
             f"{self.timetable.epochs(step):.2f}, {part}: {shown}{remaining}"
         )
 
-    def evaluated(self, step: int) -> bool:
-        """Return whether this process has drawn an evaluation after `step` updates."""
-        return step in self._evaluated
-
     def show(self, step: int, summaries: Iterable[Summary], part: str) -> None:
         """Write pictures or histograms.
 
@@ -192,10 +176,6 @@ class Monitor:
         rates = self._rates[1:] or self._rates
         return statistics.median(rates) if rates else None
 
-    def close(self) -> None:
-        """Close the progress bar."""
-        self._bar.close()
-
     def _eta(self, step: int) -> str:
         """Return the remaining time, "0:12:30", at the speed since the first point."""
         remaining = self.timetable.last_step - step
@@ -208,11 +188,6 @@ class Monitor:
 
 def _sum(calls: Sequence[Mapping[str, tf.Tensor]]) -> dict[str, tf.Tensor]:
     return {name: tf.add_n([call[name] for call in calls]) for name in calls[0]}
-
-
-def in_notebook() -> bool:
-    """Return whether this process is a notebook's kernel."""
-    return "ipykernel" in sys.modules
 
 
 def _now() -> str:

@@ -9,10 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 from PIL import Image, ImageDraw, ImageOps
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
-from tensorboard.plugins.image import metadata
-from tensorboard.util import tensor_util
 
 from towers.builder.sharding import split
 from towers.builder.tower import TowerBuilder
@@ -73,17 +71,15 @@ class Gallery:
             options: options with the augmentation.
             batch: (example, random numbers) of a step.
         """
-        if self.data.image_shape is None:
-            return
 
         def make() -> list[Summary]:
             names = self.data.class_names or [""]  # no labels without classes
             (images, *targets), draws = batch
             labels = targets[0] if self.data.class_names else tf.zeros(len(images), tf.int32)
-            seen = seen_by_towers(self.builder, options, (images, labels, draws), NUM_IMAGES)
-            return tower_images(seen, names)
+            return tower_images(self.builder, options, (images, labels, draws), names)
 
-        self._show("pictures", step, make)
+        if self.data.image_shape:
+            self._show("pictures", step, make)
 
     def show_histograms(self, step: int) -> None:
         """Show histograms of the weights after `step` updates, without infinities and NaN."""
@@ -120,29 +116,30 @@ class Gallery:
                 self.monitor.show(step, summaries, part)
 
 
-def seen_by_towers(
-    builder: TowerBuilder, options: StepOptions, batch: tuple[Any, ...], num: int
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the images of each tower's slice as its model sees them, with their labels.
+def tower_images(
+    builder: TowerBuilder, options: StepOptions, batch: tuple[Any, ...], names: Sequence[str]
+) -> list[Summary]:
+    """Return `images/tower_I` for each tower with examples: its images as its model sees them.
 
-    With accumulate_steps it is the slice of the first part.
+    With accumulate_steps they are of the first part of the batch.
 
     Args:
         builder: builder of the towers.
         options: options with the augmentation.
         batch: images, labels and random numbers.
-        num: largest number of images of a tower.
-
-    Returns:
-        (images `[n, h, w, C]`, labels int32 `[n]`) of each tower; n is 0 without examples.
+        names: names of the classes.
     """
-    seen, slices = [], split(builder, batch, builder.accumulate_steps)
-    for part, device in zip(slices, builder.devices, strict=False):
+    summaries, slices = [], split(builder, batch, builder.accumulate_steps)
+    for i, (part, device) in enumerate(zip(slices, builder.devices, strict=False)):
         with tf.device(device):
-            images, labels, draws = tf.nest.map_structure(lambda t: t[:num], part.batch)
-            images = augment.train_images(images, draws, options.augment, options.input_dtype)
-        seen.append((images.numpy(), labels.numpy()))
-    return seen
+            images, labels, draws = tf.nest.map_structure(lambda t: t[:NUM_IMAGES], part.batch)
+            seen = augment.train_images(images, draws, options.augment, options.input_dtype)
+        if len(seen):
+            classes = [names[label] for label in labels.numpy()]
+            about = f"Training images as tower {i} sees them: {', '.join(classes)}."
+            picture = draw_grid(list(map(to_bytes, seen.numpy())), [[name] for name in classes])
+            summaries.append(_summary(f"images/tower_{i}", picture, about))
+    return summaries
 
 
 def evaluation_images(predictions: Predictions, names: Sequence[str]) -> list[Summary]:
@@ -171,25 +168,6 @@ def evaluation_images(predictions: Predictions, names: Sequence[str]) -> list[Su
         picture = draw_grid([to_bytes(m.image) for m in mistakes], captions)
         pictures.append(_summary("mistakes", picture, about))
     return pictures
-
-
-def tower_images(
-    seen: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence[str]
-) -> list[Summary]:
-    """Return `images/tower_I` for each tower with examples: its images, with their classes.
-
-    Args:
-        seen: (images, labels) of each tower, see `seen_by_towers`.
-        names: names of the classes.
-    """
-    summaries = []
-    for i, (images, labels) in enumerate(seen):
-        if len(images):
-            classes = [names[label] for label in labels]
-            about = f"Training images as tower {i} sees them: {', '.join(classes)}."
-            picture = draw_grid(list(map(to_bytes, images)), [[name] for name in classes])
-            summaries.append(_summary(f"images/tower_{i}", picture, about))
-    return summaries
 
 
 def to_bytes(image: np.ndarray) -> np.ndarray:
@@ -265,10 +243,10 @@ def draw_matrix(counts: np.ndarray, names: Sequence[str]) -> Image.Image:
 def _summary(tag: str, picture: Image.Image, description: str) -> Summary:
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
-    width, height = (str(size).encode() for size in picture.size)
-    tensor = tensor_util.make_tensor_proto([width, height, buffer.getvalue()])
-    about = metadata.create_summary_metadata(None, description, converted_to_tensor=True)
-    return Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=tensor)])
+    width, height = picture.size
+    png = Summary.Image(width=width, height=height, encoded_image_string=buffer.getvalue())
+    about = SummaryMetadata(summary_description=description)
+    return Summary(value=[Summary.Value(tag=tag, metadata=about, image=png)])
 
 
 def _legible(line: str) -> str:

@@ -136,7 +136,6 @@ def _train(
     with contextlib.ExitStack() as stack:
         check = checkpoints.check_folder
         monitor = Monitor(folder, timetable, run.builder.devices, check=check, out=out)
-        stack.enter_context(contextlib.closing(monitor))
         checkpoints.say = monitor.say
         stack.enter_context(contextlib.closing(checkpoints))
         _announce(monitor, prepared)
