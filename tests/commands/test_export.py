@@ -154,8 +154,8 @@ def doubling(name):
 
 @pytest.mark.parametrize("make, kind", [(Doubled, "Doubled"), (doubling, "Lambda")])
 def test_a_layer_that_keras_cannot_save_is_named(tmp_path, monkeypatch, make, kind):
-    named = rf"^--format=keras: layer own \({kind}\) cannot be loaded again.*"
-    with pytest.raises(InputError, match=named + "--format=saved_model or --format=weights"):
+    named = f"^--format=keras: .*{kind}.*--format=saved_model or --format=weights"
+    with pytest.raises(InputError, match=named):
         export_layer(monkeypatch, tmp_path, make(name="own"), "keras", [])
     assert not list(tmp_path.iterdir())
     for form in "saved_model", "weights":  # which are compared with the model itself
@@ -169,12 +169,6 @@ def test_what_is_inside_prepares_images_as_an_evaluation_does(kind, dtype):
     model_input = keras.Input(images.shape[1:], dtype=dtype)
     model = keras.Model(model_input, export.eval_images(model_input, kind, "float64"))
     np.testing.assert_allclose(model(images), augment.eval_images(images, kind, "float64"))
-
-
-def test_formats_that_are_made_of_another_are_said_to_be():
-    for name in "onnx", "tflite":
-        with pytest.raises(InputError, match=f"--format={name}: .* --format=saved_model"):
-            ExportOptions(format=name)
 
 
 def test_what_a_file_needs_is_said(tmp_path, monkeypatch):

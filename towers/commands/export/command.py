@@ -154,18 +154,13 @@ def _keras(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarr
         loaded = keras.models.load_model(path, compile=False)
     except OSError:
         raise
-    except Exception as error:  # of many kinds, some a page long
-        name, why = "a layer", error
-        for layer in reversed(tf_internals.layers_of(model)):  # the innermost first
-            try:
-                keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
-            except Exception as reason:
-                name, why = f"layer {layer.name} ({type(layer).__name__})", reason
-                break
+    except Exception as error:  # of many kinds; the outer ones are a page long
+        while error.__context__:
+            error = error.__context__
         raise InputError(
-            f"--format=keras: {name} cannot be loaded again from a file: {first_line(why, 120)}; "
-            "give its class get_config and @keras.saving.register_keras_serializable(), or type "
-            "--format=saved_model or --format=weights"
+            f"--format=keras: Keras cannot load the file again: {first_line(error, 200)}; give "
+            "layers of your own get_config and @keras.saving.register_keras_serializable(), or "
+            "type --format=saved_model or --format=weights"
         ) from None
     return _arrays(loaded(examples, training=False))
 
@@ -203,14 +198,11 @@ def _how_to_load(
         lines.append(f"gives       {kind} of {first_of(classes.names)}")
     modules = {type(layer).__module__ for layer in tf_internals.layers_of(trained.model)}
     imports = sorted(name for name in modules if name.split(".")[0] != "keras")
-    if options.format == "keras" and any(name.startswith(f"{SHIPPED}.") for name in imports):
-        lines.append(
-            "needs       layers of this model that come with towers: call "
-            f"towers.load({options.run.train_dir!r}) before keras.models.load_model; or type "
-            "--format=saved_model, which needs no layers"
-        )
-    elif options.format == "keras" and imports:
-        lines.append(f"import      {', '.join(imports)} before loading it: its layers are there")
+    if options.format == "keras" and imports:
+        line = f"import      {', '.join(imports)} before loading it: its layers are there"
+        if any(name.startswith(f"{SHIPPED}.") for name in imports):  # models of towers' own
+            line = f"call        towers.load({options.run.train_dir!r}) first: its layers are there"
+        lines.append(line)
     return lines
 
 
@@ -218,26 +210,16 @@ def _output(options: ExportOptions) -> Path:
     """Return the path to write; raise InputError if it cannot be written or loaded."""
     name = f"model{ENDINGS[options.format]}" if ENDINGS[options.format] else options.format
     path = Path(options.output or Path(options.run.train_dir, name)).expanduser()
-    pattern = re.search(r"[*?[\\]", str(path.absolute()))
-    if pattern and options.format == "saved_model":
+    if options.format == "saved_model" and re.search(r"[*?[\\]", str(path.absolute())):
+        raise InputError(f"--output={path}: TensorFlow loads no SavedModel from a path with *?[\\")
+    if path.exists() and not options.overwrite:
         raise InputError(
-            f"--output={path}: TensorFlow cannot load a SavedModel from a path with {pattern[0]}, "
-            "which is a pattern to it: name another with --output"
+            f"--output={path} is there already: type --overwrite to replace it, or name another "
+            "with --output"
         )
-    if path.exists() or path.is_symlink():
-        if not options.overwrite:
-            raise InputError(
-                f"--output={path} is there already: type --overwrite to replace it, or name "
-                "another with --output"
-            )
-        if path.is_dir() != (options.format == "saved_model") or (
-            path.is_dir() and not (path / "saved_model.pb").exists() and any(path.iterdir())
-        ):
-            raise InputError(
-                f"--output={path} is no {options.format} and is not replaced: name another"
-            )
+    is_saved_model = (path / "saved_model.pb").exists() or (path.is_dir() and not os.listdir(path))
+    if path.exists() and is_saved_model != (options.format == "saved_model"):
+        raise InputError(f"--output={path} is no {options.format} and is not replaced")
     existing = next(folder for folder in path.absolute().parents if folder.exists())
-    if not existing.is_dir():
-        raise InputError(f"--output={path}: {existing} is a file; name another with --output")
     files.check_writable(existing, f"--output={path}")
     return path

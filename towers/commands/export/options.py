@@ -39,11 +39,6 @@ time: cropping and standardising are part of the model. Weights are those of the
 
     def __post_init__(self) -> None:
         """Raise InputError for a value out of range."""
-        if self.format in ("onnx", "tflite"):
-            raise InputError(
-                f"--format={self.format}: ONNX and TFLite are made of --format=saved_model, as "
-                "towers/commands/README.md shows"
-            )
         check_values(self)
         ending = ENDINGS[self.format]
         if self.output and not self.output.endswith(ending):

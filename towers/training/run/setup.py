@@ -24,7 +24,6 @@ from towers.options.triggers import Timetable
 from towers.training.run import compile_from_flags, model
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step import compiled
-from towers.training.step.loss_checks import shape_of
 from towers.training.step.optimizers import check_own
 from towers.training.step.output_activation import check_rows
 from towers.training.step.schedules import schedule
@@ -242,14 +241,10 @@ def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) 
     if placement == "default":
         on_gpus = are_gpus(device_names) and distinct and not far
         return kind.default_on_gpus if on_gpus else VARIABLES[0]
-    if placement == "replicated" and far:
+    if placement == "replicated" and (far or not distinct):
         raise InputError(
-            "--variables=replicated sums by collectives, which reach no other machine: type "
-            "--variables=sharded, by which as little crosses the network, or --variables=cpu"
-        )
-    if placement == "replicated" and not distinct:
-        raise InputError(
-            "--variables=replicated needs a device for each tower: type --variables=cpu, or call "
+            "--variables=replicated needs a device for each tower, all on this machine: type "
+            "--variables=cpu or sharded, or call "
             f"towers.devices.tower_devices({len(device_names)}) before anything creates a tensor"
         )
     return placement
@@ -257,13 +252,6 @@ def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) 
 
 def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:
     """Return the model, compiled if function or flags say so, and options with its `augment`."""
-    if options.model == Options.model and dataset.image_shape is None:
-        shapes = tf.nest.map_structure(lambda leaf: shape_of((None, *leaf.shape)), dataset.spec[0])
-        raise InputError(
-            f"--dataset={options.dataset} has no images, and --model={options.model}, the one "
-            "that is taken if none is given, is for images: name a model of your own, as "
-            f"--model=my_net:build, which takes inputs of shape {shapes}"
-        )
     # "auto" depends on whether the model is compiled; the image shape does not.
     kind = augment.resolve(options.augment, dataset, compiled=False)
     network = model.build_for(
