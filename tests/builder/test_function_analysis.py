@@ -93,23 +93,6 @@ def test_draws_whose_layout_cannot_be_told_are_told_of(name):
     assert told.startswith("ambiguous draw: ")
 
 
-def test_doubts_are_warnings():
-    with pytest.warns(UserWarning, match="ambiguous draw"):
-        TowerBuilder(DEVICES).gradients(per_example(UNTOLD["pairs"]), [], tf.constant(X))
-
-
-def test_nothing_is_told_of_a_metric_that_the_examples_tried_do_not_change():
-    accuracy = keras.metrics.BinaryAccuracy()
-
-    def fn(x):
-        accuracy.update_state(0.5 + 0 * x[..., 0], x[..., 0])  # a target that is no class
-        return x[:, 0, 0]
-
-    assert told_of(fn) == []
-    np.testing.assert_array_equal(accuracy.total, 0)
-    np.testing.assert_array_equal(accuracy.count, len(X))
-
-
 def test_weights_that_are_looked_up_by_unique_numbers_are_told():
     weight, combined = (keras.Variable(X[:, 0], name=name) for name in ("unique", "combined"))
 
@@ -128,25 +111,6 @@ def test_one_tower_needs_no_rehearsal():
     builder = TowerBuilder(DEVICES[:1])
     builder.gradients(lambda x: calls.append(0) or x[:, 0, 0], [], tf.constant(X))
     assert len(calls) == 1
-
-
-def test_what_was_tried_on_a_batch_is_known_while_a_step_is_traced():
-    """A mean of what is not masked: of made-up examples, none of which is -1, it is any mean."""
-    told = []
-    builder = TowerBuilder(["/cpu:0"] * 2, on_warning=told.append)
-
-    layer = keras.layers.Layer(name="masked")
-    x = tf.constant([[1.0], [-7.0], [2.0], [-7.0], [-7.0], [3.0]])
-
-    def fn(x):
-        kept = tf.cast(x != -7.0, x.dtype)
-        layer.add_loss(tf.reduce_sum(kept * x) / tf.maximum(tf.reduce_sum(kept), 1.0))
-        return x[:, 0]
-
-    builder.analyze(fn, x, silent=True)
-    assert not told
-    tf.function(lambda x: builder.gradients(fn, [], x)).get_concrete_function(x)
-    assert any("masked" in line for line in told), told
 
 
 def test_the_same_function_made_anew_is_rehearsed_once():
@@ -229,12 +193,6 @@ def test_a_function_for_one_number_of_examples_is_not_tried_with_it(call, size):
     assert analyze(lambda x: call(x, x.shape[0]), [x]).trace.size != size
 
 
-def test_state_that_cannot_be_put_together_is_named():
-    last = keras.Variable(0.0, trainable=False, name="last")
-    (told,) = told_of(lambda x: (x[:, 0, 0], last.assign(x[-1, 0, 0]))[0])
-    assert told.startswith("state: the variable last ") and 'aggregation="sum"' in told
-
-
 # ---------------------------------------------------------------------------- The contract
 
 
@@ -274,18 +232,6 @@ def test_a_tf_variable_cannot_be_assigned(compiled):
     assert v.numpy() == 1
 
 
-def test_assignments_are_caught_by_every_method():
-    layer, plain = (layers.Dropout(0.5, seed=3) for _ in range(2))
-    expected = [plain(tf.constant(X), training=True) for _ in range(2)]
-    fn = lambda x: layer(x, training=True)  # noqa: E731
-    builder = TowerBuilder(DEVICES)
-    np.testing.assert_array_equal(tf.concat(builder.map(fn, X), 0), expected[0])
-    np.testing.assert_allclose(
-        builder.sum(lambda x: tf.reduce_sum(fn(x), 0), X),
-        tf.reduce_sum(expected[1], 0), rtol=1e-5, atol=1e-5,
-    )  # fmt: skip
-
-
 # ---------------------------------------------------------------------------- What is not silent
 
 
@@ -297,15 +243,6 @@ def test_a_function_that_cannot_be_rehearsed_is_told_of():
         return tf.reduce_sum(x * uniform(x.shape), [1, 2])
 
     assert {line.split(":")[0] for line in told_of(fn)} == {"ambiguous draw", "state"}
-
-
-def test_a_function_that_draws_otherwise_for_few_examples_is_told_of():
-    def fn(x):
-        if x.shape[0] == 4:
-            x = x + uniform([1])
-        return tf.reduce_sum(x * uniform(tf.shape(x)), [1, 2])
-
-    assert told_of(fn, num_towers=2)[0].startswith("ambiguous draw: ")
 
 
 def test_a_rehearsal_leaves_no_trace():
