@@ -24,7 +24,7 @@ ARGUMENTS = {
     "train": f"{TRAIN} --train_dir=again",
     "evaluate": "--train_dir=run",
     "verify": f"{RUN} --num_towers=1,2 --steps=1",
-    "benchmark": f"{RUN} --num_towers=1,2 --windows=1 --seconds=0.1 --against=session,mirrored",
+    "benchmark": f"{RUN} --num_towers=1,2 --windows=1 --seconds=0.1",
     "doctor": "",
     "sweep": f"{RUN} --max_steps=1 --vary=learning_rate:0.1,0.2 --evaluate_every_epochs=0",
     "predict": "--train_dir=run x.npy",

@@ -76,7 +76,7 @@ _VERBS = (
     Entry("verify", "prove on your model that N towers compute what one device computes",
           run_flags="if_typed",
           options="towers.commands.verify.options:VerifyOptions", tensorflow="options"),
-    Entry("benchmark", "measure speed and scaling, also beside other programs",
+    Entry("benchmark", "measure speed and scaling over towers",
           run_flags="if_typed", refuses=dict.fromkeys(PLACEMENT[2:], "it measures this machine"),
           options="towers.commands.benchmark.options:BenchmarkOptions", tensorflow="options"),
     Entry("doctor", "check this machine: versions, GPUs, and a computation on each device",

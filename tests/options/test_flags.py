@@ -49,7 +49,7 @@ OF_VERBS = {
     "train": ("", ""),
     "verify": ("--num_towers=1,2,3,4 --steps=10 --float32=false", ""),
     "benchmark": (
-        "--dataset=synthetic --num_towers= --against= --windows=5 --seconds=2",
+        "--dataset=synthetic --num_towers= --windows=5 --seconds=2",
         "workers towers_per_worker worker_timeout_seconds min_workers",
     ),
     "sweep": ("--vary= --sweep_dir=runs/sweep --parallel=1", "train_dir overwrite"),
@@ -118,8 +118,8 @@ def test_verbs_read_flags_of_their_own():
     options = cli.parse("verify", ["--num_gpus=1,2", "--steps=3", "--nojson", "--float32"])
     assert (options.num_towers, options.steps, options.float32) == ("1,2", 3, True)
     assert options.run.devices == "gpu"
-    options = cli.parse("benchmark", ["--num_gpus=1,2", "--against=session, fit", "--windows=3"])
-    assert (options.num_towers, options.peers(), options.windows) == ("1,2", ["session", "fit"], 3)
+    options = cli.parse("benchmark", ["--num_gpus=1,2", "--windows=3"])
+    assert (options.num_towers, options.windows) == ("1,2", 3)
 
 
 def test_a_file_or_a_folder_without_its_flag_is_told(folder):

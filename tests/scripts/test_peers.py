@@ -62,34 +62,30 @@ def trained(name, windows, **config):
 # The protocol.
 
 
-LONG = "mirrored_fit", "session", "torch_ddp"
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("name", ["towers_fit", *LONG])
-def test_peer_trains_in_windows(name):
-    _, reports = trained(name, windows=(0, 0.2, 0), learning_rate=0.02, weight_decay=1e-4)
-    assert reports[0]["steps"] == 3
-    assert reports[-1]["loss"] < reports[0]["loss"]
-
-
-TUTORIAL = {"augment": "tutorial", "image_shape": [9, 9, 3], "dtype": "mixed_bfloat16"}
+# In windows; on images of a file, or on one batch.
+IMAGES = {"augment": "tutorial", "image_shape": [9, 9, 3], "dtype": "mixed_bfloat16"}
+IMAGES |= {"optimizer": "adamw"}
 RESNET = {"model": "models.resnet:resnet", "model_args": {"depth": 8}}
 RESNET |= {"augment": "resnet", "image_shape": [12, 12, 3]}
+CONFIGS = {
+    "towers_fit": {}, "mirrored_fit": {}, "mirrored": RESNET, "fit": IMAGES, "torch_ddp": IMAGES,
+    "session": IMAGES | {"optimizer": "momentum"},
+}  # fmt: skip
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["fit", "mirrored", "session", "torch_ddp"])
-def test_peer_trains_on_images_of_a_file(name, tmp_path):
-    draw = np.random.default_rng(0)
-    images = draw.integers(256, size=(40, 12, 12, 3), dtype=np.uint8)
-    np.savez(tmp_path / "a.npz", images=images, labels=draw.integers(4, size=40).astype(np.int32))
-    config = {"data": str(tmp_path / "a.npz"), "ema_decay": 0.9, "learning_rate": 0.001}
-    config |= RESNET if name == "mirrored" else TUTORIAL
-    if name != "mirrored":
-        config["optimizer"] = "momentum" if name == "session" else "adamw"
-    ready, _ = trained(name, windows=(0, 0), **config)
-    assert ("note" in ready) == (name in ("fit", "session"))
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_peer_trains_in_windows(name, tmp_path):
+    draw, config = np.random.default_rng(0), CONFIGS[name] | {"learning_rate": 0.02}
+    if CONFIGS[name]:
+        images = draw.integers(256, size=(40, 12, 12, 3), dtype=np.uint8)
+        labels = draw.integers(4, size=40).astype(np.int32)
+        np.savez(tmp_path / "a.npz", images=images, labels=labels)
+        config |= {"data": str(tmp_path / "a.npz"), "ema_decay": 0.9, "learning_rate": 0.001}
+    _, reports = trained(name, windows=(0, 0.2, 0), weight_decay=1e-4, **config)
+    assert reports[0]["steps"] == 3
+    if not CONFIGS[name]:
+        assert reports[-1]["loss"] < reports[0]["loss"]
 
 
 @pytest.mark.parametrize("name", ["torch_ddp", "mirrored"])
@@ -99,19 +95,6 @@ def test_missing_package_is_skipped_by_name(name, tmp_path):
     (tmp_path / f"{package}.py").write_text(missing)
     [line] = start(name, environ={"PYTHONPATH": str(tmp_path)})
     assert line == {"skipped": f"{package} is not installed: pip install -e '.[peers]'"}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("name", "config", "words"),
-    [
-        ("session", {"model": "models.resnet:resnet20"}, "model=models.resnet:resnet20"),
-        ("torch_ddp", {"model": "tests.tiny:dense"}, "tests.tiny:dense is not written in PyTorch"),
-    ],
-)
-def test_what_a_peer_cannot_do_is_skipped_with_a_reason(name, config, words):
-    [line] = start(name, **config)
-    assert set(line) == {"skipped"} and words in line["skipped"]
 
 
 # The same functions.

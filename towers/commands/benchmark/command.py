@@ -1,139 +1,156 @@
-"""`towers benchmark`: speed, scaling, and the speed of other programs.
+"""`towers benchmark`: the speed of a run on several numbers of towers, and how it scales.
 
-Each configuration is a process of its own: ours (`own_run`) with each number of towers, with the
-global batch of the options (strong scaling) and with that batch for each tower (weak), and other
-programs that train the same model (`scripts/peers`). After warming up they take turns, window by
-window, while this process is idle.
+Each number of towers is a process of its own (`own_run`), with the batch size of the options. After
+warming up they take turns, window by window, and sleep on their standard input in between, so that
+a slow minute of the machine slows all of them alike.
 """
 
 import contextlib
 import dataclasses
+import json
 import os
+import signal
+import statistics
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from towers import devices
 from towers.commands.benchmark.options import BenchmarkOptions
-from towers.commands.benchmark.results import collect, lines
-from towers.commands.benchmark.runner import Runner, take_turns
-from towers.errors import InputError
-from towers.formatting import count
+from towers.devices import host
+from towers.errors import InputError, RunError
+from towers.formatting import count, markdown, process_end
 from towers.options import search_path
-from towers.options.augmentation import parse
 from towers.options.fields import parse_tower_numbers
 
-PEER_FOLDER = Path(search_path.CHECKOUT, "scripts", "peers")
-PROGRAMS = {"mirrored_own_layers": "mirrored"}  # {peer: program}
-PEER_OPTIONS = (
-    "model dtype optimizer learning_rate momentum weight_decay ema_decay steps_per_loop seed"
-)
+HEADER = "towers", "examples/s, median (range)", "of perfect scaling", "peak MiB"
+Say = Callable[[str], None]
 
 
-def run(options: BenchmarkOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure the configurations that the options describe.
+class Runner:
+    """A process that trains on request, in its own session, so that its children end with it.
+
+    Attributes:
+        windows: {loop, "" for training: [seconds of a step in each window]}.
+        ready: its first answer.
+    """
+
+    loops: Mapping[str, float] = {"control": 0.5, "": 1.0}  # with the share of a window's seconds
+    ready: Mapping[str, Any]
+
+    def __init__(self, program: Sequence[str], config: Any, **environment: str):
+        """Start Python with a program, its configuration as JSON, and variables of its own."""
+        self.windows: dict[str, list[float]] = {loop: [] for loop in self.loops}
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")
+        self._process = subprocess.Popen(
+            [sys.executable, *program, json.dumps(config)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=self._errors, text=True, errors="replace",
+            env=search_path.child_environment() | environment,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends them all
+        )  # fmt: skip
+
+    def train(self, seconds: float, loop: str) -> None:
+        """Run a window of a loop, at least so long, and keep its seconds per step."""
+        with contextlib.suppress(BrokenPipeError):  # the missing answer says that it has ended
+            print(seconds, loop, file=self._process.stdin, flush=True)
+        answer = self.answer("steps")
+        self.windows[loop].append(answer["seconds"] / answer["steps"])
+
+    def answer(self, *keys: str) -> dict[str, Any]:
+        """Return the next JSON object with one of the keys; raise RunError if the process ends."""
+        for line in self._process.stdout:
+            with contextlib.suppress(ValueError):  # a line that a library prints
+                answer = json.loads(line)
+                if isinstance(answer, dict) and set(keys) & answer.keys():
+                    return answer
+        self._errors.seek(0)
+        how = process_end(self._process.wait(), self._errors.read())
+        raise RunError(f"a process of the benchmark failed: {how}")
+
+    def close(self) -> None:
+        """Kill the process and all that it has started."""
+        with contextlib.suppress(BrokenPipeError), self._errors, self._process:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def run(options: BenchmarkOptions, say: Say = print) -> dict[str, Any]:
+    """Measure the speed and the scaling of a run.
 
     Args:
-        options: the run, the numbers of towers, the peers, and the windows.
+        options: the run, the numbers of towers, and the windows.
         say: called with each line to print.
 
     Returns:
-        "results", one for each of our configurations; "ratios" {peer: ours / peer, median of the
-        windows}, "ratio_ranges"; "peers"; "skipped" and "failed" {peer: reason}; "machine";
-        "versions".
+        "results", one for each number of towers; "ratios" {"2": 2 towers / their control}, medians
+        of the windows; "machine"; "versions".
     """
-    programs = {n: PEER_FOLDER / f"{PROGRAMS.get(n, n)}.py" for n in options.peers()}
-    for name, program in programs.items():
-        if not program.is_file():
-            raise InputError(
-                f"--against={name}: there is no {program}: it comes with a checkout of towers; "
-                "install that with pip install -e, or leave --against out"
-            )
-    run_options = options.run
-    grow = not run_options.per_process_gpu_memory_fraction + run_options.gpu_memory_limit_mib
+    results, ratios, rows = [], {}, []
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        exported = programs and options.dataset != "synthetic"
-        images = os.path.join(folder, "train.npz") if exported else ""
-
-        def start(name: str, *what: Any) -> Runner:
-            say(f"starting    {name} ...")
-            runner = Runner(name, *what, grow=grow)  # all share the GPUs' memory
-            stack.callback(runner.close)
-            runner.wait_ready()
-            return runner
-
-        runners = start_own(options, images, start)
-        ours, why = runners[0].ready, ""
-        if images and not os.path.exists(images):
-            why = f"--dataset={options.dataset} holds no images as bytes, with one class each"
-        if parse(ours["augment"]).cutout:
-            why = f"--augment={ours['augment']} cuts out a square, and other programs do not"
-        for name, program in programs.items() if not why else ():
-            runners.append(start(name, [str(program)], _peer_config(options, name, ours, images)))
+        runners = start(options, stack, say)
         take_turns(runners, options.windows, options.seconds, say)
-        result = collect(runners)
-    result["skipped"] |= dict.fromkeys(programs, why) if why else {}
-    for line in lines(options, result):
+    for row, windows in ((dict(runner.ready), runner.windows) for runner in runners):
+        row["examples_per_second"] = ratio_of([row["batch_size"]] * options.windows, windows[""])
+        results.append(row)
+        number, ratio = str(row["num_towers"]), ratio_of(windows["control"], windows[""])
+        ratios[number] = ratio["median"]
+        cells = [number, spread(row["examples_per_second"]), spread(ratio, 2)]
+        rows.append([*cells, f"{row['peak_memory_mib']:.0f}"])
+    for line in [host.processor(), "", *markdown(HEADER, rows)]:
         say(line)
-    return result
+    about = {"machine": host.machine(), "versions": host.versions()}
+    return {"results": results, "ratios": ratios} | about
 
 
-def start_own(options: BenchmarkOptions, images: str, start: Callable[..., Runner]) -> list[Runner]:
-    """Start our runners; peers are compared with the first.
-
-    Args:
-        options: the options of the benchmark.
-        images: file to which the first writes the training set, or "".
-        start: starts a `Runner` of these arguments.
-
-    Raises:
-        InputError: a runner refuses its options.
-    """
-    run, runners = options.run, []
-    numbers = parse_tower_numbers(options.num_towers) or _default_numbers(run.devices)
-    plan = [(n, "strong", run.batch_size) for n in reversed(numbers)]
-    plan += [(n, "weak", run.batch_size * n) for n in reversed(numbers) if n > 1]
-    for num_towers, scaling, batch_size in plan:
-        changes = {"dataset": options.dataset, "num_towers": num_towers, "batch_size": batch_size}
-        if run.devices.strip().lower() == "cpu":
-            changes["visible_gpus"] = run.visible_gpus or "none"  # left to others
+def start(options: BenchmarkOptions, stack: contextlib.ExitStack, say: Say) -> list[Runner]:
+    """Start a process for each number of towers, which the stack ends."""
+    given, growth, runners = options.run, {}, []
+    if not given.per_process_gpu_memory_fraction + given.gpu_memory_limit_mib:
+        growth = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}  # all processes share the GPUs' memory
+    for number in parse_tower_numbers(options.num_towers) or _numbers(given.devices):
+        say(f"starting    {count(number, 'tower')} ...")
+        changes: dict[str, Any] = {"dataset": options.dataset, "num_towers": number}
+        if given.devices.strip().lower() == "cpu":
+            changes["visible_gpus"] = given.visible_gpus or "none"  # left to others
         else:
-            changes["devices"] = ",".join(run.devices.split(",")[:num_towers])
-        changed = dataclasses.asdict(dataclasses.replace(run, **changes))
-        config = {"options": changed, "export": "" if runners else images}
-        name = f"{count(num_towers, 'tower')}, {scaling}, batch size {batch_size}"
-        runner = start(name, ["-m", "towers.commands.benchmark.own_run"], config, scaling)
-        if "skipped" in runner.ready:
-            raise InputError(runner.ready["skipped"])
-        runners.append(runner)
+            changes["devices"] = ",".join(given.devices.split(",")[:number])
+        config = dataclasses.asdict(dataclasses.replace(given, **changes))
+        runners.append(Runner(["-m", "towers.commands.benchmark.own_run"], config, **growth))
+        stack.callback(runners[-1].close)
+        runners[-1].ready = runners[-1].answer("refused", "num_towers")
+        if why := runners[-1].ready.get("refused"):
+            raise InputError(why)
     return runners
 
 
-def _peer_config(
-    options: BenchmarkOptions, name: str, ours: dict[str, Any], images: str
-) -> dict[str, Any]:
-    run = options.run
-    return {option: getattr(run, option) for option in PEER_OPTIONS.split()} | {
-        "model_args": run.model_keywords(),
-        "image_shape": ours["image_shape"],
-        "num_classes": ours["num_classes"],
-        "batch_size": ours["batch_size"],
-        "num_devices": 1 if name == "fit" else ours["num_towers"],
-        "gpus": ours["devices"][0].startswith("/gpu"),
-        "data": images,
-        "augment": ours["augment"],
-        "own_layers": name == "mirrored_own_layers",
-    }
+def take_turns(runners: Sequence[Runner], windows: int, seconds: float, say: Say) -> None:
+    """Run so many windows of at least so many seconds of each runner, one after the other."""
+    turns = [(r, loop, seconds * share) for r in runners for loop, share in r.loops.items()]
+    total = sum(length for *_, length in turns)
+    say(f"measuring   {windows} rounds of {total:.0f} s at least, a window each in turn")
+    for window in range(windows):
+        # Reverse every other window, so that no runner always follows the same one.
+        for runner, loop, length in turns[:: -1 if window % 2 else 1]:
+            runner.train(length, loop)
+        say(f"round       {window + 1}/{windows}")
 
 
-def _default_numbers(named: str) -> list[int]:
+def _numbers(named: str) -> list[int]:
     """Return 1 and the number of GPUs or named devices; without GPUs 1, 2 and 4."""
-    named = named.strip().lower()
-    if named not in ("", "cpu", "gpu"):
-        return sorted({1, len(named.split(","))})
-    places = devices.describe()
-    if named == "cpu" or places[0].device.startswith("/cpu"):
-        return [1, 2, 4]
-    return sorted({1, len(places)})
+    names = devices.tower_devices(0, named)
+    cpus = named.strip().lower() in ("", "cpu") and names[0].startswith("/cpu")
+    return [1, 2, 4] if cpus else sorted({1, len(names)})
+
+
+def ratio_of(longer: Sequence[float], shorter: Sequence[float]) -> dict[str, float]:
+    """Return median, min and max of longer / shorter, window by window."""
+    values = [a / b for a, b in zip(longer, shorter, strict=True)]
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def spread(values: Mapping[str, float], digits: int = 0) -> str:
+    """Return what `ratio_of` returns as "102 (99 to 104)"."""
+    low, middle, high = (f"{values[key]:.{digits}f}" for key in ("min", "median", "max"))
+    return f"{middle} ({low} to {high})"

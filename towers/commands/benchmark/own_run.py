@@ -1,17 +1,15 @@
-r"""The process of one of our own configurations, which `towers benchmark` measures.
+"""The process of one number of towers, which `towers benchmark` measures.
 
-    python -m towers.commands.benchmark.own_run \
-        '{"options": {"num_towers": 2, ...}, "export": ""}'
+    python -m towers.commands.benchmark.own_run '{"num_towers": 2, ...}'
 
-`runner` describes the lines that it reads and prints. The control is each tower's forward and
-backward pass with weights of its own, without gather, update or input: the speed of perfect scaling
-on this machine.
+For a line "2.0" it trains two seconds and prints {"steps": 120, "seconds": 2.01}; for "0.5 control"
+it computes the control: each tower's forward and backward pass with weights of its own, without
+gather, update or input, which is the speed of perfect scaling on this machine.
 """
 
 import dataclasses
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +19,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import towers
 from towers import data, devices
 from towers.builder import batch_norm
 from towers.builder.sharding import PerTower
@@ -32,8 +29,7 @@ from towers.options.augmentation import parse
 from towers.options.run import Options
 from towers.training.run.setup import RunContext, assemble, load_data, tower_devices
 
-STORED_SHAPE = (32, 32, 3)  # of synthetic images, as a data set would store them
-NUM_CLASSES = 10
+STORED_SHAPE, NUM_CLASSES = (32, 32, 3), 10  # of synthetic images, as a data set would store them
 WARM_UP_SECONDS = 1.0
 
 
@@ -52,52 +48,23 @@ class OwnRun:
             batches = tf.data.Dataset.from_tensors(next(iter(batches))).repeat()
         self.batches = batches = iter(batches)
         self._loops: dict[str, Callable] = {"": lambda num_steps: loop(batches, num_steps)["loss"]}
-        self._make_steps("", 1)
         self.train(WARM_UP_SECONDS)
-        peak = peak_mib()  # without the control's memory
+        self.ready = {"num_towers": len(names), "batch_size": options.batch_size, "devices": names}
+        self.ready |= {"peak_memory_mib": peak_mib()}  # without the control's memory
         self._loops["control"] = make_control(run)
-        self._make_steps("control", 2)
-        places = devices.describe(run.builder.devices)
-        # All logical CPU devices are one piece of hardware, as are the parts of a split GPU.
-        hardware = {"cpu" if "cpu" in t.device else t.pci_bus_id or t.device for t in places}
-        shape, kind = dataset.image_shape, run.options.augment
-        self.ready = {
-            "ready": True,
-            "versions": {m.__name__: m.__version__ for m in (towers, tf, keras, np)}
-            | {"python": platform.python_version()},
-            "num_towers": len(places),
-            "batch_size": options.batch_size,
-            "devices": run.builder.devices,
-            "device_names": [t.name for t in places],
-            "shared": len(hardware) < len(places),
-            "augment": kind,
-            "image_shape": shape and augment.output_shape(shape, kind),
-            "num_classes": dataset.num_classes,
-            "peak_memory_mib": peak,
-        }
+        self._loops["control"](tf.constant(2))
 
-    def train(self, seconds: float, part: str = "") -> dict[str, float]:
-        """Make steps for a while; return {"steps": their number, "seconds": their time}.
-
-        Args:
-            seconds: the least time; a call of a loop is finished.
-            part: "" for training, "control" for the control.
-
-        Raises:
-            RunError: the loss or a gradient is not finite.
-        """
+    def train(self, seconds: float, loop: str = "") -> dict[str, float]:
+        """Make calls of a loop, "" or "control", for a while; return its "steps" and "seconds"."""
         num_steps = self.run.options.steps_per_loop
         start, steps, passed = time.perf_counter(), 0, 0.0
         while passed < seconds:
-            self._make_steps(part, num_steps)
+            self._loops[loop](tf.constant(num_steps)).numpy()  # waits for the devices
             steps += num_steps
             passed = time.perf_counter() - start
         if bool(self.run.train_state.stuck()):  # from then on steps do nothing
             raise RunError("the loss or a gradient is not finite: try a lower --learning_rate")
         return {"steps": steps, "seconds": passed}
-
-    def _make_steps(self, part: str, num_steps: int) -> None:
-        self._loops[part](tf.constant(num_steps)).numpy()  # waits for the devices
 
 
 def make_control(run: RunContext) -> Callable[[tf.Tensor], tf.Tensor]:
@@ -133,8 +100,7 @@ def make_control(run: RunContext) -> Callable[[tf.Tensor], tf.Tensor]:
         # dependency on them.
         leaves = tf.nest.flatten(results, expand_composites=True)
         firsts = [tf.reshape(leaf, [-1])[:1] for leaf in leaves if leaf is not None]
-        numbers = [tf.cast(first, tf.float32) for first in firsts]
-        return tf.reduce_sum(tf.concat(numbers, axis=0))
+        return tf.reduce_sum(tf.concat([tf.cast(x, tf.float32) for x in firsts], axis=0))
 
     @tf.function(autograph=False)
     def loop(iterator: tf.data.Iterator, num_steps: tf.Tensor) -> tf.Tensor:
@@ -161,45 +127,24 @@ def load(options: Options) -> tuple[data.Data, Options]:
     random = np.random.default_rng(options.seed)
     images = random.standard_normal((options.batch_size, *image_shape), np.float32)
     split = data.ArraySplit(images, random.integers(NUM_CLASSES, size=options.batch_size))
-    names = tuple(map(str, range(NUM_CLASSES)))
-    dataset = data.Data("synthetic", split, split, NUM_CLASSES, names)
+    dataset = data.Data("synthetic", split, split, NUM_CLASSES, tuple(map(str, range(NUM_CLASSES))))
     return dataset, dataclasses.replace(options, augment="off")
-
-
-def export(train: data.Split, path: str) -> None:
-    """Write a training set of uint8 examples with a label each to an .npz file; skip others.
-
-    Args:
-        train: the training set.
-        path: file for "images" `[N, H, W, C]` and "labels" `[N]`.
-    """
-    batches = train.eval_batches(1000)
-    specs = batches.element_spec[0]
-    one_each = all(isinstance(spec, tf.TensorSpec) for spec in specs) and len(specs) == 2
-    if one_each and specs[0].dtype == tf.uint8 and specs[1].shape.rank == 1:
-        parts = [(x[counted > 0], y[counted > 0]) for (x, y, *_), counted in batches]
-        images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        np.savez(path, images=images, labels=labels)
 
 
 def main(config: dict[str, Any]) -> None:
     """Run the windows that standard input asks for."""
-    # The user's own code may print: send that to standard error, apart from the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # for what the user's own code prints
     try:
-        own_run = OwnRun(Options(**config["options"]))
-        if config["export"]:
-            export(own_run.run.data.train, config["export"])
+        own_run = OwnRun(Options(**config))
+        print(json.dumps(own_run.ready), file=answers)
+        for line in sys.stdin:
+            seconds, _, loop = line.strip().partition(" ")
+            print(json.dumps(own_run.train(float(seconds), loop)), file=answers)
     except InputError as error:
-        print(json.dumps({"skipped": str(error)}), file=answers)
-        return
+        print(json.dumps({"refused": str(error)}), file=answers)
     except RunError as error:
         sys.exit(str(error))
-    print(json.dumps(own_run.ready), file=answers)
-    for line in sys.stdin:
-        seconds, _, part = line.strip().partition(" ")
-        print(json.dumps(own_run.train(float(seconds), part)), file=answers)
 
 
 if __name__ == "__main__":
