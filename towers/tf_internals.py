@@ -14,7 +14,6 @@ import operator
 import os
 import sys
 import threading
-import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -294,21 +293,9 @@ def held_elsewhere(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
     def held() -> list[keras.Variable]:
         return [v for v in variables if any(map(operator.gt, references(v), alone))]
 
-    for _ in range(3):  # beside a thread that collects, too, one time in 300 left some garbage
-        if not held():
-            break
-        _collect_garbage()  # functions that are gone are in cycles
+    if held():
+        gc.collect()  # functions that are gone are in cycles
     return held()
-
-
-def _collect_garbage() -> None:
-    """Collect all that is in cycles; `gc.collect` returns at once while another thread does."""
-    for _ in range(1000):
-        before = gc.get_stats()[-1]["collections"]
-        gc.collect()
-        if gc.get_stats()[-1]["collections"] > before:
-            return
-        time.sleep(0.001)
 
 
 def make_variable(value: tf.Tensor) -> tf.Variable:
