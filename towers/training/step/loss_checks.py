@@ -238,32 +238,32 @@ def _check_classifier(task: Task, example: Any) -> list[str]:
 
 def _check_losses(task: Task, recorder: LossRecorder, example: Any) -> list[str]:
     """Check the targets and outputs of each recorded loss; return warnings."""
-    flag, lines = _flag_of(task), []
     leaves = tf.nest.flatten(example[1]) if len(example) > 1 else []
+    ending = output_ending(task.model)
+    lines = []
     for inputs in recorder.inputs:
-        kind, ignored = inputs.kind, getattr(inputs.loss, "ignore_class", None)
         values = None if inputs.target is None else leaves[inputs.target].numpy()
-        known = values is not None and values.size > 0 and values.dtype.kind in "iufb"
-        wrong = _wrong_shapes(inputs) if kind in _ELEMENTWISE else ""
-        if kind and len(recorder.inputs) == 1:
-            found, warning = _wrong_ending(inputs, output_ending(task.model), flag)
-            wrong, lines = wrong or found, [*lines, *warning]
-        if not wrong and known and kind == _SPARSE:
-            wrong = _wrong_classes(values, inputs.outputs[-1], ignored)
-            size = inputs.outputs[-1] or 0
-            if not wrong and len(leaves) == 1 and ignored is None:
-                wrong = task.data.no_classes
-                if task.data.num_classes > size > 0:
-                    wrong = (
-                        f"the targets are of {task.data.num_classes} classes, and the output has "
-                        f"{size} units: give the last layer {task.data.num_classes}"
-                    )
+        if values is not None and not (values.size and values.dtype.kind in "iufb"):
+            values = None
+        alone = len(recorder.inputs) == 1 and inputs.kind
+        wrong = _wrong_shapes(inputs) if inputs.kind in _ELEMENTWISE else ""
+        wrong = wrong or (_wrong_ending(inputs, ending) if alone else "")
+        if not wrong and values is not None and inputs.kind == _SPARSE:
+            about = (task.data.num_classes, task.data.no_classes) if len(leaves) == 1 else (0, "")
+            wrong = _wrong_classes(inputs, values, *about)
         excluded = len(example) > 2 or inputs.masked  # targets may be left out
-        if not wrong and known and kind in _BINARY and not excluded:
-            wrong = _outside_of_0_to_1(values, kind)
+        if not wrong and values is not None and inputs.kind in _BINARY and not excluded:
+            wrong = _outside_of_0_to_1(values, inputs.kind)
         if wrong:
-            raise InputError(f"{flag}: {wrong}")
-    return [f"{flag}: {line}" for line in lines]
+            raise InputError(f"{_flag_of(task)}: {wrong}")
+        final = ending.activation if alone and getattr(inputs.loss, "from_logits", False) else ""
+        if final in ("softmax", "sigmoid"):
+            lines.append(
+                f"{_flag_of(task)}: the output ends in a {final}, and the loss has "
+                f"from_logits=True, so it applies one itself and learns badly: take the {final} "
+                "off the last layer, or from_logits=True off the loss"
+            )
+    return lines
 
 
 def _wrong_shapes(inputs: LossInput) -> str:
@@ -287,54 +287,52 @@ def _wrong_shapes(inputs: LossInput) -> str:
     )
 
 
-def _wrong_ending(inputs: LossInput, ending: OutputActivation, flag: str) -> tuple[str, list[str]]:
-    """Return what is wrong with the output's activation or "", and warnings."""
-    kind, activation, layer = inputs.kind, ending.activation, ending.layer
-    if activation == "softmax" and inputs.outputs[1:][-1:] == (1,):
+def _wrong_ending(inputs: LossInput, ending: OutputActivation) -> str:
+    """Return what is wrong with the output's activation, else ""."""
+    kind, wanted = inputs.kind, _PROBABILITIES.get(inputs.kind)
+    if ending.activation == "softmax" and inputs.outputs[1:][-1:] == (1,):
         return (
             "the output is a softmax of 1 unit, which always gives 1: take "
             'activation="sigmoid", or more units'
-        ), []
-    wanted = _PROBABILITIES.get(kind)
-    from_logits = getattr(inputs.loss, "from_logits", False)
-    if wanted and from_logits and activation in ("softmax", "sigmoid"):
-        return "", [
-            f"the output ends in a {activation}, and the loss has from_logits=True, so it takes "
-            f"the {wanted} itself: it will learn badly; take the {activation} off the last layer, "
-            "or from_logits=True off the loss"
-        ]
-    if not wanted or from_logits or activation != "linear":
-        return "", []
+        )
+    if not wanted or getattr(inputs.loss, "from_logits", False) or ending.activation != "linear":
+        return ""
     name = "".join(part.title() for part in kind.split("_"))
-    plain = flag.startswith("--loss") and kind == _SPARSE
     return (
-        f"the output, of layer {layer}, has no activation, and {kind} takes probabilities: give it "
-        f'activation="{wanted}", or the loss from_logits=True: '
+        f"the output, of layer {ending.layer}, has no activation, and {kind} takes probabilities: "
+        f'give it activation="{wanted}", or the loss from_logits=True: '
         f"keras.losses.{name}(from_logits=True)"
-        f"{', which is the loss without --loss' if plain else ''}"
-    ), []
+    )
 
 
-def _wrong_classes(values: np.ndarray, size: int | None, ignored: int | None) -> str:
-    """Return what is wrong with numbers of classes for an output of `size` units, else ""."""
+def _wrong_classes(inputs: LossInput, values: np.ndarray, num_classes: int, no_classes: str) -> str:
+    """Return what is wrong with numbers of classes, else ""; see `Data` for the last two."""
     if values.dtype.kind == "f" and np.any(broken := values != np.floor(values)):
         return (
             f"targets such as {values[broken][0]:g} are no whole numbers, and {_SPARSE} takes the "
             "number of the class: for numbers take mean_squared_error"
         )
-    bad = np.unique(values[(values < 0) | (values >= (size or np.inf))]).astype(np.int64)
-    bad = bad[bad != ignored]
-    if not bad.size:
+    size, ignored = inputs.outputs[-1], getattr(inputs.loss, "ignore_class", None)
+    if size is None:
         return ""
-    advice = f"give the last layer {bad[-1] + 1} units or more"
-    if bad[0] < 0 or bad[-1] == 255:
-        advice = f"if {bad[0]} means no class, give the loss ignore_class={bad[0]}"
-    elif bad[0] == size and values.min() == 1:
-        advice = f"count them from 0, or give the last layer {bad[0] + 1} units"
-    return (
-        f"there are targets {', '.join(map(str, bad[:3]))}{', ...' * (bad.size > 3)}, and the "
-        f"output has {size} units, for classes 0..{(size or 0) - 1}: {advice}"
-    )
+    bad = np.unique(values[(values < 0) | (values >= size)]).astype(np.int64)
+    bad = bad[bad != ignored]
+    if bad.size:
+        advice = f"give the last layer {bad[-1] + 1} units or more"
+        if bad[0] < 0 or bad[-1] == 255:
+            advice = f"if {bad[0]} means no class, give the loss ignore_class={bad[0]}"
+        elif bad[0] == size and values.min() == 1:
+            advice = f"count them from 0, or give the last layer {size + 1} units"
+        return (
+            f"there are targets {', '.join(map(str, bad[:3]))}{', ...' * (bad.size > 3)}, and the "
+            f"output has {size} units, for classes 0..{size - 1}: {advice}"
+        )
+    if num_classes > size and ignored is None:
+        return (
+            f"the targets are of {num_classes} classes, and the output has {size} units: give the "
+            f"last layer {num_classes}"
+        )
+    return no_classes if ignored is None else ""
 
 
 def _outside_of_0_to_1(values: np.ndarray, kind: str) -> str:
