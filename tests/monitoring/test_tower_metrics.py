@@ -57,7 +57,7 @@ class Looked:
 
     def step(self, num_steps=1):
         values = self.loop(iter(self.batches), tf.constant(num_steps))
-        return {name: value.numpy() for name, value in values.items() if name != "batch"}
+        return {name: value.numpy() for name, value in values.items()}
 
     def by_hand(self, sizes):
         """Return each tower's mean loss and gradient, as one vector."""

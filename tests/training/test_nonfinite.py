@@ -169,8 +169,7 @@ def test_after_a_bad_step_all_is_as_before_it(name):
         assert states[-1]["step"] == number and states[-1]["examples"] == 7 * number
 
         loop.start_again(states[0])  # now in one call
-        batch = loop.loop(loop.batches, tf.constant(12)).get("batch")
-        assert name.startswith("GPUs") or MARK in batch[0][0].numpy()  # that of this very step
+        loop.loop(loop.batches, tf.constant(12))
         loop.loop(loop.batches, tf.constant(3))  # what comes after it changes nothing
         tiny.assert_identical(loop.state(), states[-1])
         first, *others = loop.train_state.replicas

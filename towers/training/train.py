@@ -182,7 +182,7 @@ def _train(
             with monitor.pause():
                 profiler.end(step)
             if logs:
-                metrics = {n: value.numpy().tolist() for n, value in values.items() if n != "batch"}
+                metrics = {n: value.numpy().tolist() for n, value in values.items()}
                 monitor.train_point(step, metrics | {"skipped": task.num_skipped()})
             if preemption.wants_save(step) or saves:
                 with monitor.pause():

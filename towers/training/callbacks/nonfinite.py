@@ -57,9 +57,9 @@ class NonFiniteMonitor:
         Args:
             values: what the train loop returned.
             step: steps done.
-            now: whether to wait for GPUs; else the values of the previous call are checked.
+            now: whether to wait for the devices; else the values of the previous call are checked.
         """
-        checked = values if now or "batch" in values else self._last
+        checked = values if now else self._last
         self._last = values
         if self.run.options.on_nan == "skip" and checked is values:
             before, self._num_skipped = self._num_skipped, self.run.task.num_skipped()
@@ -69,7 +69,7 @@ class NonFiniteMonitor:
                     f"the loss or a gradient was not finite; {self._num_skipped} since step 0"
                 )
         if bool(checked.get("stuck", False)):
-            raise NotFinite(self._report(values.get("batch")))
+            raise NotFinite(self._report())
 
     def check_weights(self, step: int) -> None:
         """Raise NotFinite as `check` does, or if a variable is not finite after `step` steps."""
@@ -80,14 +80,12 @@ class NonFiniteMonitor:
                 f"{self.run.folder}/checkpoints holds the state before"
             )
 
-    def _report(self, batch: Any) -> str:
+    def _report(self) -> str:
         """Repeat the step, save its batch, and return the report on both."""
         run = self.run
         step, examples = (int(v) for v in (run.train_state.step, run.train_state.examples))
-        # GPUs return no batch, and device-resident data only rows; data are a function of the step.
-        if batch is None or tf.is_tensor(batch[0]):
-            position = dict(seed=run.options.seed, step=step, examples=examples)
-            batch = next(iter(run.data.train.train_batches(run.options.batch_size, **position)))
+        position = dict(seed=run.options.seed, step=step, examples=examples)
+        batch = next(iter(run.data.train.train_batches(run.options.batch_size, **position)))
         size = len(tf.nest.flatten(batch[0])[0])
         what, fault = _repeat(run, batch)
         rows = fault.rows if fault else ()

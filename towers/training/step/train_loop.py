@@ -31,13 +31,12 @@ def make_train_loop(
         train_step: see `Task.make_train_step`.
         names: of the scalars that every step returns.
         train_state: the loop also returns "stuck": whether its limit of non-finite steps is
-            reached. On CPUs it ends there, and returns the "batch" of its last step. On GPUs, to
-            avoid synchronization, the remaining steps change nothing.
+            reached, from where on steps change nothing.
         telemetry: whether steps are measured.
     """
-    on_gpus, num_towers = tower_metrics.on_gpus(builder), len(builder.devices)
-    ends = not on_gpus
-    barrier = tower_metrics.GpuIdleBarrier(builder) if telemetry and on_gpus else None
+    num_towers, barrier = len(builder.devices), None
+    if telemetry and tower_metrics.on_gpus(builder):
+        barrier = tower_metrics.GpuIdleBarrier(builder)
     last = tower_metrics.measured_shapes(num_towers) if telemetry else {}
     sums = tower_metrics.timed_shapes(num_towers) if telemetry else {}
     # Loop variables pass through the host; these stay on their device until they are read.
@@ -45,60 +44,45 @@ def make_train_loop(
         scalars = {name: tf.Variable(0.0, trainable=False, name=name) for name in names}
     requested, received = counter("requested", HOST), counter("received", HOST)
 
-    def next_step(iterator: tf.data.Iterator, measured: tf.Tensor | None) -> tuple[dict, Any]:
-        """Take a batch and make a step; return the step's values, and the batch."""
+    def next_step(iterator: tf.data.Iterator, measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
+        """Take a batch and make a step; return the step's values."""
         start = tower_metrics.time_after([]) if telemetry else None
         with tf.control_dependencies([requested.assign_add(1)]):
-            original = batch = iterator.get_next()
+            batch = iterator.get_next()
         with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
             counted = received.assign_add(1)
         with tf.control_dependencies([counted]):  # the step starts after this
             if not telemetry:
-                return train_step(*batch)[0], original
+                return train_step(*batch)[0]
             arrived = tower_metrics.time_after(batch)
             with tf.name_scope("telemetry"):
                 waited = arrived - start
             if barrier:
                 batch = barrier.before(batch, measured)
             values, _ = train_step(*batch, measured=measured)
-            return values | {"input_wait_seconds": waited}, original
+            return values | {"input_wait_seconds": waited}
 
     @tf.function(autograph=False)
     def train_loop(iterator: tf.data.Iterator, num_steps: tf.Tensor) -> dict[str, tf.Tensor]:
-        def body(i: tf.Tensor, before: dict, *_: Any) -> tuple:
+        def body(i: tf.Tensor, before: dict) -> tuple:
             with tf.name_scope("telemetry"):
                 measured = i + 1 >= num_steps if telemetry else None
                 if barrier:
                     measured &= barrier.wanted
-            values, batch = next_step(iterator, measured)
+            values = next_step(iterator, measured)
             with tf.name_scope("telemetry"):
                 with tf.device(builder.gather_device):
                     for name, variable in scalars.items():
                         variable.assign(tf.cast(values[name], tf.float32))
                 values = {name: tf.cast(values[name], tf.float32) for name in before}
                 values |= {name: before[name] + values[name] for name in sums}
-            return i + 1, values, *((~train_state.stuck(), batch) if ends else ())
+            return i + 1, values
 
         with tf.device(HOST):
             first = [tf.constant(0), {name: tf.zeros(size) for name, size in (last | sums).items()}]
-            shapes = [tf.TensorShape([]), {name: value.shape for name, value in first[1].items()}]
             start = tower_metrics.time_after([]) if telemetry else None
-            if ends:  # two more loop variables: whether to continue, and a batch of any size
-                first += [
-                    ~train_state.stuck(),
-                    tf.nest.map_structure(
-                        lambda s: tf.zeros([0, *(size or 0 for size in s.shape[1:])], s.dtype),
-                        iterator.element_spec,
-                    ),
-                ]
-                any_shape = lambda tensor: tf.TensorShape([None] * tensor.shape.rank)  # noqa: E731
-                shapes += [first[2].shape, tf.nest.map_structure(any_shape, first[3])]
-            _, values, *end = tf.while_loop(
-                lambda i, _, goes=True, *__: (i < num_steps) & goes,
-                body,
-                first,
-                shape_invariants=shapes,
-                parallel_iterations=1,
+            _, values = tf.while_loop(
+                lambda i, _: i < num_steps, body, first, parallel_iterations=1
             )
             if telemetry:
                 with tf.name_scope("telemetry"):
@@ -107,7 +91,7 @@ def make_train_loop(
                     seconds = tf.cast(tower_metrics.time_after(values) - start, tf.float32)
                     phases = [values[name] for name in tower_metrics.PHASES]
                     values["update_seconds"] = seconds - tf.add_n(phases)
-        return values | ({"batch": end[1]} if ends else {})
+        return values
 
     return TrainLoop(train_loop, scalars, barrier, train_state, (requested, received))
 
