@@ -205,15 +205,21 @@ def images_below(folder: str, others: list[str] | None = None) -> list[str]:
         InputError: a folder cannot be read.
     """
 
-    def fail(error: OSError) -> None:
-        raise InputError(f"{error.filename} cannot be read: {error.strerror}; mend or remove it")
-
-    paths, others = [], [] if others is None else others
-    for parent, _, names in os.walk(folder, onerror=fail):
-        for name in names:
-            if not name.startswith("."):  # ._a.png is what macOS puts beside a.png
-                kind = paths if name.lower().endswith(ENDINGS) else others
-                kind.append(os.path.join(parent, name))
+    paths, waiting = [], [folder]
+    try:
+        for parent in waiting:  # the list grows; os.walk calls itself, at most 1000 deep
+            with os.scandir(parent) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    elif entry.name.startswith("."):  # ._a.png is what macOS puts beside a.png
+                        continue
+                    elif entry.name.lower().endswith(ENDINGS):
+                        paths.append(entry.path)
+                    elif others is not None:
+                        others.append(entry.path)
+    except OSError as error:
+        raise InputError(f"{error.filename} cannot be read: {reason_of(error)}") from None
     return sorted(paths)
 
 
