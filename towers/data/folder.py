@@ -204,7 +204,6 @@ def images_below(folder: str, others: list[str] | None = None) -> list[str]:
     Raises:
         InputError: a folder cannot be read.
     """
-
     paths, waiting = [], [folder]
     try:
         for parent in waiting:  # the list grows; os.walk calls itself, at most 1000 deep

@@ -15,7 +15,6 @@ import abc
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -346,28 +345,11 @@ def check_labels(name: str, example: Structure, num_classes: int) -> None:
 def held_out_rows(size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the remaining rows and the held-out rows, int64, in rising order.
 
-    Args:
-        size: rows are 0..size-1.
-        fraction: the part to hold out, 0..1.
-
-    Raises:
-        InputError: there is only one row.
-    """
-    _, is_held_out = holding_out(size, fraction)
-    with tf.device("/cpu:0"):
-        held = is_held_out(tf.range(size, dtype=tf.int64)).numpy()
-    return np.flatnonzero(~held), np.flatnonzero(held)
-
-
-def holding_out(size: int, fraction: float) -> tuple[int, Callable[[tf.Tensor], tf.Tensor]]:
-    """Choose random rows to hold out, since data may be periodic.
+    The rows are chosen at random, since data may be periodic. Neither part is empty.
 
     Args:
         size: rows are 0..size-1.
         fraction: the part to hold out, 0..1.
-
-    Returns:
-        Their number, at least 1 and less than `size`, and what tells of rows, int64, which are.
 
     Raises:
         InputError: there is only one row.
@@ -377,7 +359,11 @@ def holding_out(size: int, fraction: float) -> tuple[int, Callable[[tf.Tensor], 
             f"a part is to be held out, but there is {size} example (or batch); give 2 or more"
         )
     num = min(max(1, round(size * fraction)), size - 1)
-    return num, lambda rows: _shuffled(rows, size, tf.constant(_HELD_OUT_KEY, tf.int64)) < num
+    with tf.device("/cpu:0"):
+        places = _shuffled(
+            tf.range(size, dtype=tf.int64), size, tf.constant(_HELD_OUT_KEY, tf.int64)
+        )
+    return np.flatnonzero(places.numpy() >= num), np.flatnonzero(places.numpy() < num)
 
 
 def shuffled_rows(batch_size: int, size: int, seed: int, examples: int) -> tf.data.Dataset:

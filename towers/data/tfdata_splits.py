@@ -13,7 +13,6 @@ from towers.data.pipeline import (
     check_labels,
     epoch_keys,
     held_out_rows,
-    holding_out,
     num_rows,
     shuffled_rows,
     spec_of,
@@ -95,13 +94,15 @@ class DatasetSplit(Split):
 
     def held_out(self, fraction: float) -> tuple[Split, Split]:
         """See `Split.held_out`: both parts read the whole dataset."""
-        num_held, is_held_out = holding_out(self.size, fraction)
+        _, held_rows = held_out_rows(self.size, fraction)
+        with tf.device("/cpu:0"):
+            is_held_out = tf.constant(np.isin(np.arange(self.size), held_rows))
 
         def part(held, size):
-            members = self._dataset.enumerate().filter(lambda row, _: is_held_out(row) == held)
+            members = self._dataset.enumerate().filter(lambda row, _: is_held_out[row] == held)
             return DatasetSplit(members.map(lambda _, example: example), size)
 
-        return part(False, self.size - num_held), part(True, num_held)
+        return part(False, self.size - len(held_rows)), part(True, len(held_rows))
 
     def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:
         epoch, position = divmod(examples, self.size)
