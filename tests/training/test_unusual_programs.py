@@ -273,7 +273,7 @@ PROGRAMS = {
         "^(?!.*rows).*mixed examples", 2,
     ),
     "places in the batch": Program(with_edges, of_arrays, " and ", 2),
-    "one beside a tensor": Program(of_pairs(True), pairs, "Pair is an ExtensionType", 2),
+    "one beside a tensor": Program(of_pairs(True), pairs, "is an ExtensionType", 2),
     "no row for each example": Program(
         undivided(lambda _, x: ops.mean(x, axis=0, keepdims=True)), eights, TOO_FEW, 2
     ),

@@ -12,7 +12,7 @@ are Keras' or the user's own, computed once, over the global batch.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -69,8 +69,8 @@ def parallelize(
         devices: devices of the towers, "/gpu:0,/gpu:2" or a list, perhaps of other machines (see
             `towers.devices.connect`); "cpu" for logical CPU devices although there are GPUs; "" for
             the first ones.
-        gather_device: of splitting, joining, the loss and the update; "" for the first tower's GPU
-            if weights are on GPUs, else "/cpu:0".
+        gather_device: where batches are split, outputs joined, and loss and update computed; "" for
+            the first tower's GPU if weights are on GPUs, otherwise "/cpu:0".
         variables: "cpu": weights are on the gather device; "sharded": each on one of the towers;
             "default": "sharded" on GPUs, else "cpu".
         batch_norm: moments of BatchNorm over all towers ("sync") or of each tower ("local").
@@ -115,9 +115,11 @@ def put_on(model: keras.Model, builder: TowerBuilder) -> keras.Model:
     """
     unparallelize(model)
     steps = _Steps(model, builder)
-    steps.of_instance = {n: vars(model)[n] for n in _Steps.REPLACED if n in vars(model)}
+    steps.of_instance = {n: vars(model)[n] for n in (*_STEPS, *_MAKERS) if n in vars(model)}
     vars(model)["_tower_steps"] = steps
-    vars(model).update({name: steps.on_towers(name) for name in _STEPS})
+    for name in _STEPS:
+        step = functools.partial(lambda name, *args: steps.method(name)(*args), name)
+        vars(model)[name] = steps.outermost_on_towers(step, name)
     vars(model).update({name: steps.made_for_towers(name) for name in _MAKERS})
     return model
 
@@ -141,12 +143,9 @@ def on_towers(
 
 
 def unparallelize(model: keras.Model) -> keras.Model:
-    """Run a model on one device again, as plain Keras does; return it.
-
-    Weights and optimizer stay; the steps are traced again.
-    """
+    """Run a model on one device again, as plain Keras does; return it."""
     if steps := vars(model).pop("_tower_steps", None):
-        for name in _Steps.REPLACED:
+        for name in (*_STEPS, *_MAKERS):
             vars(model).pop(name, None)
         vars(model).update(steps.of_instance)
     for name in ("train_function", "test_function", "predict_function"):  # traced before
@@ -176,9 +175,6 @@ def method_of(model: keras.Model, name: str) -> Callable:
 def traced(model: keras.Model, trace: Callable[[], Any]) -> Any:
     """Trace a step; trace it again on one device, with a warning, if towers refuse it.
 
-    Towers refuse what they cannot do with a layer, as a gradient of a gradient through
-    BatchNorm over all towers.
-
     Args:
         model: the model of the step; it may be on no towers.
         trace: traces the step, or calls a function that does; returns any value.
@@ -201,8 +197,6 @@ def passes_of(model: keras.Model) -> Passes:
 class _Steps:
     """A model's steps on towers."""
 
-    REPLACED = (*_STEPS, *_MAKERS)
-
     def __init__(self, model: keras.Model, builder: TowerBuilder, copies: Sequence[Any] = ()):
         self.model, self.builder, self._device = model, builder, builder.gather_device
         self._copies = copies
@@ -210,15 +204,12 @@ class _Steps:
         self.passes = Passes()  # of the step that is traced
         self._placed: set[int] = set()  # ids of variables
         self._batch: Any = None  # real, while a function is traced for the first time
-        self._makes_variables = self._is_dropped = False  # see `_making_variables`
+        self._makes_variables = False  # the next trace, see `_will_make_variables`
+        self._is_dropped = False  # the trace under way, for that reason
         self._refused: tuple[str, InputError] | None = None  # a step that was traced, and why
         self._on_one_device: set[str] = set()  # steps
         self._is_on_one_device = False  # the step that is traced
         self._functions: dict[tuple, Callable] = {}  # each is analyzed once
-
-    def on_towers(self, name: str) -> Callable:
-        """Return a step of the model with its outermost layers on towers."""
-        return self.outermost_on_towers(lambda *args: self.method(name)(*args), name)
 
     def method(self, name: str) -> Callable:
         """Return the model's method without towers, as it is now."""
@@ -231,11 +222,14 @@ class _Steps:
         def with_towers(*args: Any) -> Any:
             self.passes = Passes()
             self._is_on_one_device = name in self._on_one_device
+            # In a trace that will be dropped, towers would only take time.
+            self._is_dropped, self._makes_variables = self._makes_variables, False
+            if self._is_dropped:
+                self._made = tf.Variable(0, name="made")  # forces the second trace
             joined = fused_update.updates_joined(optimizers_of(self.model), self._update)
             calls = tf_internals.replaced((keras.Layer, "__call__", self._make_call))
             known = synthetic_inputs.feed_values(args, self._batch)
-            making = self._making_variables()
-            with tf.device(self._device), integers_on(self._device), joined, calls, known, making:
+            with tf.device(self._device), integers_on(self._device), joined, calls, known:
                 try:
                     result = fn(*args)
                     attributes.refuse_uses()
@@ -264,21 +258,6 @@ class _Steps:
         if not self._is_dropped or not type(inner).__module__.startswith("keras."):
             update()
 
-    @contextlib.contextmanager
-    def _making_variables(self) -> Iterator[None]:
-        """Call layers in the block on one device, if the trace is going to be dropped.
-
-        TensorFlow traces a function again if its first trace made variables, as of optimizers and
-        metrics; towers in the first trace would only take time.
-        """
-        self._is_dropped, self._makes_variables = self._makes_variables, False
-        try:
-            if self._is_dropped:
-                self._made = tf.Variable(0, name="made")  # forces the second trace
-            yield
-        finally:
-            self._is_dropped = False
-
     def made_for_towers(self, name: str) -> Callable:
         """Return a replacement of a `make_*_function` method, whose function runs on towers.
 
@@ -302,9 +281,7 @@ class _Steps:
             self._on_one_device.discard(name.removeprefix("make_").replace("function", "step"))
             self.builder.forget()
             new = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
-            parts = [model, *model.metrics, *new]
-            self._place([variable for part in parts for variable in part.variables])
-
+            self._place([v for part in (model, *model.metrics, *new) for v in part.variables])
             is_first = True
 
             @functools.wraps(function)
@@ -328,10 +305,9 @@ class _Steps:
         return make_for_towers
 
     def _will_make_variables(self, name: str) -> bool:
-        """Return whether a step will make variables of metrics or of an optimizer."""
-        if name == "make_predict_function":
-            return False
-        if self.model.run_eagerly or tf.config.functions_run_eagerly():  # nothing is traced
+        """Return whether a step will make variables, so that TensorFlow drops its first trace."""
+        eager = self.model.run_eagerly or tf.config.functions_run_eagerly()  # nothing is traced
+        if eager or name == "make_predict_function":
             return False
         new = [optimizer for optimizer in optimizers_of(self.model) if not optimizer.built]
         trains = name == "make_train_function"
@@ -355,16 +331,14 @@ class _Steps:
         def call(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
             leaves = tf.nest.flatten((args, kwargs))
             inside = isinstance(tf_internals.open_scope(), ReplicaScope)
-            extensions = [x for x in leaves if isinstance(x, tf.experimental.ExtensionType)]
-            for x in () if inside else extensions:
-                self.builder.warn([
-                    f"layer {layer.name} runs on one device: its argument {type(x).__name__} is "
-                    "an ExtensionType, which is not split; call it with a dict of its tensors"
-                ])  # fmt: skip
+            if inside or any(isinstance(leaf, keras.KerasTensor) for leaf in leaves):
+                return keras_call(layer, *args, **kwargs)
+            if any(isinstance(leaf, tf.experimental.ExtensionType) for leaf in leaves):
+                reason = "an argument is an ExtensionType; call it with a dict of its tensors"
+                self.builder.warn([f"layer {layer.name} runs on one device: {reason}"])
                 with self._plain():
                     return keras_call(layer, *args, **kwargs)
-            symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)
-            if inside or symbolic or not any(map(_is_batch, leaves)):
+            if not any(map(_is_batch, leaves)):
                 return keras_call(layer, *args, **kwargs)
             if tf.executing_eagerly():  # towers would run one after the other
                 self.builder.warn(["run_eagerly=True: all steps run on one device"])
@@ -437,13 +411,8 @@ class _Steps:
         if self.builder.num_slices == 1:
             return ""
         analysis = self.builder.analyze(fn, *batch, silent=True)
-        hint = [
-            f"; of its arguments {x.shape} is all that is known: give their shape in the data set, "
-            "by tf.ensure_shape"
-            for x in batch
-            if not synthetic_inputs.is_known(x)
-        ]
-        hint = "".join(hint[:1])
+        known = all(map(synthetic_inputs.is_known, batch))
+        hint = "" if known else "; set the shapes in the data set with tf.ensure_shape"
         if analysis.trace is None:
             return f"it cannot be called with another number of examples ({analysis.reason}){hint}"
         if analysis.unjoinable_reason:
@@ -504,10 +473,9 @@ class _Steps:
         if stay:
             where = short_device_name(tf_internals.value_of(stay[0]).device)
             self.builder.warn([
-                f"{count(len(stay), 'variable')}, as {stay[0].path}, cannot be moved from {where}: "
-                "the numbers are the same, but steps copy more; what holds them is a function that "
-                "was traced before, as in predict or fit of a model that has them, too: call "
-                "towers.parallelize before that"
+                f"{count(len(stay), 'variable')}, such as {stay[0].path}, cannot be moved from "
+                f"{where}, because a function that was traced before reads them. Results are the "
+                "same, but steps copy more: call towers.parallelize first"
             ])  # fmt: skip
 
 
