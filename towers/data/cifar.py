@@ -59,18 +59,15 @@ class Cifar:
         Raises:
             InputError: some of them are missing.
         """
-        folders = [data_dir, os.path.join(data_dir, self.folder)]
-        missing = {}
-        for folder in folders:
-            paths = [os.path.join(folder, name) for name in self.num_records]
-            missing[folder] = [os.path.basename(path) for path in paths if not os.path.exists(path)]
-            if not missing[folder]:
-                return paths
-        fewest = min(folders, key=lambda folder: len(missing[folder]))
-        raise InputError(
-            f"--data_dir={data_dir}: {fewest} has no {', '.join(missing[fewest])}; name the folder "
-            f"of the binary files of {self.name}, or leave --data_dir out to have Keras download it"
-        )
+        folder = os.path.join(data_dir, self.folder)
+        folder = folder if os.path.isdir(folder) else data_dir
+        paths = [os.path.join(folder, name) for name in self.num_records]
+        if missing := [os.path.basename(path) for path in paths if not os.path.exists(path)]:
+            raise InputError(
+                f"--data_dir={data_dir}: {folder} has no {', '.join(missing)}; name the folder of "
+                f"the binary files, or leave --data_dir out to have Keras download {self.name}"
+            )
+        return paths
 
     def _read_all(self, paths: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         # The training examples and the test examples.

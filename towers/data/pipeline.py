@@ -360,10 +360,9 @@ def held_out_rows(size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
         )
     num = min(max(1, round(size * fraction)), size - 1)
     with tf.device("/cpu:0"):
-        places = _shuffled(
-            tf.range(size, dtype=tf.int64), size, tf.constant(_HELD_OUT_KEY, tf.int64)
-        )
-    return np.flatnonzero(places.numpy() >= num), np.flatnonzero(places.numpy() < num)
+        rows, key = tf.range(size, dtype=tf.int64), tf.constant(_HELD_OUT_KEY, tf.int64)
+        held = _shuffled(rows, size, key).numpy() < num
+    return np.flatnonzero(~held), np.flatnonzero(held)
 
 
 def shuffled_rows(batch_size: int, size: int, seed: int, examples: int) -> tf.data.Dataset:
