@@ -83,8 +83,6 @@ def test_the_pictures_histograms_and_texts_are_there(server):
         "images": [
             "train images/tower_0",
             "train images/tower_1",
-            "eval confusion",
-            "eval mistakes",
         ],
         "histograms": ["train weights/"],
     }.items():
@@ -145,16 +143,16 @@ def test_a_run_is_one_row_with_its_flags_and_results(server, trained):
 
 @pytest.mark.run
 @pytest.mark.parametrize(
-    "task, metrics, pictures",
+    "task, metrics",
     [
-        rare("text", ["right", "auc"], ["confusion_matrix"]),
-        rare("masks", ["iou"], []),
-        rare("several", ["auc"], []),
-        ("two", ["kind_accuracy", "value_mae"], []),
-        ("images", ["accuracy"], ["confusion_matrix", "mistakes"]),  # of a part that is held out
+        rare("text", ["right", "auc"]),
+        rare("masks", ["iou"]),
+        rare("several", ["auc"]),
+        ("two", ["kind_accuracy", "value_mae"]),
+        ("images", ["accuracy"]),  # of a part that is held out
     ],
 )
-def test_metrics_are_shown_by_their_names(trained, tmp_path, capfd, task, metrics, pictures):
+def test_metrics_are_shown_by_their_names(trained, tmp_path, capfd, task, metrics):
     part = "validation" if task == "images" else "test"
     if part == "test":
         folder = trained(task)
@@ -165,7 +163,7 @@ def test_metrics_are_shown_by_their_names(trained, tmp_path, capfd, task, metric
         given = [f"--{name}={value}" for name, value in given.items()]
         assert cli.main(["train", f"--train_dir={folder}", *given]) == 0
         out = capfd.readouterr().out
-        assert not any(f"no {what}" in out for what in ("pictures", "histograms", "mistakes"))
+        assert not any(f"no {what}" in out for what in ("pictures", "histograms"))
         assert "nan" not in out.lower().replace("nanosecond", "")
     shown = Server(folder)
     if part == "validation":  # of a model that its user compiled, too
@@ -185,7 +183,6 @@ def test_metrics_are_shown_by_their_names(trained, tmp_path, capfd, task, metric
         assert re.match(charts[f"{part} {name}"]["multiline"]["tag"][0], f"{part}/{name}")
         assert {f"result/test_{name}", f"result/{part}_{name}"} <= set(columns)
     drawn = {(run, tag.partition("/")[0]) for run, tag in shown.tags("images")}
-    assert sorted(tag for run, tag in drawn if run == "eval") == pictures
     assert (("train", "images") in drawn) == (task in ("masks", "images"))
 
 

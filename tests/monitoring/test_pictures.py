@@ -14,7 +14,7 @@ from tests import tiny
 from tests.trained_runs import flags
 from towers.data import augment
 from towers.monitoring import pictures
-from towers.monitoring.pictures import Gallery, Mistake, Predictions
+from towers.monitoring.pictures import Gallery
 from towers.options.run import Options
 from towers.training.run.setup import prepare
 from towers.training.train import train
@@ -66,38 +66,6 @@ def test_a_grid_is_bounded_and_takes_any_name(shape):
         assert 128 <= width <= 4 * 262 + 6 and 40 <= height <= 2 * 304 + 6
 
 
-@pytest.mark.parametrize("num", [1, 4, 1000, 1001])
-def test_a_confusion_matrix_is_bounded_and_still_tells(num):
-    labels = np.arange(num, dtype=np.int32)
-    said = np.where(labels < num // 2, labels, np.roll(labels, 1))
-    found = pictures.evaluation_images(Predictions(labels, said, [], False), list(map(str, labels)))
-    if num > 1000:
-        assert found == []
-        return
-    picture = pixels(*found)
-    assert 48 < picture.shape[0] < picture.shape[1] <= 1200
-    cells = {tuple(color) for color in np.unique(picture[:, 145:].reshape(-1, 3), axis=0).tolist()}
-    assert {(8, 81, 156)} | ({(165, 15, 21)} if num > 1 else set()) <= cells
-    assert np.any(picture[:, :135] < 128)  # names
-
-
-@pytest.mark.parametrize("averaged", [False, True])
-def test_an_evaluation_counts_what_was_taken_for_what_and_shows_mistakes(averaged):
-    image = np.random.default_rng(0).integers(0, 256, (4, 4, 3)).astype(np.uint8)
-    wrong = [Mistake(image, 0, 1, 0.984), Mistake(image, 1, 2, 0.5)]
-    labels, said = np.array([0, 0, 1, 2, 2, 2]), np.array([0, 1, 1, 0, 0, 2])
-    found = pictures.evaluation_images(Predictions(labels, said, wrong, averaged), NAMES)
-    assert tags(found) == ["confusion_matrix", "mistakes"]
-    counts = np.array([[1, 1, 0], [0, 1, 0], [2, 0, 1]])
-    np.testing.assert_array_equal(pixels(found[0]), np.asarray(pictures.draw_matrix(counts, NAMES)))
-    assert all(("moving average" in about(summary)) == averaged for summary in found)
-    captions = [["true cat,", "said dog 0.98"], ["true dog,", "said bird 0.50"]]
-    expected = np.asarray(pictures.draw_grid([image, image], captions))
-    np.testing.assert_array_equal(pixels(found[1]), expected)
-    perfect = Predictions(labels, labels, [], averaged)
-    assert tags(pictures.evaluation_images(perfect, NAMES)) == ["confusion_matrix"]
-
-
 @pytest.mark.run
 def test_a_run_that_goes_on_has_each_picture_once_and_needs_none(
     trained, tmp_path, monkeypatch, capsys
@@ -108,21 +76,19 @@ def test_a_run_that_goes_on_has_each_picture_once_and_needs_none(
     runs = [trained.copy("classes", tmp_path / name) for name in ("shown", "failed")]
     for run in runs:
         if run.name == "failed":
-            for name in "tower_images", "evaluation_images", "histogram_pb":
+            for name in "tower_images", "histogram_pb":
                 monkeypatch.setattr(pictures, name, fail)
         train(Options(train_dir=str(run), **flags("classes") | {"num_epochs": 3.0}))
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no ")]
-        kinds, shown = ("pictures", "histograms", "mistakes"), run.name == "shown"
+        kinds, shown = ("pictures", "histograms"), run.name == "shown"
         assert {line.split(":")[0] for line in lines} == {
             f"no {kind} ZeroDivisionError" for kind in kinds if not shown
         }
         found = {}
-        for part in "train", "eval":
-            for step, value in tiny.records(run / part):
-                if not value.HasField("simple_value"):
-                    found.setdefault(value.tag.partition("/")[0], set()).add(step)
+        for step, value in tiny.records(run / "train"):
+            if not value.HasField("simple_value"):
+                found.setdefault(value.tag.partition("/")[0], set()).add(step)
         at = {"images": {0, 18}, "weights": {0, 9, 18, 26}}
-        at |= dict.fromkeys(("confusion_matrix", "mistakes"), {5, 9, 13, 18, 22, 26})
         # What a process shows at its first step replaces what the one before has shown there.
         before = {kind: {step for step in at[kind] if step < 18} for kind in at}
         assert found == (at if shown else before)
@@ -148,7 +114,7 @@ def test_the_images_are_those_that_each_towers_model_gets():
 @pytest.mark.graph
 def test_histograms_are_of_the_finite_weights():
     run, shown = prepare(tiny.options("unused")), []
-    show = lambda step, summaries, part: shown.extend(summaries)  # noqa: E731
+    show = lambda step, summaries: shown.extend(summaries)  # noqa: E731
     monitor = types.SimpleNamespace(pause=contextlib.nullcontext, show=show)
     model = run.train_state.model
     kernel = model.trainable_variables[2]

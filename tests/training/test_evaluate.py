@@ -16,7 +16,7 @@ from towers.data import ArraySplit
 from towers.options.run import Options
 from towers.training.run.model import check_data
 from towers.training.run.setup import prepare
-from towers.training.step.evaluation import NUM_MISTAKES, Evaluation
+from towers.training.step.evaluation import Evaluation
 
 pytestmark = pytest.mark.graph
 
@@ -173,44 +173,3 @@ def test_the_table_in_full():
     alone = Evaluation({n: None if "ema" in n else v for n, v in metrics.items()}, 4)
     assert alone.table()[:2] == ["               weights", "accuracy        0.5000"]
     assert len({len(line) for line in Evaluation({"kind_accuracy": 0.5}, 4).table()}) == 1
-
-
-# What is kept beside the figures
-
-
-@pytest.mark.parametrize("batch_size, ema_decay", [(4, 0.5), (100, 0.0)])
-def test_predictions_and_the_most_confident_mistakes_are_kept(batch_size, ema_decay):
-    run = prepare(tiny.options("x", num_towers=3, batch_size=batch_size, ema_decay=ema_decay))
-    images, labels = tiny.arrays(tiny.TEST_SIZE, seed=1)
-    # Padding, which is all zeros, would be a mistake.
-    run.train_state.model.trainable_variables[-1].assign([0.1, 0.2, 0.9])
-    averaged = turned_around(run)
-    expected = averaged if ema_decay else run.train_state.model  # averages, if there are any
-    found = run.task.make_evaluator(run.data.test)().predictions
-    chances = tf.nn.softmax(logits_of(expected, images.astype(np.float32))).numpy()
-    assert found.averaged == (ema_decay > 0)
-    np.testing.assert_array_equal(found.labels, labels)
-    np.testing.assert_array_equal(found.predicted, chances.argmax(1))
-
-    wrong = np.flatnonzero(chances.argmax(1) != labels)
-    wrong = wrong[np.argsort(-chances.max(1)[wrong])][:NUM_MISTAKES]
-    assert len(found.mistakes) == len(wrong) > 5
-    for mistake, row in zip(found.mistakes, wrong, strict=True):
-        np.testing.assert_array_equal(mistake.image, images[row])
-        assert (mistake.label, mistake.predicted) == (labels[row], chances[row].argmax())
-        assert mistake.confidence == pytest.approx(chances[row].max(), rel=1e-5)
-
-
-def test_only_so_many_mistakes_are_kept_and_of_a_broken_model_none(monkeypatch):
-    """The figures follow from the predictions."""
-    monkeypatch.setattr("towers.training.step.evaluation.NUM_MISTAKES", 3)
-    run = prepare(tiny.options("unused", batch_size=5))
-    evaluator = run.task.make_evaluator(run.data.test)
-    result = evaluator()
-    confidence = [mistake.confidence for mistake in result.predictions.mistakes]
-    assert len(confidence) == 3 and confidence == sorted(confidence, reverse=True)
-    right = result.predictions.labels == result.predictions.predicted
-    assert result.examples == len(right) and result.metrics["accuracy"] == right.mean()
-    run.train_state.model.trainable_variables[0].assign(np.full((192, 5), np.nan))
-    found = evaluator().predictions
-    assert found.mistakes == [] and len(found.labels) == 23

@@ -160,16 +160,15 @@ class Monitor:
             f"{self.timetable.epochs(step):.2f}, {part}: {shown}{remaining}"
         )
 
-    def show(self, step: int, summaries: Iterable[Summary], part: str) -> None:
+    def show(self, step: int, summaries: Iterable[Summary]) -> None:
         """Write pictures or histograms.
 
         Args:
             step: number of updates before them.
             summaries: pictures or histograms.
-            part: "train" or "eval".
         """
         for summary in summaries:
-            self._writer.write_summary(part, step, summary)
+            self._writer.write_summary("train", step, summary)
 
     def examples_per_second(self) -> float | None:
         """Return the median speed over points, without the first unless it is the only one."""

@@ -1,4 +1,4 @@
-"""Pictures and histograms of a run: what its towers see, and what the network gets wrong."""
+"""Pictures and histograms of a run: what its towers see, and its weights."""
 
 import dataclasses
 import io
@@ -20,36 +20,13 @@ from towers.monitoring.monitor import Monitor
 from towers.options.parts import StepOptions
 
 NUM_IMAGES = 8  # of each tower
-_MAX_CLASSES = 1000
 _SIDE, _MAX_SIDE = 128, 256  # pixels: smaller images are enlarged, larger ones shrunk
 _GAP, _LINE = 6, 14  # pixels between images, and height of a line of text
-_MATRIX, _CELL, _MARGIN = 900, 48, 140  # pixels: of the matrix, the largest cell, the names
-_RIGHT, _WRONG = (8, 81, 156), (165, 15, 21)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mistake:
-    """An example that the model puts into the wrong class."""
-
-    image: np.ndarray  # as stored, `[H, W, C]`
-    label: int  # the true class
-    predicted: int  # the model's class
-    confidence: float  # the model's probability of that class
-
-
-@dataclasses.dataclass(frozen=True)
-class Predictions:
-    """The true and predicted classes of the examples of a data set."""
-
-    labels: np.ndarray  # true classes, int32 `[N]`, in the order of the data set
-    predicted: np.ndarray  # predicted classes, int32 `[N]`
-    mistakes: list[Mistake]  # the most confident ones, in decreasing order
-    averaged: bool  # whether the weights' moving average made them
 
 
 @dataclasses.dataclass
 class Gallery:
-    """Shows towers' images, an evaluation's mistakes, and histograms, each once a step.
+    """Shows towers' images and histograms, each once a step.
 
     An error in making a picture is printed and does not stop the run.
     """
@@ -91,19 +68,7 @@ class Gallery:
 
         self._show("histograms", step, make)
 
-    def show_evaluation(self, step: int, predictions: Predictions) -> None:
-        """Show an evaluation's mistakes and confusion matrix.
-
-        Args:
-            step: number of updates before it.
-            predictions: the true and predicted classes.
-        """
-        names = self.data.class_names
-        self._show("mistakes", step, lambda: evaluation_images(predictions, names), "eval")
-
-    def _show(
-        self, name: str, step: int, make: Callable[[], Iterable[Summary]], part: str = "train"
-    ) -> None:
+    def _show(self, name: str, step: int, make: Callable[[], Iterable[Summary]]) -> None:
         if (name, step) in self._shown:
             return
         self._shown.add((name, step))
@@ -113,7 +78,7 @@ class Gallery:
             except Exception as error:  # the user's own code may raise anything
                 self.monitor.say(f"no {name} {type(error).__name__}: {first_line(error)}")
             else:
-                self.monitor.show(step, summaries, part)
+                self.monitor.show(step, summaries)
 
 
 def tower_images(
@@ -140,34 +105,6 @@ def tower_images(
             picture = draw_grid(list(map(to_bytes, seen.numpy())), [[name] for name in classes])
             summaries.append(_summary(f"images/tower_{i}", picture, about))
     return summaries
-
-
-def evaluation_images(predictions: Predictions, names: Sequence[str]) -> list[Summary]:
-    """Return `confusion_matrix`, for up to 1000 classes, and `mistakes` if there are any.
-
-    Args:
-        predictions: the true and predicted classes.
-        names: names of the classes.
-    """
-    weights = "the moving average of the weights" if predictions.averaged else "the weights"
-    pictures = []
-    if len(predictions.labels) and len(names) <= _MAX_CLASSES:
-        counts = np.zeros((len(names), len(names)), np.int64)
-        np.add.at(counts, (predictions.labels, predictions.predicted), 1)
-        about = (
-            f"Rows are true classes, and columns are what the model says with {weights}, in the "
-            "same order. The deeper a color, the greater the share of its row."
-        )
-        pictures.append(_summary("confusion_matrix", draw_matrix(counts, names), about))
-    if mistakes := predictions.mistakes:
-        captions = [
-            [f"true {names[m.label]},", f"said {names[m.predicted]} {m.confidence:.2f}"]
-            for m in mistakes
-        ]
-        about = f"The most confident mistakes, with {weights}."
-        picture = draw_grid([to_bytes(m.image) for m in mistakes], captions)
-        pictures.append(_summary("mistakes", picture, about))
-    return pictures
 
 
 def to_bytes(image: np.ndarray) -> np.ndarray:
@@ -207,36 +144,6 @@ def draw_grid(images: Sequence[np.ndarray], captions: Sequence[Sequence[str]]) -
         picture.paste(ImageOps.contain(Image.fromarray(image), (side, side), how), (left, top))
         for number, line in enumerate(captions[i]):
             draw.text((left, top + side + number * _LINE), _legible(line), "black")
-    return picture
-
-
-def draw_matrix(counts: np.ndarray, names: Sequence[str]) -> Image.Image:
-    """Draw a confusion matrix, with as many names of rows and numbers as fit.
-
-    A cell's color, blue on the diagonal and red elsewhere, deepens with the square root of its
-    share of the row, so that rare mistakes are visible.
-
-    Args:
-        counts: number of examples, integers `[n, n]`; rows are true classes.
-        names: names of the n classes.
-    """
-    num = len(counts)
-    cell = max(1, min(_CELL, _MATRIX // num))
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    colors = np.where(np.eye(num, dtype=bool)[..., None], _RIGHT, _WRONG)
-    pixels = np.round(255 - np.sqrt(shares)[..., None] * (255 - colors)).astype(np.uint8)
-    cells = Image.fromarray(pixels).resize((num * cell, num * cell), Image.Resampling.NEAREST)
-    size = _MARGIN + num * cell + _GAP, num * cell + _LINE
-    picture = Image.new("RGB", size, "white")
-    picture.paste(cells, (_MARGIN, 0))
-    draw = ImageDraw.Draw(picture)
-    for i in range(0, num, -(-_LINE // cell)):
-        draw.text((_GAP, i * cell + (cell - _LINE) // 2), _legible(names[i]), "black")
-    if cell == _CELL:
-        for row, column in np.argwhere(counts):
-            place = _MARGIN + column * cell + _GAP, row * cell + (cell - _LINE) // 2
-            color = "white" if shares[row, column] > 0.3 else "black"
-            draw.text(place, str(counts[row, column]), color)
     return picture
 
 

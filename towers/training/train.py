@@ -148,7 +148,7 @@ def _train(
         if options.histogram_every_epochs:
             gallery.show_histograms(step)
         callbacks = Callbacks(user_callbacks, run, timetable)
-        evaluator = Evaluator(prepared, monitor, gallery, best, preemption, callbacks)
+        evaluator = Evaluator(prepared, monitor, best, preemption, callbacks)
         finite_check = nonfinite.NonFiniteMonitor(run, monitor.say)
         saved, seconds_to_first_step, changed, values = step, None, False, {}
         saved_at = time.monotonic()

@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Iterator
 
 from towers.monitoring.monitor import Monitor
-from towers.monitoring.pictures import Gallery
 from towers.training.callbacks.best_checkpoint import BestTracker
 from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.callbacks.user_callbacks import Callbacks, figures
@@ -23,7 +22,6 @@ class Evaluator:
 
     prepared: PreparedRun
     monitor: Monitor  # writes curves and lines
-    gallery: Gallery  # writes pictures
     best: BestTracker
     preemption: PreemptionHandler  # whether to stop
     callbacks: Callbacks  # the user's, whose hooks are called
@@ -46,8 +44,6 @@ class Evaluator:
                 monitor.say(f"warning     {line}")
             if self._last is None:
                 return False
-            if self._last.predictions:
-                self.gallery.show_evaluation(step, self._last.predictions)
             monitor.eval_point(step, self._last.metrics, self._part)
             name, _ = run.task.objective()
             value = self._last.metrics.get(f"{name}_ema")

@@ -31,7 +31,7 @@ from towers.training.run.model import floatx_of, overrides
 from towers.training.step import fused_update, loss_checks
 from towers.training.step.optimizer_step import UpdateRules
 from towers.training.step.optimizers import CLIPS, describe_flags, describe_scale, is_own
-from towers.training.step.output_activation import final_activation, mirrored
+from towers.training.step.output_activation import mirrored
 from towers.training.step.skip_nonfinite import NonFiniteGuard
 from towers.training.step.task import Task
 from towers.training.step.train_state import VARIABLES, dynamic_scale, optimizers_of, snapshot
@@ -373,24 +373,11 @@ class Compiled(Task):
 
     # Evaluation.
 
-    def test_step(
-        self, example: Any, number: tf.Tensor, averaged: bool
-    ) -> tuple[dict[str, tf.Tensor], tf.Tensor | None]:
+    def test_step(self, example: Any, number: tf.Tensor, averaged: bool) -> dict[str, tf.Tensor]:
         """See `Task`: the model's own step, whose calls run on towers."""
-        outputs: list[Any] = []
-
-        def make(compute: Callable) -> Callable:
-            def compute_metrics(x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
-                outputs.append(y_pred)
-                return compute(x, y, y_pred, *args, **kwargs)
-
-            return compute_metrics
-
         step = self.model.test_step if averaged else self._test_step_on_copies
-        seen = tf_internals.replaced((self.model, "compute_metrics", make))
-        with self._flips(), seen:
-            logs = scalars(step(self._data(example, None)))
-        return logs, self._predictions(outputs[-1]) if outputs else None
+        with self._flips():
+            return scalars(step(self._data(example, None)))
 
     def _flips(self) -> contextlib.AbstractContextManager:
         """With `test_time_flip`, average the model's outputs of mirror images in the block."""
@@ -424,22 +411,6 @@ class Compiled(Task):
 
     def _reset(self) -> None:
         self.model.reset_metrics()
-
-    def _predictions(self, outputs: Any) -> tf.Tensor | None:
-        """Return the predicted classes and probabilities, float32 `[b, 2]`, or None."""
-        num_classes = self.data.num_classes
-        if not isinstance(outputs, tf.Tensor) or num_classes < 2 or outputs.shape.rank != 2:
-            return None
-        outputs, activation = tf.cast(outputs, tf.float32), final_activation(self.model)
-        if outputs.shape[-1] == 1 and num_classes == 2:
-            of_one = outputs[:, 0] if activation == "sigmoid" else tf.sigmoid(outputs[:, 0])
-            chances = tf.stack([1.0 - of_one, of_one], axis=-1)
-        elif outputs.shape[-1] == num_classes:
-            chances = outputs if activation == "softmax" else tf.nn.softmax(outputs)
-        else:
-            return None
-        predicted = tf.cast(tf.argmax(chances, axis=-1), tf.float32)
-        return tf.stack([predicted, tf.reduce_max(chances, axis=-1)], axis=1)
 
 
 def _loss_text(loss: Any) -> str:

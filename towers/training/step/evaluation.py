@@ -1,4 +1,4 @@
-"""The results of an evaluation: metrics, and the model's predictions."""
+"""The results of an evaluation."""
 
 import contextlib
 import dataclasses
@@ -6,14 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from towers.formatting import figure
-from towers.monitoring.pictures import Mistake, Predictions
 from towers.training.step.train_state import copy_beside
 
-NUM_MISTAKES = 16
 AVERAGED = "_ema"  # ends the names of metrics of the averages
 
 
@@ -25,7 +22,6 @@ class Evaluation:
     # model; those of the moving averages end in "_ema".
     metrics: Mapping[str, float | None]
     examples: int  # their number
-    predictions: Predictions | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def figures(self) -> dict[str, Any]:
         """Return the JSON of `towers evaluate`."""
@@ -63,44 +59,3 @@ class MetricState:
             yield
         for variable, twin in self._twins:
             twin.assign(scope.get_current_value(variable))
-
-
-class PredictionCollector:
-    """Collects a model's predictions for a split, and its most confident mistakes."""
-
-    def __init__(self, averaged: bool):
-        """Set whether the predictions are those of the moving averages."""
-        self.averaged = averaged
-        self._labels: list[np.ndarray] = []
-        self._predictions: list[np.ndarray] = []
-        self._mistakes: list[Mistake] = []
-
-    def add(
-        self, images: Any, true: np.ndarray, predicted: np.ndarray, confidence: np.ndarray
-    ) -> None:
-        """Add a batch.
-
-        Args:
-            images: `[b, H, W, C]`, or None.
-            true: classes, `[b]`.
-            predicted: predicted classes, `[b]`.
-            confidence: probabilities of these, `[b]`.
-        """
-        self._labels.append(true)
-        self._predictions.append(predicted)
-        if images is None:
-            return
-        # NaN compares as False, so a broken model has no confident mistakes.
-        rows = np.flatnonzero((true != predicted) & (confidence >= 0))
-        for i in rows[np.argsort(-confidence[rows], kind="stable")[:NUM_MISTAKES]]:
-            numbers = int(true[i]), int(predicted[i]), float(confidence[i])
-            self._mistakes.append(Mistake(np.asarray(images[i]), *numbers))
-        self._mistakes.sort(key=lambda mistake: -mistake.confidence)
-        del self._mistakes[NUM_MISTAKES:]
-
-    def predictions(self) -> Predictions | None:
-        """Return all predictions, None if there are none."""
-        if not self._labels:
-            return None
-        labels, predicted = np.concatenate(self._labels), np.concatenate(self._predictions)
-        return Predictions(labels, predicted, self._mistakes, self.averaged)

@@ -11,9 +11,8 @@ update is made. The kinds of tasks:
 """
 
 import abc
-import collections
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -34,7 +33,7 @@ from towers.options.parts import StepOptions
 from towers.tf_internals import added_losses, slots_of, value_of
 from towers.training.parallelize import traced
 from towers.training.run.model import floatx_of
-from towers.training.step.evaluation import AVERAGED, Evaluation, MetricState, PredictionCollector
+from towers.training.step.evaluation import AVERAGED, Evaluation, MetricState
 from towers.training.step.optimizer_step import UpdateRules, make_update
 from towers.training.step.optimizers import (
     describe_flags,
@@ -57,7 +56,6 @@ from towers.training.step.train_state import (
 )
 
 Stop = Callable[[], bool]
-_BATCHES_BEHIND = 2
 
 
 class Task(abc.ABC):
@@ -261,17 +259,12 @@ class Task(abc.ABC):
 
         def evaluator(stop: Stop = lambda: False) -> Evaluation | None:
             self._reset_metrics()
-            collector, logs = PredictionCollector(averaged=bool(self.train_state.averages)), []
-            for results in _pipelined(batches, self._evaluate, stop):
-                if results is None:
+            logs: Sequence[dict] = []
+            for batch in batches:
+                if stop():
                     return None
-                example, logs, predictions = results
-                if predictions:
-                    classes, chances = predictions[-1].numpy().T
-                    labels = example[1].numpy().reshape(-1)
-                    images = example[0] if self.data.image_shape else None
-                    collector.add(images, labels, classes.astype(np.int32), chances)
-            return self._evaluation(split, logs, collector.predictions())
+                logs = self._evaluate(batch)
+            return self._evaluation(split, logs)
 
         return evaluator
 
@@ -283,14 +276,11 @@ class Task(abc.ABC):
             counted: `[B]`, 1 for each example and 0 for padding, which comes last.
         """
         self._reset_metrics()
-        _, logs, _ = self._evaluate((example, counted))
-        named = zip(("", AVERAGED), logs, strict=False)
+        named = zip(("", AVERAGED), self._evaluate((example, counted)), strict=False)
         return {f"{n}{ending}": v.numpy() for ending, metrics in named for n, v in metrics.items()}
 
     @abc.abstractmethod
-    def test_step(
-        self, example: Any, number: tf.Tensor, averaged: bool
-    ) -> tuple[dict[str, tf.Tensor], tf.Tensor | None]:
+    def test_step(self, example: Any, number: tf.Tensor, averaged: bool) -> dict[str, tf.Tensor]:
         """Update the metrics by the first `number` examples of a batch; to be traced.
 
         Args:
@@ -299,8 +289,7 @@ class Task(abc.ABC):
             averaged: whether variables have the values of their averages.
 
         Returns:
-            The metrics so far, each a scalar, and the predicted class with its probability, float32
-            `[number, 2]`, or None without classes.
+            The metrics so far, each a scalar.
         """
 
     @abc.abstractmethod
@@ -323,13 +312,13 @@ class Task(abc.ABC):
     def _averages_state(self) -> MetricState:
         return MetricState(self._metrics() if self.train_state.averages else ())
 
-    def _evaluate(self, batch: Any) -> tuple[Any, list[dict[str, tf.Tensor]], list[tf.Tensor]]:
-        """Return the examples without padding, and the results of `_traced_test_step`."""
+    def _evaluate(self, batch: Any) -> list[dict[str, tf.Tensor]]:
+        """Return the results of `_traced_test_step` for a batch, which may be padded."""
         example, counted = batch
         number = tf.cast(tf.reduce_sum(counted), tf.int32)
-        real = tf.nest.map_structure(lambda t: t[: int(number)], example)
-        args = example if self.pads else real, number
-        return real, *traced(self.model, lambda: self._traced_test_step(*args))
+        if not self.pads:
+            example = tf.nest.map_structure(lambda t: t[: int(number)], example)
+        return traced(self.model, lambda: self._traced_test_step(example, number))
 
     @functools.cached_property
     def _traced_test_step(self) -> Callable:
@@ -339,18 +328,17 @@ class Task(abc.ABC):
         """
         home = self.builder.gather_device
 
-        def test_step(example: Any, number: tf.Tensor) -> tuple[list[dict], list[tf.Tensor]]:
+        def test_step(example: Any, number: tf.Tensor) -> list[dict[str, tf.Tensor]]:
             with tf.device(home), integers_on(home), floatx_of(self.options.dtype):
                 results = [self.test_step(example, number, averaged=False)]
                 if self.train_state.averages:
                     with self._averages_state.used(self.train_state.averages):
                         results.append(self.test_step(example, number, averaged=True))
-            logs, predictions = zip(*results, strict=True)
-            return list(logs), [p for p in predictions if p is not None]
+            return results
 
         return tf.function(test_step, autograph=False)
 
-    def _evaluation(self, split: Split, logs: Sequence[dict], predictions: Any) -> Evaluation:
+    def _evaluation(self, split: Split, logs: Sequence[dict]) -> Evaluation:
         """Return the result of an evaluation; `logs` are the metrics of the last batch."""
         figures = [self._final_metrics(logs[0])]
         if self.train_state.averages:
@@ -361,7 +349,7 @@ class Task(abc.ABC):
             metrics[name] = value
             if self.train_state.averages or self.names_averages:
                 metrics[f"{name}{AVERAGED}"] = figures[1][name] if len(figures) == 2 else None
-        return Evaluation(metrics, split.size, predictions)
+        return Evaluation(metrics, split.size)
 
     def _final_metrics(self, logs: Mapping[str, tf.Tensor]) -> dict[str, float]:
         """Return the metrics over all batches, or `logs` if the model's own step has others."""
@@ -503,9 +491,7 @@ class Classifier(Task):
         """See `Task`."""
         return {"accuracy": "max", "loss": "min"}
 
-    def test_step(
-        self, example: Any, number: tf.Tensor, averaged: bool
-    ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+    def test_step(self, example: Any, number: tf.Tensor, averaged: bool) -> dict[str, tf.Tensor]:
         """See `Task`."""
         x, *targets = example
         replicas = self.train_state.replicas
@@ -515,12 +501,10 @@ class Classifier(Task):
         losses = cross_entropy(labels, logits)
         for weight in weights:
             losses *= tf.cast(weight, losses.dtype)
-        chances = tf.nn.softmax(tf.cast(logits, tf.float32))
         predicted = tf.argmax(logits, axis=-1, output_type=labels.dtype)
         self._means["accuracy"].update_state(tf.cast(predicted == labels, tf.float64))
         self._means["loss"].update_state(losses)
-        columns = tf.cast(predicted, tf.float32), tf.reduce_max(chances, axis=-1)
-        return self.metrics_result(), tf.stack(columns, axis=1)
+        return self.metrics_result()
 
     @functools.cached_property
     def _logits(self) -> Callable:
@@ -545,22 +529,6 @@ class Classifier(Task):
     def _reset(self) -> None:
         for mean in self._means.values():
             mean.reset_state()
-
-
-def _pipelined(batches: Iterable[Any], evaluate: Callable, stop: Stop) -> Iterator[Any]:
-    """Yield `evaluate(batch)` with a delay of some batches, so that GPUs need not wait.
-
-    `stop` is called before each batch; if it returns True, None is yielded last.
-    """
-    waiting: collections.deque[Any] = collections.deque()
-    for batch in batches:
-        if stop():
-            yield None
-            return
-        waiting.append(evaluate(batch))
-        if len(waiting) > _BATCHES_BEHIND:
-            yield waiting.popleft()
-    yield from waiting
 
 
 def _of_replica(gradients: list[Any], replica: int) -> list[Any]:
