@@ -170,6 +170,7 @@ class TowerBoard(keras.callbacks.Callback):
         ]
         if self._graph is not None:
             step = step_graph(self._graph, Placement((), (), ()))
+            self.folder.mkdir(parents=True, exist_ok=True)
             dashboard.write_root(self.folder, summaries, step)
 
 
