@@ -115,7 +115,7 @@ def put_on(model: keras.Model, builder: TowerBuilder) -> keras.Model:
     """
     unparallelize(model)
     steps = _Steps(model, builder)
-    steps.of_instance = {n: vars(model)[n] for n in (*_STEPS, *_MAKERS) if n in vars(model)}
+    steps.of_instance = {n: vars(model)[n] for n in _Steps.REPLACED if n in vars(model)}
     vars(model)["_tower_steps"] = steps
     for name in _STEPS:
         step = functools.partial(lambda name, *args: steps.method(name)(*args), name)
@@ -145,7 +145,7 @@ def on_towers(
 def unparallelize(model: keras.Model) -> keras.Model:
     """Run a model on one device again, as plain Keras does; return it."""
     if steps := vars(model).pop("_tower_steps", None):
-        for name in (*_STEPS, *_MAKERS):
+        for name in _Steps.REPLACED:
             vars(model).pop(name, None)
         vars(model).update(steps.of_instance)
     for name in ("train_function", "test_function", "predict_function"):  # traced before
@@ -196,6 +196,8 @@ def passes_of(model: keras.Model) -> Passes:
 
 class _Steps:
     """A model's steps on towers."""
+
+    REPLACED = (*_STEPS, *_MAKERS)
 
     def __init__(self, model: keras.Model, builder: TowerBuilder, copies: Sequence[Any] = ()):
         self.model, self.builder, self._device = model, builder, builder.gather_device
