@@ -45,7 +45,7 @@ def test_what_is_written_is_read(folder, capsys, kind):
 def test_a_path_that_tensorflow_takes_for_a_pattern_is_refused(trained, tmp_path, capsys, name):
     flags = f"--train_dir={trained('classes')}", f"--output={tmp_path / name}"
     code, _, err = command(capsys, "export", "--format=saved_model", *flags)
-    assert code == 2 and "TensorFlow cannot load a SavedModel from a path with" in err
+    assert code == 2 and "--output=" in err and "SavedModel" in err
 
 
 @pytest.mark.unit

@@ -356,8 +356,8 @@ WRONG_DATASETS = {
     "size a string": (lambda: (unsized(), "4"), "the size given is '4';"),
     "batched": (lambda: examples().batch(2), "TensorSpec uint8 (None, 5, 6, 3); give single"),
     "of an unknown shape": (shapeless, "x as TensorSpec uint8 <unknown>; give single e"),
-    "ragged": (lambda: slices((RAGGED, LABELS)), "int32 (None,); pad it to one length, by x.to_t"),
-    "sparse": (lambda: slices((SPARSE, LABELS)), "int64 (2,); make it dense, by tf.sparse.to_den"),
+    "ragged": (lambda: slices((RAGGED, LABELS)), "int32 (None,); give single examples of one"),
+    "sparse": (lambda: slices((SPARSE, LABELS)), "int64 (2,); give single examples of one"),
     "dicts": (lambda: slices({"x": IMAGES, "y": LABELS}), "gives dict; give single examples"),
     "ints": (lambda: examples(IMAGES.astype(int)), "give images as uint8 or float"),
 }

@@ -1,7 +1,6 @@
 """Folders of images: what is found, decoded, kept, and refused in one line."""
 
 import os
-import pickle
 import shutil
 import threading
 
@@ -91,15 +90,6 @@ def test_slow_reads_change_no_order(loaded, monkeypatch):
     monkeypatch.setattr(folder, "_CORES", 2)
     monkeypatch.setattr(folder, "read_image", read)
     assert_same(take(loaded.train, 4, 4, seed=3), expected)
-
-
-@pytest.mark.unit
-def test_of_an_image_only_its_place_is_kept(loaded):
-    def kept_bytes(split):
-        return len(pickle.dumps(split._names))
-
-    of_each = (kept_bytes(loaded.train) - kept_bytes(loaded.test)) / (TRAIN - len(TEST))
-    assert 0 < of_each < 40 < len(png(image(0)))
 
 
 # Sizes

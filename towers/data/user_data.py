@@ -40,13 +40,6 @@ _ALLOWED_SPLIT = (
 # all numbers below it. There may be few examples of many classes.
 _FEW_CLASSES, _MANY_CLASSES = 1000, 100_000
 _MAX_CLASSES = 1_000_000  # that a user may set
-_REMEDIES = {
-    tf.RaggedTensorSpec: "pad it to one length, by x.to_tensor(shape=[LENGTH])",
-    tf.SparseTensorSpec: "make it dense, by tf.sparse.to_dense(x)",
-}
-_SINGLE = (
-    "give single examples of one known shape, by dataset.unbatch(), padding or tf.ensure_shape"
-)
 
 
 def load(dataset: str) -> Data:
@@ -156,9 +149,11 @@ def _of_dataset(name: str, dataset: tf.data.Dataset, size: object = None) -> Dat
         )
     for path, leaf in arrays.leaves(spec):
         if not (isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined()):
-            element = f"{path} as {arrays.describe(leaf)}"
-            remedy = _REMEDIES.get(type(leaf), _SINGLE)
-            raise InputError(f"{name} dataset gives {element}; {remedy}")
+            raise InputError(
+                f"{name} dataset gives {path} as {arrays.describe(leaf)}; give single examples of "
+                "one known shape, by dataset.unbatch(), padding or tf.ensure_shape (of ragged "
+                "tensors by x.to_tensor(), of sparse ones by tf.sparse.to_dense(x))"
+            )
     x, y, *_ = (*spec, None)
     image = isinstance(x, tf.TensorSpec) and x.shape.rank == 3 and x.dtype.is_integer
     if image and x.dtype != tf.uint8 and is_label(y):
