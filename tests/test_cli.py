@@ -337,7 +337,11 @@ def test_a_healthy_run_shows_its_own_lines_only(folder):
 def test_gpus_that_are_asked_for_are_no_cpus(capsys, argv):
     assert cli.main([*argv.split(), "--batch_size=8", "--max_steps=1"]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "sees 0 GPUs" in said and "type --num_towers=" in said
+    assert (
+        said.count("\n") == 1
+        and "sees 0 GPUs" in said
+        and "type --devices=cpu --num_towers=" in said
+    )
 
 
 @pytest.mark.parametrize(

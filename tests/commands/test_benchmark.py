@@ -167,7 +167,6 @@ def test_a_compiled_model_is_measured(monkeypatch, task):
     [
         ("--num_towers=2,1", "greater than the one before"),
         ("--windows=0", "at least 1"),
-        ("--workers=a:1", "it measures this machine"),
         ("--model=tests.tiny:nothing --num_towers=1", "nothing"),
     ],
 )

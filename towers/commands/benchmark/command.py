@@ -100,7 +100,8 @@ def run(options: BenchmarkOptions, say: Say = print) -> dict[str, Any]:
         rows.append([*cells, f"{row['peak_memory_mib']:.0f}"])
     for line in [host.processor(), "", *markdown(HEADER, rows)]:
         say(line)
-    about = {"machine": host.machine(), "versions": host.versions()}
+    machine = {"processor": host.processor(), "cores": os.cpu_count()}
+    about = {"machine": machine, "versions": host.versions()}
     return {"results": results, "ratios": ratios} | about
 
 
