@@ -268,15 +268,6 @@ def test_a_run_does_not_go_on_with_classes_of_other_names(tmp_path, capsys):
     assert tiny.files(tmp_path / "run") == before
 
 
-def test_the_curves_of_another_program_are_left_alone(tmp_path):
-    (tmp_path / "train").mkdir()
-    (tmp_path / "train" / "events.out.tfevents.1.other").write_bytes(b"theirs")
-    before = tiny.files(tmp_path)
-    with pytest.raises(InputError, match="event files in its train or eval"):
-        train(tiny.options(tmp_path))
-    assert tiny.files(tmp_path) == before
-
-
 def test_two_cannot_train_in_one_folder(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("towers.training.train._SAVE_SECONDS", 0.0)  # no saves: none by clock

@@ -11,7 +11,7 @@ from towers.formatting import count
 from towers.options.flags import options_from_call
 from towers.options.run import Options
 from towers.training.load import assign, read_weights
-from towers.training.run import checkpoint, manifest
+from towers.training.run import manifest
 from towers.training.run.model import check_data
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import prepare
@@ -42,7 +42,7 @@ def evaluate(
         RunError: the test set cannot be read.
     """
     options = options_from_call(options, fields, verb="evaluate")
-    checkpoint.of_run(options.train_dir)  # before the model is built
+    weights = read_weights(Path(options.train_dir))
     recorded = manifest.read(Path(options.train_dir))
     task = recorded.get("task", {})
     run = prepare(dataclasses.replace(options, variables="default"))
@@ -60,7 +60,6 @@ def evaluate(
     differ = (manifest.differences(now, each, "when it was trained") for each in trained)
     for line in next(filter(None, differ), [])[:1]:
         say(f"warning     {line}")
-    weights = read_weights(Path(options.train_dir))
     variables = {n: v for n, v in run.train_state.variables().items() if n.startswith(_KINDS)}
     values = {f"model/{name}": value for name, value in weights.model.items()}
     values |= {f"average/{name}": value for name, value in weights.averages.items()}

@@ -203,7 +203,12 @@ def read_weights(train_dir: Path, step: int | None = None) -> Weights:
             would be taken for those of the run.
     """
     folder = train_dir / "checkpoints"
-    steps = checkpoint.of_run(train_dir)
+    steps = dict(checkpoint.find(folder))
+    if not steps:
+        raise InputError(
+            f"--train_dir={train_dir}: there is no checkpoint in {folder}; train first, or name "
+            "the folder of a run"
+        )
     if step is not None and step not in steps:
         raise InputError(
             f"--train_dir={train_dir} has no checkpoint of step {step}; there are those of "

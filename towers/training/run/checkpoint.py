@@ -33,17 +33,6 @@ def find(directory: Path) -> list[tuple[int, str]]:
     return [(step, str(Path(directory) / f"ckpt-{step}")) for step in steps]
 
 
-def of_run(train_dir: str | Path) -> dict[int, str]:
-    """Return {step: path prefix} of a run's checkpoints; InputError if there is none."""
-    folder = Path(train_dir, "checkpoints")
-    if checkpoints := find(folder):
-        return dict(checkpoints)
-    raise InputError(
-        f"--train_dir={train_dir}: there is no checkpoint in {folder}; train first, or name the "
-        "folder of a run"
-    )
-
-
 def _matches(directory: Path, pattern: str) -> list[re.Match]:
     names = sorted(path.name for path in Path(directory).glob("*"))
     return [match for name in names if (match := re.fullmatch(pattern, name))]

@@ -265,19 +265,16 @@ def _arguments(
 
 
 def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:
-    """Call a model function; raise an error about its arguments as InputError.
-
-    That is a ValueError raised in the function's own file, or any error of a function of Keras.
-    """
+    """Call a model function; raise a ValueError of its own, or any error of Keras', in a line."""
     try:
         return function(**arguments)
     except Exception as error:
-        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
         file = None
         with contextlib.suppress(TypeError):  # it is not written in Python
             file = inspect.getsourcefile(inspect.unwrap(function))
-        expected = isinstance(error, ValueError) and raised_in == file
-        if not expected and name.partition(":")[0].partition(".")[0] not in ("keras", "tensorflow"):
+        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+        own = isinstance(error, ValueError) and raised_in == file
+        if not own and not name.startswith(("keras", "tensorflow")):
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"--model={name}: {reason}") from None

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from towers import devices, files
 from towers.builder import exactness_checks
-from towers.errors import InputError
 from towers.formatting import count
 from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement, short_device_name
@@ -60,27 +59,17 @@ def restore(run: RunContext) -> tuple[CheckpointManager, int | None]:
         The run's checkpoints, and the step of the restored one, None for a new run.
 
     Raises:
-        InputError: the checkpoints are of another run or all damaged, or there are only curves.
+        InputError: the checkpoints are of another run or all damaged.
     """
     folder = run.folder
-    checkpoints = CheckpointManager(
-        folder / "checkpoints",
-        run.train_state.variables(),
-        {name: getattr(run.options, name) for name in IDENTITY},
-        run.options.keep_checkpoints,
-    )
+    identity = {name: getattr(run.options, name) for name in IDENTITY}
+    kept = run.train_state.variables(), identity, run.options.keep_checkpoints
+    checkpoints = CheckpointManager(folder / "checkpoints", *kept)
     if run.options.overwrite:
         return checkpoints, None
     files.clear_leftovers(folder)
     checkpoint.tidy(checkpoints.directory)
     restored = checkpoints.restore(lambda line: print(line, file=sys.stderr))
-    known = checkpoint.find(checkpoints.directory)  # if damaged, step 0 is written anew
-    curves = any(any(folder.glob(f"{part}/*tfevents*")) for part in ("train", "eval"))
-    if restored is None and not known and curves:
-        raise InputError(
-            f"--train_dir={folder}: there are event files in its train or eval, and no checkpoint "
-            "that they belong to: name another folder"
-        )
     run.train_state.set_copies()
     return checkpoints, restored
 

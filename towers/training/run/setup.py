@@ -122,16 +122,9 @@ class RunContext:
         left = math.ceil((self.total_examples - examples) / self.options.batch_size)
         if self.options.max_steps:
             left = min(left, self.options.max_steps - step)
-        options, size = self.options, self.data.train.size
-        return Timetable(
-            step,
-            examples,
-            step + max(left, 0),
-            size,
-            options.batch_size,
-            options.steps_per_loop,
-            options.part(DueOptions),
-        )
+        sizes = self.data.train.size, self.options.batch_size, self.options.steps_per_loop
+        due = self.options.part(DueOptions)
+        return Timetable(step, examples, step + max(left, 0), *sizes, due)
 
 
 def prepare(options: Options) -> RunContext:
@@ -252,6 +245,11 @@ def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) 
 
 def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:
     """Return the model, compiled if function or flags say so, and options with its `augment`."""
+    if options.model == Options.model and dataset.image_shape is None:
+        raise InputError(
+            f"--dataset={options.dataset} has no images, which {options.model} needs: name a model "
+            "of your own with --model=my_net:build"
+        )
     # "auto" depends on whether the model is compiled; the image shape does not.
     kind = augment.resolve(options.augment, dataset, compiled=False)
     network = model.build_for(
@@ -285,14 +283,9 @@ def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, O
 def _check_validation(options: Options, dataset: Data) -> None:
     """Raise InputError for early stopping or keeping the best without validation data."""
     for name in ("keep_best", "early_stopping_epochs"):
-        value = getattr(options, name)
-        if value and not dataset.validation:
+        evaluates = dataset.validation and options.evaluate_every_epochs
+        if getattr(options, name) and not evaluates:
             raise InputError(
-                f"--{name} looks at validation data, and there are none: type "
-                "--validation_fraction=0.1, or let the data set give a third part; the test set is "
-                "for the end"
-            )
-        if value and not options.evaluate_every_epochs:
-            raise InputError(
-                f"--{name} needs evaluations on the way: type --evaluate_every_epochs=1"
+                f"--{name} needs evaluations on validation data: type --validation_fraction=0.1, "
+                "or let the data set give a third part, and --evaluate_every_epochs=1"
             )

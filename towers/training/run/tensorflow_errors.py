@@ -127,10 +127,7 @@ def out_of_memory(text: str) -> str | None:
     if match := _TENSOR.search(text):
         sizes = [int(size) for size in match["shape"].split(",") if size]
         kind = _TYPES.get(match["type"], match["type"].replace(" ", ""))
-        each = 1
-        with contextlib.suppress(TypeError):
-            each = tf.as_dtype(kind).size
-        asked = f"{memory.in_words(math.prod(sizes) * each)}, {kind}{sizes}"
+        asked = f"{memory.in_words(math.prod(sizes) * tf.as_dtype(kind).size)}, {kind}{sizes}"
         device = short_device_name(match["device"])
     elif match := _BYTES.search(text):
         ordinal = _ORDINAL.search(text)
@@ -154,8 +151,4 @@ def _memory_of(device: str) -> str:
     if "gpu" not in device:
         return f"; the host has {memory.in_words(memory.of_host())}" if device else ""
     limit = tf_internals.device_memory_bytes().get(device)
-    if not limit:
-        return ""
-    used = memory.of_device(device)
-    in_use = f", of which {memory.in_words(used[0] * memory.MIB)} were in use" if used else ""
-    return f"; it may take {memory.in_words(limit)}{in_use}"
+    return f"; it may take {memory.in_words(limit)}" if limit else ""
