@@ -255,6 +255,15 @@ def test_the_weights_of_a_run_are_read_with_towers_and_without(trained, monkeypa
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.run
+def test_the_curves_of_a_run_are_read_by_the_lines_of_the_page(trained, monkeypatch, tmp_path):
+    (program,) = blocks("python", PAGES["towers/monitoring/README.md"])
+    monkeypatch.chdir(tmp_path)
+    trained.copy("classes", tmp_path / "runs/quickstart")
+    losses = run(program)["losses"]
+    assert list(losses) == [0, 4, 8, 12, 16, 17] and all(0 < loss < 9 for loss in losses.values())
+
+
 @pytest.mark.graph
 def test_both_ways_to_a_loss_make_the_same_step():
     page = PAGES["towers/builder/README.md"]

@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from tests import fake_gpus, leftovers, tiny
+from tests import fake_gpus, tiny
 from tests.runs import rare
 from tests.runs import refusal as refused
 from tests.worker_processes import ROOT
@@ -25,16 +24,11 @@ from towers.commands.sweep import command
 from towers.commands.sweep import report as sweep_report
 from towers.commands.sweep.options import MAX_NAME, name_of, parse, plan
 from towers.errors import InputError
-from towers.options import flags
 from towers.options.run import Options
 
 pytestmark = pytest.mark.process
 
 FAKE = [sys.executable, str(ROOT / "tests" / "fake_train.py")]
-TINY = (
-    "--model=tests.tiny:dense --dataset=tests.tiny:images --augment=none --batch_size=7 "
-    "--max_steps=12 --log_every_steps=5 --evaluate_every_epochs=0"
-).split()
 
 
 @pytest.fixture
@@ -286,33 +280,6 @@ def test_gpus_that_do_not_suffice_are_refused(folder, monkeypatch, argv, words):
     with pytest.raises(InputError, match=re.escape(words)):
         run_fake("--vary=seed:1,2", *argv.split())
     assert list(folder.iterdir()) == []
-
-
-@pytest.mark.extended  # as the two above, with runs that train
-def test_a_killed_sweep_of_real_runs_repeats_nothing_that_was_finished(folder):
-    command = [sys.executable, "-m", "towers", "sweep", "--sweep_dir=S", *TINY]
-    command += ["--vary=learning_rate:0.05,0.1", steps := "--max_steps=400"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if line.startswith("run "):
-            break
-    first, second = Path("S/learning_rate=0.05"), Path("S/learning_rate=0.1")
-    while not (second / "flags.cfg").exists():  # a process asks to end with the sweep as it starts
-        time.sleep(0.05)
-    process.kill()
-    process.communicate()
-    while leftovers.marked(os.environ[leftovers.VARIABLE]):  # its next run saves and ends
-        time.sleep(0.05)
-    assert not (second / "result.json").exists()
-    before = tiny.files(first)
-    again = subprocess.run([*command, "--json"], capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr
-    assert tiny.files(first) == before
-    assert list(statuses(json.loads(again.stdout)).values()) == ["finished", "finished"]
-    assert "learning_rate  test accuracy" in again.stderr and "\r" not in again.stderr
-    options = flags.parse([f"--flagfile={second}/flags.cfg"])
-    given = [*TINY, steps, f"--train_dir={second}", "--learning_rate=0.1"]
-    assert options == flags.parse(given)
 
 
 # Which runs a sweep is made of.
