@@ -34,7 +34,7 @@ from towers.training.step.optimizers import CLIPS, describe_flags, describe_scal
 from towers.training.step.output_activation import mirrored
 from towers.training.step.skip_nonfinite import NonFiniteGuard
 from towers.training.step.task import Task
-from towers.training.step.train_state import VARIABLES, dynamic_scale, optimizers_of, snapshot
+from towers.training.step.train_state import dynamic_scale, optimizers_of, snapshot
 
 
 class Compiled(Task):
@@ -45,13 +45,7 @@ class Compiled(Task):
     _analysis: FunctionAnalysis | None = None
 
     def __init__(self, builder: TowerBuilder, model: keras.Model, options: StepOptions, data: Data):
-        """Create all variables that a step needs.
-
-        Args:
-            builder: of the towers.
-            model: a compiled model.
-            options: of the run.
-            data: of the run.
+        """Create all variables that a step needs; see `Task`.
 
         Raises:
             InputError: an option is not possible with this model.
@@ -73,15 +67,11 @@ class Compiled(Task):
         self.train_state = self._make_train_state(*optimizers, like=self._like_optimizer)
 
     def _check_by_example(self, reason: str) -> None:
-        """Raise InputError for flags that need a loss for each example, if there is none."""
-        if self.by_example:
-            return
-        self.placements = VARIABLES[:2]
-        options = self.options
-        if options.variables not in self.placements:
+        """Raise InputError for `--variables=replicated` if there is no loss for each example."""
+        if not self.by_example and self.options.variables == "replicated":
             raise InputError(
-                f"--variables={options.variables}: {options.model} has {reason}: type "
-                f"--variables={' or '.join(self.placements)}"
+                f"--variables=replicated: {self.options.model} has {reason}: type "
+                "--variables=cpu or sharded"
             )
 
     def _like_optimizer(self, weights: Sequence[keras.Variable]) -> keras.optimizers.Optimizer:

@@ -44,7 +44,6 @@ from towers.training.step.optimizers import (
 )
 from towers.training.step.output_activation import cross_entropy, logits_of
 from towers.training.step.train_state import (
-    VARIABLES,
     TrainState,
     WeightCopy,
     copies_on,
@@ -62,7 +61,6 @@ class Task(abc.ABC):
     """What a model is trained to do, and how that is measured."""
 
     train_state: TrainState  # the variables that a step changes
-    placements: Sequence[str] = VARIABLES  # the allowed values of `--variables`
     default_on_gpus = "replicated"  # of `--variables`
     # Called with (gradients, weights) of each update while a step is traced.
     on_update: Callable[[list[Any], Sequence[Any]], None] | None = None
