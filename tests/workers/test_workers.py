@@ -105,17 +105,19 @@ def test_a_killed_worker_costs_a_call_and_no_number(pair, near, tmp_path):
             run.until("step 0 of 400")
             time.sleep(random.uniform(0, 1.5))
             second.kill()
+            run.until("^continuing")
+            command = Path(f"/proc/{run.process.pid}/cmdline").read_text().split("\0")
             printed = run.end()
+    assert command.count("train") == 1 and command[-2] == "--overwrite=false"
     assert f"lost        worker {second.address}" in printed
     (step,) = re.findall(r"again       from step (\d+): 1 worker of 2 left", printed)
     assert f"continuing  run at step {step} of 400" in printed
-    pids = re.findall(r"kill -USR2 (\d+)", printed)
-    assert pids == [str(run.process.pid)] * 2
     assert printed.count("moved aside") == 1
     assert_same(folder, near)
 
 
 @extended
+@pytest.mark.timeout(900)
 def test_workers_are_killed_ten_times_at_any_moment(pair, near, tmp_path):
     for number in range(10):
         folder = tmp_path / f"run{number}"
