@@ -17,9 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import tensorflow as tf
 
 HOST = "/cpu:0"
-# The process that holds the graph. In a block of another machine, "/job:NAME/task:1", device names
-# must include it.
-PROGRAM = "/job:localhost/replica:0/task:0"
 SWITCH = "TOWERS_CPUS_FOR_GPUS"
 _in_block = False
 

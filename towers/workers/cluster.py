@@ -22,7 +22,6 @@ import tensorflow as tf
 
 import towers
 from towers import signals, tf_internals
-from towers.builder.device_types import HOST, PROGRAM
 from towers.devices import remote
 from towers.errors import InputError
 from towers.formatting import count, first_line, printable, table
@@ -68,7 +67,7 @@ class Cluster:
         home: the device of the program on which towers' results are gathered.
     """
 
-    home = PROGRAM + HOST
+    home = "/job:localhost/replica:0/task:0/cpu:0"
 
     def __init__(self, addresses: Sequence[str], towers_per_worker: int, timeout_seconds: float):
         """Take no worker yet.
@@ -85,6 +84,7 @@ class Cluster:
         self._lock = own_lock(timeout_seconds)
         self._closing, self._leaving = threading.Event(), threading.Lock()
         self._run: tuple[Callable, int, Callable] | None = None  # see `saved_when_lost`
+        self._ended = ""  # why a run has ended
 
     def alive(self) -> list[Worker]:
         """Return the workers that this program has."""
@@ -134,10 +134,9 @@ class Cluster:
     def close(self) -> None:
         """Release all workers: they are free for other programs within seconds."""
         self._closing.set()
-        released = dataclasses.replace(self._lock, timeout_seconds=0.0)
         for worker in self.alive():
             with contextlib.suppress(tf.errors.OpError):
-                worker.link.write(released)
+                worker.link.release(self._lock)
 
     @contextlib.contextmanager
     def saved_when_lost(
@@ -254,7 +253,7 @@ class Cluster:
         """
         with self._leaving:  # the first thread that comes does it
             if not self._run:
-                return ""
+                return self._ended
             (save, at_least, say), self._run = self._run, None
             lost = [worker for worker in self.workers if worker.name and worker.problem]
             for worker in lost:
@@ -270,7 +269,7 @@ class Cluster:
                 listener.run_again(f"--workers={workers}", "--overwrite=false")
             saved = f"{where} is saved" if where else "nothing was written"
             why = there if lost else f"the connection to workers failed: {error}"
-            line = f"stopped: {why}; {saved}, and the same command continues"
+            self._ended = line = f"stopped: {why}; {saved}, and the same command continues"
             if threading.current_thread() is not threading.main_thread():
                 if listener:
                     self.close()
@@ -319,7 +318,7 @@ def connect(
                 "TensorFlow connects once: start another process"
             )
         return before
-    if any(isinstance(v, tf.Variable) and v.trainable for v in gc.get_objects()):
+    if any(issubclass(type(v), tf.Variable) and v.trainable for v in gc.get_objects()):
         raise InputError(
             f"--workers={text}: connect before the first model is built, by towers.devices.connect,"
             " or in another process: TensorFlow loses what is assigned to older variables"

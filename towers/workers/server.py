@@ -96,8 +96,8 @@ def _lend(folder: Path, process: multiprocessing.Process, say: Callable[[str], N
                 time.sleep(_PARTING_SECONDS)
                 return why
             time.sleep(_POLL_SECONDS)
-    except OSError as error:  # a program can do anything there
-        return f"its folder cannot be used any more: {error.strerror}"
+    except (OSError, TypeError) as error:  # a program can write anything there
+        return f"its lock file cannot be used any more: {first_line(error)}"
     return f"the server ended with exit code {process.exitcode}"
 
 
