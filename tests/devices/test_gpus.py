@@ -47,17 +47,14 @@ def started(machine):
         ([A100, SMALL], {}, [None], [*memory(40036), TF32_ON]),
         ([LIMITED, Card(total_mib=501, free_mib=500), A100], HALF, [[5000], [250], [20480]],
          [*memory(5000, 250, 20480), THREADS, TF32_ON]),
-        ([LIMITED], ALL, [[10000]], [*memory(10000), TF32_ON]),
         # What the driver keeps to itself is not CUDA's.
         ([replace(A100, reserved_mib=424)], ALL, [[40536]], [*memory(40536), TF32_ON]),
-        ([LIMITED], {"gpu_memory_limit_mib": 10000}, [[10000]], [*memory(10000), TF32_ON]),
         ([SILENT], {"gpu_memory_limit_mib": 4096}, [[4096]], [*memory(4096), TF32_ON]),
         ([A100, FULL, A100], {"visible_gpus": "0,2"}, [None, None],
          [*memory(40036, 40036), THREADS, TF32_ON]),
         ([A100], {"visible_gpus": "none", "allow_growth": True}, [],
          [NO_GPU.format("allow_growth=True")]),
         ([], HALF, [], [NO_GPU.format("per_process_gpu_memory_fraction=0.5")]),
-        ([], {"visible_gpus": "none"}, [], []),
     ],
 )  # fmt: skip
 def test_what_is_set_is_read_back(install, cards, options, limits, lines):
@@ -106,42 +103,33 @@ def test_a_part_has_its_own_memory_and_name(install):
     assert refusal().endswith(f"choose others with --visible_gpus={second}")
 
 
-# ---------------------------------------------------------------------------- A full GPU
-
-
-def test_a_full_gpu_that_is_not_used_is_no_error(install, monkeypatch):
+def test_a_full_gpu_that_is_not_used_is_no_error(install):
     install(A100, FULL)
     gpus.configure(visible_gpus="0")
     install(A100, replace(FULL, name="T400", listed=False))
     gpus.configure()
     started(install(FULL))  # it is this process that fills it
     gpus.configure()
-    install(A100, FULL, A100)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    assert refusal(visible_gpus="1").endswith("choose others with --visible_gpus=2")
 
 
-# ---------------------------------------------------------------------------- In time
+@pytest.mark.parametrize("options", [{"visible_gpus": "1"}, {"visible_gpus": "none"}])
+def test_gpus_cannot_be_hidden_once_they_are_listed(install, options):
+    machine = install(A100, A100)
+    machine.physical()
+    assert "comes too late, TensorFlow has listed its devices" in refusal(**options)
+    gpus.configure(allow_growth=True)  # but this is in time
+    assert machine.growth == [True, True]
 
 
 def test_options_that_come_too_late(install):
     machine = started(install(A100))
     message = refusal(gpu_memory_limit_mib=512)
     assert message.startswith("--gpu_memory_limit_mib=512 comes too late, TensorFlow has started")
-    assert "towers.devices.configure() before" in message
-    assert machine.limits_mib == [None]
+    assert "towers.devices.configure() before" in message and machine.limits_mib == [None]
     started(install())
     gpus.configure(allow_growth=True)  # there is nothing to limit
     gpus.configure(visible_gpus="none")  # nor to hide
     assert "comes too late" in refusal(visible_gpus="0")
-    machine = install(A100, A100)  # has only listed its devices
-    machine.physical()
-    message = refusal(visible_gpus="1", allow_growth=True)
-    assert message.startswith("--visible_gpus=1, --allow_growth=True comes too late, ")
-    assert "has listed its devices" in message
-    assert "comes too late" in refusal(visible_gpus="none")
-    gpus.configure(allow_growth=True)  # but this is in time
-    assert machine.growth == [True, True]
 
 
 def test_the_same_again_is_fine_at_any_time_and_what_came_first_is_kept(install):
@@ -232,9 +220,6 @@ def test_a_program_with_the_real_tensorflow():
     ], done.stderr
 
 
-# ---------------------------------------------------------------------------- Read back
-
-
 def test_parts_have_a_line_each_and_what_the_program_hides_is_not_taken_for_another(install):
     machine = install(A100, LIMITED)
     gpus.configure()
@@ -251,9 +236,6 @@ def test_parts_have_a_line_each_and_what_the_program_hides_is_not_taken_for_anot
     assert gpus.read_back() == [*memory(5000), TF32_ON]
     visible = tf.config.get_visible_devices("GPU")
     assert [gpu.index for gpu in gpus.driver_gpus(visible)] == [1]
-
-
-# ---------------------------------------------------------------------------- Trying them out
 
 
 def test_each_gpu_is_tried_out_before_it_is_used(install, monkeypatch):
@@ -273,9 +255,6 @@ def test_each_gpu_is_tried_out_before_it_is_used(install, monkeypatch):
         gpus.try_out()
     machine.started = True
     gpus.try_out()  # its memory is this process' by now
-
-
-# ------------------------------------ The ConfigProto of a session; test_guides.py runs sessions
 
 
 def test_a_config_proto_has_the_options(install, monkeypatch):

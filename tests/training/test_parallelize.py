@@ -238,6 +238,32 @@ def foreign(build, data=in_tf_data, numbers=(3,), rare=False):
     return Case(build, data, numbers, plain_first=True, rare=rare)
 
 
+def with_steps():
+    """Return a model on which each step was set."""
+    model = network()
+
+    def cubed(data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.abs(model(x, training=True) - y) ** 3)
+        update(tape, loss, model.optimizer, model.trainable_variables)
+        return {"cube": loss}
+
+    model.train_step = cubed
+    model.test_step = lambda data: {"sum": tf.reduce_sum(model(data[0]))}
+    model.predict_step = lambda data: 2 * model(data[0] if isinstance(data, tuple) else data)
+    return model
+
+
+def sparing(built):
+    """Spare weights of decay, which Keras knows by an id of their `tf.Variable`."""
+    model = network(optimizer=keras.optimizers.AdamW(0.1, weight_decay=0.5))
+    model.optimizer.exclude_from_weight_decay(var_list=model.trainable_variables[:3])
+    if built:
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
 def example(name, *numbers):
     module = importlib.import_module(f"scripts.examples.{name}")
     given = functools.partial(module.data, size=29)  # 23 to train on: 8, 8 and 7
@@ -257,6 +283,13 @@ CASES = {
     "parts": Case(with_dropout, numbers=(2,), options={"accumulate_steps": 3}, rare=True),
     "XLA": Case(with_dropout, numbers=(2,), options={"jit_compile": True}, rare=True),
     "sharded": Case(with_dropout, numbers=(2,), options={"variables": "sharded"}, rare=True),
+    "steps that are set": Case(with_steps, validated),
+    **{
+        f"weights without decay, {name}": Case(
+            functools.partial(sparing, name == "built"), options={"variables": "sharded"}
+        ) for name in ("built", "not built")
+    },
+    "all on one device": Case(with_dropout, options={"devices": ["/cpu:0"] * 3}),
     "own step": Case(own_step),
     "masks in a step": Case(model_of(
         {"train_step": layer_by_layer}, loss=None, **EMBEDDING, top=lambda: dense(1),
@@ -346,53 +379,6 @@ def test_a_small_difference_is_seen_in_each_part(part):
     assert list(fits.differences(found, found | {part: changed})) == [part]
 
 
-def cubed(model, data):
-    x, y = data
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(tf.abs(model(x, training=True) - y) ** 3)
-    update(tape, loss, model.optimizer, model.trainable_variables)
-    return {"cube": loss}
-
-
-@pytest.mark.parametrize("when", ["before", "in its class, after"])
-def test_a_step_that_is_set_on_a_model_is_its_step(when):
-    def ends_of(num_towers):
-        class Net(keras.Sequential):
-            pass
-
-        keras.utils.set_random_seed(0)
-        model = Net([keras.Input((4,)), dense(1)])
-        owner = model if when == "before" else Net
-        bound = functools.partial(cubed, model)
-
-        def set_steps():
-            owner.train_step = bound if owner is model else cubed
-            if owner is model:
-                model.test_step = lambda data: {"sum": tf.reduce_sum(model(data[0]))}
-                model.predict_step = lambda x: 2 * model(x)
-
-        if when == "before":
-            set_steps()
-        if num_towers:
-            towers.parallelize(model, num_towers=num_towers, devices="cpu")
-        set_steps()
-        model.compile("sgd", "mse")
-        x = np.arange(28.0).reshape(7, 4) / 28
-        ends = model.fit(x, x[:, :1], batch_size=7, verbose=0).history
-        ends |= model.evaluate(x, x[:, :1], batch_size=7, verbose=0, return_dict=True)
-        ends |= {"outputs": model.predict(x, verbose=0), "kernel": model.layers[0].kernel.numpy()}
-        if num_towers:
-            assert builder_of(model) is not None
-            unparallelize(model)
-            assert vars(model).get("train_step") is (bound if owner is model else None)
-        return ends
-
-    expected, found = ends_of(0), ends_of(3)
-    assert "cube" in expected and expected.keys() == found.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-6)
-
-
 # The model stays Keras'.
 
 
@@ -437,25 +423,6 @@ def test_sharded_weights_and_their_slots_lie_on_the_towers():
     slots = model.optimizer._momentums
     for weight, slot in zip(model.trainable_variables, slots, strict=True):
         assert slot.value.device == weight.value.device
-
-
-@pytest.mark.parametrize("built", [False, True])
-def test_sharded_weights_are_those_that_decay_spares(built):
-    """Keras knows them by an id of their `tf.Variable`, which is another one on another device."""
-
-    def trained(num_towers):
-        keras.utils.set_random_seed(0)
-        model = network(optimizer=keras.optimizers.AdamW(0.1, weight_decay=0.5))
-        model.optimizer.exclude_from_weight_decay(var_list=model.trainable_variables[:3])
-        if built:
-            model.optimizer.build(model.trainable_variables)
-        if num_towers:
-            towers.parallelize(model, num_towers, variables="sharded")
-        model.fit(X, Y, batch_size=9, shuffle=False, verbose=0)
-        return model.get_weights()
-
-    for on_towers, on_one in zip(trained(2), trained(0), strict=True):
-        np.testing.assert_allclose(on_towers, on_one, atol=1e-5)
 
 
 def test_copies_and_files_of_a_parallelized_model_are_plain(tmp_path):
