@@ -150,50 +150,20 @@ def stopping():
     return Stops()
 
 
-def test_only_train_needs_them(folder, capsys):
-    (folder / "own_callbacks.py").write_text("def make():\n    return []\n")
-    given = dict(model="own_model:build", dataset=DATA, train_dir="run", max_steps=1)
-    source = f"from {__name__} import build as made\ndef build():\n    return made()\n"
-    (folder / "own_model.py").write_text(source)
-    towers.train(**given, callbacks="own_callbacks:make")
-    (folder / "own_callbacks.py").unlink()
-    towers.evaluate(train_dir="run", dataset=DATA)
-    assert "differs" not in capsys.readouterr().out
-    (folder / "own_model.py").write_text(f"{source}# edited\n")
-    towers.load("run")
-    assert "(code.model) differs" in capsys.readouterr().err
-
-
-def test_of_a_classifier_too_keras_knows_what_is_better_and_its_accuracy_is_that_of_fit(tmp_path):
-    def plain():
-        keras.utils.set_random_seed(0)
-        return keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
-
-    class Accuracies(keras.callbacks.Callback):
+def test_of_a_classifier_too_keras_knows_what_is_better_and_its_logs_are_those_of_fit(tmp_path):
+    class Logs(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             seen.append([logs["accuracy"], logs["loss"]])
 
-    names = "accuracy", "val_accuracy", "val_loss"
-    kept = [
-        keras.callbacks.ModelCheckpoint(
-            tmp_path / f"{name}.keras", monitor=name, save_best_only=True
-        )
-        for name in names
-    ]
-    stops = [keras.callbacks.EarlyStopping(name, patience=1, min_delta=9.0) for name in names]
     seen, labels = [], [(x, (y > 0).ravel().astype("int32")) for x, y in DATA]
-    losses, given = Losses(), dict(dataset=labels, max_steps=8, batch_size=7, log_every_steps=100)
-    given |= dict(num_towers=2, learning_rate=1e-9)
-    result = towers.train(
-        train_dir=tmp_path / "run", model=plain, **given,
-        callbacks=lambda: [losses, Accuracies(), *kept, *stops],
-    )  # fmt: skip
+    names = "accuracy", "val_accuracy", "val_loss"
+    stops = [keras.callbacks.EarlyStopping(name, patience=1, min_delta=9.0) for name in names]
+    given = dict(model=lambda: tiny_model(2), dataset=labels, num_towers=2, learning_rate=1e-9)
+    result = train(tmp_path, Logs(), *stops, max_steps=8, dtype="float32", **given)
     assert result["steps"] == 4 and [each.stopped_epoch for each in stops] == [1] * 3
-    assert all((tmp_path / f"{name}.keras").exists() for name in names)
-    assert result["train_loss"] == pytest.approx(losses.steps[-1])  # nothing was logged there
-    model, loss = plain(), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model, loss = tiny_model(2), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.0), loss, metrics=["accuracy"])
-    model.fit(*labels[0], batch_size=7, callbacks=[Accuracies()], verbose=0)
+    model.fit(*labels[0], batch_size=7, callbacks=[Logs()], verbose=0)
     np.testing.assert_allclose(seen[0], seen[-1], rtol=1e-6)
 
 
@@ -217,15 +187,9 @@ def test_they_start_from_scratch_after_a_resume_and_change_no_number(tmp_path, c
     assert [row.partition(",")[0] for row in rows] == ["epoch", *"012234"]
 
 
-def tiny_model():
+def tiny_model(units=1):
     keras.utils.set_random_seed(0)
-    return keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
-
-
-def hooked(hook, function):
-    callback = keras.callbacks.Callback()
-    setattr(callback, hook, function)
-    return callback
+    return keras.Sequential([keras.Input([4]), keras.layers.Dense(units)])
 
 
 @pytest.mark.parametrize(
@@ -252,7 +216,7 @@ def test_one_that_fails_loses_no_step(tmp_path, capsys):
         raise KeyError("theirs")
 
     with pytest.raises(KeyError, match="theirs"):
-        train(tmp_path, hooked("on_epoch_end", fails))
+        train(tmp_path, keras.callbacks.LambdaCallback(on_epoch_end=fails))
     assert "saved       step 2: the same command" in capsys.readouterr().out
     assert train(tmp_path, own := Losses())["steps"] == 6
     assert own.numbers == [1, 2]
