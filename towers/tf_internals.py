@@ -14,6 +14,7 @@ import operator
 import os
 import sys
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -293,7 +294,10 @@ def held_elsewhere(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
     def held() -> list[keras.Variable]:
         return [v for v in variables if any(map(operator.gt, references(v), alone))]
 
-    if held():
+    for pause in (0.0, 0.01, 0.1):  # gc.collect returns at once while another thread collects
+        if not held():
+            break
+        time.sleep(pause)
         gc.collect()  # functions that are gone are in cycles
     return held()
 

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+import towers
 from tests import tiny
 from tests.runs import done, forget_after
 from towers.errors import InputError
@@ -75,6 +76,23 @@ def test_the_best_checkpoint_is_kept_and_is_what_the_test_set_sees(tmp_path, cap
     found = json.loads(done(capsys, "evaluate", tmp_path, "--json"))
     assert found["step"] == best and found["accuracy"] == result["test_accuracy"]
     assert found["examples"] == tiny.TEST_SIZE
+
+
+@pytest.mark.run
+def test_evaluations_of_other_examples_are_not_compared(tmp_path):
+    """Or no later evaluation could become the best, and the weights of before would be kept."""
+    images, labels = tiny.arrays(60)
+    given = GIVEN | dict(keep_checkpoints=1, learning_rate=1.0)
+
+    def run(labels, steps):
+        data = (images, labels), (images, labels)
+        towers.train(dataset=data, model=tiny.dense, train_dir=tmp_path, max_steps=steps, **given)
+
+    run(labels, 20)
+    before = max(v for *_, v in points(tmp_path))
+    run((labels + 1) % 3, 40)  # what was learned is wrong
+    assert max(v for *_, v in points(tmp_path)) < before
+    assert points(tmp_path)[0][0] >= 20 and step_of(tmp_path) >= 20
 
 
 @pytest.mark.run

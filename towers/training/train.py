@@ -372,8 +372,10 @@ def _finished_line(run: RunContext, result: Mapping[str, Any]) -> str:
 
 def _best_of(run: RunContext) -> BestTracker:
     options, step = run.options, int(run.train_state.step.numpy())
-    patience = options.early_stopping_epochs * run.data.train.size
-    return BestTracker(run.folder, run.task.objective(), patience, options.keep_best, step)
+    patience, keep = options.early_stopping_epochs * run.data.train.size, options.keep_best
+    evaluated = run.data.validation or run.data.test
+    data = evaluated.checksum()["sha256"] if patience or keep else None
+    return BestTracker(run.folder, run.task.objective(), patience, keep, step, data)
 
 
 def table(result: Mapping[str, Any]) -> list[str]:

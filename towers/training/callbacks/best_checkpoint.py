@@ -5,6 +5,7 @@
     objective, direction   the metric, and "max" or "min"
     points                 [[step, examples, value], ...] of all evaluations, in order
     step                   of the best one, whose checkpoint is kept; null if none is
+    data                   sha256 of the evaluated examples; null if it is not known
 """
 
 import math
@@ -27,8 +28,9 @@ class BestTracker:
         patience: float,
         keep: bool,
         step: int,
+        data: str | None = None,
     ):
-        """Read the evaluations up to a step.
+        """Read the evaluations up to a step; start from scratch if they are of other examples.
 
         Args:
             folder: of the run.
@@ -36,12 +38,14 @@ class BestTracker:
             patience: examples without improvement after which a run ends; 0: never.
             keep: whether the checkpoint of the best evaluation is kept.
             step: where the run resumes; later evaluations are dropped, and made again.
+            data: sha256 of the examples that are evaluated, None if it is not known.
         """
         self._path = folder / NAME
-        self._name, self._direction = objective
+        name, direction = objective
+        self._about = {"objective": name, "direction": direction, "data": data}
         self._patience, self._keep = patience, keep
         content = files.read_json(self._path) if patience or keep else {}
-        same = [content.get("objective"), content.get("direction")] == list(objective)
+        same = all(content.get(name) == value for name, value in self._about.items())
         self._points = [p for p in content.get("points", []) if same and p[0] <= step]
 
     def knows(self, step: int) -> bool:
@@ -64,7 +68,7 @@ class BestTracker:
     @property
     def step(self) -> int | None:
         """The step of the best evaluation, None if none has a finite value."""
-        sign = 1 if self._direction == "min" else -1
+        sign = 1 if self._about["direction"] == "min" else -1
         points = [(v, step) for step, _, v in self._points if v is not None and abs(v) < math.inf]
         return min((sign * v, step) for v, step in points)[1] if points else None
 
@@ -82,9 +86,9 @@ class BestTracker:
         """
         if not self._patience and not self._keep:
             return
-        about = {"objective": self._name, "direction": self._direction, "points": self._points}
+        found = {"points": self._points, "step": self.step if self._keep else None}
         try:
-            files.write_json(self._path, about | {"step": self.step if self._keep else None})
+            files.write_json(self._path, self._about | found)
         except RunError as error:
             if say is None:
                 raise
