@@ -108,42 +108,17 @@ def test_good_folders(things, name):
     assert sorted(things.rglob("*")) == before
 
 
-REFUSED = {
-    "notes.txt": "notes.txt is a file; name a folder",
-    "notes.txt/a/b": "HERE/notes.txt is a file; name a folder",
-    "gone": "gone is a link to missing, which is not",
-    "gone/run": "HERE/gone is a link to missing, which is not",
-    "itself": "itself is a link to itself, which is not",
-    "far": "far is a link to a/b/missing, which is not",
-    "x" * 300: "File name too long",
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "notes.txt/a/b", "gone", "gone/run", "itself", "far"]
+)
 def test_what_can_be_no_folder(things, name):
-    message = f"--train_dir={name}: {REFUSED[name]}".replace("HERE", str(things))
     for overwrite in False, True:
-        assert refusal(name, overwrite).startswith(message)
-
-
-@pytest.mark.parametrize("name", [*files.SUBFOLDERS, *files.TEXTS])
-def test_something_else_lies_where_a_run_is_to_write(folder, name):
-    path = make_run(folder / "a") / name
-    path.unlink(missing_ok=True)
-    if name in files.SUBFOLDERS:
-        path.symlink_to("missing")
-        assert f"a/{name} is no folder" in refusal("a")
-        path.unlink()
-    path.touch() if name in files.SUBFOLDERS else path.mkdir()
-    assert f"--train_dir=a: a/{name} is no f" in refusal("a")
-
-
-def test_a_place_that_only_looks_writable_and_a_current_folder_that_is_gone(folder, monkeypatch):
+        said = refusal(name, overwrite)
+        assert said.startswith(f"--train_dir={name}: ") and "name another --train_dir" in said
+    make_run(things / "b/run")
+    (things / "b/run/eval").symlink_to("missing")
+    assert "b/run/eval is no folder" in refusal("b/run")
     assert refusal("/proc/x").endswith("no permission to write in /proc")
-    (folder / "gone").mkdir()
-    monkeypatch.chdir(folder / "gone")
-    (folder / "gone").rmdir()
-    assert "the current folder is gone" in refusal("runs/a")
 
 
 def test_files_that_are_no_run_are_not_overwritten(things):

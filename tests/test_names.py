@@ -1,12 +1,9 @@
 """A run may have any name that the system takes: what is written there is read there."""
 
-import os
-
 import pytest
 
 import towers
 from tests.runs import assert_has, command, done, released
-from tests.test_files import refusal
 from towers.monitoring.event_writer import read_scalars
 
 pytestmark = pytest.mark.run
@@ -46,20 +43,3 @@ def test_a_path_that_tensorflow_takes_for_a_pattern_is_refused(trained, tmp_path
     flags = f"--train_dir={trained('classes')}", f"--output={tmp_path / name}"
     code, _, err = command(capsys, "export", "--format=saved_model", *flags)
     assert code == 2 and "--output=" in err and "SavedModel" in err
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("kind", ["long", "long in bytes"])
-def test_an_old_run_whose_name_leaves_no_room_is_not_moved_aside(folder, kind):
-    name = NAMES[kind]
-    os.mkdir(name)
-    (folder / name / "flags.cfg").touch()
-    assert "cannot be moved to" in refusal(name, overwrite=True)
-    assert "File name too long; name another --train_dir" in refusal(name, overwrite=True)
-
-
-@pytest.mark.unit
-def test_a_path_that_leaves_no_room_for_names_in_it_is_refused(folder):
-    room = os.pathconf("/", "PC_PATH_MAX") - len(str(folder))
-    name = "/".join(["d" * 99] * (room // 100 - 1))
-    assert "File name too long; name another --train_dir" in refusal(name)

@@ -18,7 +18,6 @@ from towers.formatting import printable
 
 _NO_FLUSH = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # the file system has no fsync
 SUBFOLDERS = "checkpoints", "train", "eval"  # subfolders of a run
-TEXTS = "flags.cfg", "manifest.json", "result.json", "best.json"
 
 
 @contextlib.contextmanager
@@ -104,7 +103,6 @@ def warn_damaged(path: Path) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-_LONGEST_NAME = 200  # characters of a path within a run's folder
 # Temporary files of this module and of TensorFlow that a killed process may leave behind.
 _LEFT = re.compile(
     r"\.\w[\w.]*\.(cfg|json|tsv|txt)\.\d+|\.(checkpoint|ckpt-\d+)\.\d+(\..*)?"
@@ -190,24 +188,14 @@ def check_train_dir(
     """
     named = f"{flag}={folder}"
     try:
-        folder.absolute()
-    except FileNotFoundError:
-        raise InputError(f"{named}: the current folder is gone; change to one, by cd") from None
-    try:
         existing = next(p for p in [folder, *folder.absolute().parents] if os.path.lexists(p))
-        if not existing.exists():
-            raise InputError(
-                f"{named}: {existing} is a link to {os.readlink(existing)}, which is not there; "
-                "make that folder, or name another"
-            )
-        if not existing.is_dir():
-            raise InputError(f"{named}: {existing} is a file; name a folder")
-        moved = overwrite and existing == folder and any(folder.iterdir())
-        if not moved:
-            _check_parts(folder, named)
+        moved = overwrite and existing == folder and folder.is_dir() and any(folder.iterdir())
     except OSError as error:
         raise InputError(f"{named}: {error.strerror}") from None
-    _check_path(folder.absolute() / ("x" * _LONGEST_NAME), named)
+    parts = () if moved or existing != folder else map(folder.joinpath, SUBFOLDERS)
+    for path in (existing, *filter(os.path.lexists, parts)):
+        if not path.is_dir():  # a file, or a link to nothing
+            raise InputError(f"{named}: {path} is no folder: name another {flag}")
     if moved:
         problem = ""
         if not is_run(folder):
@@ -219,7 +207,6 @@ def check_train_dir(
                 problem = f"cannot be moved aside, it holds the data of the run, {path}"
         if problem:
             raise InputError(f"--overwrite: {folder} {problem}: name another --train_dir")
-        _check_path(aside := _aside(folder), f"--overwrite: {folder} cannot be moved to {aside}")
     check_writable(folder.absolute().parent if moved else existing, named)
 
 
@@ -240,18 +227,6 @@ def check_writable(folder: Path, named: str) -> None:
             os.rmdir(tempfile.mkdtemp(dir=folder))
     except OSError:
         raise InputError(f"{named}: no permission to write in {folder}") from None
-
-
-def _check_parts(folder: Path, named: str) -> None:
-    for name in (*SUBFOLDERS, *TEXTS):
-        path, kind = folder / name, "folder" if name in SUBFOLDERS else "file"
-        if os.path.lexists(path) and not (path.is_dir() if kind == "folder" else path.is_file()):
-            raise InputError(
-                f"{named}: {path} is no {kind}, as that of a run is; move it away, or name another "
-                "--train_dir"
-            )
-        if name in SUBFOLDERS and path.exists() and not os.access(path, os.W_OK | os.X_OK):
-            raise InputError(f"{named}: no permission to write in {path}")
 
 
 def is_run(folder: Path) -> bool:
@@ -280,11 +255,3 @@ def _aside(folder: Path) -> Path:
     while os.path.lexists(aside := folder.with_name(f"{folder.name}.{number}")):
         number += 1
     return aside
-
-
-def _check_path(path: Path, subject: str) -> None:
-    try:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.lstat(path)
-    except OSError as error:
-        raise InputError(f"{subject}: {error.strerror}; name another --train_dir") from None
