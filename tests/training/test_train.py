@@ -381,18 +381,15 @@ def test_a_refused_run_writes_nothing_and_moves_none(whole, tmp_path, words):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("damage", ["emptied", "deleted"])
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(
-    whole, tmp_path, capsys, damage
-):
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(whole, tmp_path, capsys):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     for path in (tmp_path / "checkpoints").glob("*.index"):
-        path.write_bytes(b"") if damage == "emptied" else path.unlink()
+        path.write_bytes(b"")
     before = tiny.files(tmp_path)
     flags = f"--flagfile={tmp_path}/flags.cfg", f"--train_dir={tmp_path}"
     code, out, err = command(capsys, "train", *flags)
     assert (code, out) == (2, "") and err.count("\n") == 4 + 1
-    assert f"towers: none of the 4 checkpoints in {tmp_path}/checkpoints can be read" in err
+    assert f"towers: no checkpoint in {tmp_path}/checkpoints can be read" in err
     assert tiny.files(tmp_path) == before
 
 
