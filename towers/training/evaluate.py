@@ -47,19 +47,13 @@ def evaluate(
     task = recorded.get("task", {})
     run = prepare(dataclasses.replace(options, variables="default"))
     check_data(run.data, options, task)
-    for line in manifest.differences({"code": manifest.code(options)}, recorded):
-        say(f"warning     {line}")
-    for line in run.data.notes:
+    now: dict[str, Any] = {"code": manifest.code(options)}
+    same = recorded.get("flags", {}).get("dataset") == options.dataset
+    if same or run.data.test_is_held_out:
+        now["data"] = {"test": run.data.test.checksum()}
+    warnings = [f"warning     {line}" for line in manifest.differences(now, recorded)]
+    for line in [*warnings, *run.data.notes]:
         say(line)
-    trained = [
-        session
-        for session in recorded.get("sessions", [])
-        if run.data.test_is_held_out or session.get("flags", {}).get("dataset") == options.dataset
-    ]
-    now = {"data": {"test": run.data.test.checksum()}} if trained else {}
-    differ = (manifest.differences(now, each, "when it was trained") for each in trained)
-    for line in next(filter(None, differ), [])[:1]:
-        say(f"warning     {line}")
     variables = {n: v for n, v in run.train_state.variables().items() if n.startswith(_KINDS)}
     values = {f"model/{name}": value for name, value in weights.model.items()}
     values |= {f"average/{name}": value for name, value in weights.averages.items()}
