@@ -206,8 +206,7 @@ class _Steps:
         self.passes = Passes()  # of the step that is traced
         self._placed: set[int] = set()  # ids of variables
         self._batch: Any = None  # real, while a function is traced for the first time
-        self._makes_variables = False  # the next trace, see `_will_make_variables`
-        self._is_dropped = False  # the trace under way, for that reason
+        self._makes_variables = self._is_dropped = False  # the next trace; this one, for that
         self._refused: tuple[str, InputError] | None = None  # a step that was traced, and why
         self._on_one_device: set[str] = set()  # steps
         self._is_on_one_device = False  # the step that is traced
@@ -412,9 +411,8 @@ class _Steps:
             return "a tf.autodiff.ForwardAccumulator follows its weights"
         if self.builder.num_slices == 1:
             return ""
-        analysis = self.builder.analyze(fn, *batch, silent=True)
-        known = all(map(synthetic_inputs.is_known, batch))
-        hint = "" if known else "; set the shapes in the data set with tf.ensure_shape"
+        analysis, known = self.builder.analyze(fn, *batch, silent=True), synthetic_inputs.is_known
+        hint = "" if all(map(known, batch)) else "; set shapes in the data set by tf.ensure_shape"
         if analysis.trace is None:
             return f"it cannot be called with another number of examples ({analysis.reason}){hint}"
         if analysis.unjoinable_reason:
