@@ -82,8 +82,7 @@ def plan(options: SweepOptions) -> list[PlannedRun]:
 
 def parse(text: str) -> tuple[str, tuple[Any, ...]]:
     """Return the flag and the values of one --vary: FLAG:v1,v2 or FLAG:v1;v2."""
-    flag, colon, values = (part.strip() for part in text.partition(":"))
-    flag = flag.lstrip("-")
+    flag, colon, values = (part.strip() for part in text.lstrip(" -").partition(":"))
     try:
         if not colon:
             raise InputError("FLAG:VALUE,VALUE is needed, such as --vary=learning_rate:0.05,0.1")
