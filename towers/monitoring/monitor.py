@@ -13,7 +13,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -160,15 +160,14 @@ class Monitor:
             f"{self.timetable.epochs(step):.2f}, {part}: {shown}{remaining}"
         )
 
-    def show(self, step: int, summaries: Iterable[Summary]) -> None:
+    def show(self, step: int, summary: Summary) -> None:
         """Write pictures or histograms.
 
         Args:
             step: number of updates before them.
-            summaries: pictures or histograms.
+            summary: the pictures or histograms.
         """
-        for summary in summaries:
-            self._writer.write_summary("train", step, summary)
+        self._writer.write_summary("train", step, summary)
 
     def examples_per_second(self) -> float | None:
         """Return the median speed over points, without the first unless it is the only one."""

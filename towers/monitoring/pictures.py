@@ -2,14 +2,14 @@
 
 import dataclasses
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from PIL import Image, ImageDraw, ImageOps
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
 from towers.builder.sharding import split
@@ -49,7 +49,7 @@ class Gallery:
             batch: (example, random numbers) of a step.
         """
 
-        def make() -> list[Summary]:
+        def make() -> Summary:
             names = self.data.class_names or [""]  # no labels without classes
             (images, *targets), draws = batch
             labels = targets[0] if self.data.class_names else tf.zeros(len(images), tf.int32)
@@ -61,29 +61,32 @@ class Gallery:
     def show_histograms(self, step: int) -> None:
         """Show histograms of the weights after `step` updates, without infinities and NaN."""
 
-        def make() -> list[Summary]:
-            pairs = [(v.path, v.numpy()) for v in self.model.trainable_variables]
-            finite = [(path, value[np.isfinite(value)]) for path, value in pairs]
-            return [histogram_pb(f"weights/{path}", value) for path, value in finite if len(value)]
+        def make() -> Summary:
+            summary = Summary()
+            for variable in self.model.trainable_variables:
+                values = variable.numpy()
+                if len(values := values[np.isfinite(values)]):
+                    summary.MergeFrom(histogram_pb(f"weights/{variable.path}", values))
+            return summary
 
         self._show("histograms", step, make)
 
-    def _show(self, name: str, step: int, make: Callable[[], Iterable[Summary]]) -> None:
+    def _show(self, name: str, step: int, make: Callable[[], Summary]) -> None:
         if (name, step) in self._shown:
             return
         self._shown.add((name, step))
         with self.monitor.pause():
             try:
-                summaries = make()
+                summary = make()
             except Exception as error:  # the user's own code may raise anything
                 self.monitor.say(f"no {name} {type(error).__name__}: {first_line(error)}")
             else:
-                self.monitor.show(step, summaries)
+                self.monitor.show(step, summary)
 
 
 def tower_images(
     builder: TowerBuilder, options: StepOptions, batch: tuple[Any, ...], names: Sequence[str]
-) -> list[Summary]:
+) -> Summary:
     """Return `images/tower_I` for each tower with examples: its images as its model sees them.
 
     With accumulate_steps they are of the first part of the batch.
@@ -94,17 +97,19 @@ def tower_images(
         batch: images, labels and random numbers.
         names: names of the classes.
     """
-    summaries, slices = [], split(builder, batch, builder.accumulate_steps)
+    summary, slices = Summary(), split(builder, batch, builder.accumulate_steps)
     for i, (part, device) in enumerate(zip(slices, builder.devices, strict=False)):
         with tf.device(device):
             images, labels, draws = tf.nest.map_structure(lambda t: t[:NUM_IMAGES], part.batch)
             seen = augment.train_images(images, draws, options.augment, options.input_dtype)
         if len(seen):
             classes = [names[label] for label in labels.numpy()]
-            about = f"Training images as tower {i} sees them: {', '.join(classes)}."
-            picture = draw_grid(list(map(to_bytes, seen.numpy())), [[name] for name in classes])
-            summaries.append(_summary(f"images/tower_{i}", picture, about))
-    return summaries
+            picture, png = draw_grid(list(map(to_bytes, seen.numpy())), classes), io.BytesIO()
+            picture.save(png, "PNG")
+            width, height = picture.size
+            image = Summary.Image(width=width, height=height, encoded_image_string=png.getvalue())
+            summary.value.add(tag=f"images/tower_{i}", image=image)
+    return summary
 
 
 def to_bytes(image: np.ndarray) -> np.ndarray:
@@ -123,17 +128,17 @@ def to_bytes(image: np.ndarray) -> np.ndarray:
     return np.broadcast_to(image, (*image.shape[:2], 3))
 
 
-def draw_grid(images: Sequence[np.ndarray], captions: Sequence[Sequence[str]]) -> Image.Image:
-    """Draw images in rows of up to four, each above its lines of text.
+def draw_grid(images: Sequence[np.ndarray], captions: Sequence[str]) -> Image.Image:
+    """Draw images in rows of up to four, each above its line of text.
 
     Args:
         images: uint8 `[h, w, 3]` each, one or more.
-        captions: lines of text of each image.
+        captions: line of text of each image.
     """
     side = max(_SIDE, min(_MAX_SIDE, max(images[0].shape[:2])))
     columns = min(4, len(images))
     width = side + _GAP
-    height = width + _LINE * max(map(len, captions))
+    height = width + _LINE
     num_rows = -(-len(images) // columns)
     picture = Image.new("RGB", (_GAP + columns * width, _GAP + num_rows * height), "white")
     draw = ImageDraw.Draw(picture)
@@ -142,18 +147,8 @@ def draw_grid(images: Sequence[np.ndarray], captions: Sequence[Sequence[str]]) -
         small = max(image.shape[:2]) <= side
         how = Image.Resampling.NEAREST if small else Image.Resampling.BICUBIC
         picture.paste(ImageOps.contain(Image.fromarray(image), (side, side), how), (left, top))
-        for number, line in enumerate(captions[i]):
-            draw.text((left, top + side + number * _LINE), _legible(line), "black")
+        draw.text((left, top + side), _legible(captions[i]), "black")
     return picture
-
-
-def _summary(tag: str, picture: Image.Image, description: str) -> Summary:
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG")
-    width, height = picture.size
-    png = Summary.Image(width=width, height=height, encoded_image_string=buffer.getvalue())
-    about = SummaryMetadata(summary_description=description)
-    return Summary(value=[Summary.Value(tag=tag, metadata=about, image=png)])
 
 
 def _legible(line: str) -> str:
