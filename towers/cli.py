@@ -110,11 +110,7 @@ _FOREIGN_VERBS = {  # names of verbs in other programs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; return its exit code.
-
-    Args:
-        argv: arguments after `towers`; sys.argv by default.
-    """
+    """Run a command line, by default that of this process; return its exit code."""
     with signals.listening() as listener:
         try:
             code = _main(list(sys.argv[1:] if argv is None else argv), listener)
@@ -195,15 +191,7 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
 
 
 def parse(name: str, argv: Sequence[str]) -> Any:
-    """Return the options of a verb's command line.
-
-    Args:
-        name: the verb.
-        argv: arguments after it.
-
-    Raises:
-        InputError: see `flags.parse`.
-    """
+    """Return the options of a verb's arguments, like `flags.parse`."""
     return flags.parse(argv, VERBS[name])
 
 

@@ -45,15 +45,7 @@ def flush(path: str | Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically and durably.
-
-    Args:
-        path: the file, which is replaced.
-        text: its content, written as UTF-8.
-
-    Raises:
-        RunError: it cannot be written.
-    """
+    """Write a file atomically and durably, as UTF-8; raise RunError if that fails."""
     try:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
@@ -63,36 +55,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file atomically and durably.
-
-    Args:
-        path: the file, which is replaced.
-        value: what `json.dumps` takes.
-
-    Raises:
-        RunError: it cannot be written.
-    """
+    """Write a JSON file like `write_text`."""
     write_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def read_text(path: Path) -> str | None:
-    """Return the text of a file, None if it is absent or, with a warning, damaged."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, UnicodeDecodeError):
-        warn_damaged(path)
-        return None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, {} if it is absent or, with a warning, damaged."""
-    if (text := read_text(path)) is None:
-        return {}
-    with contextlib.suppress(ValueError, RecursionError):  # of brackets within brackets
-        if isinstance(content := json.loads(text), dict):
+    try:
+        if isinstance(content := json.loads(path.read_text(encoding="utf-8")), dict):
             return content
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, RecursionError):  # of brackets within brackets
+        pass
     warn_damaged(path)
     return {}
 
@@ -134,14 +109,8 @@ class Lock:
     def take(self, folder: Path, flag: str = "--train_dir") -> None:
         """Lock a folder and a run's subfolders, if they exist and the file system has locks.
 
-        Subfolders may be links to those of another run.
-
-        Args:
-            folder: the folder.
-            flag: the flag that names it, for the error message.
-
-        Raises:
-            InputError: another process trains there.
+        Subfolders may be links to those of another run. Raises InputError, which names the folder
+        by this flag, if another process trains there.
         """
         for path in (folder, *(folder / name for name in SUBFOLDERS)):
             try:
@@ -211,15 +180,7 @@ def check_train_dir(
 
 
 def check_writable(folder: Path, named: str) -> None:
-    """Check that files can be created in a folder.
-
-    Args:
-        folder: an existing folder.
-        named: beginning of the error message, as "--train_dir=runs/a".
-
-    Raises:
-        InputError: there is no permission to write.
-    """
+    """Raise InputError, which begins with `named`, if no file can be made in a folder."""
     try:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError

@@ -32,23 +32,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], widest: int = 60
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Return the lines of a markdown table.
-
-    Args:
-        header: names of the columns.
-        rows: cells of each row; None is shown as "-".
-    """
+    """Return the lines of a markdown table; None is shown as "-"."""
     cells = [header, ["---"] * len(header), *rows]
     return [f"| {' | '.join(map(_text, row))} |" for row in cells]
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number with its noun, as "1 tower" or "2 towers".
-
-    Args:
-        number: how many.
-        noun: the singular, whose plural ends in -s.
-    """
+    """Return a number with its noun, whose plural ends in -s: "1 tower" or "2 towers"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -70,12 +60,7 @@ def reason_of(error: Exception) -> str:
 
 
 def first_of(texts: Sequence[str], most: int = 5) -> str:
-    """Return the first texts on one line, as "a, b, ...".
-
-    Args:
-        texts: any number.
-        most: how many are shown.
-    """
+    """Return the first texts on one line, as "a, b, ..."."""
     return ", ".join(texts[:most]) + ", ..." * (len(texts) > most)
 
 
@@ -87,12 +72,7 @@ _AROUND = re.compile(
 
 
 def first_line(error: BaseException, widest: int = 200) -> str:
-    """Return the first informative line of an error's message, or the name of its class.
-
-    Args:
-        error: any exception; lines that TensorFlow adds are skipped.
-        widest: most characters of the result.
-    """
+    """Return the first line of an error's message that is not TensorFlow's, or its class."""
     lines = _AROUND.sub("", str(error)).splitlines()
     return next(filter(None, map(str.strip, lines)), type(error).__name__)[:widest]
 
@@ -107,12 +87,7 @@ def reason(error: BaseException) -> str:
 
 
 def process_end(code: int, output: str) -> str:
-    """Return how a process ended, and its last line, that of towers if there is one.
-
-    Args:
-        code: return code, negative if a signal ended it.
-        output: what it printed.
-    """
+    """Return how a process ended, by its return code, and its last line, or that of towers."""
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     ours = [line.removeprefix("towers: ") for line in lines if line.startswith("towers: ")]
@@ -132,12 +107,7 @@ def printable(text: str) -> str:
 
 
 def cut(text: str, widest: int) -> str:
-    """Shorten a text by replacing its middle with "...".
-
-    Args:
-        text: the text.
-        widest: most characters of the result.
-    """
+    """Shorten a text to so many characters by replacing its middle with "..."."""
     if len(text) <= widest:
         return text
     head = (widest - 3) // 2

@@ -119,12 +119,7 @@ class Listener:
         self.kept += things
 
     def leave(self, code: int, line: str = "") -> None:
-        """End the process at once, without waiting for its threads.
-
-        Args:
-            code: exit code.
-            line: printed before to standard error; "": nothing is.
-        """
+        """Print a line, if any, and end the process at once, without waiting for its threads."""
         _clear_up()
         if line:
             with contextlib.suppress(OSError):
@@ -132,11 +127,7 @@ class Listener:
         os._exit(code)
 
     def run_again(self, *flags: str) -> None:
-        """Replace the program in this process by its own command, without waiting for its threads.
-
-        Args:
-            *flags: appended to the command.
-        """
+        """Replace the program by its own command and these flags, without waiting for threads."""
         _clear_up()
         os.fchdir(self._folder)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *flags])

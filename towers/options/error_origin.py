@@ -28,12 +28,7 @@ def describe_origin(error: BaseException, named: Mapping[str, str]) -> str:
 
 
 def locate_in_user_code(error: BaseException, named: Mapping[str, str]) -> str:
-    """Return the line for the innermost frame of the user's own code, "" if there is none.
-
-    Args:
-        error: as for `describe_origin`.
-        named: as for `describe_origin`.
-    """
+    """Return `describe_origin`'s line for the innermost frame of the user's own code, or ""."""
     modules = {flag: name.partition(":")[0] for flag, name in named.items()}
     installed = {m.partition(".")[0] for m in modules.values()} - {"keras", "tensorflow", "towers"}
     library = re.compile(

@@ -48,24 +48,8 @@ def option(default: Any, group: str, help: str, affects: str = "result", **metad
 
 
 def group(name: str, **metadata: Any) -> Callable[..., Any]:
-    """Return a version of `option` for the options of one group.
-
-    Args:
-        name: of the group.
-        **metadata: further arguments of `option`; those of a single option replace them.
-    """
+    """Return a version of `option` for a group; arguments of a single option replace these."""
     return lambda default, help, **extra: option(default, name, help, **metadata | extra)
-
-
-def copy_field(owner: type, name: str) -> Any:
-    """Return a copy of another dataclass' field.
-
-    Args:
-        owner: the dataclass.
-        name: of the field.
-    """
-    field = owner.__dataclass_fields__[name]
-    return dataclasses.field(default=field.default, metadata=field.metadata)
 
 
 def check_values(options: Any) -> None:
@@ -90,12 +74,7 @@ class CheckedOptions:
 
 
 def check_value(field: dataclasses.Field, value: Any) -> None:
-    """Raise InputError if a value is not allowed.
-
-    Args:
-        field: the option.
-        value: what is given for it.
-    """
+    """Raise InputError if a value is not allowed for the option of a field."""
     choices, takes_function = field.metadata.get("choices"), field.metadata.get("own")
     if choices and value not in choices and not (takes_function and ":" in value):
         usual = _FOREIGN_VALUES.get(str(value).lower())
@@ -141,12 +120,7 @@ def _check_number(field: dataclasses.Field, value: Any) -> None:
 
 
 def likely_name(name: str, known: Collection[str]) -> str:
-    """Return the known option that a misspelling or another program's name means, or "".
-
-    Args:
-        name: that was typed.
-        known: names of options.
-    """
+    """Return the known option that a misspelling or another program's name means, or ""."""
     usual = FOREIGN_NAMES.get(name.lower().replace("-", "_"))
     close = [usual] if usual in known else difflib.get_close_matches(name, known, n=1)
     return close[0] if close else ""

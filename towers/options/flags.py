@@ -13,7 +13,6 @@ imported, so help and usage errors are printed at once.
 
 import contextlib
 import dataclasses
-import difflib
 import os
 import pkgutil
 import re
@@ -65,9 +64,7 @@ class Command:
 
 _TRAIN = Command("train")
 _RUN_FIELDS = {field.name: field for field in dataclasses.fields(Options)}
-RENAMED = {"objective": "monitor"}  # old flags, read until the next release
 _ALIASES = {f.metadata["alias"]: name for name, f in _RUN_FIELDS.items() if "alias" in f.metadata}
-_ALIASES |= RENAMED
 _PARSERS = {  # with the words of their error
     bool: (flags.BooleanParser(), "true or false"),
     int: (flags.IntegerParser(), "a whole number"),
@@ -178,15 +175,7 @@ def option_name(flag: str) -> str:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Parse a value of a run's option; its range is not checked.
-
-    Args:
-        name: of the option.
-        text: its value, as on a command line.
-
-    Raises:
-        InputError: it is not of the option's type.
-    """
+    """Parse a value of a run's option as a command line has it; its range is not checked."""
     return _parse_typed(_RUN_FIELDS[name], text)
 
 
@@ -341,8 +330,6 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
             f"--train_dir={train_dir}: there is no run; {other}, or name the folder of a run"
         )
     if not has_flags:
-        if not is_run and verb.run_flags == "if_any" and not {"model", "dataset"} & given.keys():
-            _check_slip(Path(train_dir))
         return {}
     try:
         of_run = _read_argv([f"--flagfile={path}"], _TRAIN)
@@ -371,22 +358,6 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
         with contextlib.suppress(RunError):
             files.write_text(path, code_trust.signed(text))
     return taken
-
-
-def _check_slip(folder: Path) -> None:
-    """Raise InputError for a new run of the default model beside one of another, named alike."""
-    try:
-        runs = {path.name: path for path in folder.parent.iterdir() if files.is_run(path)}
-        close = difflib.get_close_matches(folder.name, runs, n=1, cutoff=0.7)
-        of_runs = [_read_argv([f"--flagfile={runs[name]}/flags.cfg"], _TRAIN) for name in close]
-    except (OSError, InputError):
-        return
-    defaults = {"model": Options.model, "dataset": Options.dataset}
-    if any(of_run.get(f, value) != value for of_run in of_runs for f, value in defaults.items()):
-        raise InputError(
-            f"--train_dir={folder}: there is no run; did you mean --train_dir={runs[close[0]]}? A "
-            f"new run of the default model and data needs --model={Options.model}"
-        )
 
 
 def _replaced_options(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
@@ -430,12 +401,7 @@ def _check_identity(
 
 
 def main_help(version: str, verbs: Sequence[Command]) -> str:
-    """Return the text of `towers --help`.
-
-    Args:
-        version: of towers.
-        verbs: in the order of the text.
-    """
+    """Return the text of `towers --help`, with the verbs in this order."""
     lines = "\n".join(f"  {verb.name:10} {verb.help}" for verb in verbs)
     return (
         f"towers {version}: data-parallel training, the same numbers at any number of towers\n\n"

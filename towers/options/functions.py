@@ -27,13 +27,8 @@ _STDLIB = [folder := sysconfig.get_path("stdlib"), os.path.join(folder, "lib-dyn
 def load_function(flag: str, name: str) -> Callable:
     """Return the function that a flag names as "package.module:function", or that was passed.
 
-    Args:
-        flag: the flag, for error messages.
-        name: its value.
-
-    Raises:
-        InputError: the name is malformed, the module or function does not exist, or its signature
-            is unknown. Errors of the module's own code are not caught.
+    Raises InputError, which names the flag, if there is none, or one of unknown signature. Errors
+    of the module's own code are not caught.
     """
     if name.startswith(PREFIX):
         function = getattr(name, "objects", {}).get(name)
@@ -55,15 +50,7 @@ def load_function(flag: str, name: str) -> Callable:
 
 
 def call_without_arguments(flag: str, name: str) -> object:
-    """Load a function, call it without arguments, and return its result.
-
-    Args:
-        flag: as for `load_function`.
-        name: as for `load_function`.
-
-    Raises:
-        InputError: as `load_function`, or it needs arguments. Its own errors are not caught.
-    """
+    """Load a function like `load_function`, call it without arguments, and return its result."""
     function = load_function(flag, name)
     try:
         inspect.signature(function).bind()
@@ -76,12 +63,7 @@ def call_without_arguments(flag: str, name: str) -> object:
 
 
 def check_function(flag: str, name: str) -> None:
-    """Raise the InputError of `load_function` if there is no such module; import nothing.
-
-    Args:
-        flag: as for `load_function`.
-        name: as for `load_function`.
-    """
+    """Raise the InputError of `load_function` if there is no such module; import nothing."""
     module_name, _ = _split_name(flag, name)
     if is_shipped(name):
         return
@@ -214,36 +196,27 @@ def _functions_in(path: Path) -> list[str]:
     """Return the names of the public functions that a file of Python defines."""
     try:
         return re.findall(r"^def ([a-zA-Z]\w*)", path.read_text(encoding="utf-8"), re.M)
-    except (OSError, UnicodeDecodeError):
+    except (OSError, ValueError):
         return []
 
 
 def _no_module(flag: str, name: str) -> InputError:
     module_name, _, function_name = name.partition(":")
-    if module_name.startswith("models."):
-        shipped = _functions_in(_CHECKOUT.joinpath(*module_name.split(".")).with_suffix(".py"))
-        if shipped:
-            return InputError(
-                f"--{flag}={name}: {module_name} has no function {function_name}; it has "
-                f"{first_of(shipped)}"
-            )
-    line = (
-        f"--{flag}={name}: there is no module {module_name} in the current folder or the installed "
-        "packages"
-    )
-    lies = f"; go to the folder in which {module_name.partition('.')[0]} lies"
-    here = list(pkgutil.iter_modules([os.getcwd()]))
-    modules = [module.name for module in here]
-    for package in ["models", *(module.name for module in here if module.ispkg)]:
+    shipped = _functions_in(_CHECKOUT.joinpath(*module_name.split(".")).with_suffix(".py"))
+    if module_name.startswith("models.") and shipped:
+        return InputError(
+            f"--{flag}={name}: {module_name} has no function {function_name}; it has "
+            f"{first_of(shipped)}"
+        )
+    modules = [module.name for module in pkgutil.iter_modules([os.getcwd()])]
+    for package in ["models", *modules]:
         folders = [os.path.join(folder, package) for folder in (os.getcwd(), _CHECKOUT)]
         modules += [module.name for module in pkgutil.iter_modules(folders, f"{package}.")]
     meant = module_name.removesuffix(".py").replace("/", ".")
-    if close := difflib.get_close_matches(meant, modules, n=1, cutoff=0.7):
-        return InputError(f"{line}; did you mean {close[0]}:{function_name}?")
-    if module_name.startswith("models.") and not (_CHECKOUT / "models").is_dir():
-        line += (
-            "; the models that come with towers lie in the folder models of its checkout: start "
-            "there, or type towers init for a model of your own"
-        )
-        return InputError(line)
-    return InputError(line + lies)
+    close = difflib.get_close_matches(meant, modules, n=1, cutoff=0.7)
+    hint = f"go to the folder in which {module_name.partition('.')[0]} lies"
+    hint = f"did you mean {close[0]}:{function_name}?" if close else hint
+    return InputError(
+        f"--{flag}={name}: there is no module {module_name} in the current folder or the installed "
+        f"packages; {hint}"
+    )

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from towers.errors import InputError
 from towers.options import flags
-from towers.options.fields import CheckedOptions, copy_field, option
+from towers.options.fields import CheckedOptions, option
 from towers.options.run import Options, names_that_affect, text_of
 
 RESERVED = (*names_that_affect("call"), "flagfile")  # which the sweep gives each run
@@ -47,7 +47,9 @@ Exit codes: 0 all runs are finished; 1 a run failed; 2 bad input; 75 stopped, ru
         1, "Sweep", "Number of runs at a time. Visible GPUs are dealt out evenly, so that none is "
         "shared; without GPUs the runs share the CPU.", minimum=1, maximum=1000,
     )  # fmt: skip
-    json: bool = copy_field(Options, "json")
+    json: bool = option(
+        False, "The run", Options.__dataclass_fields__["json"].metadata["help"], affects="call"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
