@@ -110,6 +110,6 @@ def test_models_that_share_layers_keep_their_weights_together(before):
     x = RANDOM.normal(size=(20, 3))
     with cpus_for_gpus(), tf.device(GPUS[0]), fits.in_float64():
         plain = train(0)
-        with pytest.warns(UserWarning, match="call towers.parallelize before"):
+        with pytest.warns(UserWarning, match="call towers.parallelize first"):
             over = train(2)
     np.testing.assert_allclose(over, plain, rtol=1e-9)

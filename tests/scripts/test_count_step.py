@@ -147,7 +147,7 @@ def test_gpus_run_each_op_and_read_the_host_for_their_input_alone(model, num_tow
     assert step.launches(of_towers=False) <= MOST_LAUNCHES < step.launches(of_towers=True)
     cells = dict(zip(count_step.HEADER[3:], count_step.row(step), strict=True))
     assert cells["from host"] <= f"{MOST_COPIES}" and cells["to host"].split(" ")[0] == "0"
-    if num_towers == 2:  # gradients are summed, and no weight is sent
+    if num_towers == 2 and model in ("cnn", "resnet20"):  # no weight is sent, nor rows of gradients
         assert 1 <= float(cells["bytes / least"]) < 1.1
         assert cells["all-reduces + gathers"][0] in "12"
 
