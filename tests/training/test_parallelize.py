@@ -318,7 +318,6 @@ CASES = {
         {"call": unequal}, words=lambda: keras.layers.StringLookup(vocabulary=["a", "b"]),
         table=lambda: keras.layers.Embedding(3, 4), out=lambda: dense(1),
     ), ragged_and_texts),
-    "sparse": foreign(of_sparse, sparse, rare=True),
     "example images": example("images", 1, 3, 4),
     "example pairs": example("pairs", 3),
     "example segmentation": example("segmentation", 3),
@@ -346,6 +345,13 @@ def test_towers_have_the_numbers_of_one_device(name, num_towers):
     expected = by_keras(case.build, case.data, case.plain_first)
     given = {"plain_first": case.plain_first, **case.options}
     found = fits.fit(case.build, case.data(), num_towers, **given)
+    assert fits.differences(expected, found) == {}
+
+
+def test_sparse_inputs_have_the_numbers_of_one_device_under_sgd_and_are_told_of():
+    expected = fits.fit(of_sparse, sparse())
+    with pytest.warns(UserWarning, match="sparse gradient: the weight .*SGD does not"):
+        found = fits.fit(of_sparse, sparse(), 3)
     assert fits.differences(expected, found) == {}
 
 
