@@ -24,12 +24,12 @@ def environment() -> dict[str, str]:
 class Worker:
     """A `towers worker` in a process of its own; `address` is "127.0.0.1:PORT"."""
 
-    def __init__(self, *flags: str, address: str = "127.0.0.1:0", folder: Path | None = None):
+    def __init__(self, *flags: str):
         """Start it; `ready` waits for it."""
         self._log = tempfile.NamedTemporaryFile("w+", prefix="worker-", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "towers", "worker", f"--address={address}", *flags],
-            cwd=folder or ROOT,
+            [sys.executable, "-m", "towers", "worker", "--address=127.0.0.1:0", *flags],
+            cwd=ROOT,
             env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

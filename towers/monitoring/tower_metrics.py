@@ -213,7 +213,7 @@ def _squares(
 ) -> tf.Tensor:
     """Return the sum of squares of each tower's gradients, and of the gathered ones, [towers + 1].
 
-    Each is computed where the gradients are, 0 unless `measured`; each machine sends one tensor.
+    Each is computed where the gradients are, 0 unless `measured`; each device sends one tensor.
     All wait for the gather: `add_n` accumulates into any input buffer without another reader, so
     that a reader before it would change the order of its additions at random.
     """

@@ -213,8 +213,7 @@ def apply(
 def _read_once(variables: Sequence[tf.Variable]) -> Iterator[None]:
     """Read variables once in the block, unless they are assigned there.
 
-    TensorFlow then merges what an optimizer computes of them for each weight, and sends them once
-    to each machine.
+    TensorFlow then merges what an optimizer computes of them for each weight.
     """
     values = {id(variable): tf.convert_to_tensor(variable) for variable in variables}
 
