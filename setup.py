@@ -80,7 +80,7 @@ setup(
         "gpu": ["tensorflow[and-cuda]>=2.21,<2.22"],
         # TensorBoard's page for the traces of --profile_steps; 2.24 opens those of TensorFlow 2.21.
         "profile": ["tensorboard-plugin-profile>=2.24,<3"],
-        # What `towers benchmark --against` measures besides TensorFlow, as in README's table.
+        # What `scripts/speed` measures besides TensorFlow, as in README's table.
         "peers": ["torch==2.13.0"],
         "test": [
             "build",

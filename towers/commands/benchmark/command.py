@@ -1,8 +1,7 @@
 """`towers benchmark`: the speed of a run on several numbers of towers, and how it scales.
 
-Each number of towers is a process of its own (`own_run`), with the batch size of the options. After
-warming up they take turns, window by window, and sleep on their standard input in between, so that
-a slow minute of the machine slows all of them alike.
+Each number of towers is a process of its own (`own_run`). After warming up they take turns, window
+by window, and sleep in between, so that a slow minute of the machine slows all of them alike.
 """
 
 import contextlib
@@ -30,19 +29,15 @@ Say = Callable[[str], None]
 
 
 class Runner:
-    """A process that trains on request, in its own session, so that its children end with it.
-
-    Attributes:
-        windows: {loop, "" for training: [seconds of a step in each window]}.
-        ready: its first answer.
-    """
+    """A process that trains on request, in its own session, so that its children end with it."""
 
     loops: Mapping[str, float] = {"control": 0.5, "": 1.0}  # with the share of a window's seconds
-    ready: Mapping[str, Any]
+    windows: dict[str, list[float]]  # {loop: seconds of a step in each window}
+    ready: Mapping[str, Any]  # its first answer
 
     def __init__(self, program: Sequence[str], config: Any, **environment: str):
         """Start Python with a program, its configuration as JSON, and variables of its own."""
-        self.windows: dict[str, list[float]] = {loop: [] for loop in self.loops}
+        self.windows = {loop: [] for loop in self.loops}
         self._errors = tempfile.TemporaryFile("w+", errors="replace")
         self._process = subprocess.Popen(
             [sys.executable, *program, json.dumps(config)], stdin=subprocess.PIPE,
@@ -77,11 +72,7 @@ class Runner:
 
 
 def run(options: BenchmarkOptions, say: Say = print) -> dict[str, Any]:
-    """Measure the speed and the scaling of a run.
-
-    Args:
-        options: the run, the numbers of towers, and the windows.
-        say: called with each line to print.
+    """Measure the speed and the scaling of a run; `say` prints a line.
 
     Returns:
         "results", one for each number of towers; "ratios" {"2": 2 towers / their control}, medians
