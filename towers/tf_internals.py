@@ -663,11 +663,11 @@ def patch_integer_ops(make: Callable[[str], Make]) -> Block:
 # Functions and graphs.
 
 
-def inline_functions() -> Block:
+def inline_functions(around: Callable[[], Block] = contextlib.nullcontext) -> Block:
     """Inline each `tf.function` into its caller, converted by AutoGraph, in this thread.
 
     A single trace would give all towers the first one's random draws. Functions that XLA compiles
-    or that are called eagerly stay functions, traced for each block.
+    or that are called eagerly stay functions, traced for each block, and called within `around()`.
     Public: tf.config.run_functions_eagerly, for all threads and without AutoGraph.
     """
     twins: dict[int, tuple[Function, Function]] = {}
@@ -676,7 +676,8 @@ def inline_functions() -> Block:
         def call(function: Function, *args: Any, **kwargs: Any) -> Any:
             if function._jit_compile or tf.executing_eagerly():
                 twin = twins.setdefault(id(function), (function._clone(None), function))[0]
-                return before(twin, *args, **kwargs)
+                with around():
+                    return before(twin, *args, **kwargs)
             inline = function.python_function
             if function._autograph:
                 inline = autograph_util.py_func_from_autograph(inline)

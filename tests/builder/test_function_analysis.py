@@ -1,10 +1,13 @@
 """What an analysis finds out of a tower function, and what the builder makes of it."""
 
+import types
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.runs import released
 from towers import TowerBuilder
 from towers.builder.function_analysis import analyze, parts_of
 from towers.builder.rng import BatchAxis
@@ -130,26 +133,37 @@ def test_the_same_function_made_anew_is_rehearsed_once():
 class Noise(layers.Layer):
     """Noise for each example or, in a later stage, the same for all."""
 
+    stage = 0
+
     def __init__(self, calls):
         super().__init__()
-        self.kind, self.calls = 0, 0
+        self.kind, self.calls, self.settings = 0, 0, types.SimpleNamespace(kind=0)
+        self.settings.inner = types.SimpleNamespace(table={"kind": [0]})
         self.called = lambda: calls.append(0)
 
     def call(self, x):
         self.called()
         self.calls += 1
-        later = int(self.kind) or not self.trainable
+        later = int(self.kind) or STAGE or self.settings.kind or not self.trainable
+        later = later or self.settings.inner.table["kind"][0] or self.stage
         return x + (uniform((1, *x.shape[1:])) if later else uniform(x.shape))
 
 
+STAGE = 0
 STAGES = {
     "an attribute": lambda layer, stage: setattr(layer, "kind", stage),
     "a string": lambda layer, stage: setattr(layer, "kind", str(stage)),
+    "a global variable": lambda layer, stage: globals().update(STAGE=stage),
+    "an object": lambda layer, stage: setattr(layer.settings, "kind", stage),
+    "a list in a dict of an object's object": lambda layer, stage: (
+        layer.settings.inner.table.update(kind=[stage])
+    ),
+    "its class": lambda _, stage: setattr(Noise, "stage", stage),
     "a frozen layer": lambda layer, stage: setattr(layer, "trainable", not stage),
 }
 
 
-@pytest.mark.parametrize("place", STAGES)
+@pytest.mark.parametrize("place", released(STAGES, *STAGES.keys() - {"a string", "an object"}))
 def test_a_function_is_analyzed_anew_when_its_model_changes_what_it_does(place):
     calls = []
     builder, layer = TowerBuilder(DEVICES), Noise(calls)

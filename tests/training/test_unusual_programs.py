@@ -143,6 +143,23 @@ def with_weight(step, shape=(), **parts):
     return build
 
 
+# Functions that XLA compiles, of tf.Variables.
+
+
+def trains_its_variable():
+    shift = tf.Variable(np.ones(5))
+    add = tf.function(lambda x: tf.tanh(x + shift), jit_compile=True)
+
+    def step(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = mean_square(self.layer(x) - y)
+        shift.assign_sub(0.1 * tape.gradient(loss, shift))
+        return mean_square(self.layer(x) - y)
+
+    make = lambda: layer_of(lambda self, x: self.out(add(x) * add(-x)), out=dense())  # noqa: E731
+    return of_step(step, layer=make)
+
+
 # Outputs whose shape the values tell.
 
 
@@ -257,6 +274,7 @@ PROGRAMS = {
     ),
     "scaled weights": Program(with_weight(with_scaled_weights, net=hidden)),
     "forward mode": Program(lambda: of_step(slope_forward, net=hidden)),
+    "XLA trains its variable": Program(trains_its_variable),
     "padded": Program(
         of_layer(lambda self, x: self.table(x.to_tensor()), **TABLE), ragged_tokens, HOW_LONG
     ),

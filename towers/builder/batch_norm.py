@@ -247,7 +247,7 @@ def _layer_apart(
     else:
         number = tf.fill(mean.shape, tf.cast(number, mean.dtype))
         packed = _zero_if_empty(tf.stack([mean, variance, number]), sync)
-    stacked = sync.all_reduce(packed, tf.identity, [sync.num_towers, *packed.shape])
+    stacked = sync.all_reduce(packed, tf.identity, [sync.num_towers, *packed.shape], known)
     if known is None:
         numbers = stacked[:, 2:]
         everything = tf.reduce_sum(numbers, axis=[0, 1])

@@ -52,6 +52,7 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | No
 
     Args:
         builder: the `TowerBuilder`.
+
         fn: the towers' function.
         batch: its arguments.
         passes: gets a record of the passes, if given.

@@ -100,13 +100,22 @@ def reached_by(fn: Callable) -> list[Namespace]:
 
 
 def simple_values(namespaces: Iterable[Namespace]) -> dict[tuple, str]:
-    """Return the numbers, texts and flags of layers: {(id of the layer, attribute): repr}."""
+    """Return the numbers, texts and flags in namespaces: {(id of owner, name, ...): repr}."""
+
+    def leaves(key: tuple, value: Any, depth: int) -> Iterator[tuple[tuple, str]]:
+        if isinstance(value, _SIMPLE):
+            yield key, repr(value)
+        elif isinstance(value, CONTAINERS) and depth and len(value) <= MOST_PARTS:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            for name, part in pairs:
+                place = repr(name) if isinstance(value, dict) else name
+                yield from leaves((*key, place), part, depth - 1)
+
     return {
-        (id(namespace.owner), name): repr(value)
+        key: text
         for namespace in namespaces
-        if isinstance(namespace.owner, keras.Layer)
         for name, value in namespace.values().items()
-        if isinstance(value, _SIMPLE)
+        for key, text in leaves((id(namespace.owner), name), value, depth=5)
     }
 
 

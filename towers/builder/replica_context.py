@@ -95,7 +95,7 @@ class ReplicaContext:
             scope = stack.enter_context(ReplicaScope(self.own, self.device, prefetch=prefetch))
             moments = self._replicas.moments
             stack.enter_context(batch_norm.over_all_towers(self._sync, moments, self.device))
-            stack.enter_context(tf_internals.inline_functions())
+            stack.enter_context(tf_internals.inline_functions(xla.read_outside))
             stack.enter_context(integers_on(self.device))
             if self.own is not None:
                 stack.enter_context(variables_refused())
@@ -308,7 +308,12 @@ class AnalysisCache:
             places = analysis.trace.attributes if analysis.trace else ()
             own = {(id(namespace.owner), name) for namespace, name in places}
             own |= {key for key, _ in state.items() ^ simple_values(reached_by(fn)).items()}
-            known = {key: value for key, value in state.items() if key not in own}
+            own |= {key[:-1] for key in own if isinstance(key[-1], int)}  # of a list all
+
+            def is_own(key: tuple) -> bool:
+                return any(key[:depth] in own for depth in range(2, len(key) + 1))
+
+            known = {key: value for key, value in state.items() if not is_own(key)}
             self._cache = [(parts, known, analysis), *self._cache[: _CACHE_SIZE - 1]]
         if not silent:
             self.warn(analysis.warnings)

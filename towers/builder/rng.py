@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ SEEN_OPS = frozenset(
 SCOPE = "draw_by_example"  # name scope of ops that differ between towers
 # A truncated normal draws until a number is in range: TensorFlow reserves these counts for each.
 _COUNTS_OF_TRUNCATED = 64
+
+_HERE = threading.local()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +95,12 @@ class ReplicaRng:
             by_xla: whether XLA compiles the draws, which must equal those of TensorFlow's kernels.
             device: of the tower.
         """
+        outer = getattr(_HERE, "rows", None)
+        if outer and rows:  # a tower itself may split its slice
+            sizes = rows.total, outer.size
+            known_sizes = not any(map(tf.is_tensor, sizes))
+            if sizes[0] is sizes[1] or (known_sizes and sizes[0] == sizes[1]):  # of this batch
+                rows = BatchSlice(outer.start + rows.start, rows.size, outer.total)
         self.rows, self.known, self.by_xla = rows, known, by_xla
         self._on_gpu = device_types.is_gpu(device) and not by_xla
         self._places = itertools.count()
@@ -104,6 +113,8 @@ class ReplicaRng:
             if self._on_gpu:
                 stack.enter_context(tf_internals.patch_keys(_key_and_counter))
             if self.rows is not None or self.by_xla:
+                stack.callback(setattr, _HERE, "rows", getattr(_HERE, "rows", None))
+                _HERE.rows = self.rows
                 stack.enter_context(tf_internals.patch_draws(self))
             yield
 

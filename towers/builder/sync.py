@@ -36,6 +36,7 @@ class _Round:
     combine: Callable  # maps the list of values to the result
     collective: Collective | None
     values: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    known: list[Any] = dataclasses.field(default_factory=list)
     stand_ins: list[tf.Tensor] = dataclasses.field(default_factory=list)
 
 
@@ -108,7 +109,8 @@ class SyncGroup:
             InputError: the towers made different calls.
         """
         for exchange in self._rounds[self._num_joined :]:
-            shapes = {(value.dtype, tuple(value.shape)) for value in exchange.values}
+            pairs = zip(exchange.values, exchange.known, strict=True)
+            shapes = {(value.dtype, tuple(value.shape), known) for value, known in pairs}
             if len(exchange.values) != self.num_towers or len(shapes) > 1:
                 raise InputError(
                     f"{len(exchange.values)} of {self.num_towers} towers met with values of "
@@ -142,23 +144,27 @@ class SyncHandle:
         self._group, self._device = group, group.devices[tower]
         self._places = itertools.count()
 
-    def all_reduce(self, value: tf.Tensor, combine: Callable, shape: Sequence[int]) -> tf.Tensor:
+    def all_reduce(
+        self, value: tf.Tensor, combine: Callable, shape: Sequence[int], known: Any = None
+    ) -> tf.Tensor:
         """Return `combine(stack)` of all towers' values, stacked to `[N, ...]`.
 
         Args:
             value: of this tower.
             combine: maps the stack to the result.
             shape: of the result.
+            known: a Python value that must be equal in all towers.
 
         Raises:
             InputError: the towers cannot exchange here; or, later, the result is differentiated, or
-                towers differ in shape or dtype.
+                towers differ in shape, dtype or `known`.
         """
         return self._exchanged(
             value,
             shape,
             lambda values: combine(tf.stack(values)),
             lambda collective: combine(collective.stack(value, self._device)),
+            known,
         )
 
     def all_sum(self, value: tf.Tensor) -> tf.Tensor:
@@ -181,10 +187,11 @@ class SyncHandle:
         return gathered(value)
 
     def _exchanged(
-        self, value: tf.Tensor, shape: Any, of_list: Callable, meet: Callable
+        self, value: tf.Tensor, shape: Any, of_list: Callable, meet: Callable, known: Any = None
     ) -> tf.Tensor:
         exchange = self._group.round(next(self._places), of_list)
         exchange.values.append(value)
+        exchange.known.append(known)
         if exchange.collective:
             result = meet(exchange.collective)
         else:

@@ -4,6 +4,7 @@ XLA cannot read a variable on another device, as masters are. So each variable t
 reads is read outside of the program, once, on the tower's device, and passed in as a tensor.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,26 @@ def compiled(
         for (key, (variable, _)), value in zip(scope.updates.items(), assigned, strict=True)
     }
     return scope, results
+
+
+def read_outside() -> contextlib.AbstractContextManager[None]:
+    """Make functions that the block calls read variables outside, on the block's device.
+
+    XLA cannot read a variable on another device in a function with `jit_compile`.
+    """
+    if tf.executing_eagerly():
+        return contextlib.nullcontext()
+    graph, values = _current_graph(), {}
+
+    def read(variable: tf.Variable, original: Callable) -> tf.Tensor:
+        if _current_graph() is graph:
+            return original(variable)
+        if id(variable) not in values:
+            with graph.as_default():
+                values[id(variable)] = tf.identity(original(variable))
+        return values[id(variable)]
+
+    return tf_internals.patch_reads(read)
 
 
 def _current_graph() -> tf.Graph:
