@@ -114,7 +114,7 @@ def test_the_order_goes_by_examples_and_the_draws_by_seed_and_step(whole):
 @pytest.mark.run
 @pytest.mark.parametrize(
     ("kind", "seeds"),
-    [("arrays", (0, -1, 1 + 2**32, 2**63 - 1)), ("dataset", (2,))],
+    [("arrays", (-1, 1 + 2**32)), ("dataset", (2,))],
 )
 def test_a_seed_is_one_order_and_one_set_of_draws(kind, seeds):
     first = take(make(40, kind), 8, 6, seed=1)

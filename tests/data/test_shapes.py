@@ -30,6 +30,7 @@ def test_classes_are_balanced_and_look_alike_on_average_and_no_picture_is_there_
 
 
 @pytest.mark.run
+@pytest.mark.extended
 def test_a_linear_model_cannot_tell_them_apart(drawn):
     """Softmax regression on standardized pixels, fitted far beyond convergence on the test set."""
     (x, y), (test_x, test_y) = drawn
