@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from towers import tf_internals
 from towers.errors import InputError
 from towers.formatting import first_line, first_of
 from towers.training.load import read_weights
@@ -69,6 +70,7 @@ def _from_run(folder: Path, model: keras.Model) -> tuple[str, list[Any]]:
 def _from_file(path: Path, model: keras.Model) -> tuple[str, list[Any]]:
     """Return the file's name, and the value of each weight, None if Keras loads none."""
     legacy = path.suffix == ".h5" and not path.name.endswith(".weights.h5")
+    tf_internals.prepare_loading()
     try:
         with warnings.catch_warnings(), keras.StatelessScope() as scope:
             warnings.simplefilter("ignore")  # Keras warns of each layer that it skips
