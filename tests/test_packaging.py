@@ -249,7 +249,8 @@ def test_test_script_checks_the_style_chooses_tiers_and_passes_arguments_on(chec
     }.items():
         done = run(checkout, "scripts/test", *line.split(), PYTHON=str(python))
         assert done.returncode == 0, done.stderr
-        expected = ["-m ruff check .", *(f"{PYTEST} {part}" for part in chosen)]
+        style = ["-m ruff check .", "-m ruff format --check --quiet ."]
+        expected = [*style, *(f"{PYTEST} {part}" for part in chosen)]
         assert calls(python)[-len(expected) :] == expected
     assert "-m pip install -qq --disable-pip-version-check --no-input -e .[test]" in calls(python)
     # What the tests need includes what quickstart needs.

@@ -45,7 +45,12 @@ def flush(path: str | Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically and durably, as UTF-8; raise RunError if that fails."""
+    """Write a file atomically and durably, as UTF-8; raise RunError if that fails.
+
+    Args:
+        path: of the file, which is replaced.
+        text: the whole content.
+    """
     try:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
@@ -109,8 +114,14 @@ class Lock:
     def take(self, folder: Path, flag: str = "--train_dir") -> None:
         """Lock a folder and a run's subfolders, if they exist and the file system has locks.
 
-        Subfolders may be links to those of another run. Raises InputError, which names the folder
-        by this flag, if another process trains there.
+        Subfolders may be links to those of another run.
+
+        Args:
+            folder: of the run.
+            flag: the one that names the folder.
+
+        Raises:
+            InputError: another process trains there.
         """
         for path in (folder, *(folder / name for name in SUBFOLDERS)):
             try:
@@ -180,7 +191,12 @@ def check_train_dir(
 
 
 def check_writable(folder: Path, named: str) -> None:
-    """Raise InputError, which begins with `named`, if no file can be made in a folder."""
+    """Raise InputError, which begins with `named`, if no file can be made in a folder.
+
+    Args:
+        folder: one that exists.
+        named: what the message begins with, such as a flag with its value.
+    """
     try:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError

@@ -32,13 +32,23 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], widest: int = 60
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Return the lines of a markdown table; None is shown as "-"."""
+    """Return the lines of a markdown table; None is shown as "-".
+
+    Args:
+        header: the names of the columns.
+        rows: the cells of each row.
+    """
     cells = [header, ["---"] * len(header), *rows]
     return [f"| {' | '.join(map(_text, row))} |" for row in cells]
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number with its noun, whose plural ends in -s: "1 tower" or "2 towers"."""
+    """Return a number with its noun, whose plural ends in -s: "1 tower" or "2 towers".
+
+    Args:
+        number: how many there are.
+        noun: in the singular.
+    """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -60,7 +70,12 @@ def reason_of(error: Exception) -> str:
 
 
 def first_of(texts: Sequence[str], most: int = 5) -> str:
-    """Return the first texts on one line, as "a, b, ..."."""
+    """Return the first texts on one line, as "a, b, ...".
+
+    Args:
+        texts: any number of them.
+        most: how many are shown.
+    """
     return ", ".join(texts[:most]) + ", ..." * (len(texts) > most)
 
 
@@ -72,7 +87,12 @@ _AROUND = re.compile(
 
 
 def first_line(error: BaseException, widest: int = 200) -> str:
-    """Return the first line of an error's message that is not TensorFlow's, or its class."""
+    """Return the first line of an error's message that is not TensorFlow's, or its class.
+
+    Args:
+        error: of TensorFlow or of others.
+        widest: how many characters are returned at most.
+    """
     lines = _AROUND.sub("", str(error)).splitlines()
     return next(filter(None, map(str.strip, lines)), type(error).__name__)[:widest]
 
@@ -87,7 +107,12 @@ def reason(error: BaseException) -> str:
 
 
 def process_end(code: int, output: str) -> str:
-    """Return how a process ended, by its return code, and its last line, or that of towers."""
+    """Return how a process ended, by its return code, and its last line, or that of towers.
+
+    Args:
+        code: the return code, below 0 after a signal.
+        output: what the process has written.
+    """
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     ours = [line.removeprefix("towers: ") for line in lines if line.startswith("towers: ")]
@@ -107,7 +132,12 @@ def printable(text: str) -> str:
 
 
 def cut(text: str, widest: int) -> str:
-    """Shorten a text to so many characters by replacing its middle with "..."."""
+    """Shorten a text to so many characters by replacing its middle with "...".
+
+    Args:
+        text: any, which is returned if it is short enough.
+        widest: the most characters.
+    """
     if len(text) <= widest:
         return text
     head = (widest - 3) // 2

@@ -119,7 +119,12 @@ class Listener:
         self.kept += things
 
     def leave(self, code: int, line: str = "") -> None:
-        """Print a line, if any, and end the process at once, without waiting for its threads."""
+        """Print a line, if any, and end the process at once, without waiting for its threads.
+
+        Args:
+            code: the exit code.
+            line: what is printed on standard error.
+        """
         _clear_up()
         if line:
             with contextlib.suppress(OSError):

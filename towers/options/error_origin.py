@@ -28,7 +28,12 @@ def describe_origin(error: BaseException, named: Mapping[str, str]) -> str:
 
 
 def locate_in_user_code(error: BaseException, named: Mapping[str, str]) -> str:
-    """Return `describe_origin`'s line for the innermost frame of the user's own code, or ""."""
+    """Return `describe_origin`'s line for the innermost frame of the user's own code, or "".
+
+    Args:
+        error: with its traceback.
+        named: {flag: "module:function"} that the user has named.
+    """
     modules = {flag: name.partition(":")[0] for flag, name in named.items()}
     installed = {m.partition(".")[0] for m in modules.values()} - {"keras", "tensorflow", "towers"}
     library = re.compile(

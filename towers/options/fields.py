@@ -74,7 +74,12 @@ class CheckedOptions:
 
 
 def check_value(field: dataclasses.Field, value: Any) -> None:
-    """Raise InputError if a value is not allowed for the option of a field."""
+    """Raise InputError if a value is not allowed for the option of a field.
+
+    Args:
+        field: of `Options`, with its limits.
+        value: any.
+    """
     choices, takes_function = field.metadata.get("choices"), field.metadata.get("own")
     if choices and value not in choices and not (takes_function and ":" in value):
         usual = _FOREIGN_VALUES.get(str(value).lower())
@@ -120,7 +125,12 @@ def _check_number(field: dataclasses.Field, value: Any) -> None:
 
 
 def likely_name(name: str, known: Collection[str]) -> str:
-    """Return the known option that a misspelling or another program's name means, or ""."""
+    """Return the known option that a misspelling or another program's name means, or "".
+
+    Args:
+        name: as it was typed.
+        known: the names of the options that there are.
+    """
     usual = FOREIGN_NAMES.get(name.lower().replace("-", "_"))
     close = [usual] if usual in known else difflib.get_close_matches(name, known, n=1)
     return close[0] if close else ""

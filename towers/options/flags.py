@@ -175,7 +175,12 @@ def option_name(flag: str) -> str:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Parse a value of a run's option as a command line has it; its range is not checked."""
+    """Parse a value of a run's option as a command line has it; its range is not checked.
+
+    Args:
+        name: of the option.
+        text: the value as typed.
+    """
     return _parse_typed(_RUN_FIELDS[name], text)
 
 
@@ -401,7 +406,12 @@ def _check_identity(
 
 
 def main_help(version: str, verbs: Sequence[Command]) -> str:
-    """Return the text of `towers --help`, with the verbs in this order."""
+    """Return the text of `towers --help`, with the verbs in this order.
+
+    Args:
+        version: of towers.
+        verbs: in the order in which they are shown.
+    """
     lines = "\n".join(f"  {verb.name:10} {verb.help}" for verb in verbs)
     return (
         f"towers {version}: data-parallel training, the same numbers at any number of towers\n\n"

@@ -27,8 +27,14 @@ _STDLIB = [folder := sysconfig.get_path("stdlib"), os.path.join(folder, "lib-dyn
 def load_function(flag: str, name: str) -> Callable:
     """Return the function that a flag names as "package.module:function", or that was passed.
 
-    Raises InputError, which names the flag, if there is none, or one of unknown signature. Errors
-    of the module's own code are not caught.
+    Errors of the module's own code are not caught.
+
+    Args:
+        flag: which is named in messages.
+        name: the value of the flag.
+
+    Raises:
+        InputError: there is no such function, or it is one of unknown signature.
     """
     if name.startswith(PREFIX):
         function = getattr(name, "objects", {}).get(name)
@@ -63,7 +69,7 @@ def call_without_arguments(flag: str, name: str) -> object:
 
 
 def check_function(flag: str, name: str) -> None:
-    """Raise the InputError of `load_function` if there is no such module; import nothing."""
+    """Raise InputError, like `load_function`, if there is no such module; import nothing."""
     module_name, _ = _split_name(flag, name)
     if is_shipped(name):
         return

@@ -36,7 +36,13 @@ class Runner:
     ready: Mapping[str, Any]  # its first answer
 
     def __init__(self, program: Sequence[str], config: Any, **environment: str):
-        """Start Python with a program, its configuration as JSON, and variables of its own."""
+        """Start Python with a program, its configuration as JSON, and variables of its own.
+
+        Args:
+            program: the arguments of Python.
+            config: what the program reads as JSON, its last argument.
+            **environment: variables of its own.
+        """
         self.windows = {loop: [] for loop in self.loops}
         self._errors = tempfile.TemporaryFile("w+", errors="replace")
         self._process = subprocess.Popen(
@@ -47,7 +53,12 @@ class Runner:
         )  # fmt: skip
 
     def train(self, seconds: float, loop: str) -> None:
-        """Run a window of a loop, at least so long, and keep its seconds per step."""
+        """Run a window of a loop, at least so long, and keep its seconds per step.
+
+        Args:
+            seconds: the least length of the window.
+            loop: a name in `loops`.
+        """
         with contextlib.suppress(BrokenPipeError):  # the missing answer says that it has ended
             print(seconds, loop, file=self._process.stdin, flush=True)
         answer = self.answer("steps")
@@ -72,7 +83,11 @@ class Runner:
 
 
 def run(options: BenchmarkOptions, say: Say = print) -> dict[str, Any]:
-    """Measure the speed and the scaling of a run; `say` prints a line.
+    """Measure the speed and the scaling of a run.
+
+    Args:
+        options: of the verb.
+        say: prints a line.
 
     Returns:
         "results", one for each number of towers; "ratios" {"2": 2 towers / their control}, medians
@@ -97,7 +112,13 @@ def run(options: BenchmarkOptions, say: Say = print) -> dict[str, Any]:
 
 
 def start(options: BenchmarkOptions, stack: contextlib.ExitStack, say: Say) -> list[Runner]:
-    """Start a process for each number of towers, which the stack ends."""
+    """Start a process for each number of towers, which the stack ends.
+
+    Args:
+        options: of the verb.
+        stack: ends the processes when it is closed.
+        say: prints a line.
+    """
     given, growth, runners = options.run, {}, []
     if not given.per_process_gpu_memory_fraction + given.gpu_memory_limit_mib:
         growth = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}  # all processes share the GPUs' memory
@@ -118,7 +139,14 @@ def start(options: BenchmarkOptions, stack: contextlib.ExitStack, say: Say) -> l
 
 
 def take_turns(runners: Sequence[Runner], windows: int, seconds: float, say: Say) -> None:
-    """Run so many windows of at least so many seconds of each runner, one after the other."""
+    """Run so many windows of at least so many seconds of each runner, one after the other.
+
+    Args:
+        runners: whose loops take turns.
+        windows: the number of rounds.
+        seconds: the least length of a window.
+        say: prints a line.
+    """
     turns = [(r, loop, seconds * share) for r in runners for loop, share in r.loops.items()]
     total = sum(length for *_, length in turns)
     say(f"measuring   {windows} rounds of {total:.0f} s at least, a window each in turn")
@@ -137,12 +165,22 @@ def _numbers(named: str) -> list[int]:
 
 
 def ratio_of(longer: Sequence[float], shorter: Sequence[float]) -> dict[str, float]:
-    """Return median, min and max of longer / shorter, window by window."""
+    """Return median, min and max of longer / shorter, window by window.
+
+    Args:
+        longer: a number for each window.
+        shorter: as many, by which they are divided.
+    """
     values = [a / b for a, b in zip(longer, shorter, strict=True)]
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def spread(values: Mapping[str, float], digits: int = 0) -> str:
-    """Return what `ratio_of` returns as "102 (99 to 104)"."""
+    """Return what `ratio_of` returns as "102 (99 to 104)".
+
+    Args:
+        values: what `ratio_of` returns.
+        digits: decimals of each number.
+    """
     low, middle, high = (f"{values[key]:.{digits}f}" for key in ("min", "median", "max"))
     return f"{middle} ({low} to {high})"
