@@ -125,23 +125,20 @@ def test_what_flags_cfg_cannot_name_is_given_again(given, tmp_path, capsys):
 
 @pytest.mark.unit
 def test_bad_input_is_one_line(tmp_path):
+    tf.constant(1)  # too late for more CPU devices
+    said = runs.refusal(train, tmp_path / "run", num_towers=7, variables="replicated")
+    assert said.endswith("towers.devices.tower_devices(7) before anything creates a tensor")
     refusal = functools.partial(runs.refusal, towers.train, train_dir=tmp_path / "run")
     meant = "there is no flag --learnin_rate; did you mean --learning_rate?"
     assert refusal(learnin_rate=0.1) == meant
-    for wrong, right in {"lr": "learning_rate", "num_gpus": "num_towers"}.items():
-        assert f"no {wrong}; did you mean {right}?" in runs.refusal(towers.Options, **{wrong: 2})
-    assert refusal(num_towers="2") == "--num_towers='2': a whole number is needed"
-    assert refusal(model=5) == "model=5: a function, or its name as module:function, is needed"
-    assert refusal(batch_size=0) == "--batch_size=0: a whole number of at least 1 is needed"
+    assert "no lr; did you mean learning_rate?" in runs.refusal(towers.Options, lr=2)
     builder = "give the function that builds it, such as model="
     assert builder in refusal(model=build(3, (8, 8, 3)))  # which is built once
     assert "optimizer=lambda: keras.optimizers.Adam(" in refusal(optimizer=keras.optimizers.Adam())
     x, y = np.zeros([9, 8, 8, 3]), np.arange(9) / 2
     assert "y.astype('int32')" in refusal(model=build, dataset=lambda: ((x, y), (x, y)))
-    with pytest.raises(towers.InputError, match="there is no run; train first"):
-        towers.evaluate(train_dir=tmp_path)
-    with pytest.raises(towers.InputError, match="run's folder as train_dir="):
-        towers.evaluate(str(tmp_path))
+    assert "there is no run; train first" in runs.refusal(towers.evaluate, train_dir=tmp_path)
+    assert "run's folder as train_dir=" in runs.refusal(towers.evaluate, str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
@@ -200,15 +197,6 @@ def test_runs_leave_the_program_as_it_was(tmp_path, capfd):
     assert len(models) == 2 and not any(model() for model in models)
     assert "retracing" not in capfd.readouterr().err
     train(tmp_path / "failed", max_steps=1)  # nobody holds the folder
-
-
-def test_what_comes_too_late_says_what_comes_first(tmp_path):
-    tf.constant(1)
-    with pytest.raises(towers.InputError, match="needs a device for each tower") as error:
-        train(tmp_path, num_towers=7, variables="replicated")
-    assert str(error.value).endswith(
-        "or call towers.devices.tower_devices(7) before anything creates a tensor"
-    )
 
 
 # The page.

@@ -88,21 +88,10 @@ def top_level(names):
     return {name.split(".")[0] for name in names}
 
 
-def test_the_imports_are_found(tmp_path):
-    path = tmp_path / "module.py"
-    path.write_text(
-        "import a.b as c\nfrom d import e, f\n"
-        "if True:\n    import j\nclass K:\n    def k(self):\n        import l\n"
-    )
-    outside = {"a.b", "d.e", "d.f", "j"}
-    assert imported_names(path, everywhere=False) == outside
-    assert imported_names(path) == outside | {"l"}
-    assert internal_edges(), "no module of towers was found"
-
-
 def test_a_room_imports_only_from_those_above_it_and_no_verb_another():
-    wrong = []
-    for module, others in internal_edges().items():
+    wrong, edges = [], internal_edges()
+    assert len(edges) > 100
+    for module, others in edges.items():
         for other in sorted(others):
             (room, verb), (other_room, other_verb) = place(module), place(other)
             if module not in DOORS and (other_room > room or other in DOORS):

@@ -83,7 +83,7 @@ def test_a_process_that_ends_is_one_line():
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, rare(signal.SIGTERM)])
 def test_an_interrupt_ends_all(folder, number, monkeypatch, capsys):
     """The signal comes while a process starts, which has a child."""
     stop = f"os.kill(os.getppid(), {int(number)}); time.sleep(1000)"

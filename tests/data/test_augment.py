@@ -7,7 +7,7 @@ import tensorflow as tf
 from tests.data.splits import refusal, run
 from tests.runs import rare
 from towers.builder import device_types
-from towers.data import Data, augment
+from towers.data import augment
 from towers.data.user_data import data_set
 
 pytestmark = pytest.mark.unit
@@ -92,11 +92,6 @@ def test_eval_images_are_tensorflows(shape, kind, stored):
         expected = tf.image.per_image_standardization(expected)
     np.testing.assert_allclose(result, expected, atol=1e-5)
     assert result.dtype == tf.float32
-
-
-def test_a_crop_is_no_smaller_than_an_image():
-    assert augment.output_shape((28, 29, 1), "tutorial") == (21, 21, 1)
-    assert augment.output_shape((1, 1, 1), "tutorial") == (1, 1, 1)
 
 
 @pytest.mark.graph
@@ -205,22 +200,19 @@ def own(kind, name="mine:load"):
     return data_set(name, {"train": OWN[kind], "test": OWN[kind]})
 
 
-def test_the_data_sets_that_come_with_towers_are_augmented_and_no_others_unasked():
-    for kind, of_plain in {"images": "none", "masks": "none", "numbers": "off"}.items():
-        assert augment.resolve("auto", own(kind)) == of_plain
-        assert augment.resolve("auto", own(kind), compiled=True) == "off"
-        assert augment.resolve("off", own(kind)) == "off"
-    for name in "shapes", "cifar10", "cifar100", "cifar100_coarse":
-        for compiled in True, False:
-            assert augment.resolve("auto", own("images", name), compiled) == "tutorial"
-        assert augment.resolve("none", own("images", name)) == "none"
-
-
-def test_what_is_asked_for_holds_for_images():
-    for name, kinds in {"images": ("tutorial", "resnet", "none"), "masks": ("none",)}.items():
-        assert [augment.resolve(kind, own(name)) for kind in kinds] == list(kinds)
-    assert augment.resolve("auto,cutout=9", own("images", "shapes")) == "tutorial,cutout=9"
-    assert augment.resolve("auto,cutout", own("images")) == "none,cutout=16"
+@pytest.mark.parametrize(
+    ("kind", "name", "compiled", "meant"),
+    [
+        ("auto", "images", False, "none"), ("auto", "numbers", False, "off"),
+        ("auto", "images", True, "off"), ("resnet", "images", False, "resnet"),
+        ("none", "masks", False, "none"), ("auto,cutout", "images", False, "none,cutout=16"),
+        ("auto", "shapes", False, "tutorial"), ("auto", "cifar100_coarse", True, "tutorial"),
+        ("none", "cifar10", False, "none"), ("auto,cutout=9", "shapes", False, "tutorial,cutout=9"),
+    ],
+)  # fmt: skip
+def test_sets_that_come_with_towers_are_augmented_and_others_as_asked(kind, name, compiled, meant):
+    found = own(name) if name in OWN else own("images", name)
+    assert augment.resolve(kind, found, compiled) == meant
 
 
 @pytest.mark.parametrize(
@@ -237,21 +229,3 @@ def test_what_is_asked_for_holds_for_images():
 def test_what_a_data_set_cannot_have(kind, name, compiled, named, remedy):
     line = refusal(kind, own(name), compiled, call=augment.resolve)
     assert line.startswith(f"--augment={kind}") and named in line and remedy in line
-
-
-def test_what_happens_to_an_example_is_said():
-    found = own("images")
-    many = Data("mine", found.train, found.test, 12, ("a, A", *"bcdefghijkl"))
-    assert augment.describe(many, "tutorial") == [
-        "images      40x48x3 uint8 -> 30x36x3 float32: crop, flip, brightness, contrast, "
-        "standardised",
-        "targets     12 classes: 'a, A', b, c, d, e, f, g, h, i, j, ...",
-    ]
-    assert "40x48x3 uint8 -> 40x48x3 uint8: as they are" in augment.describe(many, "off", None)[0]
-    for name, parts in {
-        "numbers": ["inputs      price [] float32, tokens [80] int64", "targets     [] float32"],
-        "grey": ["x[..., None]", "3 classes", "weights     [] float32"],
-        "two": ["inputs      [40, 48, 3] uint8, a.b [2] float32"],
-    }.items():
-        pairs = zip(augment.describe(own(name), "off"), parts, strict=True)
-        assert all(part in line for line, part in pairs)
