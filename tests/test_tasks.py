@@ -88,7 +88,7 @@ def test_a_task_goes_from_training_to_predictions(trained, kind, tmp_path, capsy
         assert (entry["class"] is None) == (kind not in ("images", "text"))
 
     flags = f"--model=tests.tasks:{kind}", f"--dataset=tests.tasks:{kind}_data", "--max_steps=1"
-    flags = *flags, f"--init_from={tmp_path / 'a.keras'}"
+    flags = *flags, f"--init_from={tmp_path / 'a.weights.h5'}"
     num = len(model.weights)
     out = done(capsys, "train", tmp_path / "new", *flags)
-    assert f"a.keras: {num} of {num} weights\n" in out
+    assert f"a.weights.h5: {num} of {num} weights\n" in out

@@ -556,17 +556,3 @@ def test_what_records_is_seen_and_does_so_where_init_scope_has_stopped_that():
             tape.watch(x)
             y = x * 3
         assert (tape.gradient(y, x) is not None) == seen
-
-
-# Files of weights.
-
-
-def test_weights_of_a_compiled_model_load_in_a_scope(tmp_path):
-    model = keras.Sequential([keras.Input([3]), layers.Dense(2)])
-    model.compile("adam", "mse")
-    model.save(tmp_path / "x.keras")
-    keras.backend.clear_session()  # as in a new process
-    tf_internals.prepare_loading()
-    with keras.StatelessScope() as scope:
-        model.load_weights(tmp_path / "x.keras", skip_mismatch=True)
-    assert all(scope.get_current_value(weight) is not None for weight in model.weights)

@@ -29,7 +29,6 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.layers.core import input_layer
 from keras.src.layers.preprocessing.data_layer import DataLayer
 from keras.src.random.seed_generator import global_seed_generator
-from keras.src.saving import saving_lib
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 from keras.src.trainers.data_adapters import get_data_adapter
 from tensorflow.core.protobuf import trackable_object_graph_pb2
@@ -152,15 +151,6 @@ def layers_of(layer: keras.Layer) -> list[keras.Layer]:
             layers[id(layer)] = layer
             waiting += reversed(layer._layers)
     return list(layers.values())
-
-
-def prepare_loading() -> None:
-    """Let Keras create the objects that loading compares others with. Public: load_weights.
-
-    It creates them at its first call, and in a StatelessScope variables cannot be created.
-    """
-    for kind in "Optimizer", "Metric":
-        saving_lib.get_attr_skipset(kind)
 
 
 @contextlib.contextmanager

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
-from towers import tf_internals
 from towers.errors import InputError
 from towers.formatting import first_line, first_of
 from towers.training.load import read_weights
-from towers.training.step.train_state import TrainState, by_unique_name, variables_of
+from towers.training.step.train_state import TrainState, by_unique_name, restore_after, variables_of
 
 _MOST_NAMES = 10  # weights that the line names
 
@@ -33,7 +33,7 @@ def init_from(train_state: TrainState, source: str) -> str:
         InputError: the source cannot be read, or has no weight of this model.
     """
     path, model = Path(source).expanduser(), train_state.model
-    description, values = _from_run(path, model) if path.is_dir() else _from_file(path, model)
+    description, values = _from_run(path, model) if path.is_dir() else _from_file(path, train_state)
     pairs = list(zip(model.weights, values, strict=True))
     missing = [variable.path for variable, value in pairs if value is None]
     loaded = len(pairs) - len(missing)
@@ -67,13 +67,16 @@ def _from_run(folder: Path, model: keras.Model) -> tuple[str, list[Any]]:
     return description, [fitting.get(id(v)) for v in model.weights]
 
 
-def _from_file(path: Path, model: keras.Model) -> tuple[str, list[Any]]:
+def _from_file(path: Path, train_state: TrainState) -> tuple[str, list[Any]]:
     """Return the file's name, and the value of each weight, None if Keras loads none."""
+    model = train_state.model
     legacy = path.suffix == ".h5" and not path.name.endswith(".weights.h5")
-    tf_internals.prepare_loading()
+    marks = [_mark(v.numpy()) for v in model.weights]  # which Keras leaves where it loads nothing
     try:
-        with warnings.catch_warnings(), keras.StatelessScope() as scope:
+        with warnings.catch_warnings(), restore_after(train_state.variables().values()):
             warnings.simplefilter("ignore")  # Keras warns of each layer that it skips
+            for variable, mark in zip(model.weights, marks, strict=True):
+                variable.assign(mark)
             try:
                 model.load_weights(path, skip_mismatch=True)
             except ValueError:
@@ -81,6 +84,7 @@ def _from_file(path: Path, model: keras.Model) -> tuple[str, list[Any]]:
                     raise
                 # The file has another number of layers than the model.
                 model.load_weights(path, skip_mismatch=True, by_name=True)
+            found = [v.numpy() for v in model.weights]
     except FileNotFoundError:
         raise InputError(f"--init_from={path}: there is no such file or folder") from None
     except Exception as error:  # Keras, HDF5 and zipfile raise many kinds for a damaged file
@@ -88,4 +92,13 @@ def _from_file(path: Path, model: keras.Model) -> tuple[str, list[Any]]:
             f"--init_from={path} is no file of Keras' weights (.keras, .weights.h5, .h5): "
             f"{first_line(error)}"
         ) from None
-    return str(path), [scope.get_current_value(v) for v in model.weights]
+    pairs = zip(found, marks, strict=True)
+    return str(path), [None if x.tobytes() == mark.tobytes() else x for x, mark in pairs]
+
+
+def _mark(value: np.ndarray) -> np.ndarray:
+    """Return a value of that kind which no file has: NaN, or integers of another value."""
+    is_integer = value.dtype.kind in "iu"
+    return (
+        value + 1 if is_integer else np.full_like(value, np.nan if value.dtype.kind != "b" else 1)
+    )
