@@ -1,8 +1,10 @@
-"""What calls leave in attributes: under `fit`, around functions; `test_equality` has the rest."""
+"""What calls leave in attributes or as gradients: under `fit`, around functions, on one device.
+
+`test_equality` has the rest.
+"""
 
 import collections
 import functools
-import math
 import types
 
 import keras
@@ -10,8 +12,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests import fits
+from tests import fits, tiny
+from tests.runs import rare
 from towers import TowerBuilder
+from towers.errors import InputError
+from towers.training.run.setup import prepare
 
 pytestmark = pytest.mark.run
 RANDOM = np.random.default_rng(0)
@@ -25,7 +30,7 @@ class Leaving(keras.Model):
     def __init__(self, leave, use):
         super().__init__()
         self.features, self.end = keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)
-        self.leave, self.use, self.kept, self.calls = leave, use, [], 0
+        self.leave, self.use, self.kept, self.calls, self.flag = leave, use, [], 0, False
         self.build((None, 3))
 
     def build(self, shape):
@@ -42,52 +47,24 @@ class Leaving(keras.Model):
         return ops.mean((y - y_pred) ** 2) + self.use(self)
 
 
-def rows(model, x):
-    model.z = {"of": [x, ops.sum(x, axis=1)]}
-
-
-def mean(model, x):
-    model.kl = ops.mean(x**2)
-
-
-def total(model, x):
-    model.total = ops.sum(x**2, axis=0)
-
-
-def largest(model, x):
-    model.features.largest = ops.max(x)
-
-
-def appended(model, x):
-    model.kept.clear()
-    model.kept.append(x)
-    model.kept.append(ops.mean(x, axis=0))
-
-
-def counted(model, x):
-    model.calls += 1
-    return float(model.calls)
-
-
-def flipped(model, x):
-    model.flag = not getattr(model, "flag", False)
-    return 2.0 if model.flag else 1.0
-
-
-LEAVING = {
-    "rows": (rows, lambda m: ops.mean(m.z["of"][0] ** 4) + ops.max(m.z["of"][1])),
-    "mean": (mean, lambda m: m.kl * 3),
-    "sum of each column": (total, lambda m: ops.sqrt(ops.sum(m.total))),
-    "maximum, of a layer below": (largest, lambda m: m.features.largest**2),
-    "a list": (appended, lambda m: ops.sum(ops.abs(m.kept[1])) + ops.mean(m.kept[0])),
-    "a counter": (counted, lambda m: m.calls),
-    "a flag": (flipped, lambda m: 0.0),
-}
+def spread(model, x):
+    model.spread = ops.std(x)
 
 
 def leaves(model, x):
-    scales = [leave(model, x) for leave, _ in LEAVING.values()]
-    return math.prod(scale for scale in scales if scale is not None)
+    """Leave rows, a maximum in a layer below, a list, a counter and a flag."""
+    model.z = {"of": [x, ops.sum(x, axis=1)]}
+    model.features.largest = ops.max(x)
+    model.kept.clear()
+    model.kept.append(ops.mean(x, axis=0))
+    model.calls += 1
+    model.flag = not model.flag
+    return model.calls * (2.0 if model.flag else 1.0)
+
+
+def of_what_is_left(model):
+    of_rows = ops.mean(model.z["of"][0] ** 4) + ops.max(model.z["of"][1])
+    return of_rows + model.features.largest**2 + ops.sum(ops.abs(model.kept[0])) + model.calls
 
 
 def fitted(leave, use, num_towers=0):
@@ -99,17 +76,13 @@ def fitted(leave, use, num_towers=0):
     return fits.fit(build, DATA, num_towers)
 
 
-@pytest.mark.parametrize("num_towers", [1, 3])
+@pytest.mark.parametrize("num_towers", [rare(1), 3])
 def test_fit_has_the_numbers_of_one_device(num_towers):
-    parts = leaves, lambda m: sum(use(m) for _, use in LEAVING.values())
+    parts = leaves, of_what_is_left
     assert not fits.differences(fitted(*parts), fitted(*parts, num_towers))
 
 
-def spread(model, x):
-    model.spread = ops.std(x)
-
-
-@pytest.mark.parametrize("num_towers", [1, 3])
+@pytest.mark.parametrize("num_towers", [rare(1), 3])
 def test_what_a_function_leaves_around_it_is_that_of_one_device(num_towers, float64):
     x, net = tf.constant(DATA["x"][:7]), keras.layers.Dense(4, "tanh")
     net.build((None, 3))
@@ -182,3 +155,31 @@ def test_a_step_that_uses_what_cannot_be_joined_runs_on_one_device(leave, use, s
 def test_what_cannot_be_joined_and_is_not_used_is_no_fault():
     parts = spread, lambda m: 0.0
     assert not fits.differences(fitted(*parts), fitted(*parts, 2))
+
+
+# Variables whose gradient is their new value, as in float8, run on one device.
+
+
+def float8(num_classes=1, image_shape=(3,)):
+    model = tiny.dense(num_classes, image_shape)
+    model.layers[-1].quantize("float8")
+    return model
+
+
+def test_new_values_as_gradients_run_on_one_device_and_a_builder_refuses_them():
+    def build():
+        model = float8()
+        model.compile("sgd", "mse")
+        return model
+
+    said = "runs on one device: the gradient of .* is its new value"
+    with pytest.warns(UserWarning, match=said):
+        fits.fit(build, DATA, 2, epochs=1)
+    options = tiny.options("x", model=f"{__name__}:float8", metrics="accuracy", num_towers=2)
+    (line,) = prepare(options).diagnostics
+    assert "runs on one device: the gradient of" in line
+    model, builder = float8(), TowerBuilder(["/cpu:0", "/cpu:1"])
+    for way in builder.concat, lambda fn, x: builder.gradients(fn, model.trainable_variables, x):
+        with pytest.raises(InputError, match="is its new value.*compile the model"):
+            step = tf.function(way, autograph=False)
+            step(lambda x: model(x)[:, 0], tf.constant(DATA["x"], tf.float32))

@@ -1,4 +1,4 @@
-"""What GPUs gather, assign and read: few ops and transfers; `test_equality` has the numbers.
+"""What is done otherwise for GPUs: few ops and transfers; `test_equality` has the numbers.
 
 Logical CPU devices stand in for GPUs; /cpu:0 is the host, where the batch is.
 """
@@ -8,19 +8,45 @@ import itertools
 import re
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.builder.test_equality import Moments, copies
 from towers import PerTower, TowerBuilder, tf_internals
+from towers.builder import device_types
 from towers.builder.device_types import cpus_for_gpus
+from towers.builder.replica_context import integers_on
 
 pytestmark = pytest.mark.run
 GPUS = ["/cpu:1", "/cpu:2", "/cpu:3"]
 layers = keras.layers
 
 
-@pytest.fixture(autouse=True)
+@pytest.mark.unit
+def test_logical_cpus_stand_in_for_gpus_where_that_is_asked_for(monkeypatch):
+    whole = "/job:localhost/replica:0/task:0/device:"
+
+    def found():
+        return [device_types.is_gpu(device) for device in ("", "/cpu:0", "/cpu:1", f"{whole}CPU:2")]
+
+    for device in "/gpu:0", "/GPU:3", f"{whole}GPU:1", "/job:worker/task:1/gpu:0":
+        assert device_types.is_gpu(device), device
+    with cpus_for_gpus():
+        assert found() == [False, False, True, True]
+    assert found() == [False] * 4
+    monkeypatch.setenv(device_types.SWITCH, "1")
+    assert found() == [False, False, True, True]
+    for here in "", "/cpu:0", f"{whole}GPU:1", "/job:localhost/cpu:0":
+        assert device_types.machine_of(here) == ""
+    for device, task in ("task:1/gpu:0", 1), ("replica:0/task:2/device:CPU:3", 2), ("", 0):
+        assert device_types.machine_of(f"/job:worker/{device}") == f"/job:worker/task:{task}"
+
+
+# Few ops and transfers.
+
+
+@pytest.fixture
 def gpus():
     with cpus_for_gpus():
         yield
@@ -87,29 +113,33 @@ def launches(ops):
     return sum(n for op, n in ops.items() if not op.startswith(free))
 
 
-def test_one_gpu_receives_the_batch_and_sends_nothing():
-    sent, _ = executed(build(2, Moments()), 1)
-    assert sent == {("/cpu:0", GPUS[0]): ["float32"]}
+HOST = [("/cpu:0", device) for device in GPUS]
+FROM_FIRST, TO_FIRST = ([(GPUS[0], gpu)[::way] for gpu in GPUS[1:]] for way in (1, -1))
 
 
-def test_towers_receive_their_slices_and_the_key_of_collectives_and_the_state_of_seeds():
-    sent, ops = executed(build(2), 3)
-    of_host = {("/cpu:0", device): ["float32", "int32"] for device in GPUS}
-    of_first = {(GPUS[0], device): ["int64"] for device in GPUS[1:]}
-    assert {ends: sorted(types) for ends, types in sent.items()} == of_host | of_first
-    # Of each BatchNorm layer one forward and one backward, then gradients and loss.
-    assert ops[GPUS[0]]["CollectiveGatherV2"] == 4
-    assert ops[GPUS[0]]["CollectiveReduceV2"] == 1
-
-
-def test_local_statistics_are_sent_once_a_tower():
-    sent, _ = executed(build(2), 3, batch_norm="local")
-    assert [sent[device, GPUS[0]] for device in GPUS[1:]] == [["float32"]] * 2
-
-
-def test_what_other_layers_keep_is_sent_once_for_each_way_to_put_it_together():
-    sent, _ = executed(build(1, Moments(), Moments()), 2)
-    assert sent[GPUS[1], GPUS[0]] == ["float32"] * 2  # means, largest values
+@pytest.mark.parametrize(
+    ("make", "num_towers", "keywords", "expected"),
+    [
+        (lambda: build(2, Moments()), 1, {}, {HOST[0]: ["float32"]}),
+        # Slices and states of seeds, and the key of collectives.
+        (
+            lambda: build(2), 3, {},
+            dict.fromkeys(HOST, ["float32", "int32"]) | dict.fromkeys(FROM_FIRST, ["int64"]),
+        ),
+        # Once a tower; once for each way to put it together: means, largest values.
+        (lambda: build(2), 3, {"batch_norm": "local"}, dict.fromkeys(TO_FIRST, ["float32"])),
+        (lambda: build(1, Moments(), Moments()), 2, {}, {TO_FIRST[0]: ["float32"] * 2}),
+    ],
+    ids=["one GPU", "three", "local moments", "other moments"],
+)  # fmt: skip
+def test_what_is_sent_in_a_step(gpus, make, num_towers, keywords, expected):
+    sent, ops = executed(make(), num_towers, **keywords)
+    ways = expected if TO_FIRST[0] in expected else sent
+    assert {ends: sorted(sent[ends]) for ends in ways} == expected
+    if FROM_FIRST[0] in expected:
+        # Of each BatchNorm layer one forward and one backward, then gradients and loss.
+        of_first = [ops[GPUS[0]][f"Collective{op}V2"] for op in ("Gather", "Reduce")]
+        assert of_first == [4, 1]
 
 
 def ops_of_layers(num_layers, num_towers, **keywords):
@@ -117,13 +147,65 @@ def ops_of_layers(num_layers, num_towers, **keywords):
     return executed(model, num_towers, **keywords)[1][GPUS[0]]
 
 
-def test_parts_of_a_batch_are_added_packed():
+def test_parts_of_a_batch_are_added_packed(gpus):
     one, three = (ops_of_layers(number, 1, accumulate_steps=2) for number in (1, 3))
     assert three["AddN"] == one["AddN"] > 0
 
 
 @pytest.mark.parametrize("num_towers", [1, 2])
-def test_more_variables_cost_no_more_ops_of_the_gather(num_towers):
+def test_more_variables_cost_no_more_ops_of_the_gather(gpus, num_towers):
     two, four, six = (launches(ops_of_layers(number, num_towers)) for number in (2, 4, 6))
     assert six - four == four - two  # forward and backward of a layer
     assert (four - two) / 2 <= 6  # product and bias; two products, bias; which the test updates
+
+
+# Whole numbers, which Keras has on the host.
+
+
+def test_tokens_are_looked_up_and_masked_where_they_are(float64):
+    tokens = np.random.default_rng(0).integers(0, 9, [5, 7]).astype(np.int32)
+    x = keras.Input((7,), dtype="int32")
+    model = keras.Model(x, keras.layers.GRU(3)(keras.layers.Embedding(9, 3, mask_zero=True)(x)))
+
+    def loss_fn(tokens):
+        return tf.reduce_sum(model(tokens) ** 3, axis=1)
+
+    def gradients(*devices):
+        builder = TowerBuilder(devices)
+        step = tf.function(lambda x: builder.gradients(loss_fn, model.trainable_variables, x)[1])
+        graph = step.get_concrete_function(tokens).graph
+        of_integers = ("Less", "NotEqual", "GatherV2", "ResourceGather")
+        made = [op for op in graph.get_operations() if op.type in of_integers]
+        narrow = {
+            op.type for op in made for t in op.inputs if t.dtype == tf.int32 and t.shape.rank == 2
+        }
+        return [tf.convert_to_tensor(g) for g in step(tokens)], narrow
+
+    expected, of_cpus = gradients(*GPUS[:2])
+    with cpus_for_gpus():
+        found, of_gpus = gradients(*GPUS[:2])
+        mixed, _ = gradients(GPUS[0], "/cpu:0")
+    for value, *others in zip(expected, found, mixed, strict=True):
+        for other in others:  # rows are summed in another order
+            np.testing.assert_allclose(other, value, rtol=1e-14)
+    assert {"Less", "NotEqual"} <= of_cpus
+    assert not of_gpus
+
+
+@pytest.mark.graph
+def test_the_largest_is_found_and_integers_are_looked_up_without_the_host():
+    x = tf.constant([[0.0, -0.0, 0.0], [-1.0, np.inf, 2.0], [-0.0, 0.0, -1e-300]], tf.float64)
+
+    def largest(device):
+        with integers_on(device):
+            find = tf.function(lambda: keras.ops.argmax(x, axis=1))
+            return find(), [op.type for op in find.get_concrete_function().graph.get_operations()]
+
+    expected, of_cpu = largest("/cpu:1")
+    with cpus_for_gpus(), integers_on("/cpu:1"):
+        found, of_gpu = largest("/cpu:1")
+        rows = keras.ops.take(tf.constant([[3, 4], [5, 6]], tf.int32), tf.constant([1, 0]), axis=0)
+        rows -= tf.constant([[1, 1], [1, 1]], tf.int32)  # of their own type, as Equalization needs
+    np.testing.assert_array_equal(found, expected)
+    assert "BitwiseAnd" in of_cpu and "BitwiseAnd" not in of_gpu
+    np.testing.assert_array_equal(rows, [[4, 5], [2, 3]])
