@@ -1,8 +1,6 @@
 """What towers exchange within a step, by the gather device or by collectives, a ring of CPUs."""
 
 import contextlib
-import functools
-import os
 
 import numpy as np
 import pytest
@@ -52,21 +50,6 @@ def test_a_function_may_be_called_twice_in_a_step():
         np.testing.assert_array_equal(again, [[60.0, 120.0]] * 3)
 
 
-def test_the_first_step_of_a_process_is_traced_once(monkeypatch):
-    monkeypatch.setattr(
-        collectives, "_ordering_token", functools.cache(collectives._ordering_token.__wrapped__)
-    )
-    traces = []
-
-    @tf.function
-    def step(x):
-        traces.append(x)
-        return collectives.all_sum([[x]] * 3, DEVICES)
-
-    np.testing.assert_array_equal(step(tf.constant([1.0, 2.0])), [[[3.0, 6.0]]] * 3)
-    assert len(traces) == 1
-
-
 def test_in_a_loop_and_after_it():
     @tf.function(autograph=False)
     def step(x):
@@ -106,25 +89,6 @@ def test_what_nccl_takes_for_another_type_is_summed_and_stacked_in_float32(monke
     np.testing.assert_array_equal(tf.cast(sums[2][0], tf.float32), [3.0, 3 * 2.0**-8])
     for own in stacked:
         np.testing.assert_array_equal(tf.cast(own, tf.float32), [[0.0], [1.0], [2.0]])
-
-
-def test_a_collective_leaves_no_thread_behind():
-    """Each of those with a timeout leaves two that sleep until then."""
-
-    @tf.function
-    def step(x):
-        for _ in range(10):
-            x = collectives.all_sum([[x]] * 3, DEVICES)[0][0] / 3.0
-        return x
-
-    def num_threads():
-        return len(os.listdir("/proc/self/task"))
-
-    step(tf.ones(2))
-    before = num_threads()
-    for _ in range(20):
-        step(tf.ones(2))
-    assert num_threads() <= before + 8  # of TensorFlow's pools, where they were not full
 
 
 def test_a_tower_that_fails_ends_the_step_and_the_next_one_works():

@@ -138,13 +138,6 @@ def a_recurrent_model():
     return of_model(sequential((3,), layers.Reshape((3, 1)), layers.SimpleRNN(2), layers.Dense(1)))
 
 
-@row(THREE)
-def a_stateless_call():
-    net = dense()
-    call = lambda x: net.stateless_call(net.trainable_variables, [], x)[0]  # noqa: E731
-    return Case(cubes(call), net.trainable_variables)
-
-
 @row(TWO, THREE, rare=[BY_XLA], tier="graph")
 def a_loss_that_is_traced():
     """For one tower and one step, it serves the others with the weights of the day."""
@@ -467,33 +460,16 @@ class Measured(layers.Layer):
         return x
 
 
-class Largest(keras.metrics.Metric):
-    """The largest number so far, and a moving average of batches' means."""
-
-    def __init__(self):
-        super().__init__()
-        self.most, self.mean = (self.add_variable((), "zeros", "float64") for _ in range(2))
-
-    def update_state(self, x):
-        self.most.assign(tf.maximum(self.most, tf.reduce_max(x)))
-        self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(x))
-
-    def result(self):
-        return self.most
-
-
 @row(TWO, THREE, rare=[GPUS, JOINED])
 def metrics_that_a_layer_and_a_loss_function_update():
-    measured, of_batches, largest = Measured(), keras.metrics.Mean(dtype="float64"), Largest()
+    measured, of_batches = Measured(), keras.metrics.Mean(dtype="float64")
     case = of_model(sequential((3,), layers.Dense(5, "tanh"), measured, layers.Dense(2)))
 
     def losses(x):
         of_batches.update_state(tf.reduce_mean(x))
-        largest.update_state(x)
         return case.losses(x)
 
-    state = [*measured.metrics_variables, *of_batches.variables, *largest.variables]
-    return case._replace(losses=losses, state=state)
+    return case._replace(losses=losses, state=[*measured.metrics_variables, *of_batches.variables])
 
 
 @row(GPUS, rare=[GPU, GPUS_UNKNOWN, GPUS_EVEN, GPUS_TWO_EXAMPLES])
@@ -518,13 +494,6 @@ def batch_norm_of_another_axis_shared_and_read_again():
     y = layers.Flatten()(other(keras.ops.tanh(other(x))))
     z = layers.Flatten()(once(once(norm(norm(x) ** 2 + x)), training=False))
     return of_model(keras.Model(x, layers.Dense(2)(y) + layers.Dense(2)(z)), images())
-
-
-@row(rare=[GPUS])
-def batch_norm_shared_and_read_again_in_float32():
-    keras.config.set_dtype_policy("float32")
-    case = batch_norm_of_another_axis_shared_and_read_again()
-    return case._replace(batch=[tf.cast(case.batch[0], tf.float32)])
 
 
 class Positions(layers.Layer):
@@ -564,14 +533,6 @@ def fused_batch_norm():
         batch,
         [v for case in cases for v in case.state],
     )
-
-
-def fused_maps():
-    """Return a case in float32 whose moments are of many values on each tower."""
-    keras.config.set_dtype_policy("float32")
-    body = layers.Dropout(0.2, seed=1), layers.BatchNormalization(), layers.Dense(4, "tanh")
-    model = sequential((4, 4, 3), *body, layers.Flatten(), layers.Dense(2))
-    return of_model(model, tf.cast(images(), tf.float32))
 
 
 def case_of(make):

@@ -25,22 +25,6 @@ def builder(num_towers, **options):
 
 
 @pytest.mark.graph
-def test_ops_of_the_backward_pass_are_on_the_towers_device():
-    model, towers = network(), builder(2)
-
-    @tf.function
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_logsumexp(towers.concat(model, x))
-        return tape.gradient(loss, model.trainable_variables)
-
-    ops = step.get_concrete_function(tf.constant(X)).graph.get_operations()
-    backward = [op for op in ops if "tower_1" in op.name and op.type in ("ReluGrad", "MatMul")]
-    assert len(backward) > 4  # two products forward, and at least two backward
-    assert {op.device for op in backward} == {"/device:CPU:1"}
-
-
-@pytest.mark.graph
 def test_outputs_may_be_of_any_structure_and_type():
     weight = tf.Variable([[2.0], [3.0]], dtype=tf.float64)
 
@@ -111,13 +95,6 @@ def test_functions_may_return_outputs_beside_their_losses(compiled):
     np.testing.assert_array_equal(alone, x)
 
 
-@pytest.mark.unit
-def test_a_device_that_does_not_exist_is_an_error():
-    for towers in (TowerBuilder(["/gpu:0", "/cpu:1"]), TowerBuilder(["/cpu:0"], "/cpu:9")):
-        with pytest.raises(InputError, match="/gpu:0|/cpu:9"):
-            towers.sum(lambda: tf.constant(1.0))
-
-
 @pytest.mark.graph
 def test_outputs_whose_axes_depend_on_the_slice_are_refused():
     rows = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0], [5.0]], dtype=tf.float64)
@@ -152,16 +129,6 @@ def test_second_derivatives_are_those_of_one_device_or_refused():
     np.testing.assert_allclose(penalty(builder(2), False), penalty(None, False), rtol=1e-9)
     with pytest.raises(InputError, match="batch_norm"):
         penalty(builder(2), True)
-
-
-@pytest.mark.graph
-def test_results_without_a_row_for_each_example_are_refused():
-    for call in (
-        lambda x: builder(2).concat(lambda x: tf.reduce_mean(x, axis=0), x),
-        lambda x: builder(2).gradients(lambda x: (x[:, 0], tf.reduce_mean(x)), [], x),
-    ):
-        with pytest.raises(InputError, match="output . has no row for each example"):
-            tf.function(call)(tf.ones([4, 5]))
 
 
 @pytest.mark.graph

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tests.builder import test_equality as equality
 from tests.builder.test_equality import THREE, assert_equal
+from tests.runs import rare
 from towers import TowerBuilder, tf_internals
 
 pytestmark = pytest.mark.run
@@ -72,7 +73,7 @@ def test_nothing_is_left_behind_by_an_error(error):
     assert not tf_internals._SWITCHES
 
 
-@pytest.mark.parametrize("inner_towers", [1, 2, 3])
+@pytest.mark.parametrize("inner_towers", [rare(1), rare(2), 3])
 def test_towers_in_towers_draw_by_example_and_assign_once(inner_towers):
     """Four examples for each of two towers, which split them again."""
     dropout, plain = (layers.Dropout(0.5, seed=3) for _ in range(2))

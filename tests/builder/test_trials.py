@@ -1,7 +1,6 @@
 """What a builder's own users are told of: examples that see each other, places, tables, clips."""
 
 import functools
-import itertools
 import random
 import re
 
@@ -10,8 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests import fits
+from tests.runs import rare
 from towers import TowerBuilder
-from towers.builder.instrumentation import Tracer
 
 pytestmark = pytest.mark.run
 X = np.random.default_rng(0).normal(size=(7, 4))
@@ -33,6 +33,7 @@ class Layer(keras.layers.Layer):
         super().__init__(name="suspect")
         self.fn = fn
         self.weight = self.add_weight(shape=(4, 4), name="weight")
+        self.table = self.add_weight(shape=(50, 3), name="table")
         self.shift = self.add_weight(shape=(), name="shift")
         self.state = self.add_weight(shape=(4,), name="state", trainable=False)
         self.number = self.add_weight(shape=(), name="number", trainable=False)
@@ -104,7 +105,61 @@ MOMENTS = [
 ]
 
 
-RANDOM, COUNTER = random.Random(0), itertools.count(1)
+# Values that are treated otherwise than others, and what is drawn.
+
+
+def shares(mask):
+    """Divide by how many numbers of the batch are not masked."""
+    return lambda layer, x: x * ops.cast(mask(x), x.dtype) / ops.sum(ops.cast(mask(x), x.dtype))
+
+
+def embedded_shares(masked):
+    def fn(layer, x):
+        mask = ops.cast(ops.not_equal(x, masked), layer.table.dtype)[..., None]
+        return ops.take(layer.table, ops.maximum(x, 0), axis=0) * mask / (1 + ops.sum(mask))
+
+    return fn
+
+
+def filled(is_nan):
+    def fn(layer, x):
+        known = tf.where(is_nan(x), tf.zeros_like(x), x)
+        return tf.where(is_nan(x), tf.reduce_mean(known, axis=0)[None] + 0 * known, known)
+
+    return fn
+
+
+def rarely(condition):
+    return lambda layer, x: tf.cond(tf.reduce_any(condition(x)), lambda: x * 2, lambda: x + 1)
+
+
+def in_a_branch(layer, x):
+    def shrunk():
+        return tf.cond(tf.reduce_any(x < -77), lambda: x / tf.reduce_max(x), lambda: x)
+
+    return tf.cond(tf.reduce_any(x > -1e9), shrunk, lambda: x)
+
+
+def drawing(fn, draw=keras.random.uniform):
+    seed = keras.random.SeedGenerator(3)
+    return lambda layer, x: fn(x, draw(ops.shape(x), seed=seed, dtype=x.dtype))
+
+
+def kept_share(x, drawn):
+    """Scales what is left of the whole batch, as DropBlock does."""
+    mask = ops.cast(drawn > 0.3, x.dtype)
+    return x * mask * ops.cast(ops.size(mask), x.dtype) / (1 + ops.sum(mask))
+
+
+def all_but_the_largest(x, drawn):
+    return x * ops.cast(drawn < ops.max(drawn), x.dtype)
+
+
+def in_an_order(x, drawn):
+    return ops.take(x, ops.argsort(drawn[:, 0]), axis=0)
+
+
+RANDOM = random.Random(0)
 MIXED, PLACE, NUMBER, PYTHON = (f"{said}: layer suspect" for said in (
     "mixed examples", "place in the batch", "batch size", "state in Python",
 ))  # fmt: skip
@@ -114,15 +169,11 @@ BACKWARD, TABLE = "backward pass: .* weight", "changes a table or a queue"
 FUNCTIONS = {
     "softmax over the batch": (MIXED, of_inputs(lambda x: ops.softmax(x, axis=0))),
     "the next example": (MIXED, of_inputs(lambda x: x + ops.roll(x, 1, axis=0))),
-    "share of the largest": (MIXED, of_inputs(lambda x: x / ops.max(ops.abs(x)))),
-    "range": (PLACE, of_inputs(lambda x: x * tf.range(tf.shape(x)[0], dtype=x.dtype)[:, None])),
     "every other": (PLACE, of_inputs(lambda x: x * np.tile([1, 2], 50)[: x.shape[0], None])),
     "the first": (PLACE, of_inputs(lambda x: ops.concatenate([x[:1] * 2, x[1:]], axis=0))),
     "number": (NUMBER, of_inputs(lambda x: x / x.shape[0])),
-    "root": (NUMBER, of_inputs(lambda x: x * ops.sqrt(ops.cast(ops.shape(x)[0], x.dtype)))),
     "above five": (NUMBER, of_inputs(lambda x: x * 2 if x.shape[0] > 5 else x)),
     "by Python's random": (PYTHON, of_inputs(lambda x: x * RANDOM.random())),
-    "by a counter of Python's": (PYTHON, of_inputs(lambda x: x * next(COUNTER))),
     "branch at a mean": (
         MIXED,
         of_inputs(lambda x: ops.cond(ops.mean(x) > 3.0, lambda: x * 2, lambda: x)),
@@ -133,28 +184,27 @@ FUNCTIONS = {
             lambda x: ops.while_loop(lambda x: ops.norm(x) > 50.0, lambda x: (x / 2,), (x,))[0]
         ),
     ),
-    "branch of a sum": (
-        MIXED,
-        of_inputs(
-            lambda x: ops.switch(ops.cast(ops.sum(x) > 9, "int32"), [lambda x: x, lambda x: -x], x)
-        ),
-    ),
     "rounded": (OTHERS, assigned("number", lambda v, x: ops.round(ops.mean(x)))),
     "clipped": (OTHERS, assigned("number", lambda v, x: v / 2 + ops.clip(ops.mean(x), -5, 5))),
     "mean, read again": (READ + "state", read_again("state", lambda v, x: v / 2 + ops.mean(x, 0))),
     "first, read again": (READ + "state", read_again("state", lambda v, x: x[0])),
-    "number, read again": (READ + "number", read_again("number", lambda v, x: v + ops.shape(x)[0])),
-    "largest, read again": (READ + "number", read_again("number", lambda v, x: ops.max(x))),
     "moments of the first two": (NORM, MOMENTS[0]),
     "moments by tf.nn": (NORM, MOMENTS[1]),
     "largest deviation": (NORM, MOMENTS[2]),
     "table": (TABLE, counted),
     "queue": (TABLE, in_a_queue),
     "clipped, of inputs": (BACKWARD, of_inputs(clipped_by_norm)),
-    "normalised, of inputs": (BACKWARD, of_inputs(normalised)),
-    "clipped, of a weight": (BACKWARD, of_weight(clipped_by_norm)),
     "normalised, of a weight": (BACKWARD, of_weight(normalised)),
     "sign, of a weight": (BACKWARD, of_weight(by_sign)),
+    "a mark": (MIXED, shares(lambda x: x != -9)),
+    "zeros": (MIXED, shares(lambda x: ops.not_equal(x, 0))),
+    "token 30": (MIXED, embedded_shares(30)),
+    "NaN, by itself": (MIXED, filled(lambda x: x != x)),
+    "large": (MIXED, rarely(lambda x: x > 40)),
+    "in a branch": (MIXED, in_a_branch),
+    "the share of a drawn mask": (MIXED, drawing(kept_share)),
+    "the largest number drawn": (MIXED, drawing(all_but_the_largest)),
+    "an order that is drawn": (MIXED, drawing(in_an_order, keras.random.normal)),
 }
 INNOCENT = {
     "plain": of_inputs(ops.tanh),
@@ -163,12 +213,18 @@ INNOCENT = {
     "sign, of inputs": of_inputs(by_sign),
     "exponential": assigned("number", lambda v, x: v / 2 + ops.mean(ops.exp(x * x))),
     "as it was": assigned("state", lambda v, x: v * 1.0),
-    "zeros added": assigned("state", lambda v, x: v + ops.zeros(4)),
-    "of the least": assigned("number", lambda v, x: ops.maximum(v, -1e9)),
     "never": assigned("number", lambda v, x: ops.where(v > 1e9, 0.0, v)),
     "in a branch": assigned("number", lambda v, x: ops.cond(v > 1e9, lambda: v / 2, lambda: v * 1)),
     "moments and more": MOMENTS[3],
     "steps, read again": read_again("number", lambda v, x: v + 1),
+    "nothing, by a mean": assigned("number", lambda v, x: v + 0 * ops.mean(x)),
+    "nothing, by a sum": assigned("number", lambda v, x: v + ops.sum(x * 0.0)),
+    "a mark": lambda layer, x: ops.where(x == -9, 0.0, x),
+    "token 30": lambda layer, x: ops.take(layer.table, ops.where(x == 30, 1, x), axis=0),
+    "NaN": lambda layer, x: tf.where(tf.math.is_nan(x), tf.zeros_like(x), x),
+    "noise without its own mean": drawing(
+        lambda x, drawn: x + drawn - ops.mean(drawn, 1, keepdims=True), keras.random.normal
+    ),
     # The gradient of the shift is nothing but rounding.
     "shifted": lambda layer, x: ops.softmax(halved(ops.matmul(x, layer.weight)) + layer.shift),
     # As of a deep network with the first moments of BatchNorm: rounding is more than a period.
@@ -178,10 +234,10 @@ INNOCENT = {
 }
 
 
-def told(fn, compiled=True):
+def told(fn, tokens=False, compiled=True):
     """Return what a builder of two towers says of a layer that it calls; the zoo has gradients."""
     lines = []
-    layer, x = Layer(fn), tf.constant(X, keras.backend.floatx())
+    layer, x = Layer(fn), tf.constant(X, tf.int32 if tokens else keras.backend.floatx())
     towers = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=lines.append)
 
     def step(x):
@@ -196,69 +252,17 @@ def told(fn, compiled=True):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_builder_says_what_towers_cannot_compute(name, float64):
     said, fn = FUNCTIONS[name]
-    (line,) = told(fn)
+    (line,) = told(fn, "token" in name)
     assert re.search(said, line), line
 
 
 @pytest.mark.parametrize("name", INNOCENT)
 def test_nothing_is_said_of_what_is_exact(name, float64):
-    assert told(INNOCENT[name]) == []
+    assert told(INNOCENT[name], "token" in name) == []
 
 
 def test_it_says_so_eagerly(float64):
     assert told(FUNCTIONS["softmax over the batch"][1], compiled=False)
-
-
-def nudged(change):
-    """A layer that assigns a state a value that examples have a part in, or seem to."""
-
-    def fn(layer, x):
-        layer.number.assign(layer.number + change(x))
-        return x
-
-    return Layer(fn)
-
-
-@pytest.mark.parametrize(
-    "change, is_told",
-    [
-        (lambda x: 0 * ops.mean(x), False),
-        (lambda x: ops.sum(x * 0.0), False),
-        (lambda x: ops.mean(x) * 0.0 + ops.max(x) * 0.0, False),
-        (lambda x: ops.cast(ops.any(x > 1e9), x.dtype), False),  # the largest, by examples tried
-        (lambda x: ops.cast(ops.any(ops.sqrt(ops.abs(x)) > 1e9), x.dtype), True),
-    ],
-)
-def test_an_assignment_that_changes_nothing_is_no_doubt(change, is_told):
-    told, layer = [], nudged(change)
-    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=told.append)
-    tf.function(lambda x: builder.concat(layer, x))(tf.constant(X, tf.float32))
-    assert bool(told) == is_told, told
-
-
-def test_a_function_is_traced_five_times_for_all_trials(monkeypatch):
-    """For few and more examples, and for two slices and their batch, forward and backward."""
-    traced, trace = [], Tracer.trace
-
-    def counted(tracer, size, **options):
-        traced.append(size)
-        return trace(tracer, size, **options)
-
-    monkeypatch.setattr(Tracer, "trace", counted)
-    layer = keras.Sequential([
-        keras.Input((4,)), keras.layers.Dense(4, "silu"), keras.layers.ActivityRegularization(0.1),
-        keras.layers.Dropout(0.5), nudged(ops.max),
-    ])  # fmt: skip
-    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=lambda _: None)
-
-    @tf.function
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(builder.concat(lambda x: layer(x, training=True), x))
-        return tape.gradient(loss, layer.trainable_variables)
-
-    step(tf.constant(X, tf.float32))
-    assert traced == [3, 5, 3, 5, 8]
 
 
 def test_a_custom_gradient_is_tried_where_a_tape_goes_back():
@@ -283,3 +287,48 @@ def test_a_custom_gradient_is_tried_where_a_tape_goes_back():
 
     step()
     assert len(told) == 1 and "tf.custom_gradient" in told[0]
+
+
+# Only real values, whole numbers of a hundred and more, are treated otherwise.
+REAL = {
+    "whole numbers": lambda x: ops.where(ops.floor(x) == x, x / ops.max(ops.floor(x)), x),
+    "large": lambda x: tf.cond(
+        tf.reduce_all(tf.abs(x) < 90), lambda: x, lambda: x - tf.reduce_mean(x**2)
+    ),
+    "logarithms": lambda x: ops.where(ops.log(x) > 4.6, x - ops.mean(ops.log(x)), x),
+}
+
+
+def of_numbers_of_the_batch(model, x, y):
+    return model.compute_loss(x, y, model.part(x * 2 - tf.reduce_min(x)))
+
+
+@pytest.mark.parametrize(
+    "name, own_step",
+    [
+        rare("large", False),
+        rare("logarithms", False),
+        ("whole numbers", False),
+        ("whole numbers", True),
+    ],
+)
+def test_fit_tries_a_real_batch(name, own_step):
+    data = {
+        "x": np.random.default_rng(0).integers(100, 200, size=(14, 4)).astype(float),
+        "y": np.ones((14, 4)),
+    }
+
+    def part():
+        return Layer(
+            lambda layer, x: REAL[name](x) * layer.table[0, 0] * layer.weight[0, 0] + layer.shift
+        )
+
+    def build():
+        if own_step:
+            return fits.of_step(of_numbers_of_the_batch, part=part)
+        model = keras.Sequential([keras.Input((4,)), part()])
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.warns(UserWarning, match="mixed examples: layer .*suspect"):
+        fits.fit(build, data | {"batch_size": 7}, 2, epochs=1)

@@ -1,17 +1,13 @@
 """A bounded number of hostile inputs; `scripts/fuzz --minutes=N` tries more."""
 
-import os
-import shutil
 import time
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.data.splits import refusal
 from tests.fuzz import engine, inputs
 from tests.runs import rare
-from towers.commands.predict import inputs as predicted
 
 pytestmark = pytest.mark.process
 
@@ -70,24 +66,3 @@ def test_what_goes_wrong_is_seen(template, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr("towers.cli._check_names", lambda *_, **__: __import__("canary").sing())
     assert "code ran" in engine.try_out("foreign_flags", foreign, template, folder)
-
-
-@pytest.fixture
-def deep(tmp_path, monkeypatch):
-    """Stand in a folder with a chain of folders, more than Python calls functions in functions."""
-    monkeypatch.chdir(tmp_path)
-    for _ in range(1500):
-        os.mkdir("a")
-        os.chdir("a")
-    os.chdir(tmp_path)
-    yield
-    while os.path.isdir("a"):  # shutil.rmtree is recursive, too
-        if os.path.isdir("a/a"):
-            os.rename("a/a", "b")
-        shutil.rmtree("a")
-        if os.path.isdir("b"):
-            os.rename("b", "a")
-
-
-def test_deep_folders_are_refused_in_one_line(deep):
-    assert "a has no images" in refusal("a", call=lambda name: predicted.find([name], None))

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from scripts.count_step import read_nodes
 from tests import tiny
+from tests.runs import released
 from towers import devices, tf_internals
 from towers.builder import device_types
 from towers.graphs.placement import traced_ops
@@ -26,9 +27,6 @@ CASES = {
     "one place for each weight": ({"variables": "sharded"}, 2),
     "clipping, 16 bits": ({"clip_global_norm": 1.0, "dtype": "mixed_float16"}, 2),
 }
-EXTENDED = (
-    "three towers", "one place for each weight", "clipping, 16 bits", "parts of a batch",
-)  # fmt: skip
 
 
 def normed(num_classes, image_shape):
@@ -94,13 +92,7 @@ def check(sources, members):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[pytest.mark.extended] if case in EXTENDED else [])
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize("case", released(CASES, "batch norm"))
 def test_the_collectives_of_a_step_cannot_wait_for_each_other(case):
     changes, num_towers = CASES[case]
     sources = executed(changes, num_towers)

@@ -42,22 +42,11 @@ def test_bad_arguments_are_said_by_the_model_itself(argument):
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("build", [preact_resnet, resnet])
-@pytest.mark.parametrize(
-    ("depth", "nearest"),
-    [(21, "20 or 26"), (18, "14 or 20"), (7, "8"), (2, "8"), (0, "8"), (-4, "8")],
-)
-def test_the_nearest_depths_are_named(build, depth, nearest):
-    with pytest.raises(ValueError) as error:
-        build(depth=depth)
-    assert str(error.value) == f"depth={depth} must be 6n + 2 with n >= 1; nearest: {nearest}"
-
-
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (functools.partial(resnet, width=0), "^width=0 must be .* 1; the paper's is 16$"),
-        (functools.partial(cnn, weight_decay=-1), "^weight_decay=-1 must be .* at least 0; .*$"),
+        (functools.partial(preact_resnet, 21), "^depth=21 must be 6n . 2 .*; nearest: 20 or 26$"),
+        (functools.partial(resnet, -4), "^depth=-4 must be 6n . 2 with n >= 1; nearest: 8$"),
         (functools.partial(vgg16_bn, image_shape=(31, 32, 3)), r"^image_shape=\(.*\) must have"),
         (functools.partial(vit, image_shape=(32, 30, 3)), r"^image_shape=\(.*\) must have"),
         (functools.partial(fast, image_shape=(11, 32, 3)), r"image_shape=\(11, 32, 3\) .*must be"),

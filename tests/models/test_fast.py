@@ -1,6 +1,5 @@
 """The fast network: what its layers and initial values do."""
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -72,12 +71,7 @@ def nodes(part):
 @pytest.mark.run
 @pytest.mark.parametrize(
     ("setting", "expected"),
-    [
-        ({}, (1, 9)),
-        ({"kernel_size": (1, 5)}, (1, 5)),
-        ({"dtype": "float32"}, (1, 0)),
-        ({"channels": 64}, (1, 0)),
-    ],
+    [({"kernel_size": (1, 5)}, (1, 5)), ({"dtype": "float32"}, (1, 0)), ({"channels": 64}, (1, 0))],
     ids=str,
 )
 def test_products_are_for_small_maps_in_16_bits(setting, expected):
@@ -107,14 +101,6 @@ def test_patterns_take_neighbours_and_colours_apart():
     np.testing.assert_allclose(seen, [12**0.5, *[0] * 11], atol=1e-6)
 
 
-def test_the_first_channels_hand_on_what_they_see():
-    kernel = fast.IdentityFirst(seed=1)([3, 3, 5, 8])
-    images = tf.random.stateless_normal([2, 6, 7, 5], seed=(1, 2))
-    seen = tf.nn.conv2d(images, kernel, 1, "SAME")
-    np.testing.assert_allclose(seen[..., :5], images, atol=1e-6)
-    assert np.std(kernel[..., 5:]) == pytest.approx((1 / (3 * 45)) ** 0.5, rel=0.2)
-
-
 def test_images_are_small_in_the_first_steps_of_training_alone():
     layer = fast.SmallAtFirst(size=16, num_steps=2)
     images = tf.random.stateless_uniform([1, 32, 24, 3], seed=(1, 2))
@@ -123,10 +109,6 @@ def test_images_are_small_in_the_first_steps_of_training_alone():
     assert [tuple(x.shape[1:3]) for x in seen] == [(16, 16), (32, 24), (16, 16), (32, 24), (32, 24)]
     np.testing.assert_array_equal(seen[-1], images)
     assert np.mean(seen[0]) == pytest.approx(np.mean(images), abs=0.01)
-
-
-def test_what_it_says_depends_on_no_fixed_size():
-    keras.utils.set_random_seed(1)
     model = fast.fast(width=2, small_size=16, small_steps=1)
-    assert model(tf.zeros([2, 32, 32, 3]), training=True).shape == (2, 10)
-    assert model(tf.zeros([2, 32, 32, 3]), training=True).shape == (2, 10)
+    for _ in range(2):
+        assert model(tf.zeros([2, 32, 32, 3]), training=True).shape == (2, 10)

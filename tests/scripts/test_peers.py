@@ -6,7 +6,6 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from models import cnn
 from tests.programs import ROOT, python
@@ -15,7 +14,6 @@ from towers.options.functions import load_function
 pytestmark = pytest.mark.process
 
 PEERS = ROOT / "scripts" / "peers"
-PACKAGES = {"torch_ddp": "torch"}
 ODD_SHAPE = (9, 14, 3)  # "same" padding is another on odd sides
 
 
@@ -25,8 +23,8 @@ def module(monkeypatch):
     monkeypatch.syspath_prepend(PEERS)
 
     def load(name):
-        if name.split("_")[0] in PACKAGES.values():
-            pytest.importorskip(name.split("_")[0])
+        if name.startswith("torch"):
+            pytest.importorskip("torch")
         return import_module(name)
 
     return load
@@ -34,8 +32,8 @@ def module(monkeypatch):
 
 def start(name, windows=(), environ=None, **config):
     """Run a peer as the protocol says; returns the JSON lines that it printed."""
-    if name in PACKAGES and environ is None:
-        pytest.importorskip(PACKAGES[name])
+    if name == "torch_ddp" and environ is None:
+        pytest.importorskip("torch")
     tiny = {"image_shape": [8, 8, 3], "num_classes": 4, "batch_size": 8, "num_devices": 2}
     tiny |= {"learning_rate": 0.05, "steps_per_loop": 3}
     given = "".join(f"{seconds}\n" for seconds in windows)
@@ -43,20 +41,6 @@ def start(name, windows=(), environ=None, **config):
     done = python(PEERS / f"{name}.py", json.dumps(tiny | config), **streams)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def trained(name, windows, **config):
-    """Run a peer, check the order and the kinds of its lines; returns (ready, its windows)."""
-    ready, *reports, memory = start(name, windows, **config)
-    assert ready["ready"] is True
-    versions = {"torch_ddp": {"torch"}, "session": {"tensorflow"}}
-    assert set(ready["versions"]) == versions.get(name, {"tensorflow", "keras"})
-    for report, seconds in zip(reports, windows, strict=True):
-        assert set(report) == {"steps", "seconds", "loss"}
-        assert report["steps"] > 0 and report["steps"] % 3 == 0
-        assert report["seconds"] >= seconds and math.isfinite(report["loss"])
-    assert 50 < memory["peak_memory_mib"] < 8000
-    return ready, reports
 
 
 # The protocol.
@@ -82,45 +66,29 @@ def test_a_peer_trains_in_windows(name, tmp_path):
         labels = draw.integers(4, size=40).astype(np.int32)
         np.savez(tmp_path / "a.npz", images=images, labels=labels)
         config |= {"data": str(tmp_path / "a.npz"), "ema_decay": 0.9, "learning_rate": 0.001}
-    _, reports = trained(name, windows=(0, 0.2, 0), weight_decay=1e-4, **config)
+    windows = 0, 0.2, 0
+    ready, *reports, memory = start(name, windows, weight_decay=1e-4, **config)
+    assert ready["ready"] is True
+    versions = {"torch_ddp": {"torch"}, "session": {"tensorflow"}}
+    assert set(ready["versions"]) == versions.get(name, {"tensorflow", "keras"})
+    for report, seconds in zip(reports, windows, strict=True):
+        assert set(report) == {"steps", "seconds", "loss"}
+        assert report["steps"] > 0 and report["steps"] % 3 == 0
+        assert report["seconds"] >= seconds and math.isfinite(report["loss"])
+    assert 50 < memory["peak_memory_mib"] < 8000
     assert reports[0]["steps"] == 3
     if not CONFIGS[name]:
         assert reports[-1]["loss"] < reports[0]["loss"]
 
 
-@pytest.mark.parametrize("name", ["torch_ddp", "mirrored"])
-def test_missing_package_is_skipped_by_name(name, tmp_path):
-    package = PACKAGES.get(name, "tensorflow")
-    missing = f"raise ModuleNotFoundError('No module named {package}', name={package!r})"
-    (tmp_path / f"{package}.py").write_text(missing)
-    [line] = start(name, environ={"PYTHONPATH": str(tmp_path)})
-    assert line == {"skipped": f"{package} is not installed: pip install -e '.[peers]'"}
+def test_missing_package_is_skipped_by_name(tmp_path):
+    missing = "raise ModuleNotFoundError('No module named torch', name='torch')"
+    (tmp_path / "torch.py").write_text(missing)
+    [line] = start("torch_ddp", environ={"PYTHONPATH": str(tmp_path)})
+    assert line == {"skipped": "torch is not installed: pip install -e '.[peers]'"}
 
 
 # The same functions.
-
-
-@pytest.mark.extended
-def test_mirrored_takes_the_steps_that_one_device_takes(module):
-    loops = 3  # two that warm up, one in a window of no length
-    _, [report] = trained("mirrored", windows=(0,), weight_decay=0.01)
-    lane, tf_program = module("lane"), module("tf_program")
-    config = lane.Config(image_shape=(8, 8, 3), num_classes=4, batch_size=8)
-    model = tf_program.make_model(config)
-    images, labels = lane.synthetic_batch(config)
-    for _ in range(loops * 3):
-        with tf.GradientTape() as tape:
-            logits = model(images, training=True)
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-            loss = tf.reduce_mean(losses)
-            for variable in model.trainable_variables:
-                hidden = variable.path in ("dense1/kernel", "dense2/kernel")
-                decay = 0.004 * hidden + 0.01 * (len(variable.shape) > 1)
-                loss += decay * tf.nn.l2_loss(variable)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
-            variable.assign_sub(0.05 * gradient)
-    assert report["loss"] == pytest.approx(float(loss), rel=1e-4)
 
 
 @pytest.mark.graph

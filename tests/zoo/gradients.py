@@ -25,15 +25,6 @@ def partly_used(self, x):
     return tf.cond(tf.reduce_any(asks), use, lambda: x)
 
 
-@own(on_features, SAME, "rounding that the gradient does not see", kernel=(None, 5))
-def straight_through(self, x):
-    """Binary weights and rounded activations."""
-    kernel = ops.convert_to_tensor(self.kernel)
-    kernel += tf.stop_gradient(tf.sign(kernel) - kernel)
-    x += tf.stop_gradient(tf.round(x * 4) / 4 - x)
-    return tf.matmul(x, kernel)
-
-
 @own(on_features, SAME, "a weight's gradient by hand", kernel=(None, 5))
 def custom_gradient_of_weight(self, x):
     @tf.custom_gradient
@@ -45,16 +36,6 @@ def custom_gradient_of_weight(self, x):
         return tf.matmul(x, kernel), gradient
 
     return multiply(x, tf.identity(self.kernel.value))
-
-
-@own(on_features, SAME, "a gradient of a gradient",
-     energy=lambda: layers.Dense(1, activation="softplus"))  # fmt: skip
-def gradient_in_the_model(self, x):
-    """Features and how each example's energy changes with them."""
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        energy = self.energy(x)
-    return tf.concat([x, tape.gradient(energy, x)], axis=1)
 
 
 @own(on_features, SAME, "the number of examples in shapes alone", row=(1, None))

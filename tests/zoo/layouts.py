@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from tests.zoo.entry import SAME
-from tests.zoo.parts import Seeded, on_features, on_maps, on_rows, own, seed
+from tests.zoo.parts import Seeded, on_features, on_rows, own, seed
 
 layers, ops, random = keras.layers, keras.ops, keras.random
 
@@ -28,29 +28,6 @@ def heads_first(x, dropout):
     heads = tf.concat(tf.split(x, 2, axis=2), axis=0)
     weights = tf.nn.softmax(tf.matmul(heads, heads, transpose_b=True))
     return tf.concat(tf.split(tf.matmul(dropout(weights), heads), 2, axis=0), axis=2)
-
-
-@dropped(on_rows, "[B * heads, T, T]")
-def heads_last(x, dropout):
-    """Attention whose heads are folded into the batch."""
-    times, size = x.shape[1:]
-    heads = tf.transpose(tf.reshape(x, [-1, times, 2, size // 2]), [0, 2, 1, 3])
-    heads = tf.reshape(heads, [-1, times, size // 2])
-    weights = tf.nn.softmax(tf.matmul(heads, heads, transpose_b=True))
-    heads = tf.reshape(tf.matmul(dropout(weights), heads), [-1, 2, times, size // 2])
-    return tf.reshape(tf.transpose(heads, [0, 2, 1, 3]), tf.shape(x))
-
-
-@dropped(on_maps, "[B * windows, 9, 9]")
-def windows(x, dropout):
-    """Attention inside of windows of 3 x 3 places (Liu et al. 2021)."""
-    _, height, width, size = x.shape
-    split = ops.reshape(x, (-1, height // 3, 3, width // 3, 3, size))
-    windows = ops.reshape(ops.transpose(split, (0, 1, 3, 2, 4, 5)), (-1, 9, size))
-    weights = ops.softmax(ops.matmul(windows, ops.transpose(windows, (0, 2, 1))))
-    windows = ops.matmul(dropout(weights), windows)
-    split = ops.reshape(windows, (-1, height // 3, width // 3, 3, 3, size))
-    return ops.reshape(ops.transpose(split, (0, 1, 3, 2, 4, 5)), (-1, height, width, size))
 
 
 @dropped(on_features, "[2 * B, C], one copy of the batch after the other")

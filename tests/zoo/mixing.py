@@ -41,17 +41,6 @@ def own_batch_norm(self, x, training):
     return (x - mean) / tf.sqrt(variance + 1e-3) * self.gamma + self.beta
 
 
-def _dense():
-    return layers.Dense(3)
-
-
-@own(on_features, MIXED, "similarity of all pairs", query=_dense, key=_dense)
-def pairwise(self, x):
-    """Each example takes from those that are like it."""
-    scores = tf.matmul(self.query(x), self.key(x), transpose_b=True)
-    return x + tf.matmul(tf.nn.softmax(scores), x)
-
-
 @own(on_features, MIXED, "keras.random.shuffle", seed=seed)
 def shuffled(self, x, training):
     return x + 0.3 * keras.random.shuffle(x, seed=self.seed) if training else x
@@ -77,13 +66,6 @@ def until_all_are_done(_, x):
     """Repeats a map of all examples until the last of them has converged."""
     going_on = lambda y: tf.reduce_any(tf.norm(y, axis=1) > 0.5)  # noqa: E731
     return tf.while_loop(going_on, lambda y: [0.9 * y], [x])[0]
-
-
-@own(on_features, MIXED, "the median decides whose gradient counts")
-def hard_examples(_, x):
-    """Lets gradients through for the larger half of the batch alone."""
-    sizes = ops.norm(x, axis=1, keepdims=True)
-    return ops.where(sizes >= ops.median(sizes), x, ops.stop_gradient(x))
 
 
 # -------------------------------------------------------------- Where they are, how many there are

@@ -19,35 +19,6 @@ def batch_norm_ranks(images):
     return BatchNorm()(layers.Dense(6)(layers.Flatten()(rows)))
 
 
-batch_norm_axes = on_maps(
-    SAME,
-    "BatchNorm of an axis that is not the last",
-    lambda: [
-        BatchNorm(axis=1),
-        layers.Conv2D(4, 3, padding="same", activation="relu"),
-        BatchNorm(axis=2),
-        layers.Conv2D(4, 3, activation="relu"),
-        BatchNorm(axis=-1, center=False),
-    ],
-)
-
-
-class Padding(layers.Layer):
-    """Masks the rows of pixels that are dark: not the same number in each example."""
-
-    def compute_mask(self, x, mask=None):
-        return keras.ops.mean(x, axis=-1) > -0.1
-
-    def call(self, x):
-        return x
-
-
-@of_images(SAME, "moments over the unmasked alone, unlike in number")
-def batch_norm_masked(images):
-    x = Padding()(layers.Reshape((8, -1))(images))
-    return layers.GlobalAveragePooling1D()(BatchNorm()(layers.Dense(4)(x)))
-
-
 @own(on_maps, SAME, "called with training=False in training", norm=BatchNorm,
      then=lambda: [layers.Conv2D(3, 3)])  # fmt: skip
 def batch_norm_in_inference(self, x):
@@ -86,26 +57,6 @@ def batch_norm_twice(images):
     return layers.GlobalMaxPooling2D()(norm(conv(norm(conv(images)))))
 
 
-class Deviating(BatchNorm):
-    """Divides by the largest deviation, or by a little more than Keras."""
-
-    def __init__(self, alone=False):
-        super().__init__()
-        self.alone = alone
-
-    def _moments(self, inputs, mask):
-        mean, variance = super()._moments(inputs, mask)
-        if self.alone:
-            return mean, variance + 0.1
-        return mean, tf.reduce_max(tf.square(inputs - mean), axis=[0, 1, 2])
-
-
-batch_norm_with_own_moments = on_maps(
-    "mixed examples", "a method of its own, of a slice", lambda: [Deviating(), layers.ReLU()]
-)
-batch_norm_with_more_variance = on_maps(
-    SAME, "what Keras' moments make of all examples", lambda: [Deviating(alone=True), layers.ReLU()]
-)
 batch_norm_synchronized = on_maps(
     SAME, "asks for all towers", lambda: [BatchNorm(synchronized=True), layers.ReLU()], LOCAL
 )

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.zoo.entry import REFUSED, SAME, entry
-from tests.zoo.parts import layer, of_images, on_features, on_maps, own, seed
+from tests.zoo.parts import layer, of_images, on_features, own, seed
 
 layers, ops, random = keras.layers, keras.ops, keras.random
 
@@ -74,13 +74,6 @@ def remat(images):
     with keras.RematScope(mode="activations"):
         x = layers.Dense(4, activation="gelu")(x)
     return layers.GlobalAveragePooling2D()(x)
-
-
-@own(on_maps, SAME, "moments of all towers, taken twice", under_fit="recomputation",
-     then=lambda: [layers.ReLU()], conv=lambda: layers.Conv2D(4, 3),
-     norm=lambda: layers.BatchNormalization())  # fmt: skip
-def batch_norm_recomputed(self, x, training):
-    return tf.recompute_grad(lambda x: self.norm(self.conv(x), training=training))(x)
 
 
 @own(on_features, SAME, "vectorized_map and map", kernel=(None, None))

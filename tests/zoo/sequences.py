@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from tests.zoo.entry import SAME
-from tests.zoo.parts import layer, of_images, on_images, on_rows, own
+from tests.zoo.parts import of_images, on_images, on_rows, own
 
 layers, ops = keras.layers, keras.ops
 
@@ -17,15 +17,6 @@ simple_rnn_unrolled = on_rows(
     SAME,
     "no loop in the graph",
     lambda: layers.SimpleRNN(4, dropout=0.3, recurrent_dropout=0.2, unroll=True),
-)
-stacked_cells = on_rows(
-    SAME,
-    "cells in a cell, each with masks",
-    lambda: layers.RNN(
-        layers.StackedRNNCells(
-            [layers.LSTMCell(4, dropout=0.3), layers.GRUCell(3, recurrent_dropout=0.3)]
-        )
-    ),
 )
 
 
@@ -84,40 +75,6 @@ def multi_head_attention(images):
     x = _rows(images)
     x = x + layers.MultiHeadAttention(2, 3, dropout=0.3)(x, x, use_causal_mask=True)
     return layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
-
-
-class DropPath(layers.Layer):
-    """Drops a residual branch of whole examples (Huang et al. 2016)."""
-
-    def __init__(self, rate):
-        super().__init__()
-        self.rate, self.seed = rate, keras.random.SeedGenerator(3)
-
-    def call(self, x, training=False):
-        if not training:
-            return x
-        shape = (ops.shape(x)[0],) + (1,) * (len(x.shape) - 1)
-        kept = ops.floor(keras.random.uniform(shape, seed=self.seed, dtype=x.dtype) + 1 - self.rate)
-        return x * kept / (1 - self.rate)
-
-
-@layer(first=(1, 1, None), table=(1, 5, None), dropout=lambda: layers.Dropout(0.2))
-def tokens(self, x, training):
-    """Puts a token before the four patches and adds a table of positions, with dropout on it."""
-    first = tf.repeat(self.first, tf.shape(x)[0], axis=0)
-    return tf.concat([first, x], 1) + self.dropout(self.table, training=training)
-
-
-@of_images(SAME, "class token, dropout on the table of positions, paths dropped")
-def vision_transformer(images):
-    x = layers.Reshape((-1, 4))(layers.Conv2D(4, 4, strides=4)(images))
-    x = tokens()(x)
-    for rate in (0.2, 0.4):
-        y = layers.LayerNormalization()(x)
-        x = x + DropPath(rate)(layers.MultiHeadAttention(2, 2, dropout=0.1)(y, y))
-        y = layers.Dense(8, activation="gelu")(layers.LayerNormalization()(x))
-        x = x + DropPath(rate)(layers.Dense(4)(layers.Dropout(0.1)(y)))
-    return x[:, 0]
 
 
 @own(on_rows, SAME, "complex numbers", then=lambda: [layers.LayerNormalization()])

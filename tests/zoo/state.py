@@ -80,39 +80,10 @@ def _histogram(value, x):
 histogram = on_features(
     SAME, "integers that are added up", lambda: tracked((6,), _histogram, dtype="int32")
 )
-running_range = on_features(
-    SAME,
-    "the largest and smallest of all towers",
-    lambda: [
-        tracked(
-            (6,),
-            lambda value, x: ops.maximum(value, ops.max(x, axis=0)),
-            initializer=keras.initializers.Constant(-9.0),
-        ),
-        tracked((6,), lambda value, x: ops.minimum(value, ops.min(x, axis=0)), initializer="ones"),
-    ],
-)
-flags = on_features(
-    SAME,
-    "what has ever been so, and what always",
-    lambda: [
-        tracked((), lambda v, x: v | ops.any(x > 2.0), dtype="bool"),
-        tracked((6,), lambda v, x: v & ops.all(x < 1.0, axis=0), dtype="bool", initializer="ones"),
-    ],
-)
 moving_mean = on_maps(
     SAME,
     "the mean of the towers, by examples",
     lambda: [centred(), layers.Conv2D(4, 3), centred()],
-)
-unchanged = on_features(
-    SAME,
-    "what no example changes is the same in all towers",
-    lambda: [
-        tracked((), lambda v, x: v * 1),
-        tracked((6,), lambda v, x: v + ops.zeros(6)),
-        tracked((), lambda v, x: ops.cond(v > 1e9, lambda: v / 2, lambda: v)),
-    ],
 )
 given_policies = on_features(
     SAME,
