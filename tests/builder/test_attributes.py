@@ -3,7 +3,6 @@
 `test_equality` has the rest.
 """
 
-import collections
 import functools
 import types
 
@@ -90,23 +89,22 @@ def test_what_a_function_leaves_around_it_is_that_of_one_device(num_towers, floa
 
     @tf.function
     def step(call):
-        a_list, a_dict, a_variable = [], collections.OrderedDict(), None
+        a_list, a_dict, a_variable = [], {}, None
         an_object, a_module, an_argument = types.SimpleNamespace(), tf.Module(), {}
-        a_module.a_list, a_module.a_dict = [], {}
+        a_module.a_list = []
 
         def leave(x, an_argument):
             nonlocal a_variable
             a_list.append(net(x))
-            a_dict["of"] = {"features": [a_list[0]]}
             a_module.a_list.append(a_list[0])
-            an_object.features = a_variable = a_module.a_dict["of"] = an_argument["of"] = a_list[0]
+            a_dict["of"] = {"features": [a_list[0]]}
+            an_object.features = a_variable = an_argument["of"] = a_list[0]
             return tf.reduce_sum(x, axis=1)
 
         call(functools.partial(leave, an_argument=an_argument))
         assert len(a_list) == len(a_module.a_list) == 1
-        of_module = a_module.a_list[0], a_module.a_dict["of"]
-        left = a_dict["of"]["features"][0], an_object.features, a_variable, an_argument["of"]
-        return [a_list[0], *left, *of_module]
+        others = a_dict["of"]["features"][0], an_object.features, a_variable, an_argument["of"]
+        return [a_list[0], a_module.a_list[0], *others]
 
     builder = TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"][:num_towers])
     for call in (
