@@ -23,12 +23,6 @@ MIB = 2**20
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TF_GPU_THREAD_MODE", "NVIDIA_TF32_OVERRIDE"
 )  # fmt: skip
-CUDA_BUILD = {
-    "is_cuda_build": True,
-    "cuda_version": "12.5.1",
-    "cudnn_version": "9",
-    "cuda_compute_capabilities": ["sm_60", "sm_70", "sm_80", "sm_89", "compute_90"],
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +45,10 @@ A100 = Card()
 FULL = Card(free_mib=1000, holders=((17, "python", 39000), (18, "blender", None)))
 SMALL = Card("NVIDIA T400", (7, 5), total_mib=2048, free_mib=2000, listed=False)
 LOST = Card(lost=True, listed=False)
-# A part knows its memory and its name, and little else.
-PART = Card(
-    "NVIDIA A100 MIG 1g.5gb",
-    total_mib=4864,
-    free_mib=4800,
-    reserved_mib=64,
+PART = Card(  # it knows its memory and its name, and little else
+    "NVIDIA A100 MIG 1g.5gb", total_mib=4864, free_mib=4800, reserved_mib=64,
     silent=frozenset(["nvmlDeviceGetPciInfo", "nvmlDeviceGetCudaComputeCapability"]),
-)
+)  # fmt: skip
 SPLIT = Card(parts=(PART, PART))
 
 
@@ -143,7 +133,7 @@ class Machine:
         return result | self.memory
 
 
-def install(monkeypatch, *cards, driver=True, build=CUDA_BUILD):
+def install(monkeypatch, *cards, driver=True):
     """Let this process have `cards`, fresh: nothing listed, nothing set; return the `Machine`."""
     machine = Machine(cards)
     install_driver(monkeypatch, *cards, there=driver)
@@ -151,7 +141,6 @@ def install(monkeypatch, *cards, driver=True, build=CUDA_BUILD):
     monkeypatch.setattr(tf_internals, "has_listed_devices", lambda: machine._devices is not None)
     monkeypatch.setattr(tf_internals, "has_started", lambda: machine.started)
     monkeypatch.setattr(tf_internals, "device_memory_bytes", machine.device_memory_bytes)
-    monkeypatch.setattr(tf.sysconfig, "get_build_info", lambda: build)
     config = tf.config
 
     def answer(owner, name, made_up, is_of_gpus):

@@ -217,10 +217,6 @@ def test_quickstart_trains_and_installs_only_when_that_changes_something(
     run(checkout, "scripts/quickstart", PYTHON=str(python))
     assert num_installations(python) == 2
 
-    moved = checkout.rename(checkout.with_name("moved"))  # the installation refers to the old path
-    run(moved, "scripts/quickstart", PYTHON=str(python))
-    assert num_installations(python) == 3
-
 
 def test_an_installation_is_not_trusted_before_its_end(checkout, python):
     (checkout / "fail").touch()
@@ -231,11 +227,9 @@ def test_an_installation_is_not_trusted_before_its_end(checkout, python):
     done = run(checkout, "scripts/quickstart", PYTHON=str(python))
     assert done.returncode == 0 and "starting afresh" in done.stdout
     assert not (checkout / ".venv" / "half").exists()
-
     (checkout / ".venv" / ".installing").write_text(str(os.getpid()))
     done = run(checkout, "scripts/quickstart", PYTHON=str(python))
-    assert done.returncode == 2 and (checkout / ".venv").exists()
-    assert done.stderr.startswith(f"quickstart: process {os.getpid()} is installing")
+    assert done.returncode == 2 and f"process {os.getpid()} is installing" in done.stderr
 
 
 def test_test_script_checks_the_style_chooses_tiers_and_passes_arguments_on(checkout, python):
@@ -245,7 +239,6 @@ def test_test_script_checks_the_style_chooses_tiers_and_passes_arguments_on(chec
         "": [release],
         "--all": [release, "-m extended"],
         "--fast builder -x": [f"{quick} tests/builder -x"],
-        "tests/models -k cnn": [f"{release} tests/models -k cnn"],
     }.items():
         done = run(checkout, "scripts/test", *line.split(), PYTHON=str(python))
         assert done.returncode == 0, done.stderr
@@ -260,11 +253,8 @@ def test_test_script_checks_the_style_chooses_tiers_and_passes_arguments_on(chec
 
 
 def test_ci_unpacks_the_images_if_they_are_beside_the_checkout(checkout, python, tmp_path):
-    ci = ("bash", checkout / ".ci/run")
-    assert run(tmp_path, *ci, PYTHON=str(python)).returncode == 0
-    assert not any("unpack" in call for call in calls(python))
     (tmp_path / "shared" / "cifar10").mkdir(parents=True)
-    done = run(tmp_path, *ci, PYTHON=str(python))
+    done = run(tmp_path, "bash", checkout / ".ci/run", PYTHON=str(python))
     assert done.returncode == 0, done.stderr
     assert "../shared/cifar10/unpack.py .cifar10" in calls(python)
     assert calls(python)[-1] == f"{PYTEST} -m not extended"

@@ -12,7 +12,6 @@ from google.protobuf import text_format
 from tensorboard.compat.proto.graph_pb2 import GraphDef
 
 from tests import tiny, trained_runs
-from tests.runs import rare
 from tests.tensorboard_server import Server, metrics
 from towers import cli
 from towers.errors import RunError
@@ -144,13 +143,7 @@ def test_a_run_is_one_row_with_its_flags_and_results(server, trained):
 @pytest.mark.run
 @pytest.mark.parametrize(
     "task, metrics",
-    [
-        rare("text", ["right", "auc"]),
-        rare("masks", ["iou"]),
-        rare("several", ["auc"]),
-        ("two", ["kind_accuracy", "value_mae"]),
-        ("images", ["accuracy"]),  # of a part that is held out
-    ],
+    [("two", ["kind_accuracy", "value_mae"]), ("images", ["accuracy"])],  # of a part held out
 )
 def test_metrics_are_shown_by_their_names(trained, tmp_path, capfd, task, metrics):
     part = "validation" if task == "images" else "test"
@@ -183,7 +176,7 @@ def test_metrics_are_shown_by_their_names(trained, tmp_path, capfd, task, metric
         assert re.match(charts[f"{part} {name}"]["multiline"]["tag"][0], f"{part}/{name}")
         assert {f"result/test_{name}", f"result/{part}_{name}"} <= set(columns)
     drawn = {(run, tag.partition("/")[0]) for run, tag in shown.tags("images")}
-    assert (("train", "images") in drawn) == (task in ("masks", "images"))
+    assert (("train", "images") in drawn) == (task == "images")
 
 
 # The graph.
