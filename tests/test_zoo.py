@@ -1,7 +1,6 @@
 """The zoo: small models as strangers write them, and whether verify says the truth about each.
 
-A normal run tries some quick models of verdicts that test_verify and test_verify_fit do not find;
-what is extended are all.
+A normal run tries a few of them, scripts/test --all each.
 """
 
 from collections import Counter
@@ -21,16 +20,23 @@ pytestmark = pytest.mark.run
 LARGE = ("applications:", "families:")
 
 
-def tried(entries, usual):
+# Models of verdicts that test_verify, test_verify_fit and builder/test_trials do not find.
+USUAL = (
+    "faults:added_spread", "faults:counts_its_calls", "faults:quantised", "leaving:kernel_clipped",
+    "norms:batch_norm_after_dropout", "refused:tensorflow_variable",
+)  # fmt: skip
+
+
+def tried(entries, usual=USUAL):
     """Return parameters: entries, the usual ones of which a normal run tries, too."""
-    usual_or_not = {True: [], False: [pytest.mark.extended]}
-    own_process = {True: [pytest.mark.process], False: []}
+    extended, process = ([getattr(pytest.mark, name)] for name in ("extended", "process"))
     return [
         pytest.param(
-            e, marks=usual_or_not[usual(e)] + own_process[e.name.startswith(LARGE)], id=e.name
+            e, id=e.name,
+            marks=extended * (e.name not in usual) + process * e.name.startswith(LARGE),
         )
         for e in entries
-    ]
+    ]  # fmt: skip
 
 
 def found(capsys, entry, num_towers):
@@ -41,21 +47,9 @@ def found(capsys, entry, num_towers):
     return zoo.found(cli.main(command), *capsys.readouterr())[0]
 
 
-ELSEWHERE = ("random op", "mixed examples", "local BatchNorm", "batch size")
-RARELY = (  # for `scripts/test --all` alone
-    "refused:batch_norm_in_cond", "programs:added_divergence", "faults:noise_by_numpy_function",
-    "faults:square_draw", "faults:seed_by_its_name", "faults:projection_that_stays",
-    "mixing:place_as_feature", "state:last_example",  # as builder/test_trials has them
-)  # fmt: skip
-
-
 @pytest.mark.timeout(1500)  # of a large application
 @pytest.mark.parametrize(
-    "entry",
-    tried(
-        zoo.ENTRIES,
-        lambda e: e.quick and e.expected not in ELSEWHERE and e.name not in RARELY,
-    ),
+    "entry", tried(zoo.ENTRIES, set(USUAL) - {"norms:batch_norm_after_dropout"})
 )
 def test_verify_says_the_truth(capsys, entry):
     assert found(capsys, entry, 2 if entry.quick else 3) == entry.expected
@@ -65,11 +59,7 @@ ON_GPUS = ("added_divergence", "batch_norm_after_dropout", "embedding", "counter
 
 
 @pytest.mark.parametrize(
-    "entry",
-    tried(
-        [e for e in zoo.ENTRIES if any(name in e.name for name in ON_GPUS)],
-        lambda e: e.name == "norms:batch_norm_after_dropout",
-    ),
+    "entry", tried(e for e in zoo.ENTRIES if any(name in e.name for name in ON_GPUS))
 )
 def test_verify_says_the_truth_of_gpus(capsys, monkeypatch, entry):
     """Logical CPUs go the ways of GPUs, against a CPU as such."""

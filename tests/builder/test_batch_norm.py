@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tests.builder import test_equality as equality
 from tests.builder.test_equality import GPUS, LOCAL, THREE, assert_equal, of_towers
+from tests.builder.test_trials import OwnMoments
 from tests.runs import rare
 from towers import TowerBuilder
 from towers.builder.device_types import cpus_for_gpus
@@ -192,15 +193,9 @@ def test_on_gpus_a_layer_in_a_loop(mode, rule):
             np.testing.assert_allclose(layer.moving_mean, [0.25] * 3)
 
 
-class MoreVariance(layers.BatchNormalization):
-    def _moments(self, inputs, mask):
-        mean, variance = super()._moments(inputs, mask)
-        return mean, variance + 0.5
-
-
 def test_moments_of_a_layers_own_are_no_work_for_kernels():
     x = np.random.default_rng(1).normal(size=(7, 4)).astype("float32")
-    layer = MoreVariance()
+    layer = OwnMoments(lambda found, x: (found[0], found[1] + 0.5))
     wanted = layer(x, training=True)
     towers = TowerBuilder(DEVICES[:2])
     found = tf.function(lambda x: towers.concat(lambda x: layer(x, training=True), x))(x)

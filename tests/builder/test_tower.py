@@ -110,6 +110,7 @@ run()
 """
 
 
+@pytest.mark.extended
 @pytest.mark.process
 def test_towers_in_a_session():
     done = python("-c", SESSIONS)
