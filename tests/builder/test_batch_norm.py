@@ -133,7 +133,7 @@ of_cpus = functools.cache(of_towers)
     ("make", "way", "changes"),
     [
         (MOMENTS, PARTS._replace(known=False), dict(on_gpus=True)),
-        rare(MOMENTS, LOCAL, dict(on_gpus=True)), (MOMENTS, TWO_LOCAL, dict(by_xla=True)),
+        rare(MOMENTS, LOCAL, dict(on_gpus=True)), rare(MOMENTS, TWO_LOCAL, dict(by_xla=True)),
         rare(MOMENTS, LOCAL, dict(on_gpus=True, by_xla=True)),
     ],
 )  # fmt: skip

@@ -150,7 +150,7 @@ def a_loss_that_is_traced_for_slices_of_one_size():
     return a_loss_that_is_traced()._replace(batch=[tf.constant(X[:6])])
 
 
-@row(TWO, THREE)
+@row(THREE, rare=[TWO])
 def functions_inside():
     w = tf.Variable(2.0, dtype=tf.float64)
     signed = tf.function(lambda a: a * tf.cast(a.shape.rank + 1, tf.float32), [tf.TensorSpec([])])
@@ -165,7 +165,7 @@ def grouped_convolutions():
     return of_model(sequential((1, 3), layers.Conv1D(3, 1, groups=3)), X[:, np.newaxis])
 
 
-@row(THREE, BY_XLA)
+@row(THREE, rare=[BY_XLA])
 def gradients_in_a_loss():
     net = dense()
 
@@ -327,7 +327,7 @@ def of_added(*body):
     return with_rest(functools.partial(model, training=True), rest, model)
 
 
-@row(THREE, JOINED, IN_PARTS, JOINED_IN_PARTS, rare=[JOINED_UNKNOWN])
+@row(THREE, JOINED, JOINED_IN_PARTS, rare=[IN_PARTS, JOINED_UNKNOWN])
 def losses_that_layers_add():
     """Means and sums, of all numbers, of columns and by example; of activities and weights."""
     kinds = (
@@ -362,7 +362,7 @@ class Leaving(layers.Layer):
         return of_rows + 3 * self.kl + tf.sqrt(tf.reduce_sum(self.total)) + of_kept
 
 
-@row(JOINED, JOINED_UNKNOWN, rare=[JOINED_IN_PARTS, JOINED_BY_XLA])
+@row(JOINED_UNKNOWN, rare=[JOINED, JOINED_IN_PARTS, JOINED_BY_XLA])
 def attributes_that_calls_leave():
     leaving = Leaving()
     model = sequential((3,), layers.Dense(4, "tanh"), leaving, layers.Dense(1))
@@ -378,7 +378,7 @@ def a_spectral_norm():
 # What is recomputed in the backward pass, as it ran in the forward one.
 
 
-@row(THREE, BY_XLA)
+@row(THREE, rare=[BY_XLA])
 def a_recomputed_part():
     """Weights of a part that is recomputed and of one that is not."""
     net = dense()
@@ -460,7 +460,7 @@ class Measured(layers.Layer):
         return x
 
 
-@row(TWO, THREE, rare=[GPUS, JOINED])
+@row(THREE, rare=[TWO, GPUS, JOINED])
 def metrics_that_a_layer_and_a_loss_function_update():
     measured, of_batches = Measured(), keras.metrics.Mean(dtype="float64")
     case = of_model(sequential((3,), layers.Dense(5, "tanh"), measured, layers.Dense(2)))

@@ -233,9 +233,7 @@ def _zipped(array: bytes) -> bytes:
 
 def kinds() -> dict[str, Any]:
     """Return {kind: a function from a template to a strategy of cases}."""
-    found = (
-        command_lines, flagfiles, foreign_flags, data_files, whole_runs,
-    )  # fmt: skip
+    found = command_lines, flagfiles, foreign_flags, data_files, whole_runs
     return {function.__name__: function for function in found}
 
 

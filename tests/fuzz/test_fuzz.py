@@ -7,14 +7,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz import engine, inputs
-from tests.runs import rare
+from tests.runs import released
 
 pytestmark = pytest.mark.process
 
-NUMBERS = {  # of each kind: in a few seconds, and in half a minute
-    "command_lines": (20, 150), "flagfiles": (20, 60), "foreign_flags": (4, 60),
-    "data_files": (6, 60), "whole_runs": (2, 9),
-}  # fmt: skip
+NUMBERS = dict(command_lines=20, flagfiles=20, foreign_flags=4, data_files=6, whole_runs=9)
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +25,10 @@ def caches(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("default")  # as where a user stands
-@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.extended)])
-@pytest.mark.parametrize(
-    "kind", [rare(kind) if kind == "whole_runs" else kind for kind in inputs.kinds()]
-)
-def test_hostile_inputs_end_with_one_line(template, tmp_path, kind, many):
+@pytest.mark.parametrize("kind", released(NUMBERS, *NUMBERS.keys() - {"whole_runs"}))
+def test_hostile_inputs_end_with_one_line(template, tmp_path, kind):
     @settings(
-        max_examples=NUMBERS[kind][many],
+        max_examples=NUMBERS[kind],
         derandomize=True,  # the same each time: scripts/fuzz looks further
         deadline=None,
         phases=[Phase.generate],

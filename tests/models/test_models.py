@@ -1,6 +1,7 @@
 """What every model of the project does."""
 
 import functools
+import itertools
 import re
 
 import keras
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models.cnn import cnn
+from models.cnn import LocalResponseNormalization, cnn
 from models.densenet import densenet_bc
 from models.fast import fast
 from models.preact_resnet import preact_resnet
@@ -35,7 +36,8 @@ TYPES = [  # of computation, and of weights and logits
     rare("float16", "float32"),
 ]  # fmt: skip
 
-pytestmark = [pytest.mark.run, pytest.mark.parametrize("name", MODELS)]  # slow to build
+pytestmark = pytest.mark.run  # slow to build
+of_each = pytest.mark.parametrize("name", MODELS)
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +53,7 @@ def images(name, dtype=tf.float32):
     return tf.random.stateless_normal([4, size, size, 3], seed=(1, 2), dtype=dtype)
 
 
+@of_each
 @pytest.mark.parametrize(("dtype", "full_precision"), TYPES)
 def test_layers_compute_in_the_policys_type_and_logits_in_full_precision(
     name, dtype, full_precision
@@ -75,6 +78,7 @@ def test_layers_compute_in_the_policys_type_and_logits_in_full_precision(
 CONSTANT = r"(patterns|group[123]_conv2|group3_conv1)/kernel$"
 
 
+@of_each
 def test_the_seed_decides_the_initial_values_and_a_model_of_any_shape_survives_saving(
     name, tmp_path
 ):
@@ -94,3 +98,49 @@ def test_the_seed_decides_the_initial_values_and_a_model_of_any_shape_survives_s
     models[0].save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(loaded(images), models[0](images))
+
+
+# Bad arguments, as `--model_args` may give them.
+
+FAMILIES = (preact_resnet, wide_resnet, vgg16_bn, densenet_bc, resnext, vit)
+NAN, INF = float("nan"), float("inf")
+BAD = {
+    "num_classes": (0, "x", [*FAMILIES, cnn, resnet, fast]),
+    "drop_path": (1.5, NAN, [preact_resnet, wide_resnet, resnext, vit]),
+    "dropout": (-0.1, "x", [wide_resnet, vgg16_bn, densenet_bc, vit]),
+    "bottleneck": (1, "x", [preact_resnet]),
+    "depth": (20.5, "x", [preact_resnet, wide_resnet, densenet_bc, resnext, resnet]),
+    "heads": (0, "x", [vit]),
+    "width": (0, 2.5, [resnet, fast]),
+    "weight_decay": (-1, INF, [cnn]),
+    "lrn": (1, "x", [cnn]),
+}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("argument", BAD)
+def test_bad_arguments_are_said_by_the_model_itself(argument):
+    *values, builds = BAD[argument]
+    for build, value in itertools.product(builds, values):
+        with pytest.raises(ValueError, match=f"^{argument}={value!r} must be") as error:
+            build(**{argument: value})
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (functools.partial(preact_resnet, 21), "^depth=21 must be 6n . 2 .*; nearest: 20 or 26$"),
+        (functools.partial(resnet, -4), "^depth=-4 must be 6n . 2 with n >= 1; nearest: 8$"),
+        (functools.partial(vgg16_bn, image_shape=(31, 32, 3)), r"^image_shape=\(.*\) must have"),
+        (functools.partial(vit, image_shape=(32, 30, 3)), r"^image_shape=\(.*\) must have"),
+        (functools.partial(fast, image_shape=(11, 32, 3)), r"image_shape=\(11, 32, 3\) .*must be"),
+        (functools.partial(fast, small_size=11, small_steps=1), "small_size=11: .*must be"),
+        (functools.partial(LocalResponseNormalization, depth_radius=-1), "depth_radius=-1 .*must"),
+    ],
+)
+def test_what_must_be_is_said_in_a_line(build, words):
+    with pytest.raises(ValueError, match=words) as error:
+        build()
+    assert "\n" not in str(error.value)
