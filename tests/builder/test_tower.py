@@ -69,19 +69,21 @@ def devices_of(ops, kind, scope=""):
 
 
 @pytest.mark.unit
-def test_two_matmuls_are_summed_eagerly():
-    a, b = tf.constant(A), tf.constant(B)
+def test_eager_towers_and_their_gradients_run_on_their_devices():
     devices = []
 
-    def fn():
-        product = tf.matmul(a, b)
-        devices.append(product.device[-5:])
-        return product
+    def noted(x):
+        devices.append(x.device[-5:])
+        return x
 
-    result = TowerBuilder(["/cpu:0", "/cpu:1"]).sum(fn)
+    probe = tf.custom_gradient(lambda x: (x, lambda upstream: noted(2 * upstream) / 2))
+    w, towers = tf.Variable(1.0), TowerBuilder(["/cpu:1", "/cpu:2"], gather_device="/cpu:3")
+    result = towers.sum(lambda: noted(tf.matmul(tf.constant(A), tf.constant(B))))
     assert result.numpy().tolist() == PRODUCT_TWICE
-    assert result.device.endswith("CPU:0")
-    assert devices == ["CPU:0", "CPU:1"]
+    assert devices == ["CPU:1", "CPU:2"]
+    loss, gradients = towers.gradients(lambda x: probe(w * x), [w], tf.ones(3))
+    assert devices == ["CPU:1", "CPU:2"] * 2
+    assert {x.device[-5:] for x in (result, loss, *gradients)} == {"CPU:3"}
 
 
 SESSIONS = """
@@ -153,24 +155,6 @@ def test_ops_of_gradients_are_executed_on_their_towers(float64):
     assert devices_of(ops, "MatMul", "while/body") == {"CPU:1", "CPU:2"}
     assert devices_of(ops, "ReadVariableOp") == {"CPU:0"}
     assert devices_of(ops, "ReadVariableOp", "while/body") == set()
-
-
-def test_gradients_run_on_their_towers_eagerly():
-    devices = []
-
-    @tf.custom_gradient
-    def probe(x):
-        def backward(upstream):
-            devices.append((2 * upstream).device[-5:])
-            return upstream
-
-        return x, backward
-
-    w = tf.Variable(1.0)
-    towers = TowerBuilder(["/cpu:1", "/cpu:2"], gather_device="/cpu:3")
-    loss, gradients = towers.gradients(lambda x: probe(w * x), [w], tf.ones(3))
-    assert devices == ["CPU:1", "CPU:2"]
-    assert loss.device[-5:] == gradients[0].device[-5:] == "CPU:3"
 
 
 @pytest.mark.parametrize("num_towers", [1, 2])
