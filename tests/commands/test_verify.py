@@ -67,37 +67,6 @@ def test_a_sound_model_passes_with_all_options_and_nothing_is_written(capsys, tm
     assert ["loss"] in [line[:1] for line in lines]
 
 
-class NamesNoType(layers.Layer):
-    """Draws and makes constants in Keras' floatx."""
-
-    def call(self, x):
-        x = x * keras.random.uniform((1, 6), seed=7) + keras.ops.zeros((6,))
-        return keras.remat(lambda x: x + keras.ops.ones((6,)))(x)
-
-
-def guide(num_classes, image_shape):
-    """Layers with a precision of their own, by all ways in which Keras takes it."""
-    images = keras.Input(image_shape, dtype="float32")
-    x = layers.Flatten()(images)
-    x = layers.Dense(6, "tanh", dtype=keras.DTypePolicy("mixed_bfloat16"))(x)
-    inner = keras.Input((6,), dtype="float32")  # what comes in is cast
-    x = keras.Model(inner, layers.Dense(5, "tanh", dtype="float16")(NamesNoType()(inner)))(x)
-    policy = keras.DTypePolicy("float32")
-    by_path = keras.dtype_policies.DTypePolicyMap("mixed_float16", {"head": policy})
-    x = layers.Dense(4, "tanh", dtype=by_path)(x)
-    changed = layers.Dense(4, "tanh")
-    changed.dtype_policy = "float32"
-    x = layers.Dense(num_classes, dtype=by_path, name="head")(changed(x))
-    return keras.Model(images, layers.Activation("linear", dtype="float32")(x))
-
-
-@pytest.mark.extended
-def test_layers_with_a_precision_of_their_own_compute_in_float64(capsys):
-    code, result, _ = command(capsys, "guide")
-    assert code == 0 and 0 < result["max_relative_difference"]["2"] < 1e-11
-    assert keras.config.floatx() == "float32"
-
-
 def plain_table():
     return keras.Sequential([keras.Input((4,)), layers.Dense(3, "tanh"), layers.Dense(1)])
 
@@ -254,17 +223,6 @@ def test_nothing_is_said_of_draws_of_a_model_that_runs_on_one_device(tmp_path, c
     out = capsys.readouterr().out
     assert "numbers     are those of one device:" in out and "runs on one device: its" in out
     assert "ambiguous draw" not in out and "random op" not in out
-
-
-def recomputed(num_classes, image_shape):
-    with keras.RematScope(mode="full"):
-        return net(image_shape, num_classes, layers.BatchNormalization())
-
-
-def test_what_keras_cannot_recompute_is_said_to_be_so(capsys):
-    flags = [*IMAGES.split(), "--batch_size=7", "--num_towers=2"]
-    assert cli.main(["verify", f"--model={__name__}:recomputed", *flags]) == 2
-    assert "Keras cannot recompute " in capsys.readouterr().err.splitlines()[-1]
 
 
 # ---------------------------------------------------------------------------- The comparison

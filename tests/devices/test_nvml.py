@@ -32,17 +32,12 @@ def test_all_that_the_driver_tells(monkeypatch):
     assert nvml.driver_version() == "555.42.02"
 
 
-def test_a_lost_gpu_keeps_its_number(monkeypatch):
-    install(monkeypatch, LOST, SMALL)
-    assert nvml.gpus()[0] == DriverGpu(0)
-    assert [str(gpu) for gpu in nvml.gpus()] == ["0 (unreadable)", "1 (NVIDIA T400)"]
-
-
-def test_what_is_not_supported_is_none(monkeypatch):
+def test_what_is_not_supported_is_none_and_a_lost_gpu_keeps_its_number(monkeypatch):
     names = "MemoryInfo PciInfo CudaComputeCapability UUID Name ComputeRunningProcesses".split()
     silent = frozenset(f"nvmlDeviceGet{name}" for name in names)
-    install(monkeypatch, Card(silent=silent, holders=((5, "x", 1),)))
-    assert nvml.gpus() == [DriverGpu(0)] and not nvml.gpus()[0].full
+    install(monkeypatch, Card(silent=silent, holders=((5, "x", 1),)), LOST, SMALL)
+    assert nvml.gpus()[:2] == [DriverGpu(0), DriverGpu(1)] and not nvml.gpus()[0].full
+    assert [str(gpu) for gpu in nvml.gpus()[1:]] == ["1 (unreadable)", "2 (NVIDIA T400)"]
 
 
 def test_a_gpu_that_mig_splits_is_there_by_its_parts(monkeypatch):
