@@ -1,4 +1,4 @@
-"""What calls leave in attributes or as gradients: under `fit`, around functions, on one device.
+"""What calls leave in attributes, add to the loss, or have as gradients: what is told, and `fit`.
 
 `test_equality` has the rest.
 """
@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tests import fits, tiny
+from tests.builder.test_equality import Adds, sequential
 from tests.runs import rare
 from towers import TowerBuilder
 from towers.errors import InputError
@@ -20,7 +21,8 @@ from towers.training.run.setup import prepare
 pytestmark = pytest.mark.run
 RANDOM = np.random.default_rng(0)
 DATA = {"x": RANDOM.normal(size=(17, 3)), "y": RANDOM.normal(size=(17, 1)), "batch_size": 7}
-ops = keras.ops
+layers, ops = keras.layers, keras.ops
+DEVICES, X = ["/cpu:0", "/cpu:1", "/cpu:2"], DATA["x"][:7]
 
 
 class Leaving(keras.Model):
@@ -28,7 +30,7 @@ class Leaving(keras.Model):
 
     def __init__(self, leave, use):
         super().__init__()
-        self.features, self.end = keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)
+        self.features, self.end = layers.Dense(4, "tanh"), layers.Dense(1)
         self.leave, self.use, self.kept, self.calls, self.flag = leave, use, [], 0, False
         self.build((None, 3))
 
@@ -83,7 +85,7 @@ def test_fit_has_the_numbers_of_one_device(num_towers):
 
 @pytest.mark.parametrize("num_towers", [rare(1), 3])
 def test_what_a_function_leaves_around_it_is_that_of_one_device(num_towers, float64):
-    x, net = tf.constant(DATA["x"][:7]), keras.layers.Dense(4, "tanh")
+    x, net = tf.constant(X), layers.Dense(4, "tanh")
     net.build((None, 3))
     expected = net(x)
 
@@ -106,7 +108,7 @@ def test_what_a_function_leaves_around_it_is_that_of_one_device(num_towers, floa
         others = a_dict["of"]["features"][0], an_object.features, a_variable, an_argument["of"]
         return [a_list[0], a_module.a_list[0], *others]
 
-    builder = TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"][:num_towers])
+    builder = TowerBuilder(DEVICES[:num_towers])
     for call in (
         lambda leave: builder.gradients(leave, [], x),
         lambda leave: builder.map(leave, x),
@@ -119,13 +121,13 @@ def test_what_a_function_leaves_around_it_is_that_of_one_device(num_towers, floa
 
 def test_what_a_function_leaves_and_cannot_be_joined_is_told():
     told, left = [], {}
-    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=told.append)
+    builder = TowerBuilder(DEVICES[:2], on_warning=told.append)
 
     def leave(x):
         left["spread"] = tf.math.reduce_std(x)
         return x[:, 0]
 
-    tf.function(lambda x: builder.gradients(leave, [], x))(tf.constant(DATA["x"][:7]))
+    tf.function(lambda x: builder.gradients(leave, [], x))(tf.constant(X))
     assert ["'left'" in line for line in told] == [True], told
 
 
@@ -176,8 +178,84 @@ def test_new_values_as_gradients_run_on_one_device_and_a_builder_refuses_them():
     options = tiny.options("x", model=f"{__name__}:float8", metrics="accuracy", num_towers=2)
     (line,) = prepare(options).diagnostics
     assert "runs on one device: the gradient of" in line
-    model, builder = float8(), TowerBuilder(["/cpu:0", "/cpu:1"])
+    model, builder = float8(), TowerBuilder(DEVICES[:2])
     for way in builder.concat, lambda fn, x: builder.gradients(fn, model.trainable_variables, x):
         with pytest.raises(InputError, match="is its new value.*compile the model"):
             step = tf.function(way, autograph=False)
             step(lambda x: model(x)[:, 0], tf.constant(DATA["x"], tf.float32))
+
+
+# Losses that layers add.
+
+
+def adding(*losses, **last):
+    return sequential((3,), layers.Dense(3), Adds(*losses), layers.Dense(1, **last))
+
+
+def test_stateless_calls_return_them_and_the_model_has_them_without_a_tape(float64):
+    model, builder = adding(tf.reduce_sum, lambda x: tf.reduce_mean(x**2)), TowerBuilder(DEVICES)
+    variables = model.trainable_variables, model.non_trainable_variables
+
+    def losses(x):
+        y, _, found = model.stateless_call(*variables, x, return_losses=True)
+        return tf.reduce_mean(y**2, axis=1) + sum(found)
+
+    expected = np.mean(losses(X))
+    np.testing.assert_allclose(builder.gradients(losses, [], X)[0], expected, rtol=1e-10)
+    model(X)
+    expected = [float(loss) for loss in model.losses]
+    builder.concat(model, X)
+    np.testing.assert_allclose([float(loss) for loss in model.losses], expected, rtol=1e-10)
+
+
+def test_what_cannot_be_told_is_said_and_nothing_else():
+    def printed(x):
+        tf.print("", end="")
+        return tf.reduce_sum(x)
+
+    def told(fn):
+        found = []
+        TowerBuilder(DEVICES[:2], on_warning=found.append).concat(Adds(fn), tf.constant(X))
+        return "".join(found)
+
+    assert not told(lambda x: tf.reduce_sum(x**2)) and not told(lambda x: tf.reduce_mean(x**3))
+    assert "neither a mean nor a sum" in told(lambda x: tf.math.reduce_std(x))
+    assert "could not be tried" in told(tf.function(printed))
+    for value in np.inf, np.nan:
+        assert "could not be tried (it is not finite" in told(
+            lambda x, value=value: tf.reduce_mean(x) + value
+        )
+
+
+class PartsOfTheLoss(keras.Model):
+    """Weighs the losses of its parts, each read where it was added, and again after the update."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = adding(tf.reduce_sum)
+        self.decoder = layers.Dense(1, activity_regularizer="l1")
+
+    def call(self, x):
+        return self.decoder(self.encoder(x))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        of_parts = 2 * sum(self.encoder.losses) + 3 * sum(self.decoder.losses)
+        return tf.reduce_mean((y_pred - y) ** 2) + of_parts + sum(self.encoder.layers[1].losses)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss, "encoder": sum(self.encoder.losses)}
+
+
+def test_fit_has_the_losses_of_each_part():
+    def build():
+        model = PartsOfTheLoss()
+        model.compile("sgd", "mse")
+        return model
+
+    found = fits.fit(build, DATA | {"shuffle": False}, 2, epochs=1)
+    assert not fits.differences(found, fits.fit(build, DATA | {"shuffle": False}, epochs=1))
