@@ -45,12 +45,6 @@ def on_gpu(compute):
     return step
 
 
-def draw(x):
-    shape = tf.constant([3], tf.int64)  # int32 would be in the host's memory
-    counter = tf.cast(x[:2], tf.uint64)
-    return [x * tf.raw_ops.StatelessRandomUniformV2(shape=shape, key=[1], counter=counter, alg=1)]
-
-
 def loop_of_the_model(x):
     return [tf.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, tf.tanh(x)), (0, tf.sin(x)))[1]]
 
@@ -67,10 +61,6 @@ def between_gpus(x):
 CASES = {  # step, its values: copies, kernels of the tower
     "whole numbers of shapes stay on the host": (
         on_gpu(lambda i: [i + tf.constant([1, 2])]), [[3, 4]], [], 0,
-    ),
-    "a constant is copied": (
-        on_gpu(draw), [[1.0, 2.0, 3.0]],
-        [(HOST, "/gpu:0", 12), ("/gpu:0", HOST, 8), ("/gpu:0", HOST, 12)], 4,
     ),
     "a value goes once": (
         between_gpus, [[1.0, 2.0]],

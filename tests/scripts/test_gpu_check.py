@@ -214,14 +214,10 @@ def test_no_gpu_and_a_tensorflow_that_does_not_start(monkeypatch, capsys, tmp_pa
 
 def test_the_table(capsys):
     assert gpu_check.main(["--dry=8", "--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    names = [line.split()[0] for line in lines]
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names[:3] == ["one_gpu", "all_sum", "two_gpus"] and len(set(names)) == len(names)
-    checks = gpu_checks.checks_for(Gpus(8))
-    assert all(check.decides and Gpus(8).limit(check) == 2.5 * check.seconds for check in checks)
     only_gpus = {check.name for check in gpu_checks.GPU_CHECKS}
-    steps = [check.name for check in checks if check.name.startswith("step_")]
-    assert steps[0] == "step_cnn_8_1024" and only_gpus < {c.name for c in checks}
+    assert only_gpus < {check.name for check in gpu_checks.checks_for(Gpus(8))}
     assert not only_gpus & set(names)
 
 
