@@ -173,7 +173,7 @@ def test_runs_leave_the_program_as_it_was(tmp_path, capfd):
     models, draws = [], set()
 
     def keeping(num_classes, image_shape):
-        model = tiny.cnn(num_classes, image_shape)
+        model = build(num_classes, image_shape)
         models.append(weakref.ref(model))
         return model
 

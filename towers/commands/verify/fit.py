@@ -56,7 +56,7 @@ def verify(
     After each step the loss, the metrics and all variables of model and optimizer are compared;
     after the last, which has fewer examples than the others, an evaluation and predictions, too.
 
-        assert towers.verify(model, x, y, batch_size=32, num_towers=(1, 2))["passed"]
+        assert towers.verify(model, x, y, batch_size=32, num_towers=2)["passed"]
 
     Args:
         model: any compiled Keras model; it may be parallelized.
