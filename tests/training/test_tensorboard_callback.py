@@ -7,7 +7,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import towers
-from tests import runs
+from tests import fits, runs
 from towers.monitoring.event_writer import read_scalars
 from towers.training.parallelize import unparallelize
 
@@ -17,11 +17,13 @@ X = np.random.RandomState(0).normal(size=(10, 3))
 Y = X.sum(axis=1, keepdims=True)
 
 
-def make(num_towers):
+def make(num_towers, *more, optimizer=None):
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2), keras.layers.Dense(1)])
-    towers.parallelize(model, devices=[f"/cpu:{i}" for i in range(num_towers)])
-    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+    own = keras.layers.Dense(2), *more, keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input([3]), *own])
+    if num_towers:
+        towers.parallelize(model, devices=[f"/cpu:{i}" for i in range(num_towers)])
+    model.compile(optimizer or keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
     return model
 
 
@@ -60,13 +62,6 @@ def test_each_tower_is_seen(float64, tmp_path):
     assert any("custom_scalars" in tag for tag in accumulator.Tags()["tensors"])
 
 
-def test_a_tower_without_an_example_has_no_points(float64, tmp_path):
-    board = towers.callbacks.TowerBoard(tmp_path, every_steps=1)
-    make(4).fit(X[:3], Y[:3], verbose=0, callbacks=[board])
-    seen = {path.name for path in (tmp_path / "train").iterdir() if path.is_dir()}
-    assert seen == {"tower_0", "tower_1", "tower_2"}
-
-
 def test_no_number_depends_on_it(float64, tmp_path):
     seen, plain = make(2), make(2)
     board, before = towers.callbacks.TowerBoard(tmp_path, every_steps=3), seen.train_step
@@ -78,31 +73,48 @@ def test_no_number_depends_on_it(float64, tmp_path):
     assert vars(seen)["train_step"] == before
 
 
-def test_a_fit_that_resumes_writes_each_point_once(tmp_path):
-    class Kill(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if int(self.model.optimizer.iterations) == 4:
-                raise KeyboardInterrupt
-
-    def callbacks():
-        resume = keras.callbacks.BackupAndRestore(tmp_path / "resume", save_freq=1)
-        return towers.callbacks.TowerBoard(tmp_path, every_steps=1), resume
-
-    with pytest.raises(KeyboardInterrupt):
-        fit(make(2), *callbacks(), Kill(), epochs=3, validation=None)
-    fit(make(2), *callbacks(), epochs=3, validation=None)
-    assert list(read_scalars(tmp_path / "train")) == [0, 1, 2, 4, 5, 6, 7]
+class Interrupted(Exception):
+    pass
 
 
-def test_a_model_without_towers_is_refused(tmp_path):
-    model = unparallelize(make(2))
-    with pytest.raises(towers.InputError, match="parallelize"):
-        fit(model, towers.callbacks.TowerBoard(tmp_path))
+def resumable(num_towers, folder, interrupt=False):
+    """Train 3 epochs of 3 steps, if not interrupted after the second step of the second."""
+
+    def after_step(batch, logs):
+        if interrupt and int(model.optimizer.iterations) == 5:
+            raise Interrupted
+
+    with fits.in_float64():
+        tanh, norm = keras.layers.Activation("tanh"), keras.layers.BatchNormalization()
+        model = make(num_towers, tanh, norm, optimizer=keras.optimizers.Adam(0.05))
+        backup = keras.callbacks.BackupAndRestore(folder, save_freq=2, delete_checkpoint=False)
+        last = keras.callbacks.LambdaCallback(on_train_batch_end=after_step)
+        boards = [towers.callbacks.TowerBoard(folder, every_steps=1)] if num_towers else []
+        given = dict(batch_size=4, epochs=3, shuffle=False, verbose=0)
+        history = model.fit(X, Y, **given, callbacks=[*boards, backup, last]).history
+    return history, [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
 
 
-def test_a_file_in_place_of_the_folder_is_told_before_training(tmp_path):
+def test_a_fit_resumes_on_other_towers_as_plain_keras_does_and_has_each_point_once(tmp_path):
+    ends = {}
+    for name, numbers in {"plain": (0, 0), "towers": (2, 3)}.items():
+        with pytest.raises(Interrupted):
+            resumable(numbers[0], tmp_path / name, interrupt=True)
+        ends[name] = resumable(numbers[1], tmp_path / name)
+    (history, variables), (wanted, wanted_variables) = ends["towers"], ends["plain"]
+    assert len(history["loss"]) == len(wanted["loss"]) == 2  # the second epoch is repeated
+    for name, values in wanted.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-9)
+    for one, other in zip(variables, wanted_variables, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    assert list(read_scalars(tmp_path / "towers/train")) == list(range(10))
+
+
+def test_what_cannot_be_had_is_told_before_training(tmp_path):
     (tmp_path / "file").touch()
     model = make(2)
-    with pytest.raises(towers.InputError, match="log_dir=.*/file is a file; name a folder"):
+    with pytest.raises(towers.InputError, match="log_dir=.*name another log_dir"):
         fit(model, towers.callbacks.TowerBoard(tmp_path / "file"))
+    with pytest.raises(towers.InputError, match="parallelize"):
+        fit(unparallelize(model), towers.callbacks.TowerBoard(tmp_path))
     assert int(model.optimizer.iterations) == 0
