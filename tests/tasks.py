@@ -1,4 +1,4 @@
-"""Six kinds of tasks, as their users write them: compiled models, and data that go with them.
+"""Five kinds of tasks, as their users write them: compiled models, and data that go with them.
 
 --model=tests.tasks:images --dataset=tests.tasks:images_data, and so on by the names in TASKS.
 """
@@ -7,7 +7,7 @@ import keras
 import numpy as np
 from keras import layers
 
-TASKS = ("images", "text", "table", "masks", "two", "several")
+TASKS = ("images", "text", "table", "masks", "two")
 _SIZES = (46, 23)  # of training and test set
 
 
@@ -130,20 +130,3 @@ def two_data(random, size):
     x = {"left": random.normal(size=(size, 3)), "right": random.normal(size=(size, 2))}
     y = {"value": x["left"].sum(1, keepdims=True), "kind": random.integers(0, 3, (size, 1))}
     return x, y, {"value": random.random(size), "kind": random.random(size)}
-
-
-# Several labels of each example.
-
-
-def several():
-    model = keras.Sequential(
-        [keras.Input((6,)), layers.Dense(8, "relu"), layers.Dense(4, activation="sigmoid")]
-    )
-    auc = keras.metrics.AUC(multi_label=True, num_labels=4, name="auc")
-    model.compile(keras.optimizers.Lion(0.005), "binary_crossentropy", metrics=[auc])
-    return model
-
-
-@_halves
-def several_data(random, size):
-    return random.normal(size=(size, 6)), random.integers(0, 2, (size, 4)).astype(np.float32)

@@ -119,9 +119,8 @@ TASKS = {
     "images": "--num_towers=2 --ema_decay=0.9 --variables=sharded",
     "text": "--num_towers=3",
     "table": "--num_towers=2 --validation_fraction=0.2 --accumulate_steps=2",
-    "masks": "--num_towers=3",
+    "masks": "--num_towers=3 --float32",
     "two": "--num_towers=2",
-    "several": "--num_towers=2 --float32",
 }
 
 
@@ -137,3 +136,39 @@ def test_every_task_is_that_of_plain_keras(capsys, task):
     assert {"loss", "metric", "model", "optimizer", "evaluation"} <= kinds
     assert ("average" in kinds) == ("ema" in TASKS[task])
     assert "evaluation/loss" in result["differences"]
+
+
+LOSSES = {  # beyond those of the tasks
+    "sum": lambda: keras.losses.MeanSquaredError(reduction="sum"),
+    "weighted": lambda: keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"),
+    "ignoring": lambda: keras.losses.SparseCategoricalCrossentropy(True, ignore_class=1),
+    "whole": lambda: lambda y, outputs: tf.reduce_mean(y - outputs) ** 2 * tf.ones_like(y[:, 0]),
+}
+
+
+def with_loss(kind):
+    layers = keras.layers.Dense(5, "tanh", kernel_regularizer="l2"), keras.layers.Dense(3)
+    model = keras.Sequential([keras.Input([4]), *layers])
+    model.compile(keras.optimizers.Adam(0.01, clipnorm=0.1), LOSSES[kind]())
+    return model
+
+
+def numbers():
+    random = np.random.default_rng(0)
+    x, y, weights = random.normal(size=(23, 4)), random.normal(size=(23, 3)), random.random(23)
+    return (x, y, weights), (x[:9], y[:9], weights[:9])
+
+
+def classes():
+    return tuple((x, np.arange(len(x)) % 3, weights) for x, _, weights in numbers())
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("kind", released(LOSSES, "weighted", "whole"))
+def test_losses_of_all_kinds_are_those_of_plain_keras(capsys, kind):
+    data = "classes" if kind == "ignoring" else "numbers"
+    flags = f"--model_args=kind={kind} --dataset={__name__}:{data} --batch_size=8 --steps=2 --json"
+    argv = ["verify", f"--model={__name__}:with_loss", "--num_towers=3", *flags.split()]
+    assert cli.main(argv) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["passed"] and result["max_relative_difference"]["3"] < 1e-11

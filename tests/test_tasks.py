@@ -1,4 +1,4 @@
-"""Six kinds of tasks through all of a run: trained, killed, evaluated, loaded, exported."""
+"""Five kinds of tasks through all of a run: trained, killed, evaluated, loaded, exported."""
 
 import json
 

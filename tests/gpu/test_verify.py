@@ -9,7 +9,7 @@ from tests.runs import command
 
 pytestmark = pytest.mark.run
 IMAGES = "--dataset=tests.tiny:images --augment=none"
-TASKS = "images table masks two several".split()
+TASKS = "images table masks two".split()
 CASES = {
     "cnn": "--flagfile=configs/cifar10_cnn.cfg --dataset=tests.tiny:images",
     "cnn_fast": "--flagfile=configs/cifar10_cnn_fast.cfg --dataset=tests.tiny:images",

@@ -12,7 +12,6 @@ from tests import runs, tiny
 from tests.programs import ROOT
 from towers.builder import device_types
 from towers.errors import RunError
-from towers.training.callbacks import nonfinite
 from towers.training.train import train
 
 pytestmark = pytest.mark.run
@@ -106,16 +105,9 @@ NAME = __name__
 OWN = dict(model=f"{NAME}:own", learning_rate=0.05)  # the flag's default: it has its own
 
 
-class Shrinking(keras.layers.Dense):
-    """Assigns its own kernel at each call, as SpectralNormalization does."""
-
-    def call(self, inputs):
-        self.kernel.assign(0.5 * self.kernel)
-        return super().call(inputs)
-
-
 def shrinking(num_classes):
-    layers = [Refusing("output"), Shrinking(5), keras.layers.Dense(num_classes)]
+    spectral = keras.layers.SpectralNormalization(keras.layers.Dense(5))
+    layers = [Refusing("output"), spectral, keras.layers.Dense(num_classes)]
     return keras.Sequential([keras.Input([6]), *layers])
 
 
@@ -127,7 +119,6 @@ def options(folder, **changes):
 
 KINDS = {
     "cpu": {},
-    "gradient": dict(model_args="where=gradient"),
     "accumulate": dict(accumulate_steps=2),
     "XLA": dict(jit_compile=True, batch_norm="local"),
     "a kernel that its layer assigns": dict(model=f"{NAME}:shrinking", variables="replicated"),
@@ -201,12 +192,11 @@ def test_skipping_is_bounded(tmp_path):
 NAMED = {  # what the line says beside step, tower and row
     "cpu": "the loss is nan at step .* is that of layer sequential/refusing for",
     "GPUs": "the loss is nan at step .* is that of layer sequential/refusing for",
-    "gradient": "^a gradient is not finite at step .* is that of sequential/refusing/scale;",
     "own step, gradient": "^a gradient is not finite .* is that of own/refusing/scale;",
 }
 
 
-@pytest.mark.parametrize("name", runs.released(NAMED, "cpu", "gradient", "own step, gradient"))
+@pytest.mark.parametrize("name", runs.released(NAMED, "cpu", "own step, gradient"))
 def test_the_step_is_named_and_its_batch_saved(tmp_path, name):
     with on_devices(name), pytest.raises(RunError) as caught:
         train(options(tmp_path, batch_size=4, max_steps=15, **KINDS[name]))
@@ -224,30 +214,20 @@ def test_the_step_is_named_and_its_batch_saved(tmp_path, name):
         assert f" for {BAD_ROW} (rows of the training set); " in line
 
 
-def test_a_batch_is_saved_by_names_and_without_pickles():
-    words, numbers = tf.constant([b"one", b"three"]), tf.constant([1.0, np.nan])
-    saved = nonfinite._arrays(({"a": words, "b": (numbers, numbers)}, numbers))
-    assert list(saved) == ["x/a", "x/b/0", "x/b/1", "y"]
-    assert saved["x/a"].dtype.kind == "S" and saved["x/a"].tolist() == [b"one", b"three"]
-
-
-@pytest.mark.parametrize("dtype", runs.released(["float32", "mixed_float16"], "float32"))
-def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path, capsys, dtype):
-    step = 15 if dtype == "mixed_float16" else 0  # a loss scale is halved as often before
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path, capsys):
     with pytest.raises(RunError) as caught:
-        train(options(tmp_path, dataset=f"{NAME}:all_marked", dtype=dtype, max_steps=40))
-    assert str(caught.value) == (
-        f"the loss is nan at step {step} (epoch {step * 7 / 60:.2f}), towers 0 (/cpu:0), 1 "
-        "(/cpu:1); the first output that is not finite is that of layer sequential/refusing for "
-        "all 7 examples; try a lower --learning_rate or --clip_global_norm=1, or --on_nan=skip; "
-        f"{tmp_path}/nan/step_{step}.npz holds the batch"
-    )
-    assert max(tiny.saved_steps(tmp_path)) <= step
+        train(options(tmp_path, dataset=f"{NAME}:all_marked", max_steps=40))
+    said = str(caught.value)
+    assert said.startswith("the loss is nan at step 0 (epoch 0.00), towers 0 (/cpu:0), 1 (/cpu:1)")
+    for remedy in "--learning_rate", "--clip_global_norm=1", "--on_nan=skip":
+        assert remedy in said
+    assert said.endswith(f"{tmp_path}/nan/step_0.npz holds the batch")
+    assert tiny.saved_steps(tmp_path) == [0]
     for value in tiny.saved(tmp_path).values():
         assert np.all(np.isfinite(value))
     assert not (tmp_path / "result.json").exists()
     (snippet,) = re.findall(r"^with np.load.*?(?=^```)", GUIDE, re.DOTALL | re.MULTILINE)
-    saved = snippet.replace("runs/mine/nan/step_812.npz", f"{tmp_path}/nan/step_{step}.npz")
+    saved = snippet.replace("runs/mine/nan/step_812.npz", f"{tmp_path}/nan/step_0.npz")
     capsys.readouterr()
     with np.printoptions(suppress=True):
         exec(saved, {"np": np})
@@ -259,15 +239,8 @@ def test_inputs_that_overflow_are_no_divergence(tmp_path):
         train(options(tmp_path, batch_size=60, num_towers=1, dataset=f"{NAME}:too_large"))
 
 
-BROKEN = {
-    1: r"model/\S+ is infinite or NaN after 1 steps; ",
-    0: "the variable model/.* was not fin",
-}
-
-
-@pytest.mark.parametrize("every", runs.released(BROKEN, 1))
-def test_weights_that_an_update_broke_are_named_and_not_saved(tmp_path, every):
-    given = dict(learning_rate=1e38, optimizer="sgd", max_steps=8, checkpoint_every_steps=every)
-    with pytest.raises(RunError, match=BROKEN[every]):
+def test_weights_that_an_update_broke_are_named_and_not_saved(tmp_path):
+    given = dict(learning_rate=1e38, optimizer="sgd", max_steps=8, checkpoint_every_steps=1)
+    with pytest.raises(RunError, match=r"model/\S+ is infinite or NaN after 1 steps; "):
         train(tiny.options(tmp_path, model_args="scale=1000,activation=linear", **given))
     assert tiny.saved_steps(tmp_path) == [0]

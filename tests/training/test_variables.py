@@ -1,33 +1,17 @@
-"""Where the master variables lie: other places, the same numbers."""
+"""Where the master variables lie, and that they are named without towers or devices."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests import runs, tiny
-from towers.builder import collectives, gather
-from towers.builder.tower import TowerBuilder
 from towers.graphs.placement import read_placement, short_device_name
+from towers.training.run.setup import prepare
 from towers.training.step.train_state import TrainState
 from towers.training.train import train
 
 pytestmark = pytest.mark.graph
-
-
-@pytest.mark.run
-def test_copies_stay_the_same_bit_for_bit():
-    """By an optimizer that asks for paths; of a kernel that its layer assigns: test_nonfinite."""
-    given = dict(num_towers=2, variables="replicated", optimizer="muon")
-    loop = tiny.Loop(tiny.options("unused", **given))
-    loop(5)
-    assert_copies_equal(loop.train_state)
-
-
-def assert_copies_equal(train_state):
-    first, *others = (dict(enumerate(r.variables())) for r in train_state.replicas)
-    assert others
-    for other in others:
-        tiny.assert_identical(other, first)
 
 
 def test_where_variables_lie(tmp_path):
@@ -67,61 +51,12 @@ def test_only_the_batch_crosses_to_replicated_towers(tmp_path):
     assert crossing["replicated"] == pytest.approx(batch, abs=100)
 
 
-# The all-sum itself.
-
-DEVICES = ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
-
-
-@pytest.mark.parametrize("num_towers, bucket_bytes", [(2, 1), (3, 100), (4, 2**20)])
-def test_every_tower_gets_the_sums(num_towers, bucket_bytes, monkeypatch):
-    monkeypatch.setattr(collectives, "BUCKET_BYTES", bucket_bytes)
-    shapes = [([5], tf.float32), ([], tf.float32), ([2, 3], tf.float64), ([7, 1], tf.float32)]
-    draw = tf.random.stateless_normal
-    values = [
-        [draw(shape, [i, k], dtype=dtype) for k, (shape, dtype) in enumerate(shapes)]
-        for i in range(num_towers)
-    ]
-    devices = DEVICES[:num_towers]
-    for own in tf.function(lambda: collectives.all_sum(values, devices))():
-        for k, total in enumerate(own):
-            np.testing.assert_allclose(total, sum(v[k] for v in values), rtol=1e-5)
-
-
-def test_towers_that_cannot_sum_together_are_refused():
-    with pytest.raises(ValueError, match=r"make a tf.function of the step"):
-        collectives.all_sum([[tf.zeros(2)], [tf.zeros(2)]], DEVICES[:2])
-    with pytest.raises(ValueError, match="each needs a device of its own"):
-        tf.function(lambda: collectives.all_sum([[tf.zeros(2)]] * 2, ["/cpu:1", "/cpu:1"]))()
-
-
-def test_what_not_all_towers_have_is_gathered_and_handed_out():
-    places = gather.GatherPlan(DEVICES[:2], "/cpu:0", TowerBuilder.add)
-
-    @tf.function
-    def means():
-        slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([3, 2]))
-        gradients = [[tf.ones(2), None, slices], [tf.ones(2), tf.ones(3), slices]]
-        return [
-            [tf.convert_to_tensor(g) for g in own]
-            for own in gather.mean_on_every_tower(gradients, places, tf.constant(4.0))
-        ]
-
-    for own in means():
-        np.testing.assert_allclose(own[0], [0.5, 0.5])
-        np.testing.assert_allclose(own[1], [0.25] * 3)
-        np.testing.assert_allclose(own[2], [[0, 0], [0.5, 0.5], [0, 0]])
-
-
 @pytest.mark.run
-@pytest.mark.parametrize("slot", runs.released([False, True], True))
-def test_copies_that_drift_are_told_and_go_on_from_what_is_saved(
-    tmp_path, capsys, monkeypatch, slot
-):
-    """One bit of a weight, or of what the optimizer keeps of it, on the second tower."""
+def test_copies_that_drift_are_told_and_go_on_from_what_is_saved(tmp_path, capsys, monkeypatch):
+    """One bit of what the optimizer keeps of a weight, on the second tower."""
 
     def drift():
-        replica = train_state[-1].replicas[1]
-        variable = (replica.optimizer.variables[-1] if slot else replica.weights[0]).value
+        variable = train_state[-1].replicas[1].optimizer.variables[-1].value
         flat = variable.numpy().ravel()
         flat[0] = np.nextafter(flat[0], np.float32(9))
         variable.assign(flat.reshape(variable.shape))
@@ -136,4 +71,58 @@ def test_copies_that_drift_are_told_and_go_on_from_what_is_saved(
     lines = [line for line in capsys.readouterr().out.splitlines() if "differ at step" in line]
     assert len(lines) == 1
     assert "/cpu:0 and /cpu:1 differ at step 4" in lines[0] and "--variables=cpu" in lines[0]
-    assert_copies_equal(train_state[-1])
+    first, other = (dict(enumerate(r.variables())) for r in train_state[-1].replicas)
+    tiny.assert_identical(other, first)
+
+
+# What they are called.
+
+
+class Pair(keras.Model):
+    """Two layers of one name on one level, which Keras allows in a model of one's own."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.first = keras.layers.Dense(4, name="dense")
+        self.second = keras.layers.Dense(num_classes, name="dense")
+        self.flatten = keras.layers.Flatten()
+
+    def call(self, inputs):
+        return self.second(self.first(self.flatten(inputs)))
+
+
+def pair(num_classes):
+    return Pair(num_classes)
+
+
+def names(**changes):
+    return list(prepare(tiny.options("unused", **changes)).train_state.variables())
+
+
+def test_names_say_what_a_variable_is_and_not_where_it_is_used():
+    weights = [f"{layer}/{kind}" for layer in ("dense", "dense_1") for kind in ("kernel", "bias")]
+    assert names(ema_decay=0.9, num_towers=2) == [
+        *(f"model/sequential/{weight}" for weight in weights),
+        "optimizer/sgd/iteration",
+        "optimizer/sgd/learning_rate",
+        *(f"optimizer/sgd/sequential_{w.replace('/', '_')}_momentum" for w in weights),
+        *(f"average/sequential/{weight}" for weight in weights),
+        "step",
+        "examples",
+    ]
+
+
+def test_names_do_not_change_in_a_process_that_built_other_models():
+    """A notebook continues a run that it stopped, and Keras has counted its layers since."""
+    before = names(model="tests.tiny:cnn", optimizer="adamw", ema_decay=0.5)
+    layers = [keras.layers.Dense(1).name for _ in range(3)]
+    assert names(model="tests.tiny:cnn", optimizer="adamw", ema_decay=0.5) == before
+    assert keras.layers.Dense(1).name not in layers  # the user's own layers are counted on
+
+
+def test_layers_of_one_name_are_told_apart():
+    given = dict(model=f"{__name__}:pair", ema_decay=0.5)
+    train_state = prepare(tiny.options("unused", **given)).train_state
+    variables, trained = train_state.variables(), train_state.model.trainable_variables
+    assert len(variables) == 3 * len(trained) + 4
+    assert {id(v) for v in variables.values()} > {id(v.value) for v in trained}
