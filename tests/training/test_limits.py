@@ -1,5 +1,6 @@
 """What would take all memory is one line: labels, pictures, batches, and what is too large."""
 
+import functools
 import re
 import sys
 
@@ -10,23 +11,19 @@ import tensorflow as tf
 
 import towers
 from tests import tiny
-from tests.runs import command, released
-from towers.errors import InputError
+from tests.runs import command
+from towers.errors import InputError, RunError
+from towers.options.run import Options
+from towers.training.run.tensorflow_errors import out_of_memory, user_facing_errors
+from towers.training.step.train_state import TrainState
 
 pytestmark = pytest.mark.graph
 
 
-def compiled():
-    network = tiny.dense(3, tiny.IMAGE_SHAPE)
-    network.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return network
-
-
-@pytest.mark.parametrize("model", [tiny.dense, compiled])
-def test_one_wrong_label_is_named_whatever_the_model(tmp_path, model):
+def test_one_wrong_label_is_named(tmp_path):
     images, labels = tiny.arrays(20)
     labels = np.where(np.arange(20) == 17, 2_000_000_000, labels)
-    train = dict(model=model, dataset=((images, labels), tiny.arrays(8)), max_steps=1)
+    train = dict(model=tiny.dense, dataset=((images, labels), tiny.arrays(8)), max_steps=1)
     with pytest.raises(InputError, match=r"train y: row 17 \(counted from 0\) has label 20000000"):
         towers.train(**train, batch_size=4, train_dir=str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
@@ -38,54 +35,29 @@ X, Y = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32), np.aran
 GOOD_READS = 2
 
 
-def generated(num, error=None):
-    """Return a half whose generator ends after `num` examples, or raises then."""
+def load(error):
+    """Return halves; the generator of the first one ends after 45 examples, or raises then."""
     reads = iter(range(100))
 
     def generate():
         good = next(reads) < GOOD_READS
-        for i in range(60 if good else num):
-            yield X[i % 60], Y[i % 60]
+        for i in range(60 if good else 45):
+            yield X[i], Y[i]
         if error and not good:
             raise error
 
     specs = tf.TensorSpec([4], tf.float32), tf.TensorSpec([], tf.int32)
-    return tf.data.Dataset.from_generator(generate, output_signature=specs), 60
+    return (tf.data.Dataset.from_generator(generate, output_signature=specs), 60), (X, Y), 3
 
 
-class Batches(keras.utils.PyDataset):
-    num_batches = 10
-
-    def __init__(self, error):
-        super().__init__()
-        self.error, self.reads = error, iter(range(1000))
-
-    def __getitem__(self, number):
-        if next(self.reads) > 20 and number == 7:
-            raise self.error
-        return X[:6], Y[:6]
-
-
-FAILING = {
-    "early": (lambda: generated(45), "expected to contain 60 elements but contained only 45 elem"),
-    "late": (lambda: generated(75), "expected to contain 60 elements but contained at least 61 e"),
-    "raises": (lambda: generated(45, ValueError("mine")), "ValueError: mine; the error comes"),
-    "exits": (lambda: generated(45, SystemExit(0)), "SystemExit: 0; the error comes from tests"),
-    "interrupts": (lambda: generated(45, KeyboardInterrupt()), "KeyboardInterrupt"),
-    "batch": (lambda: Batches(KeyError("mine")), f"KeyError: 'mine' in {__name__}:"),
-}
-failing = None  # what `load` returns
-
-
-def load():
-    return FAILING[failing][0](), (X, Y), 3
+ends_early, raises = functools.partial(load, None), functools.partial(load, ValueError("mine"))
 
 
 def line_of(num_classes):
     return keras.Sequential([keras.Input([4]), keras.layers.Dense(num_classes)])
 
 
-def train(tmp_path, capsys, dataset="load"):
+def train(tmp_path, capsys, dataset):
     """Return the lines on standard error of a run that fails."""
     flags = f"--model={__name__}:line_of", f"--dataset={__name__}:{dataset}", "--batch_size=12"
     code, _, err = command(capsys, "train", *flags, f"--train_dir={tmp_path}/run", "--max_steps=60")
@@ -94,18 +66,16 @@ def train(tmp_path, capsys, dataset="load"):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("kind", released(FAILING, "early", "raises", "batch"))
-def test_data_that_fail_on_the_way_say_why_and_at_which_step(tmp_path, capsys, monkeypatch, kind):
-    monkeypatch.setattr(f"{__name__}.failing", kind)
-    *above, line = train(tmp_path, capsys)
-    words = rf"towers: --dataset={__name__}:load cannot be read at step ([1-9]\d*): "
+@pytest.mark.parametrize("dataset", ["ends_early", "raises"])
+def test_data_that_fail_on_the_way_say_why_and_at_which_step(tmp_path, capsys, dataset):
+    *above, line = train(tmp_path, capsys, dataset)
+    words = rf"towers: --dataset={__name__}:{dataset} cannot be read at step ([1-9]\d*): "
     step = int(re.match(words, line)[1])
-    assert FAILING[kind][1] in line
-    if "error comes from" in line:  # the traceback of the user's own code stands above
+    if dataset == "raises":  # the traceback of the user's own code stands above
+        assert "ValueError: mine; the error comes" in line and above[-1] == "ValueError: mine"
         assert above[0].startswith("Traceback") and any("test_limits.py" in row for row in above)
-        assert kind != "raises" or above[-1] == "ValueError: mine"
     else:
-        assert above == []
+        assert "contained only 45 elem" in line and above == []
     assert tiny.saved_steps(tmp_path / "run") == [0, step]  # no step that was made is lost
 
 
@@ -117,3 +87,58 @@ def test_own_code_that_exits_is_no_success(tmp_path, capsys):
     above, *_, line = train(tmp_path, capsys, "exits")
     assert line.startswith("towers: the error comes from tests/training/test_limits.py, line ")
     assert above.startswith("Traceback")
+
+
+# A device with too little memory.
+
+NODE = "{{node while/body/_1/tower_1/model/conv2d/Conv2D}}"
+GPU = "/job:localhost/replica:0/task:0/device:GPU:1"
+# As TensorFlow's allocators, the copies between devices, and XLA put it.
+TEXTS = {
+    f"OOM when allocating tensor with shape[128,64,64,256] and type float on {GPU} by allocator "
+    f"GPU_1_bfc\n\t [[{NODE}]]\nHint: If you want to see a list of allocated tensors": (
+        "tower 1 on /gpu:1 asked for 512.0 MiB, float32[128, 64, 64, 256], in layer model/conv2d"
+    ),
+    f"Failed copying input tensor from /job:localhost/replica:0/task:0/device:CPU:0 to {GPU} in "
+    "order to run AssignVariableOp: Dst tensor is not initialized.": (
+        "/gpu:1 asked for room for a copy"
+    ),
+    "Out of memory while trying to allocate 4294967296 bytes.": "a device asked for 4.0 GiB",
+    "failed to allocate request for 2.00GiB (2147483648B) on device ordinal 1": (
+        "/gpu:1 asked for 2.0 GiB"
+    ),
+}
+LOWER = "type a lower --batch_size, or more --accumulate_steps for the same update"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_tensorflow_says_is_understood(text):
+    line = out_of_memory(text)
+    assert line.startswith(f"out of memory: {TEXTS[text]}") and LOWER in line
+
+
+@pytest.mark.unit
+def test_other_things_that_are_exhausted_are_left_alone():
+    for text in "No space left on device", "Too many open files", "Dst tensor":
+        assert out_of_memory(text) is None
+
+
+@pytest.mark.unit
+def test_arrays_of_python():
+    with pytest.raises(RunError, match="out of memory: Unable to all.*the error comes from tests/"):
+        with user_facing_errors(Options()):
+            raise MemoryError("Unable to allocate 8.00 PiB for an array with shape (2,)")
+
+
+@pytest.mark.run
+def test_copies_of_weights_that_do_not_fit_are_one_line(tmp_path, capsys, monkeypatch):
+    def full(train_state):
+        shape = "OOM when allocating tensor with shape[192,20000] and type float"
+        raise tf.errors.ResourceExhaustedError(None, None, f"{shape} on {GPU} by allocator GPU_1")
+
+    monkeypatch.setattr(TrainState, "set_copies", full)
+    flags = "--model=tests.tiny:dense --dataset=tests.tiny:images --max_steps=1".split()
+    code, _, err = command(capsys, "train", f"--train_dir={tmp_path}/run", *flags)
+    assert code == 1 and len(err.splitlines()) == 1
+    assert "/gpu:1 asked for 14.6 MiB, float32[192, 20000]" in err

@@ -39,31 +39,6 @@ def line(start, **changes):
     return next(line for line in found if line.startswith(start))
 
 
-TOLD = [
-    ("batch", dict(num_towers=4), "(3 x 2 and 1 x 1 per tower)"),
-    ("batch", {}, "(1 x 7 per tower)"),
-    ("batch", dict(num_towers=4, batch_size=2), "(2 x 1 and 2 x 0 per tower)"),
-    ("batch", dict(num_towers=4, batch_size=8), "8 global (4 x 2 per tower)"),
-    ("saved", dict(checkpoint_every_steps=40), "every 40 steps or 5 minutes, at the end, and"),
-    ("  2", dict(optimizer="adamw", weight_decay=0.01), "weight decay 0.01 (adamw, apart from"),
-    ("  3", dict(dtype="mixed_float16"), "loss scale from 32768"),
-    ("  4", dict(clip_norm=0.5), "clip_norm=0.5, after"),
-    ("  4", dict(clip_global_norm=2), "clip_global_norm=2, after"),
-    ("  5", dict(seed=9), "seed 9"),
-    ("  6", dict(batch_norm="local"), "local, moments over a tower's slice;"),
-    ("  6", dict(accumulate_steps=4), "over the global batch in 4 parts;"),
-    ("  7", dict(optimizer="adamw", learning_rate=0.5, schedule="constant", ema_decay=0.9),
-     "adamw, learning rate 0.5 constant, EMA 0.9"),
-    ("model", dict(model_args="width=2,l2=0.5"),
-     "tests.tiny:dense(width=2,l2=0.5): 395 trainable weights"),
-]  # fmt: skip
-
-
-def test_options_are_told_as_they_are():
-    for start, changes, words in TOLD:
-        assert words in line(start, **changes)
-
-
 def test_the_length_is_told_and_is_never_nothing():
     def length(num_epochs=0.0, **changes):
         return line("length", num_epochs=num_epochs, **{"max_steps": 0} | changes)
