@@ -60,12 +60,11 @@ def test_runs_that_share_a_folder_by_a_link_do_not_both_train(tmp_path, part):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("what", ["np.zeros([3])", runs.rare("'abc'")])
-def test_what_a_generator_gives_is_not_blamed_on_towers(folder, capsys, what):
+def test_what_a_generator_gives_is_not_blamed_on_towers(folder, capsys):
     (folder / "gives.py").write_text(
         "import keras, numpy as np, tensorflow as tf\n"
         "def generate():\n    yield np.zeros([2]), 0\n    yield np.zeros([2]), 1\n"
-        f"    yield {what}, 0\n"
+        "    yield np.zeros([3]), 0\n"
         "def load():\n    specs = tf.TensorSpec([2]), tf.TensorSpec([], tf.int32)\n"
         "    d = tf.data.Dataset.from_generator(generate, output_signature=specs)\n"
         "    return (d, 3), (d.take(2), 2)\n"
@@ -108,10 +107,6 @@ if not os.fork():
     try:
         if sys.argv[1] == "train":
             towers.train(model=build, dataset=((x, y), (x, y)), loss="mse", train_dir="run")
-        if sys.argv[1] == "builder":
-            towers.TowerBuilder(["/cpu:0", "/cpu:1"]).sum(tf.reduce_sum, x)
-        if sys.argv[1] == "parallelize":
-            towers.parallelize(model, num_towers=2, devices="cpu")
         model.fit(x, y[:, :2], verbose=0)
     except towers.InputError as error:
         print(error, flush=True)
@@ -121,7 +116,7 @@ os.wait()
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("how", runs.released(["fit", "parallelize", "train", "builder"], "fit"))
+@pytest.mark.parametrize("how", runs.released(["fit", "train"], "fit"))
 def test_a_fork_in_which_tensorflow_would_hang_is_refused(tmp_path, how):
     done = python("-c", FORK, how, cwd=tmp_path, variables={"CUDA_VISIBLE_DEVICES": "-1"})
     assert "forked after TensorFlow had started" in done.stdout, done.stderr

@@ -8,7 +8,6 @@ import pytest
 import towers
 from tests import tiny
 from tests.runs import done, forget_after
-from towers.errors import InputError
 from towers.training.callbacks.best_checkpoint import BestTracker, step_of
 from towers.training.train import train
 
@@ -114,12 +113,3 @@ def test_a_run_stops_early_and_where_it_would_have_if_it_is_killed(tmp_path, cap
         assert again[name] == whole[name]
     more = train(tiny.options(folder, **given, early_stopping_epochs=4))
     assert more["steps"] > whole["steps"]
-
-
-def test_nothing_is_chosen_by_the_test_set(tmp_path):
-    for flag in ("keep_best", "early_stopping_epochs"):
-        with pytest.raises(InputError, match=f"--{flag}.*--validation_fraction"):
-            train(tiny.options(tmp_path, **{flag: 1 if flag != "keep_best" else True}))
-    with pytest.raises(InputError, match="--evaluate_every_epochs"):
-        train(tiny.options(tmp_path, **GIVEN | {"evaluate_every_epochs": 0}))
-    assert not list(tmp_path.iterdir())

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests import tiny
 from towers.errors import InputError
-from towers.training.run.checkpoint import described, find, open_reader
+from towers.training.run.checkpoint import find
 from towers.training.run.checkpoint_manager import CheckpointManager
 
 pytestmark = pytest.mark.unit
@@ -46,10 +45,7 @@ def restored(folder, warn=print):
 DATA = "data-00000-of-00001"
 DAMAGES = {
     "data cut short": (DATA, lambda old: old[: len(old) // 2]),
-    "data empty": (DATA, lambda old: b""),
     "data absent": (DATA, lambda old: None),
-    "one bit of the data": (DATA, lambda old: old[:1500] + bytes([old[1500] ^ 1]) + old[1501:]),
-    "index cut short": ("index", lambda old: old[:-1]),
     "index empty": ("index", lambda old: b""),
     "index of something else": ("index", lambda old: bytes(len(old))),
 }
@@ -98,7 +94,7 @@ def test_a_flipped_bit_anywhere_is_seen(tmp_path):
 
 def test_a_run_goes_on_below_a_damaged_checkpoint(tmp_path):
     save(tmp_path, 10, 20)
-    damage(tmp_path, 20, "data empty")
+    damage(tmp_path, 20, "data cut short")
     checkpoints = opened(tmp_path, keep=1)
     assert checkpoints.restore() == 10
     checkpoints.variables["step"].assign(15)
@@ -134,41 +130,6 @@ def test_tensorflow_reads_them_and_the_folder_may_be_moved(tmp_path):
     stored = tf.train.load_checkpoint(latest).get_variable_to_shape_map()
     assert stored["variables/model.Sa.Skernel/.ATTRIBUTES/VARIABLE_VALUE"] == [20, 30]
     assert restored(folder) == (2, 2.0)
-
-
-def test_names_come_back_as_they_were(tmp_path):
-    odd = {name: tf.Variable(1.0) for name in ("a.b/c", "a/.S/b", "x..y", "ü ~2", "/")}
-    CheckpointManager(tmp_path, odd, {}).save_now(1)
-    with open_reader(str(tmp_path / "ckpt-1")) as reader:
-        assert described(reader) == dict.fromkeys(odd, "float32[]")
-    assert CheckpointManager(tmp_path, odd, {}).restore() == 1
-
-
-OTHERS = {
-    "of another run: --model=m:f there and --model=other:f here": dict(model="other:f"),
-    "model/a/kernel is float64[20, 30] there and float64[20, 31] here": {
-        "model/a/kernel": tf.Variable(np.ones([20, 31]))
-    },
-    "step is int64[] there and int32[] here": dict(step=tf.Variable(0, dtype=tf.int32)),
-    "slot is absent there and float32[] here": dict(slot=tf.Variable(0.0)),
-}
-
-
-@pytest.mark.parametrize("words", OTHERS)
-def test_another_run_is_refused_by_the_first_that_differs(tmp_path, words):
-    save(tmp_path, 1, 2)
-    before = tiny.files(tmp_path)
-    with pytest.raises(InputError) as caught:
-        opened(tmp_path, **OTHERS[words]).restore()
-    assert str(caught.value).startswith(f"{tmp_path}/ckpt-2 is of another ")
-    assert f"{words}; choose another --train_dir, or --overwrite" in str(caught.value)
-    assert tiny.files(tmp_path) == before
-
-
-def test_a_variable_too_many_in_the_checkpoint_is_refused(tmp_path):
-    opened(tmp_path, 5.0, extra=tf.Variable(5.0)).save_now(5)
-    with pytest.raises(InputError, match="extra is float32.. there and absent here"):
-        restored(tmp_path)
 
 
 def test_what_is_written_beside_training_is_what_was_at_the_save(tmp_path):

@@ -12,11 +12,10 @@ import tensorflow as tf
 import towers
 from tests import tiny
 from tests.runs import command, refusal, result_of
-from towers.data import ArraySplit
+from towers.data import ArraySplit, augment
 from towers.options.run import Options
 from towers.training.run.model import check_data
 from towers.training.run.setup import prepare
-from towers.training.step.evaluation import Evaluation
 
 pytestmark = pytest.mark.graph
 
@@ -80,40 +79,28 @@ def test_the_command_repeats_the_numbers_of_the_run(trained, capsys, flag):
     assert flag or "step 18, 23 test examples, 2 towers" in err
 
 
-def broken_tests():
-    """A test set whose reading fails in the middle, as with a damaged file."""
-    images, labels = tiny.arrays(20)
-
-    def check(image, label):
-        with tf.control_dependencies([tf.debugging.assert_less(label, 9, "file 7 is bad")]):
-            return image, tf.identity(label)
-
-    labels[13] = 9
-    dataset = tf.data.Dataset.from_tensor_slices((images, labels))
-    return tiny.arrays(60), (dataset.map(check), 20), tiny.NUM_CLASSES
-
-
-def two_classes():
-    images, labels = tiny.arrays(60)
-    return (images, labels % 2), (images, labels % 2)
+@pytest.mark.run
+def test_a_mirror_image_counts_as_much(trained):
+    """That is, the outputs of both images are averaged."""
+    folder, (_, (x, y), _) = str(trained("classes")), tiny.images()
+    inputs = augment.eval_images(x, "tutorial")
+    found = towers.evaluate(train_dir=folder, num_towers=2, test_time_flip=True)
+    for ending, averages in ("", False), ("_ema", True):
+        model = towers.load(folder, averages=averages)
+        logits = (model(inputs) + model(inputs[:, :, ::-1])) / 2
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+        assert found[f"loss{ending}"] == pytest.approx(float(np.mean(losses)), rel=1e-5)
+        assert found[f"accuracy{ending}"] == pytest.approx(np.mean(np.argmax(logits, 1) == y))
+    plain = towers.evaluate(train_dir=folder)["loss_ema"]
+    assert plain != pytest.approx(found["loss_ema"], rel=1e-5)
 
 
 @pytest.mark.run
-@pytest.mark.parametrize(
-    "argv, remedy",
-    [
-        (["--model=tests.tiny:dense"], "has --model=tests.tiny:cnn: leave --model out"),
-        (
-            [f"--dataset={__name__}:two_classes"],
-            "has other classes than the run was trained on (missing: 2)",
-        ),
-    ],
-)
-def test_another_model_or_other_classes_are_refused_without_a_word_of_overwriting(
-    trained, capsys, argv, remedy
-):
-    code, _, err = command(capsys, "evaluate", f"--train_dir={trained('classes')}", *argv)
-    assert code == 2 and remedy in err and "--overwrite" not in err and err.count("\n") == 1
+def test_another_model_is_refused_without_a_word_of_overwriting(trained, capsys):
+    model = "--model=tests.tiny:dense"
+    code, _, err = command(capsys, "evaluate", f"--train_dir={trained('classes')}", model)
+    assert code == 2 and "has --model=tests.tiny:cnn: leave --model out" in err
+    assert "--overwrite" not in err and err.count("\n") == 1
 
 
 @pytest.mark.unit
@@ -151,25 +138,3 @@ def test_a_test_set_that_is_held_out_of_a_changed_file_is_told(tmp_path, capsys)
     np.savez(other := tmp_path / "other.npz", x=x[::-1], y=y[::-1])
     towers.evaluate(**given | dict(dataset=str(other)))
     assert "(data.test) differs" in capsys.readouterr().out
-
-
-@pytest.mark.run
-def test_a_test_set_that_cannot_be_read_is_one_line(trained, capsys):
-    name = f"{__name__}:broken_tests"
-    flags = f"--train_dir={trained('classes')}", f"--dataset={name}"
-    code, out, err = command(capsys, "evaluate", *flags)
-    assert (code, out) == (1, "")
-    assert err.startswith(f"towers: --dataset={name} cannot be read: file 7 is bad")
-    assert err.count("\n") == 1
-
-
-def test_the_table_in_full():
-    metrics = {"accuracy": 0.5, "accuracy_ema": 0.75, "loss": 1.25, "loss_ema": 1.0}
-    assert Evaluation(metrics, 4).table() == [
-        "               weights       EMA",
-        "accuracy        0.5000    0.7500",
-        "loss            1.2500    1.0000",
-    ]
-    alone = Evaluation({n: None if "ema" in n else v for n, v in metrics.items()}, 4)
-    assert alone.table()[:2] == ["               weights", "accuracy        0.5000"]
-    assert len({len(line) for line in Evaluation({"kind_accuracy": 0.5}, 4).table()}) == 1

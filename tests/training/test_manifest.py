@@ -58,30 +58,21 @@ def test_it_says_what_the_run_is_made_from(run, tmp_path):
 
 @pytest.mark.unit
 def test_the_commit_of_a_repository_is_read_from_its_files(tmp_path):
-    main, tree = tmp_path / "main", tmp_path / "tree"
-    (main / "below").mkdir(parents=True)
-    git = functools.partial(programs.git, main)
-    assert COMMIT_OF(main) is None
+    (tmp_path / "below").mkdir()
+    git = functools.partial(programs.git, tmp_path)
     git("init", "-b", "feature/x")
-    assert COMMIT_OF(main) is None  # there is no commit
-    seen = []
+    assert COMMIT_OF(tmp_path) is None  # there is no commit
     for step in (
         ("commit", "--allow-empty", "-m", "first"),
         ("pack-refs", "--all"),
         ("commit", "--allow-empty", "-m", "second"),
         ("checkout", "--detach"),
-        ("worktree", "add", "-b", "other", str(tree)),
     ):
         git(*step)
-        seen.append(COMMIT_OF(main / "below"))
         said = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=main, capture_output=True, text=True
+            ["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True
         )
-        assert seen[-1] == said.stdout.strip()
-    assert seen[0] == seen[1] != seen[2] == seen[3]
-    assert COMMIT_OF(tree) == seen[-1]
-    programs.git(tree, "commit", "--allow-empty", "-m", "third")
-    assert COMMIT_OF(tree) != seen[-1] == COMMIT_OF(main)
+        assert COMMIT_OF(tmp_path / "below") == said.stdout.strip()
 
 
 def test_the_first_record_stays_and_each_start_is_added(tmp_path):
@@ -119,20 +110,14 @@ def test_a_changed_model_function_is_reported(folder, monkeypatch):
 
 
 DAMAGED = ["", "{", "[]", '{"format": 1}', "[" * 100_000]
-OTHERS = {"sessions": [[], 3, [3], [{}]], "task": [3], "format": [99], "data": [3, {"a": 3}]}
-WRONG = {
-    "spec": ["uint8", 3, [], {}, ["uint8[8"], ["gone[8]"], [3], ["uint8[x]"]], "augment": [None, 3],
-    "image_shape": ["8x8", ["8"]], "num_classes": ["three"], "class_names": [None, 3],
-}  # fmt: skip
+WRONG = {"sessions": [3], "task": [3], "format": [99], "data": {"a": 3}}
 
 
 def test_a_damaged_manifest_is_replaced(run, tmp_path, capsys):
     manifest.write(run, tmp_path, None)
     whole = json.loads((tmp_path / "manifest.json").read_text())
-    task = whole["task"]
-    wrong = [{"task": {**task, name: value}} for name in WRONG for value in WRONG[name]]
-    wrong += [{"task": {other: task[other] for other in task if other != name}} for name in task]
-    wrong += [{name: value} for name in OTHERS for value in OTHERS[name]]
+    wrong = [{name: value} for name, value in WRONG.items()]
+    wrong += [{"task": {**whole["task"], "spec": ["gone[8]"]}}]
     for content in [json.dumps(whole | changes) for changes in wrong] + DAMAGED:
         (tmp_path / "manifest.json").write_text(content)
         assert manifest.read(tmp_path) == {}, content
@@ -145,15 +130,8 @@ def test_a_damaged_manifest_is_replaced(run, tmp_path, capsys):
     assert set(found) == PARTS and found["step"] == 4
 
 
-def test_the_end_is_written_even_if_the_manifest_is_gone(run, tmp_path):
-    manifest.finish(tmp_path, run.train_state.variables())
-    found = json.loads((tmp_path / "manifest.json").read_text())
-    assert found["final"]["step"] == 0 and len(found["final"]["state"]) == 64
-
-
 COMPARED = [  # what, now, at the run's start, what is said
     ("versions", {"tensorflow": "2.21.0"}, {"tensorflow": "2.22.0"}, "2.21.0 now, 2.22.0"),
-    ("versions", {"driver": None}, {"driver": "550"}, None),
     ("git", {"folder": "a" * 40}, {"folder": "b" * 40}, "aaaaaaaaaaaa... now, bbbbbbbbbbbb..."),
     ("git", {"folder": None}, {"folder": "b" * 40}, None),
     ("data", {"train": {"sha256": "1" * 64}}, {"train": {"sha256": "2" * 64}}, "111111111111... n"),
@@ -163,7 +141,6 @@ COMPARED = [  # what, now, at the run's start, what is said
         {"train": {"examples": 6}},
         "5 examples n",
     ),
-    ("data", {"test": {"sha256": "1"}}, {"train": {"sha256": "1"}}, None),
     ("flags", {"seed": 1}, {"seed": 2}, None),
 ]
 

@@ -109,16 +109,6 @@ def test_a_run_that_waits_for_a_batch_is_left_at_a_signal_or_after_a_while(start
     assert before < newest() < 40
 
 
-@pytest.mark.extended
-def test_a_first_batch_that_does_not_come_has_lost_nothing(start):
-    Path("train").touch()
-    run = start(*FLAGS, "--stall_seconds=1")
-    until(run, "^stalled")
-    code, line, _ = end_of(run, signal.SIGTERM)
-    assert code == 75 and "nothing is lost" in line
-    assert not Path("run").exists()
-
-
 @pytest.mark.parametrize(
     "verb, waits, code, words",
     [

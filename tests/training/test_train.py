@@ -1,7 +1,5 @@
 """Whole runs: what they leave behind, and that nothing is lost or changed by stopping them."""
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -14,26 +12,21 @@ import pytest
 
 import towers
 from tests import runs, tiny, trained_runs
-from tests.data import image_files
 from tests.runs import command, points, result_of
 from towers import cli
 from towers.errors import InputError
 from towers.formatting import figure
 from towers.monitoring.event_writer import read_scalars
 from towers.monitoring.monitor import Monitor
-from towers.options.run import Options
 from towers.training.run import manifest
 from towers.training.run.setup import RunContext
 from towers.training.step.task import Task
-from towers.training.train import table, train
+from towers.training.train import train
 
 pytestmark = pytest.mark.run
 # All that could be lost between two parts of a run: slots, averages, statistics, seeds, clocks.
 GIVEN = trained_runs.flags("classes") | dict(histogram_every_epochs=0)
 LAST = trained_runs.CLASSES_STEPS
-FLAGS = (
-    "--model=tests.tiny:dense", "--dataset=tests.tiny:images", "--augment=none", "--batch_size=7",
-)  # fmt: skip
 
 
 def assert_each_point_once(folder):
@@ -97,47 +90,6 @@ def test_a_run_leaves_these_files(trained):
     assert {f"--train_dir={folder}", "--variables=default"} <= set(flags)
 
 
-@pytest.fixture(scope="module")
-def stopped(whole, tmp_path_factory):
-    """The folder of that run by its flags.cfg and other calls, stopped in its second evaluation.
-
-    With its exit code, what it wrote, the points before each call, and what it has traced.
-    """
-    folder, seen, traced, batches = tmp_path_factory.mktemp("stopped"), [], [], []
-    make, evaluate = RunContext.train_loop, Task._evaluate
-
-    def observed(*args, **kwargs):
-        loop = make(*args, **kwargs)
-        traced.append(loop.function)
-
-        def call(batches, num_steps, *measured):
-            seen.append([step for step, _ in points(folder / "train")])
-            return loop(batches, num_steps, *measured)
-
-        call.get_concrete_function = loop.get_concrete_function
-        call.between_steps = loop.between_steps
-        return call
-
-    def signalled(task, batch):
-        batches.append(1)
-        if len(batches) == 6:  # the second of the evaluation after 9 steps; one has four
-            os.kill(os.getpid(), signal.SIGINT), os.kill(os.getpid(), signal.SIGTERM)
-        if task not in tasks:
-            tasks.append(task)
-        return evaluate(task, batch)
-
-    tasks, out, err = [], io.StringIO(), io.StringIO()
-    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunContext, "train_loop", observed)
-        patch.setattr(Task, "_evaluate", signalled)
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = cli.main(["train", *in_parts(whole, folder), "--steps_per_loop=3"])
-    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
-    traced += [task._traced_test_step for task in tasks]
-    return folder, code, out.getvalue(), err.getvalue(), seen, traced
-
-
 OF_PARTS = dict(checkpoint_every_steps=0, histogram_every_epochs=0)
 
 
@@ -146,40 +98,51 @@ def in_parts(whole, folder):
     return f"--flagfile={whole}/flags.cfg", f"--train_dir={folder}", *flags
 
 
-def test_points_are_written_at_once_and_one_graph_makes_calls_of_all_lengths(stopped):
-    """Evaluations and checkpoints come in between; that no bit changes, the next test tells."""
-    folder, _, out, _, seen, traced = stopped
-    assert seen[:3] == [[], [], [0]]  # the first call makes no step, it shows the placement
-    assert [made.experimental_get_tracing_count() for made in traced] == [1, 1]
-    lines = out.splitlines()
-    assert lines[0] == "towers      2: /cpu:0, /cpu:1; gather on /cpu:0"
-    assert f"new run     {folder}, 18 steps of tests.tiny:cnn on tests.tiny:images" in lines
-    watch = next(line for line in lines if line.startswith("watch it"))
-    assert watch.endswith(f"tensorboard --logdir={folder}")
-
-
 # Going on
 
 
-def test_a_run_in_parts_is_the_run_in_one(whole, stopped, tmp_path, monkeypatch, capsys):
+def stopped_in_an_evaluation(monkeypatch, flags):
+    """Run with signals in the second evaluation; return what it has traced, with the exit code."""
+    make, evaluate, batches, traced = RunContext.train_loop, Task._evaluate, [], []
+
+    def observed(*args, **kwargs):
+        traced.append(make(*args, **kwargs))
+        return traced[-1]
+
+    def signalled(task, batch):
+        batches.append(1)
+        if len(batches) == 6:  # the second of the evaluation after 9 steps; one has four
+            os.kill(os.getpid(), signal.SIGINT), os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(task, batch)
+
+    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    with monkeypatch.context() as patch:
+        patch.setattr(RunContext, "train_loop", observed)
+        patch.setattr(Task, "_evaluate", signalled)
+        code = cli.main(["train", *flags, "--steps_per_loop=3"])
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
+    return code, [loop.function.experimental_get_tracing_count() for loop in traced]
+
+
+def test_a_run_in_parts_is_the_run_in_one(whole, tmp_path, monkeypatch, capsys):
     """It is ended in an evaluation, by a crash after all steps, and not at all.
 
-    That one which --max_steps ended goes on so, test_determinism tells.
+    That one which --max_steps ended goes on so, test_determinism tells. One graph makes calls of
+    all lengths, between evaluations and checkpoints.
     """
-    folder, code, _, err, *_ = stopped
-    assert code == 75
+    flags = *in_parts(whole, tmp_path), "--json"
+    assert stopped_in_an_evaluation(monkeypatch, flags) == (75, [1])
+    err = capsys.readouterr().err
     line = "towers: stopped at step 9 of 18: saved; the same command continues the run\n"
     assert err.endswith(line) and err.count("towers: ") == 1
-    assert tiny.saved_steps(folder) == [0, 9] and not (folder / "result.json").exists()
-    evaluated = [step for step, _ in points(folder / "eval", "test/accuracy")]
+    assert tiny.saved_steps(tmp_path) == [0, 9] and not (tmp_path / "result.json").exists()
+    evaluated = [step for step, _ in points(tmp_path / "eval", "test/accuracy")]
     assert evaluated == [5]  # and no part of that after 9
 
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     with monkeypatch.context() as patch:
         patch.setattr("towers.monitoring.dashboard.close_root", crash)
         with pytest.raises(RuntimeError, match="lightning"):
             train(tiny.options(tmp_path, **GIVEN | OF_PARTS))
-    flags = *in_parts(whole, tmp_path), "--json"
     for words in ["continuing", "after 18 of"], ["finished"]:  # once more: it is finished
         code, out, err = command(capsys, "train", *flags)
         assert code == 0 and json.loads(out) == result_of(tmp_path) and out.count("\n") == 1
@@ -224,15 +187,6 @@ def test_a_run_goes_on_with_other_towers_and_places_and_shows_the_same_loss(tmp_
     assert points(tmp_path / "train") == list(enumerate(totals))
 
 
-@pytest.mark.unit
-def test_the_table_of_a_result_has_no_rows_without_a_value():
-    unknown = {"examples_per_second": None, "test_auc": None}
-    lines = table({"steps": 3, **unknown, "devices": ["/cpu:0"], "train_dir": "runs/a"})
-    assert [line.split() for line in lines[1:-1]] == [
-        ["steps", "3"], ["devices", "/cpu:0"], ["train_dir", "runs/a"]
-    ]  # fmt: skip
-
-
 def test_the_clock_of_examples_goes_on_with_another_batch_size(tmp_path):
     given = dict(num_epochs=2.0, log_every_steps=1)
     train(tiny.options(tmp_path, **given, batch_size=7, max_steps=6))
@@ -251,21 +205,6 @@ def test_a_checkpoint_is_also_written_when_minutes_have_passed(tmp_path, monkeyp
     given = dict(max_steps=3, log_every_steps=1, keep_checkpoints=9)
     train(tiny.options(tmp_path, **given, checkpoint_every_steps=1000))
     assert tiny.saved_steps(tmp_path) == [0, 1, 2, 3]
-
-
-def test_a_run_does_not_go_on_with_classes_of_other_names(tmp_path, capsys):
-    def model():
-        return keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(3)])
-
-    image_files.write_folder(tmp_path, range(12))
-    given = dict(model=model, dataset="folder", data_dir=str(tmp_path), batch_size=4)
-    given |= dict(train_dir=str(tmp_path / "run"), augment="off")
-    train(Options(**given, max_steps=1))
-    before = tiny.files(tmp_path / "run")
-    (tmp_path / "train/dog").rename(tmp_path / "train/a_dog")
-    with pytest.raises(InputError, match="new: a_dog; missing: dog"):
-        train(Options(**given, max_steps=2))
-    assert tiny.files(tmp_path / "run") == before
 
 
 def test_two_cannot_train_in_one_folder(tmp_path, monkeypatch):
@@ -307,10 +246,6 @@ def test_a_finished_run_says_so_and_is_left_alone_until_it_is_to_go_on(
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def pooling():
-    return keras.Sequential([keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(2)])
-
-
 def test_a_run_is_not_ended_by_a_length_that_it_has_passed(tmp_path):
     given = dict(train_dir=tmp_path, model=tiny.dense, dataset=tiny.images, batch_size=6)
     towers.train(**given, max_steps=9)
@@ -335,17 +270,9 @@ def test_a_finished_run_is_not_taken_for_one_of_other_data(tmp_path, capsys):
     assert "--max_steps above 2 " in out and "--overwrite" in out
     with pytest.raises(InputError, match="has other classes than .*new: 2.*init_from"):
         towers.train(dataset=((images, np.arange(8) % 3), (images, labels)), **given)
-    given |= dict(max_steps=3)
-    pooled = dict(train_dir=tmp_path / "pooled", model=pooling, batch_size=4)
-    towers.train(dataset=((images, labels), (images, labels)), max_steps=1, **pooled)
     half = images[:, ::2, ::2]
-    for run in pooled | dict(max_steps=2), given:  # the weights of the second have other shapes
-        with pytest.raises(InputError, match="images of 4x4x3, and .* 8x8x3: type --image_size=8"):
-            towers.train(dataset=((half, labels), (half, labels)), **run)
-    third = towers.train(dataset=((images, 1 - labels), (images, labels)), **given)
-    capsys.readouterr()  # the last session was trained on these
-    assert towers.train(dataset=((images, 1 - labels), (images, labels)), **given) == third
-    assert "warning" not in capsys.readouterr().out
+    with pytest.raises(InputError, match="images of 4x4x3, and .* 8x8x3: type --image_size=8"):
+        towers.train(dataset=((half, labels), (half, labels)), **given | dict(max_steps=3))
 
 
 # Refusals
@@ -356,27 +283,23 @@ def without_weights(num_classes, image_shape):
     return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), head])
 
 
-ANOTHER = {
+REFUSED = {
     "--model=tests.tiny:cnn there and --model=tests.tiny:dense here": dict(
         model="tests.tiny:dense", model_args=""
     ),
     "optimizer/sgd/iteration is absent there and int64[] here": dict(optimizer="sgd"),
-}
-NONE = {
     "has no trainable weights": dict(model=f"{__name__}:without_weights", model_args=""),
-    "--model=tests.tiny:none": dict(model="tests.tiny:none"),
 }
 
 
-@pytest.mark.parametrize("words", ANOTHER | NONE)
+@pytest.mark.parametrize("words", REFUSED)
 def test_a_refused_run_writes_nothing_and_moves_none(whole, tmp_path, words):
     before, new = tiny.files(whole), tmp_path / "new"
-    of_none = [(whole, True), (new, False), (new, True)] if words in NONE else []
-    for folder, overwrite in [(whole, False), *of_none]:
-        with pytest.raises(InputError, match=re.escape(words)) as caught:
-            given = GIVEN | (ANOTHER | NONE)[words]
-            train(tiny.options(folder, **given, overwrite=overwrite))
-        assert "\n" not in str(caught.value)
+    impossible = [(whole, True), (new, False)] if "weights" in words else []
+    for folder, overwrite in [(whole, False), *impossible]:
+        given = GIVEN | REFUSED[words]
+        said = runs.refusal(train, tiny.options(folder, **given, overwrite=overwrite))
+        assert words in said
     assert tiny.files(whole) == before and len(list(whole.parent.iterdir())) == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -391,15 +314,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(whole, tmp_
     assert (code, out) == (2, "") and err.count("\n") == 4 + 1
     assert f"towers: no checkpoint in {tmp_path}/checkpoints can be read" in err
     assert tiny.files(tmp_path) == before
-
-
-def test_a_full_disk_is_one_line_and_told_before_the_first_step(tmp_path, capsys):
-    with runs.small_disk() as limit:
-        limit(500)
-        flags = *FLAGS, f"--train_dir={tmp_path}/run", "--log_every_steps=1", "--max_steps=9"
-        code, out, err = command(capsys, "train", *flags)
-    assert code == 1 and "step 0" not in out and "cannot be written" not in out
-    assert re.fullmatch(r"towers: \S+/ckpt-0 cannot be written: File too large\n", err)
 
 
 # Odd runs
