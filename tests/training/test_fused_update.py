@@ -119,7 +119,7 @@ def own_clipping():
     return keras.optimizers.RMSprop(0.1, clipnorm=0.1, centered=True)
 
 
-RELEASE = ("adamw", "muon", "own that clips", "clip_norm, moving average")
+RELEASE = ("muon", "own that clips", "clip_norm, moving average")
 
 
 @pytest.mark.parametrize("name", released(CASES, *RELEASE))

@@ -158,7 +158,7 @@ CASES = {
     ),
     "sharded, sparse": SHARDED | SPARSE | dict(weight_decay=0.01),
 }  # fmt: skip
-RARE = {"sharded, sparse", "sparse, clip_value"}
+RARE = {"sharded, sparse", "sparse, clip_value", "nesterov, regularizer, weight decay"}
 
 
 @pytest.mark.parametrize("name", released(CASES, *CASES.keys() - RARE))
