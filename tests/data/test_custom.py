@@ -76,14 +76,12 @@ def test_the_number_of_classes_is_the_given_one_or_that_of_both_halves(load):
     assert load((few, many, np.int32(9))).class_names == tuple("012345678")
 
 
-def test_what_the_function_raises_is_left_alone_and_a_name_may_lead_nowhere(load):
+def test_what_the_function_raises_is_left_alone(load):
     def own():
         raise KeyError("my own fault")
 
     with pytest.raises(KeyError, match="my own fault"):
         load(own)
-    line = refusal("json:laods")
-    assert line == "--dataset=json:laods: json has no function laods; did you mean json:loads?"
 
 
 # Data of any kind
@@ -143,12 +141,9 @@ def test_one_wrong_label_makes_no_classes_and_is_named(load, wrap, where):
     assert load((many, few)).num_classes == 1500  # a class for each example
 
 
-def test_tables_and_texts_may_have_classes(load):
-    loaded = load(((PADDED, LABELS), (PADDED, LABELS)))
-    assert (loaded.num_classes, loaded.image_shape) == (3, None)
-    assert [part.dtype for part in all_of(loaded.train)] == [np.int64, np.int32]
+def test_texts_may_have_classes(load):
     loaded = load(((TEXTS, LABELS), (np.array(TEXTS), LABELS), 5))
-    assert loaded.num_classes == 5
+    assert (loaded.num_classes, loaded.image_shape) == (5, None)
     assert all_of(loaded.train)[0].tolist() == [text.encode() for text in TEXTS]
 
 
@@ -178,18 +173,13 @@ def test_examples_without_targets(load):
         assert_same(all_of(loaded.train)[0], IMAGES)
 
 
-@pytest.mark.parametrize(
-    ("result", "sizes"),
-    [
-        ((HALF, (IMAGES[:1], [4]), (IMAGES[:2], LABELS[:2]), 5), (4, 1, 2)),
-        ({"test": (IMAGES[:2], [4, 0]), "train": HALF}, (4, None, 2)),
-    ],
-)
-def test_a_validation_half(load, result, sizes):
-    loaded = load(result)
-    splits = loaded.train, loaded.validation, loaded.test
-    assert tuple(split and split.size for split in splits) == sizes
-    assert loaded.num_classes == (3 if sizes[1] and len(result) == 3 else 5)
+def test_a_validation_half(load):
+    half, few = (IMAGES[:1], [4]), (IMAGES[:2], LABELS[:2])
+    for result in (HALF, half, few, 5), (HALF, half, few):
+        loaded = load(result)
+        splits = loaded.train, loaded.validation, loaded.test
+        assert [split.size for split in splits] == [4, 1, 2] and loaded.num_classes == 5
+    assert load({"test": few, "train": HALF}).validation is None
 
 
 # A keras.utils.PyDataset
@@ -286,7 +276,6 @@ NOT_FINITE = np.where(IMAGES == 200, np.nan, IMAGES)
 HALVES = (IMAGES, LABELS / 2)
 WRONG = {
     "nothing": (None, "mine:load returned NoneType; return (train, test), (train, test, num_"),
-    "a half too few": ((HALF, 3), "mine:load returned ((ndarray uint8 (4, 5, 6, 3), ndarray"),
     "another name": ({"train": HALF, "tset": HALF}, "a dict of ['train', 'tset']; return"),
     "images only": ((IMAGES, IMAGES), "train is ndarray uint8 (4, 5, 6, 3); (train, test) is"),
     "a dict": ((HALF, {"images": IMAGES}), "test is dict; (train, test) is needed, each"),

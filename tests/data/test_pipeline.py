@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 
 from tests.data.splits import all_of, assert_same, flat, run, take
-from tests.runs import rare
 from towers.data import ArraySplit, DatasetSplit, augment, tfdata_splits
 from towers.data.folder import ImageSplit
 from towers.data.pipeline import held_out_rows, shuffled_rows
@@ -53,7 +52,6 @@ def labels_of(batches):
         ("arrays", 7, 16),
         ("dataset", 12, 4),
         *run([("images", 12, 4)]),
-        *map(rare, [("arrays", 1, 3), ("dataset", 7, 16)]),
     ],
 )
 def whole(request):
