@@ -52,20 +52,6 @@ def test_batches_and_maps_of_unknown_size_are_normalised_by_the_fused_kernels(sh
         assert "FusedBatchNormV3" in ops
 
 
-@pytest.mark.graph
-def test_another_number_of_channels_is_named_as_soon_as_it_is_known():
-    layer = layers.BatchNormalization()
-    layer.build([None, 4])
-    builder = TowerBuilder(DEVICES)
-    step = tf.function(
-        lambda x: builder.gradients(lambda x: layer(x, training=True)[:, 0], [layer.gamma], x)[0],
-        [tf.TensorSpec([None, None])],
-    )
-    assert np.isfinite(step(tf.ones([9, 4])))
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[3,3\] is not .* \[3,4\]|\?,4"):
-        step(tf.ones([9, 3]))
-
-
 def test_large_means_do_not_cancel():
     """Once the moving mean is near it, a mean of 1000 deviations costs no digits in float32."""
     x = tf.random.stateless_normal([64, 3], [0, 0]) + 1000.0

@@ -11,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 from tests.builder.test_equality import with_tape
-from tests.programs import python
 from towers import PerTower, TowerBuilder, tf_internals
 from towers.builder import tower
 from towers.errors import InputError
@@ -84,41 +83,6 @@ def test_eager_towers_and_their_gradients_run_on_their_devices():
     loss, gradients = towers.gradients(lambda x: probe(w * x), [w], tf.ones(3))
     assert devices == ["CPU:1", "CPU:2"] * 2
     assert {x.device[-5:] for x in (result, loss, *gradients)} == {"CPU:3"}
-
-
-SESSIONS = """
-import tensorflow as tf
-from towers import TowerBuilder
-
-def run():
-    with tf.Graph().as_default():
-        a = tf.compat.v1.placeholder(tf.float32, [None, 3])
-        b = tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-        towers = TowerBuilder(["/cpu:2", "/cpu:3"])
-        results = towers.sum(lambda: tf.matmul(a, b)), towers.concat(lambda a: tf.matmul(a, b), a)
-        config = tf.compat.v1.ConfigProto(device_count={"CPU": 4})
-        options = tf.compat.v1.RunOptions(output_partition_graphs=True)
-        metadata = tf.compat.v1.RunMetadata()
-        with tf.compat.v1.Session(config=config) as session:
-            feed = {a: [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]}
-            total, rows = session.run(results, feed, options, metadata)
-    nodes = [node for partition in metadata.partition_graphs for node in partition.node]
-    devices = {(node.name[:7], node.device[-5:]) for node in nodes if "MatMul" in node.op}
-    print(total.tolist(), rows.tolist(), sorted(devices))
-
-run()
-tf.compat.v1.disable_v2_behavior()
-run()
-"""
-
-
-@pytest.mark.extended
-@pytest.mark.process
-def test_towers_in_a_session():
-    done = python("-c", SESSIONS)
-    devices = [("tower_0", "CPU:2"), ("tower_1", "CPU:3")]
-    line = f"{PRODUCT_TWICE} [[22.0, 28.0], [49.0, 64.0]] {devices}\n"
-    assert done.stdout == 2 * line, done.stderr
 
 
 @pytest.mark.run

@@ -51,7 +51,6 @@ def damaged(content: bytes) -> st.SearchStrategy[bytes]:
         "overwrite": lambda data, at, junk: data[:at] + junk + data[at + len(junk) :],
         "remove": lambda data, at, junk: data[:at] + data[at + len(junk) :],
         "huge": lambda data, at, junk: data[:at] + struct.pack("<Q", 2**63 - 1) + data[at + 8 :],
-        "zeros": lambda data, at, junk: data[:at] + bytes(64) + data[at + 64 :],
         "twice": lambda data, at, junk: data[:at] + data[at // 2 :],
     }
     junk = st.binary(max_size=40)
@@ -79,17 +78,15 @@ _FLAGS = sorted({name for verb in cli.VERBS.values() for name in verb.fields()} 
 _VALUES = st.one_of(
     st.sampled_from(
         [
-            "", "0", "1", "-1", "2", "1.5", "nan", "inf", "-inf", "1e400", "9" * 400, "true", "no",
-            "a,b", ",", "1,2,4", "4,2", "1:2", "2:1", ":", "a:b", "a..b:c", ".:x", "builtins:dict",
-            "time:time", "os:system", CANARY, "missing:function", "models.cnn:cnn", "models.cnn:",
-            "x=1", "x", "=", "depth=nan,width=", "=1", "a=b=c", "run", "run/", ".", "..", "/",
-            "missing", "notes.txt", "dangling", "loop", "train.npz", "/dev/null", "~", "~nobody/x",
-            "x" * 300, "a/" * 200, "[x]", "*", "\\", "'", "\"", "$(x)", "%s", "{}", "{0}", "ü",
-            "\u202e", "\ud800", "\x1b[31m", " ", " x ", "a\nb", "\t", "shapes", "cifar10", "folder",
-            "synthetic", "x.npz", "a.npz,b.npz", "adam", "sgd", "float64",
-            "mixed_float16", "cpu", "/gpu:0", "/cpu:0,/cpu:1", "gpu:-1", "none", "0,1", "GPU-x",
-            "max:auc", "min:", "100:110", "64x64", "0x0", "99999", "100000x1", "float16", "auto",
-            "learning_rate:0.1,0.2", "seed:1..3", "seed:log(1..3)", "seed:log(0..1)", "x:1",
+            "", "0", "-1", "2", "1.5", "nan", "-inf", "1e400", "9" * 400, "true", "no", "a,b", ",",
+            "1,2,4", "4,2", "1:2", ":", "a..b:c", ".:x", "builtins:dict", "os:system", CANARY,
+            "missing:function", "models.cnn:cnn", "models.cnn:", "x=1", "=", "depth=nan,width=",
+            "a=b=c", "run", "run/", ".", "..", "/", "missing", "notes.txt", "dangling", "loop",
+            "train.npz", "/dev/null", "~", "~nobody/x", "x" * 300, "a/" * 200, "[x]", "\\", "'",
+            "\"", "$(x)", "%s", "{0}", "\u202e", "\ud800", "\x1b[31m", " x ", "a\nb", "shapes",
+            "cifar10", "folder", "synthetic", "a.npz,b.npz", "adam", "float64", "mixed_float16",
+            "cpu", "/gpu:0", "/cpu:0,/cpu:1", "gpu:-1", "none", "GPU-x", "max:auc", "100:110",
+            "64x64", "0x0", "100000x1", "auto", "learning_rate:0.1,0.2", "seed:log(0..1)", "x:1",
         ]
     ),
     st.text(max_size=12),

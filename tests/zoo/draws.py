@@ -116,8 +116,7 @@ def adding(why, draw, **keywords):
 
 
 fixed_seed = adding(
-    "the same draw in each step",
-    lambda x, _: random.normal(ops.shape(x), dtype=x.dtype, seed=7),
+    "the same draw in each step", lambda x, _: random.normal(ops.shape(x), dtype=x.dtype, seed=7)
 )
 without_dtype = adding(
     "a draw of floatx's type", lambda x, seed: random.uniform(ops.shape(x), seed=seed)

@@ -61,9 +61,7 @@ batch_norm_synchronized = on_maps(
     SAME, "asks for all towers", lambda: [BatchNorm(synchronized=True), layers.ReLU()], LOCAL
 )
 batch_norm_renorm = on_maps(
-    SAME,
-    "moments of the batch beside moving ones",
-    lambda: [BatchNorm(renorm=True), layers.ReLU()],
+    SAME, "moments of the batch beside moving ones", lambda: [BatchNorm(renorm=True), layers.ReLU()]
 )
 batch_norm_float32 = on_maps(
     SAME,

@@ -81,9 +81,7 @@ histogram = on_features(
     SAME, "integers that are added up", lambda: tracked((6,), _histogram, dtype="int32")
 )
 moving_mean = on_maps(
-    SAME,
-    "the mean of the towers, by examples",
-    lambda: [centred(), layers.Conv2D(4, 3), centred()],
+    SAME, "the mean of the towers, by examples", lambda: [centred(), layers.Conv2D(4, 3), centred()]
 )
 given_policies = on_features(
     SAME,
