@@ -51,14 +51,6 @@ def test_no_data_are_needed_but_by_a_run_of_before(run):
     assert_has(towers.load(run), run, 18)
 
 
-def test_the_function_may_be_given(run):
-    flags = (run / "flags.cfg").read_text()
-    (run / "flags.cfg").write_text(
-        code_trust.signed(flags.replace("tests.tiny:cnn", "__main__:build"))
-    )
-    assert_has(towers.load(run, model=tiny.cnn), run, 18)
-
-
 def test_what_cannot_be_loaded_is_one_line(trained, run, tmp_path):
     refusal = functools.partial(runs.refusal, towers.load)
     assert refusal(tmp_path / "none").startswith(f"--train_dir={tmp_path}/none: there is no run")

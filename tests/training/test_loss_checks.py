@@ -73,9 +73,9 @@ def two():
     return model
 
 
-def bare(activation=None):
+def bare():
     """A model that is not compiled."""
-    return lambda: keras.Sequential([keras.Input((4,)), layers.Dense(3, activation)])
+    return keras.Sequential([keras.Input((4,)), layers.Dense(3)])
 
 
 # What is refused: a model, data, and the remedy.
@@ -126,7 +126,7 @@ SOUND = {
     "constrained": (dense(BINARY, 1, kernel_constraint="non_neg"), X, BITS),
     "own loss": (dense(broadcast, 3), X, SEVERAL),
     "own step": (own_step, X, NUMBERS),
-    "not compiled": (bare(), X, CLASSES),
+    "not compiled": (bare, X, CLASSES),
 }  # fmt: skip
 
 
@@ -139,9 +139,9 @@ def test_nothing_is_said_of_what_is_sound(case):
 
 @pytest.mark.run
 def test_what_flags_compile_is_named_by_the_flag():
-    line = refusal(lines, bare(), X, CLASSES, loss="sparse_categorical_crossentropy")
+    line = refusal(lines, bare, X, CLASSES, loss="sparse_categorical_crossentropy")
     assert line.startswith("--loss=sparse_categorical_crossentropy: the output, of layer dense")
-    line = refusal(lines, bare(), X, CLASSES, metrics="Precision")
+    line = refusal(lines, bare, X, CLASSES, metrics="Precision")
     assert "the metric Precision cannot be computed of this data set" in line
     assert "targets (batch); outputs (batch, 3)" in line
 

@@ -18,14 +18,6 @@ STEPS = 4
 ROUNDED_0_9, ROUNDED_0_999 = float(np.float32(0.9)), float(np.float32(0.999))
 
 
-class Unused(keras.layers.Layer):
-    def build(self, shape):
-        self.kernel = self.add_weight(shape=(2, 2), initializer="ones", name="kernel")
-
-    def call(self, inputs):
-        return inputs
-
-
 def embedding(num_classes, image_shape, l2=0.0):
     regularizer = keras.regularizers.L2(l2) if l2 else None
     words = keras.layers.Embedding(12, 3, embeddings_regularizer=regularizer)
@@ -37,7 +29,7 @@ def embedding(num_classes, image_shape, l2=0.0):
 
 def partly_trained(num_classes, image_shape):
     frozen = keras.layers.Dense(4, activation="tanh", trainable=False)
-    layers = [keras.layers.Flatten(), frozen, Unused(), keras.layers.Dense(num_classes)]
+    layers = [keras.layers.Flatten(), frozen, keras.layers.Dense(num_classes)]
     return keras.Sequential([keras.Input(image_shape), *layers])
 
 
@@ -147,7 +139,7 @@ CASES = {
     ),
     "sparse, clip_value": SPARSE | dict(clip_value=0.003),  # nothing makes it dense
     "sparse, parts, clip_global_norm": SPARSE | dict(clip_global_norm=0.1, accumulate_steps=2),
-    "frozen, unused, decayed, batch larger than the data set": PARTLY | dict(
+    "frozen, decayed, batch larger than the data set": PARTLY | dict(
         weight_decay=0.25, ema_decay=0.5, batch_size=70
     ),
     "adamw, losses of layers, parts": ADDING | dict(

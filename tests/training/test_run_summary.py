@@ -34,14 +34,11 @@ def test_the_rule_book_in_full():
     ]
 
 
-def line(start, **changes):
-    found = run_summary(prepare(tiny.options("t", **changes)))
-    return next(line for line in found if line.startswith(start))
-
-
 def test_the_length_is_told_and_is_never_nothing():
     def length(num_epochs=0.0, **changes):
-        return line("length", num_epochs=num_epochs, **{"max_steps": 0} | changes)
+        given = {"max_steps": 0, "num_epochs": num_epochs} | changes
+        lines = run_summary(prepare(tiny.options("t", **given)))
+        return next(line for line in lines if line.startswith("length"))
 
     assert length(2, batch_size=10) == "length      12 steps, 120 examples, 2 epochs"
     assert length(max_steps=9) == "length      9 steps, 63 examples, 1.05 epochs"

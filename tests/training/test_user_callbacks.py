@@ -158,7 +158,6 @@ def test_they_start_from_scratch_after_a_resume_and_change_no_number(tmp_path, c
 
 
 def tiny_model():
-    keras.utils.set_random_seed(0)
     return keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
 
 
