@@ -36,35 +36,6 @@ def test_values_are_on_the_gpu_that_made_them_and_copies_arrive():
     np.testing.assert_array_equal(third, 3 * (np.arange(6.0) + 1))
 
 
-def test_memory_is_counted():
-    def used():
-        return tf.config.experimental.get_memory_info("GPU:1")["current"]
-
-    before = used()
-    with tf.device("/gpu:1"):
-        x = tf.zeros([2**20])
-    assert used() - before == pytest.approx(2**22, abs=2**16)  # others may have gone meanwhile
-    del x
-    assert used() - before < 2**16
-
-
-def test_towers_add_up_by_a_ring():
-    def of_tower(i):
-        with tf.device(f"/gpu:{i}"):
-            return tf.raw_ops.CollectiveReduceV2(
-                input=values[i] * 1.0, group_size=2, group_key=1, instance_key=1,
-                ordering_token=[values[i].handle], merge_op="Add", final_op="Id",
-                timeout_seconds=20.0,
-            )  # fmt: skip
-
-    values = []
-    for i in range(2):
-        with tf.device(f"/gpu:{i}"):
-            values.append(tf.Variable(tf.fill([3], i + 1.0)))
-    for total in tf.function(lambda: [of_tower(0), of_tower(1)])():
-        np.testing.assert_array_equal(total, [3.0] * 3)
-
-
 def test_without_soft_placement_what_gpus_cannot_is_an_error():
     def lower():
         with tf.device("/gpu:0"):
