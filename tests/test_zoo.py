@@ -23,17 +23,17 @@ LARGE = ("applications:", "families:")
 # Models of verdicts that test_verify, test_verify_fit and builder/test_trials do not find.
 USUAL = (
     "faults:added_spread", "faults:counts_its_calls", "faults:quantised", "leaving:kernel_clipped",
-    "norms:batch_norm_after_dropout", "refused:tensorflow_variable",
+    "refused:tensorflow_variable",
 )  # fmt: skip
 
 
-def tried(entries, usual=USUAL):
+def tried(entries):
     """Return parameters: entries, the usual ones of which a normal run tries, too."""
     extended, process = ([getattr(pytest.mark, name)] for name in ("extended", "process"))
     return [
         pytest.param(
             e, id=e.name,
-            marks=extended * (e.name not in usual) + process * e.name.startswith(LARGE),
+            marks=extended * (e.name not in USUAL) + process * e.name.startswith(LARGE),
         )
         for e in entries
     ]  # fmt: skip
@@ -48,9 +48,7 @@ def found(capsys, entry, num_towers):
 
 
 @pytest.mark.timeout(1500)  # of a large application
-@pytest.mark.parametrize(
-    "entry", tried(zoo.ENTRIES, set(USUAL) - {"norms:batch_norm_after_dropout"})
-)
+@pytest.mark.parametrize("entry", tried(zoo.ENTRIES))
 def test_verify_says_the_truth(capsys, entry):
     assert found(capsys, entry, 2 if entry.quick else 3) == entry.expected
 

@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 
 from tests import tiny
-from tests.runs import released
 from towers import cli
 from towers.builder import device_types, philox
 from towers.builder.tower import TowerBuilder
@@ -47,7 +46,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", released(CASES, "replicated in parts"))
+@pytest.mark.extended
+@pytest.mark.parametrize("name", CASES)
 def test_compiled_towers_compute_what_one_device_computes(name):
     """That device is not compiled: a number that XLA makes otherwise would be seen.
 

@@ -52,7 +52,8 @@ def test_variables_lie_on_the_gpus_and_the_numbers_are_those_of_one_device(num_t
     assert all(of_weight == of_slot for of_weight, of_slot in together), together
 
 
-@pytest.mark.parametrize("before", ["fit", rare("towers")])
+@pytest.mark.extended
+@pytest.mark.parametrize("before", ["fit", "towers"])
 def test_models_that_share_layers_keep_their_weights_together(before):
     """A weight that a function reads which was traced before is not moved from under it."""
 

@@ -55,6 +55,7 @@ def test_checks_of_towers(dry):
     assert "tower_1/MatMul" in str(last(gpu_checks.profile, dry))
 
 
+@pytest.mark.extended
 @pytest.mark.run
 def test_fit_beside_fit_over_towers(dry):
     plain, over_towers, off = gpu_checks.fit(dry)
@@ -221,6 +222,7 @@ def test_the_table(capsys):
     assert not only_gpus & set(names)
 
 
+@pytest.mark.extended
 @pytest.mark.run
 def test_a_step_is_timed(dry, monkeypatch):
     monkeypatch.setitem(gpu_checks.MODELS, "tiny", TINY)

@@ -56,7 +56,7 @@ def test_a_command_gets_workers_and_hands_on_its_exit_code():
         assert not listening(workers)
 
 
-@pytest.mark.parametrize("name, code", [rare("SIGTERM", 75), ("SIGKILL", -9)])
+@pytest.mark.parametrize("name, code", [rare("SIGTERM", 75), rare("SIGKILL", -9)])
 def test_towers_divide_the_cores_and_no_worker_outlives_a_signal(monkeypatch, name, code):
     monkeypatch.delenv("TF_NUM_INTRAOP_THREADS", raising=False)
     share = -(-len(os.sched_getaffinity(0)) // 4)
