@@ -56,9 +56,10 @@ def mix(dtype="float32"):
 
 def masters_on(device, model, options, **more):
     places.move([(variable, device) for variable in model.variables])
-    with tf_internals.named_as_in_a_new_process(), tf.device(device):
-        optimizer = make_optimizer(model.trainable_variables, options)
-    return TrainState(model, optimizer, device=device, **more)
+    with tf_internals.named_as_in_a_new_process():
+        with tf.device(device):
+            optimizer = make_optimizer(model.trainable_variables, options)
+        return TrainState(model, optimizer, device=device, **more)
 
 
 def gradients_for(weights, step, overflow=False):
