@@ -12,11 +12,8 @@ from tests import tiny
 from towers import cli
 from towers.builder import device_types, philox
 from towers.builder.tower import TowerBuilder
-from towers.commands.verify.command import run as verify
-from towers.commands.verify.options import VerifyOptions
 from towers.data import augment
 from towers.graphs.placement import read_placement, traced_ops
-from towers.options.run import Options
 from towers.training.train import train
 
 pytestmark = pytest.mark.run
@@ -34,31 +31,6 @@ class Text(layers.Layer):
 def text(num_classes, image_shape):
     body = layers.Flatten(), Text(name="text"), layers.Dense(num_classes)
     return keras.Sequential([keras.Input(image_shape), *body])
-
-
-CASES = {
-    "replicated in parts": dict(variables="replicated", accumulate_steps=2, batch_size=5),
-    # One tower's BatchNorm is over all of them.
-    "BatchNorm": dict(model="tests.tiny:cnn", num_towers="1"),
-    "embedding": dict(
-        model="tests.training.test_optimizer_step:embedding", weight_decay=0.01, augment="resnet"
-    ),
-}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("name", CASES)
-def test_compiled_towers_compute_what_one_device_computes(name):
-    """That device is not compiled: a number that XLA makes otherwise would be seen.
-
-    Embeddings, and what else the builder alone computes: test_equality.
-    """
-    given = dict(model="tests.tiny:dense", dataset="tests.tiny:images", augment="none")
-    given |= dict(batch_size=7, num_towers="3") | CASES[name]
-    num_towers = given.pop("num_towers")
-    options = VerifyOptions(Options(jit_compile=True, **given), num_towers, steps=2)
-    result = verify(options, lambda _: None)
-    assert result["passed"], result["first_difference"]
 
 
 def test_xla_gets_no_op_that_is_good_for_gpus_alone():

@@ -11,9 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given as drawn
-from hypothesis import settings
-from hypothesis import strategies as st
 
 from tests import fake_gpus, tiny
 from tests.runs import refusal as refused
@@ -21,7 +18,7 @@ from tests.worker_processes import ROOT
 from towers import cli, files
 from towers.commands.sweep import command
 from towers.commands.sweep import report as sweep_report
-from towers.commands.sweep.options import MAX_NAME, name_of, parse, plan
+from towers.commands.sweep.options import parse, plan
 from towers.errors import InputError
 from towers.options.run import Options
 
@@ -236,14 +233,6 @@ def test_gpus_are_dealt_out(monkeypatch, cards, argv, places):
     assert command.assign_gpus(plan(options), options.parallel) == places
 
 
-def test_a_run_gets_its_gpus(folder, monkeypatch):
-    fake_gpus.install_driver(monkeypatch, *WHOLE)
-    result, _ = run_fake("--vary=seed:1,2", "--parallel=2")
-    assert result["finished"] == 2
-    given = Path("S/started").read_text().splitlines()
-    assert sorted(line.partition(" ")[2] for line in given) == ["0,1", "2,3"]
-
-
 @pytest.mark.unit
 @pytest.mark.parametrize(
     "argv, words",
@@ -328,16 +317,3 @@ def test_a_grid_is_all_combinations_and_names_do_not_depend_on_how_flags_are_giv
     folder = "S/learning_rate=0.05,seed=2"
     assert runs[1].options == Options(learning_rate=0.05, seed=2, batch_size=8, train_dir=folder)
     assert plan_of("--vary=seed:1,2,3", "--vary=learning_rate:5e-2")[1].name == runs[1].name
-
-
-TEXTS = st.text(st.characters(codec="utf-8"), max_size=300)
-
-
-@pytest.mark.unit
-@settings(deadline=None, max_examples=30)
-@drawn(left=TEXTS, right=TEXTS)
-def test_names_are_safe_short_and_different(left, right):
-    names = [name_of({"model_args": value, "seed": 3}) for value in (left, right)]
-    for name in names:
-        assert re.fullmatch(r"[a-z][A-Za-z0-9_.=,+-]*", name) and len(name) <= MAX_NAME
-    assert (names[0] == names[1]) == (left == right)

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import threading
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from tests.data.image_files import CLASSES, SHAPE, image, numbers_of, png, write
 from tests.data.splits import all_of, assert_same, flat, refusal, take
 from tests.runs import command
 from towers import data
-from towers.data import folder
 
 pytestmark = pytest.mark.graph
 
@@ -73,23 +71,6 @@ def test_a_third_split_is_for_validation(tmp_path):
     loaded = data.load("folder", str(tmp_path))
     assert sorted(images_of(loaded.validation)) == [*range(6, 12)]
     assert sorted(images_of(loaded.test)) == [*range(12, 15)]
-
-
-def test_slow_reads_change_no_order(loaded, monkeypatch):
-    expected, real = take(loaded.train, 4, 4, seed=3), folder.read_image
-    first, another_has_read = [], threading.Event()
-
-    def read(*given, **named):
-        if not first:
-            first.append(threading.get_ident())
-        if threading.get_ident() != first[0]:
-            another_has_read.set()
-        assert another_has_read.wait(30)  # the first image is read after the second
-        return real(*given, **named)
-
-    monkeypatch.setattr(folder, "_CORES", 2)
-    monkeypatch.setattr(folder, "read_image", read)
-    assert_same(take(loaded.train, 4, 4, seed=3), expected)
 
 
 # Sizes
@@ -159,13 +140,6 @@ def test_images_that_are_damaged_change_their_size_or_go_away_are_named(tmp_path
     tmp_path.rename(tmp_path.with_suffix(".gone"))
     assert_fails(evaluated, "test/bird/00501.png", "cannot be read: No such file or directory")
     assert_fails(loaded.train.train_batches(5, seed=1), "cannot be read: No such file")
-
-
-def test_few_images_are_all_tried_before_a_run(tmp_path):
-    write(tmp_path)
-    name = damage(tmp_path, 509)
-    line = refusal("folder", str(tmp_path))
-    assert f"{name} cannot be read: " in line and line.endswith("; mend or remove it")
 
 
 @pytest.mark.run

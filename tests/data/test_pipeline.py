@@ -10,7 +10,6 @@ from tests.data.splits import all_of, assert_same, flat, run, take
 from towers.data import ArraySplit, DatasetSplit, augment, tfdata_splits
 from towers.data.folder import ImageSplit
 from towers.data.pipeline import held_out_rows, shuffled_rows
-from towers.errors import InputError
 
 pytestmark = pytest.mark.graph
 
@@ -120,29 +119,6 @@ def test_a_seed_is_one_order_and_one_set_of_draws(kind, seeds):
         different = take(make(40, kind), 8, 6, seed=seed)
         assert labels_of(different).tolist() != labels_of(first).tolist()
         assert not (different[0][2] == first[0][2]).all(axis=0).any()
-
-
-@pytest.mark.parametrize(("size", "batch_size"), [(9, 4), *run((10, 25))])
-def test_the_last_draw_of_an_image_moves_by_a_half_in_each_epoch(size, batch_size):
-    batches = take(make(size), batch_size, -(-4 * size // batch_size), seed=7)
-    draws = np.concatenate([draws[:, -1] for _, _, draws in batches])
-    first, *later = (
-        dict(zip(labels_of(batches)[part], draws[part], strict=True))
-        for part in (slice(epoch * size, (epoch + 1) * size) for epoch in range(4))
-    )
-    assert len(set(first.values())) == size
-    assert sum(draw < 0.5 for draw in first.values()) in (size // 2, -(-size // 2))
-    for epoch, found in enumerate(later, start=1):
-        expected = {label: (draw + epoch / 2) % 1 for label, draw in first.items()}
-        assert found == pytest.approx(expected)
-
-
-def test_training_does_not_end():
-    split = make(3)
-    given = dict(seed=1, step=2**40, examples=3 * 2**40)
-    far = labels_of(take(split, 2, 3, **given))
-    assert sorted(far[:3]) == sorted(far[3:]) == [0, 1, 2]
-    assert split.train_batches(2, **given).cardinality() == tf.data.INFINITE_CARDINALITY
 
 
 def chi_square(values, kinds):
@@ -271,26 +247,6 @@ def test_a_part_is_held_out(kind):
         trained = take(split, 3, 7, seed=1)
         assert sorted(labels_of(trained)[: split.size]) == rows.tolist()
     assert_same(trained[5:7], take(split, 3, 2, seed=1, step=5, examples=15))
-
-
-@pytest.mark.unit
-def test_what_is_held_out_of_data_with_a_period_is_a_fair_sample():
-    _, labels = all_of(make(2000).held_out(0.1)[1])
-    assert np.bincount(labels % 10, minlength=10).min() > 8
-    assert np.bincount(labels // 200, minlength=10).min() > 8
-
-
-@pytest.mark.unit
-def test_a_part_is_held_out_of_a_part_but_none_of_one_example():
-    rest, test = make(40).held_out(0.25)
-    train, validation = rest.held_out(0.2)
-    parts = [all_of(split)[1] for split in (train, validation, test)]
-    assert [len(part) for part in parts] == [24, 6, 10]
-    assert sorted(np.concatenate(parts)) == list(range(40))
-    sums = {s.checksum()["sha256"] for s in (rest, test, train, validation)}
-    assert len(sums) == 4
-    with pytest.raises(InputError, match="there is 1 example"):
-        make(1).held_out(0.5)
 
 
 # Memory, and errors

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests import runs
-from tests.fake_gpus import A100, FULL, MIB, PART, SMALL, SPLIT, Card, part_uuid
+from tests.fake_gpus import A100, FULL, PART, SMALL, SPLIT, Card, part_uuid
 from tests.programs import python
 from towers.devices import config_proto, gpus, tower_devices
 from towers.errors import RunError
@@ -218,24 +218,6 @@ def test_a_program_with_the_real_tensorflow():
         "--visible_gpus=1 comes too late, TensorFlow has listed its devices",
         NO_GPU.format("gpu_memory_limit_mib=600"),
     ], done.stderr
-
-
-def test_parts_have_a_line_each_and_what_the_program_hides_is_not_taken_for_another(install):
-    machine = install(A100, LIMITED)
-    gpus.configure()
-    machine.split(0, 1000, 2000)
-    assert gpus.read_back()[:3] == memory(1000, 2000, 9400)
-    machine = install(A100, A100)
-    gpus.configure(gpu_memory_limit_mib=512)
-    machine.memory = {"/gpu:1": 700 * MIB}  # a limit that is not kept
-    with pytest.raises(RunError, match="/gpu:1 may take 700 MiB, 512 were asked for$"):
-        gpus.read_back()
-    machine = install(A100, LIMITED)
-    gpus.configure(**HALF)
-    machine.hidden = [0]
-    assert gpus.read_back() == [*memory(5000), TF32_ON]
-    visible = tf.config.get_visible_devices("GPU")
-    assert [gpu.index for gpu in gpus.driver_gpus(visible)] == [1]
 
 
 def test_each_gpu_is_tried_out_before_it_is_used(install, monkeypatch):

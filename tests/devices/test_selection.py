@@ -6,8 +6,8 @@ import os
 import pytest
 import tensorflow as tf
 
-from tests import fake_gpus, runs
-from tests.fake_gpus import A100, FULL, LOST, MIB, SMALL, SPLIT, Card
+from tests import runs
+from tests.fake_gpus import A100, LOST, MIB, SMALL, SPLIT, Card
 from tests.programs import python
 from towers.builder import device_types
 from towers.devices import selection
@@ -145,17 +145,6 @@ def test_gpus_that_are_hidden_on_purpose_are_not_missed(install, monkeypatch, va
     assert tower_devices(2) == ["/cpu:0", "/cpu:1"]
 
 
-def test_gpus_that_the_program_hides_do_not_count(install):
-    machine = install(A100, A100, A100)
-    machine.hidden = [0, 1]
-    assert tower_devices() == ["/gpu:0"]
-    assert [gpu.driver_index for gpu in describe()] == [2]
-    assert "TensorFlow sees 1 GPU (" in refusal(2)
-    assert "there is no /gpu:1" in refusal(devices="/gpu:1")
-    machine.hidden = [0, 1, 2]
-    assert tower_devices(2) == ["/cpu:0", "/cpu:1"]
-
-
 def test_the_logical_parts_of_a_gpu_count_each_and_of_those_that_mig_makes_one(install):
     install(A100, A100).split(0, 1024, 1024, 1024)
     assert tower_devices() == ["/gpu:0", "/gpu:1", "/gpu:2", "/gpu:3"]
@@ -185,21 +174,6 @@ def test_names_are_of_devices_and_agree_with_the_number(install, number, devices
     install(A100, A100, A100)
     message = refusal(number, devices)
     assert message.startswith(flag) and remedy in message
-
-
-def test_each_towers_device_is_described(install, monkeypatch):
-    install(A100, FULL, Card("NVIDIA L4", (8, 9), total_mib=23034, free_mib=20000))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
-    first, second = describe()
-    where = fake_gpus.bus_id(2), 2, 23034 * MIB, 20000 * MIB
-    assert first == Device(0, "/gpu:0", "NVIDIA L4", *where)
-    assert str(first) == f"/gpu:0 -> NVIDIA L4, GPU 2 of the driver, PCI bus id {where[0]}"
-    where = fake_gpus.bus_id(0), 0, 40960 * MIB, 40536 * MIB
-    assert second == Device(1, "/gpu:1", "NVIDIA A100", *where)
-    cpu, gpu = describe(["/cpu:1", "/gpu:1"])
-    assert cpu == Device(0, "/cpu:1", CPU) and str(cpu) == f"/cpu:1 -> {CPU}"
-    assert (gpu.tower, gpu.driver_index) == (1, 0)
-    assert str(Device(0, "/gpu:1", None)) == "/gpu:1 -> unknown"
 
 
 def test_the_table(install):

@@ -5,9 +5,7 @@ import re
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
-import towers
 from tests import fits
 from tests.runs import rare
 from towers.builder.device_types import cpus_for_gpus
@@ -50,40 +48,3 @@ def test_variables_lie_on_the_gpus_and_the_numbers_are_those_of_one_device(num_t
     pairs = zip(model.trainable_variables, model.optimizer._momentums, strict=True)
     together = [(weight.value.device, slot.value.device) for weight, slot in pairs]
     assert all(of_weight == of_slot for of_weight, of_slot in together), together
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("before", ["fit", "towers"])
-def test_models_that_share_layers_keep_their_weights_together(before):
-    """A weight that a function reads which was traced before is not moved from under it."""
-
-    def train(num_towers):
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input([3])
-        shared = layers.Dense(4, "tanh")(inputs)
-        model, other = (
-            keras.Model(inputs, layers.Dense(size)(layers.Dense(width)(shared)))
-            for size, width in ((2, 30), (1, 5))
-        )
-        for own in (model, other):
-            own.compile("adam", "mse", jit_compile=False)
-        given = dict(batch_size=8, verbose=0, shuffle=False)
-        if before == "fit":
-            other.fit(x, x[:, :1], **given)
-        figures = []
-        for _ in range(2 if num_towers else 0):
-            towers.parallelize(model, devices=GPUS[:num_towers])  # twice: functions are made anew
-        if num_towers and before == "towers":
-            towers.parallelize(other, devices=GPUS[:num_towers])
-        for _ in range(2):
-            figures += model.fit(x, x[:, :2], **given).history["loss"]
-            figures += other.fit(x, x[:, :1], **given).history["loss"]
-            figures.append(float(np.sum(other.predict(x, verbose=0))))
-        return figures
-
-    x = RANDOM.normal(size=(20, 3))
-    with cpus_for_gpus(), tf.device(GPUS[0]), fits.in_float64():
-        plain = train(0)
-        with pytest.warns(UserWarning, match="call towers.parallelize first"):
-            over = train(2)
-    np.testing.assert_allclose(over, plain, rtol=1e-9)

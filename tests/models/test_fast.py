@@ -5,7 +5,6 @@ import pytest
 import tensorflow as tf
 
 from models import fast
-from towers import TowerBuilder
 
 pytestmark = pytest.mark.graph
 
@@ -39,57 +38,6 @@ def test_gradients_are_those_of_tensorflow(image, kernel, known):
     plain = gradients(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), *given)
     for own, other in zip(ours(*given), plain, strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-12, atol=1e-12)
-
-
-def kernels_ops(dtype="mixed_bfloat16", channels=128, kernel_size=3):
-    """Return how many ops of a layer's kernel's gradient are convolutions, and how many products.
-
-    Ops that would be computed at a size of maps alone count, too.
-    """
-    image = (None, None)
-    layer = fast.Conv2D(channels, kernel_size, padding="same", dtype=dtype)
-    layer.build([None, *image, channels])
-    builder = TowerBuilder(["/cpu:0"])
-
-    @tf.function(input_signature=[tf.TensorSpec([None, *image, channels])])
-    def step(x):
-        return builder.gradients(
-            lambda x: tf.reduce_sum(layer(tf.cast(x, layer.compute_dtype)), [1, 2, 3]),
-            [layer.kernel.value],
-            x,
-        )
-
-    graph = step.get_concrete_function().graph.as_graph_def()
-    kinds = [node.op for part in (graph, *graph.library.function) for node in nodes(part)]
-    return kinds.count("Conv2DBackpropFilter"), kinds.count("MatMul")
-
-
-def nodes(part):
-    return part.node if hasattr(part, "node") else part.node_def
-
-
-@pytest.mark.run
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [({"kernel_size": (1, 5)}, (1, 5)), ({"dtype": "float32"}, (1, 0)), ({"channels": 64}, (1, 0))],
-    ids=str,
-)
-def test_products_are_for_small_maps_in_16_bits(setting, expected):
-    assert kernels_ops(**setting) == expected
-
-
-def test_as_near_to_the_true_gradient_as_tensorflows_own():
-    random = tf.random.Generator.from_seed(0)
-    shapes = [20, 7, 7, 128], [3, 3, 128, 128], [20, 7, 7, 128]
-    given = [tf.cast(random.normal(shape), tf.bfloat16) for shape in shapes]
-    convolve = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME")  # noqa: E731
-    true = gradients(convolve, *(tf.cast(t, tf.float64) for t in given))[1]
-
-    def distance(found):
-        return float(tf.norm(tf.cast(found, tf.float64) - true) / tf.norm(true))
-
-    ours, own = (distance(gradients(c, *given)[1]) for c in (fast.convolve, convolve))
-    assert ours < 1.1 * own < 0.01
 
 
 def test_patterns_take_neighbours_and_colours_apart():

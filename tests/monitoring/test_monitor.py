@@ -94,45 +94,6 @@ def test_the_lines_in_full(make, clock, out):
         assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d: " + re.escape(words), line)
 
 
-def test_a_point_of_training_in_full(make, clock, tmp_path):
-    monitor = make()
-    step_to(monitor, 0, 1)
-    first = values_at(tmp_path / "train", 0)  # flushed at once
-    memory = {tag: value for tag, value in first.items() if tag.endswith("memory_mib")}
-    assert len(memory) == 4 and all(50 < value < 50_000 for value in memory.values())
-    assert memory["tower_0/memory_mib"] <= memory["tower_0/peak_memory_mib"]
-    assert {tag: value for tag, value in first.items() if tag not in memory} == pytest.approx(
-        {
-            "loss/data": 1.25, "loss/regularisation": 0.5, "loss/total": 1.75,
-            "learning_rate": 0.05, "gradient_norm": 2.0,
-            "progress/examples": 128, "progress/epoch": 0.0128,
-            "tower_0/loss": 1.0, "tower_1/loss": 1.5,
-            "tower_0/gradient_norm": 3.0, "tower_1/gradient_norm": 2.0,
-        },
-        rel=1e-5,
-    )  # fmt: skip
-    clock.now += 4
-    monitor.progress(5, call(4))
-    step_to(monitor, 5, 11)  # several calls to a point
-    second = values_at(tmp_path / "train", 10)
-    assert {tag: value for tag, value in second.items() if tag not in first} == pytest.approx(
-        {
-            "speed/examples_per_second": 320.0, "speed/seconds_per_step": 0.4,
-            "speed/input_wait_seconds": 0.001, "speed/compute_seconds": 0.3,
-            "speed/gather_seconds": 0.002, "speed/update_seconds": 0.003,
-            "tower_0/step_seconds": 0.25, "tower_1/step_seconds": 0.3,
-        },
-        rel=1e-5,
-    )  # fmt: skip
-    assert set(first) < set(second)
-
-
-def test_a_tower_without_examples_has_no_curves(tmp_path, make):
-    step_to(make(), 0, 1, METRICS | {"tower_examples": [128.0, 0.0]})
-    tags = {tag for _, tag, _ in tiny.events(tmp_path / "train")}
-    assert "tower_0/loss" in tags and not any("tower_1" in tag for tag in tags)
-
-
 def test_an_evaluation_that_is_made_again_is_drawn_once(tmp_path, make):
     monitor = make()
     for accuracy in 0.25, 0.5:

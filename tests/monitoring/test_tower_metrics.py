@@ -105,16 +105,6 @@ def test_looking_changes_no_variable_and_no_step():
     tiny.assert_identical(*states)
 
 
-def test_towers_without_examples_say_nothing():
-    looked = Looked(num_towers=4, batch_size=2)
-    looked.batches = looked.run.data.train.train_batches(2, seed=0)
-    found = looked.step()
-    assert found["tower_examples"].tolist() == [1, 1, 0, 0]
-    for name in "tower_loss", "tower_gradient_norm", "tower_seconds":
-        assert all(found[name][:2] > 0)
-        assert found[name][2:].tolist() == [0, 0]
-
-
 def test_the_times_of_a_step_are_its_parts_and_the_slow_tower_takes_longer():
     looked = Looked(num_towers=2, model=f"{__name__}:uneven_work")
     looked.step()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tests import runs
-from towers.options import augmentation
 from towers.options.gpu import GpuOptions
 from towers.options.run import Options, names_that_affect
 
@@ -165,14 +164,6 @@ def test_a_run_says_in_one_way_how_it_augments():
         line = refusal(augment=text)
         assert line.startswith(f"--augment={text}: allowed are auto, tutorial, resnet, shift, none")
         assert "cutout=SIDE" in line
-
-
-def test_what_is_given_may_leave_the_base_of_the_augmentation_to_the_run():
-    for given in "resnet,cutout=16", "auto,cutout", "resnet, cutout":
-        assert augmentation.agree("resnet,cutout=16", given)
-    for given in "auto", "none,cutout", "resnet,cutout=8", "gone":
-        assert not augmentation.agree("resnet,cutout=16", given)
-    assert augmentation.agree("tutorial", "auto")
 
 
 # ---------------------------------------------------------------------------- GPUs, exclusion

@@ -1,19 +1,12 @@
 """scripts/gpu_check.py on logical CPUs or made-up GPUs: checks, steps, results."""
 
-import json
-import os
-import re
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import tensorflow as tf
 
 from scripts import gpu_check, gpu_checks
-from scripts.gpu_checks import Check, Gpus, Skipped
-from tests.programs import ROOT
+from scripts.gpu_checks import Gpus
 from towers.builder.device_types import cpus_for_gpus
 from towers.devices import nvml
 from towers.errors import RunError
@@ -92,112 +85,6 @@ def test_a_copy_that_loses_a_bit_and_an_op_on_the_wrong_device_are_seen(dry, mon
 
 
 # The results.
-
-
-def found(gpus):
-    yield {"half": 1}
-    yield {"whole": 2}
-
-
-def fails(gpus):
-    yield {"half": 1}
-    print("Traceback", file=sys.stderr)
-    raise RunError("a wrong sum")
-
-
-def skips(gpus):
-    raise Skipped("there is one GPU")
-    yield
-
-
-def hangs(gpus):
-    yield {"half": 1}
-    subprocess.Popen(["sleep", "600"])
-    time.sleep(600)
-
-
-def aborts(gpus):
-    yield {"half": 1}
-    os.abort()
-
-
-MADE_UP = [Check(f.__name__, f"what {f.__name__}", 60, f) for f in (found, fails, skips, aborts)]
-MADE_UP.insert(0, Check("hangs", "", 15, hangs))
-
-
-@pytest.fixture
-def made_up(monkeypatch):
-    """Let the checks be those of this module, each in a process that is forked from this one."""
-
-    def use(*checks):
-        monkeypatch.setattr(gpu_check, "checks_for", lambda gpus: list(checks))
-
-    use(*MADE_UP)
-    program = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from scripts import gpu_check; "
-        "from tests.scripts.test_gpu_check import *; import tests.scripts.test_gpu_check as t; "
-        "gpu_check.checks_for = lambda gpus: t.MADE_UP; "
-        "sys.exit(gpu_check.main(sys.argv[1:]))"
-    )
-    real = subprocess.Popen
-
-    def popen(command, **pipes):
-        if "gpu_check.py" in str(command):
-            command = [command[0], "-c", program, *command[2:]]
-        return real(command, **pipes)
-
-    monkeypatch.setattr(subprocess, "Popen", popen)
-    return use
-
-
-def rows(folder):
-    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.extended
-@pytest.mark.process
-def test_each_check_has_its_end_and_a_second_call_goes_on(made_up, tmp_path, capsys):
-    argv = ["--dry=2", f"--folder={tmp_path}"]
-    assert gpu_check.main(argv) == 1
-    *lines, end = capsys.readouterr().out.splitlines()
-    assert end == f"1 ok, 2 FAILED, 1 HANGS, 1 skipped; all of it in {tmp_path}"
-    ends = {row["check"]: row for row in rows(tmp_path) if "status" in row}
-    assert ends["found"]["found"] == {"whole": 2} and ends["found"]["status"] == "ok"
-    assert ends["skips"]["found"] == "there is one GPU"
-    assert "RunError: a wrong sum; all of it in fails.log" in ends["fails"]["found"]
-    assert "exit code -6" in ends["aborts"]["found"]
-    halves = [row["check"] for row in rows(tmp_path) if row.get("found") == {"half": 1}]
-    assert halves == ["hangs", "found", "fails", "aborts"]  # kept, whatever came after
-    assert "in hangs" in (tmp_path / "hangs.log").read_text()  # of the thread that slept
-    assert "Fatal Python error: Aborted" in (tmp_path / "aborts.log").read_text()
-    told = (tmp_path / "found.log").read_text()
-    assert re.search(r"^I\d{4} .*oneDNN", told, re.M)  # TensorFlow's
-
-    with (tmp_path / "results.jsonl").open("a") as file:
-        file.write('{"check": "torn')  # by a kill
-    assert gpu_check.main(argv) == 1  # there is nothing to do, and what failed has failed
-    assert capsys.readouterr().out.splitlines()[-2:] == ["0 of 5 checks are to be made", end]
-    made_up(*MADE_UP, Check("more", "", 60, found))
-    assert gpu_check.main([*argv, "--only=skips,nothing"]) == gpu_check.EXIT_USAGE
-    assert gpu_check.main([*argv, "--only=skips"]) == 0
-    assert "torn" in (tmp_path / "results.jsonl").read_text().splitlines()[-3]
-    assert gpu_check.outcomes(tmp_path).keys() == {check.name for check in MADE_UP}
-    assert gpu_check.main(["--dry=3", f"--folder={tmp_path}"]) == gpu_check.EXIT_USAGE
-    assert "holds results of other GPUs" in capsys.readouterr().out
-
-
-@pytest.mark.extended
-@pytest.mark.process
-def test_a_signal_ends_the_check_too_and_keeps_what_it_has_found(tmp_path):
-    command = [sys.executable, "scripts/gpu_check.py", "--dry=2", f"--folder={tmp_path}"]
-    process = subprocess.Popen([*command, "--only=long_run"], cwd=ROOT, stdout=subprocess.PIPE)
-    path = tmp_path / "long_run.log"
-    while not path.exists() and process.poll() is None:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert gpu_check.outcomes(tmp_path) == {} and len(rows(tmp_path)) == 1
 
 
 def test_no_gpu_and_a_tensorflow_that_does_not_start(monkeypatch, capsys, tmp_path):

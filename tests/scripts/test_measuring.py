@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import sys
-import types
 from importlib import import_module
 from pathlib import Path
 
@@ -166,34 +165,6 @@ SHORT += "--weight_decay=0.001 --clip_global_norm=1 --label_smoothing=0.1 --ema_
 def accuracy(monkeypatch):
     monkeypatch.chdir(ROOT)
     return script("accuracy")
-
-
-@pytest.mark.extended
-@pytest.mark.process
-@pytest.mark.timeout(600)  # of a busy machine
-def test_a_seed_is_trained_once_and_fit_learns_the_same(accuracy, tmp_path, capfd, monkeypatch):
-    config = tmp_path / "short.cfg"
-    config.write_text(SHORT.replace(" ", "\n"))
-    argv = [str(config), "--num_towers=2", "--seeds=1", "--peer=fit", f"--runs={tmp_path}"]
-    assert accuracy.main(argv) == 0
-    out, err = capfd.readouterr()
-    ours, theirs = (line.split(" | ") for line in out.splitlines())
-    assert ours[0] == f"| `scripts/accuracy {config} --num_towers=2 --seeds=1 --peer=fit`"
-    assert (ours[1], theirs[1]) == ("towers", "Keras fit")
-    assert ours[2] == theirs[2]  # in float64, of 4,000 images
-    assert re.fullmatch(r"0\.\d{4} \(0\.\d{4} to 0\.\d{4}\)", ours[3]) and ours[4] == "1"
-    assert all(f"{way}, seed 0: accuracy" in err for way in ("towers", "Keras fit"))
-    monkeypatch.setattr(accuracy.subprocess, "run", None)
-    assert accuracy.main(argv) == 0
-    assert capfd.readouterr().out == out
-
-
-@pytest.mark.unit
-def test_a_run_that_fails_says_so(accuracy, tmp_path, capfd, monkeypatch):
-    ended = types.SimpleNamespace(returncode=75)
-    monkeypatch.setattr(accuracy.subprocess, "run", lambda *_, **__: ended)
-    assert accuracy.main(["configs/quickstart.cfg", f"--runs={tmp_path}"]) == 75
-    assert "seed_0 ended with exit code 75" in capfd.readouterr().err
 
 
 @pytest.mark.unit

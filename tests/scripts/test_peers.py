@@ -9,7 +9,6 @@ import pytest
 
 from models import cnn
 from tests.programs import ROOT, python
-from towers.options.functions import load_function
 
 pytestmark = pytest.mark.process
 
@@ -103,55 +102,3 @@ def test_tensorflows_normalization_is_the_same_function(module):
     without.set_weights(ours.get_weights())
     assert np.abs(without(images) - ours(images)).max() > 1e-2
     assert theirs.count_params() == ours.count_params()
-
-
-@pytest.fixture(
-    params=[
-        ("models.cnn:cnn", {}), ("models.cnn:cnn", {"lrn": False}), ("models.resnet:resnet20", {}),
-        ("models.resnet:resnet", {"depth": 8, "width": 4}),
-    ]
-)  # fmt: skip
-def ours(request):
-    """Return the arguments of a configuration, our model with drawn weights, and images."""
-    name, arguments = request.param
-    function = load_function("model", name)
-    shape = (32, 32, 3) if name.endswith("20") else ODD_SHAPE
-    model = function(num_classes=4, image_shape=shape, **arguments)
-    draw = np.random.default_rng(0)
-    for variable in model.variables:
-        if "kernel" not in variable.path:
-            variable.assign(draw.uniform(0.5, 1.5, variable.shape))
-    config = {"model": name, "model_args": arguments, "image_shape": shape, "num_classes": 4}
-    return config, model, draw.standard_normal((6, *shape), np.float32)
-
-
-def assert_same_logits(theirs, ours):
-    """Compare logits; their size depends on the drawn weights."""
-    scale = np.abs(ours).max()
-    np.testing.assert_allclose(theirs / scale, ours / scale, atol=1e-5)
-
-
-@pytest.mark.graph
-@pytest.mark.extended
-def test_torch_model_is_the_same_function(ours, module):
-    models, lane = module("torch_models"), module("lane")
-    import torch
-
-    config, model, images = ours
-    theirs = models.make_model(lane.Config(**config))
-    assert sum(p.numel() for p in theirs.parameters()) == sum(
-        v.value.shape.num_elements() for v in model.trainable_variables
-    )
-    with_weights = [m for m in theirs.modules() if list(m.parameters(recurse=False))]
-    layers = [layer for layer in model.layers if layer.weights]
-    for their, layer in zip(with_weights, layers, strict=True):
-        values = [torch.from_numpy(np.array(v)) for v in layer.weights]
-        values[0] = values[0].permute({4: (3, 2, 0, 1), 2: (1, 0), 1: (0,)}[values[0].ndim])
-        targets = [v for v in their.state_dict().values() if v.ndim]  # not the counter of batches
-        for target, value in zip(targets, values, strict=True):
-            target.copy_(value)
-    inputs = torch.from_numpy(images).permute(0, 3, 1, 2)
-    for train in (False, True):  # in this order: a training step moves the statistics
-        theirs.train(train)
-        with torch.no_grad():
-            assert_same_logits(theirs(inputs).numpy(), np.array(model(images, training=train)))

@@ -64,15 +64,6 @@ def test_biases_scales_and_the_last_kernel_move_by_adam():
         assert_close({path: after}, {path: weight.numpy()}, 1e-5)
 
 
-def test_a_kernel_of_zeros_learns():
-    keras.utils.set_random_seed(1)
-    weights = [keras.Variable(np.zeros([3, 3, 4, 4], "f4")), keras.Variable(np.ones([4, 2], "f4"))]
-    optimizer = make_optimizer(weights, Options(optimizer="muon"))
-    optimizer.build(weights)
-    optimizer.apply([tf.random.stateless_normal(w.shape, (1, 2)) for w in weights], weights)
-    assert np.all(np.isfinite(weights[0])) and np.linalg.norm(weights[0]) > 0
-
-
 def test_it_survives_saving():
     weights = model().trainable_variables
     given = dict(clip_norm=0.5, momentum=0.7, weight_decay=0.1, learning_rate=0.3)
