@@ -132,13 +132,6 @@ def test_a_setting_of_a_session_is_a_flag(left, monkeypatch):
     devices.read_back()
 
 
-def test_the_options_of_a_session_in_one_call_are_the_same_flag(monkeypatch):
-    fake_gpus.install(monkeypatch, fake_gpus.A100)
-    given = dataclasses.asdict(typed(GPU_OPTIONS).gpu_options())
-    wanted = eval(GPU_OPTIONS.strip("`"), {"tf": tf})
-    assert devices.config_proto(**given).gpu_options == wanted != tf.GPUOptions()
-
-
 def test_the_variable_in_a_program_still_works(monkeypatch):
     fake_gpus.install(monkeypatch, *CARDS)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")

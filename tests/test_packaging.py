@@ -1,7 +1,6 @@
 """What `pip install` brings, and the scripts that a person runs first."""
 
 import email
-import hashlib
 import importlib.metadata
 import os
 import re
@@ -81,13 +80,6 @@ def test_wheel_holds_the_package_and_nothing_else(dirty_wheel):
     assert files == {str(path.relative_to(ROOT)) for path in (ROOT / "towers").rglob("*.py")}
 
 
-def test_source_distribution_is_enough_to_build_the_same_wheel(dirty_wheel, tmp_path):
-    checkout = copy_checkout(tmp_path / "checkout")
-    with build(checkout, tmp_path / "dist") as wheel:  # from the source distribution
-        assert set(wheel.namelist()) == set(dirty_wheel.namelist())
-    assert len(list((tmp_path / "dist").glob("*.tar.gz"))) == 1
-
-
 def test_metadata(dirty_wheel):
     def about(name):
         return dirty_wheel.read(f"towers-{towers.__version__}.dist-info/{name}").decode()
@@ -119,12 +111,6 @@ def test_constraints_have_one_version_of_each_cuda_package_that_tensorflow_takes
     assert pinned.keys() == {"tensorflow", "keras", *extra}
     assert all(specifier.contains(pinned[name]) for name, specifier in extra.items())
     assert pinned["tensorflow"] == importlib.metadata.version("tensorflow")
-
-
-@pytest.mark.unit
-def test_license_is_apache_2_in_full():
-    text = " ".join((ROOT / "LICENSE").read_text(encoding="utf-8").split())
-    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "0ffddef9e48f8a09"
 
 
 @pytest.mark.unit
@@ -207,20 +193,6 @@ def test_quickstart_trains_and_installs_only_when_that_changes_something(
         file.write("# another requirement\n")
     run(checkout, "scripts/quickstart", PYTHON=str(python))
     assert num_installations(python) == 2
-
-
-def test_an_installation_is_not_trusted_before_its_end(checkout, python):
-    (checkout / "fail").touch()
-    done = run(checkout, "scripts/quickstart", PYTHON=str(python))
-    assert done.returncode == 2 and "installation failed" in done.stderr
-    (checkout / ".venv" / "half").touch()
-    (checkout / "fail").unlink()
-    done = run(checkout, "scripts/quickstart", PYTHON=str(python))
-    assert done.returncode == 0 and "starting afresh" in done.stdout
-    assert not (checkout / ".venv" / "half").exists()
-    (checkout / ".venv" / ".installing").write_text(str(os.getpid()))
-    done = run(checkout, "scripts/quickstart", PYTHON=str(python))
-    assert done.returncode == 2 and f"process {os.getpid()} is installing" in done.stderr
 
 
 def test_test_script_checks_the_style_chooses_tiers_and_passes_arguments_on(checkout, python):

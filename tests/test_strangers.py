@@ -87,16 +87,3 @@ def test_of_each_verb(foreign, verb):
     assert ARGUMENTS.keys() == cli.VERBS.keys()
     code, said = run(foreign, verb, *ARGUMENTS[verb].removeprefix("train ").split())
     assert code == 0, said
-
-
-@pytest.mark.extended
-def test_a_function_of_the_users_own_is_run_beside_them(foreign):
-    (foreign / "mine.py").write_text(
-        "import keras, helper\ndef build(num_classes):\n    import later\n"
-        "    return keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(num_classes)])\n"
-    )
-    for name in "helper", "later":
-        (foreign / f"{name}.py").write_text("")
-    code, said = run(foreign, *TRAIN.split(), "--model=mine:build", "--model_args=",
-                     "--train_dir=own")  # fmt: skip
-    assert code == 0, said

@@ -1,6 +1,5 @@
 """What nobody expects: names with control characters, signals at any time, odd file systems."""
 
-import errno
 import os
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from tests import runs
 from tests.programs import python
 from towers import files, formatting, signals
-from towers.errors import InputError, RunError
+from towers.errors import InputError
 
 pytestmark = pytest.mark.unit
 
@@ -30,19 +29,6 @@ def test_names_do_not_command_the_terminal(name, shown, capsys, tmp_path):
     assert said.encode() and not {"\x1b", "\x9b", "\x07", "\r", "\u202e"} & set(said)
     if not {"\n", "\r"} & set(name):  # which complain makes spaces of, for it is one line
         assert said.startswith(f"towers: --train_dir={shown}: no\nwarning     ")
-
-
-def test_a_file_system_without_fsync_is_written_to(monkeypatch, tmp_path):
-    def fsync(descriptor):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    for number in errno.EINVAL, errno.ENOTSUP, errno.ENOSYS:
-        files.write_text(tmp_path / str(number), "a")
-        assert (tmp_path / str(number)).read_text() == "a"
-    number = errno.EIO  # the disk is broken
-    with pytest.raises(RunError, match="cannot be written"):
-        files.write_text(tmp_path / "broken", "a")
 
 
 @pytest.mark.parametrize("part", ["checkpoints", "train", "eval"])
@@ -74,21 +60,6 @@ def test_what_a_generator_gives_is_not_blamed_on_towers(folder, capsys):
     code, _, said = runs.command(capsys, "train", *given.split())
     assert code in (1, 2) and "--dataset=gives:load" in said.splitlines()[-1], said
     assert "please report" not in said and "gallery.py" not in said
-
-
-@pytest.mark.process
-def test_ctrl_c_while_the_first_modules_are_imported(tmp_path):
-    for module in "signals", "options.search_path":
-        code = (
-            "import importlib.abc, sys\n"
-            "class Stop(importlib.abc.MetaPathFinder):\n"
-            "    def find_spec(self, name, *_):\n"
-            f"        if name == 'towers.{module}': raise KeyboardInterrupt\n"
-            "sys.meta_path.insert(0, Stop())\n"
-            "from towers.__main__ import main\n"
-        )
-        done = python("-c", code)
-        assert (done.returncode, done.stderr) == (130, "towers: interrupted by SIGINT\n")
 
 
 FORK = """

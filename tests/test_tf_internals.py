@@ -203,13 +203,6 @@ def test_layers_are_found_in_order_each_once():
     assert [name for name in names if name != "functional"] == "out in a shared b c".split()
 
 
-def test_layers_are_numbered_from_the_start():
-    layers.Dense(1), layers.Dense(1)
-    with tf_internals.named_as_in_a_new_process():
-        assert [layers.Dense(1).name for _ in range(2)] == ["dense", "dense_1"]
-    assert int(layers.Dense(1).name.partition("_")[2]) >= 2
-
-
 # Variables and optimizers.
 
 
@@ -325,12 +318,6 @@ def test_other_optimizers_than_keras_own_sgd_are_not_fused():
 # Graphs.
 
 
-def test_ops_with_a_state_are_told_apart():
-    stateful = ("AssignAddVariableOp", "PrintV2", "VarHandleOp", "EagerPyFunc")
-    assert all(map(tf_internals.is_stateful, stateful))
-    assert not any(map(tf_internals.is_stateful, ("AddV2", "StatelessRandomUniformV2", "NoSuchOp")))
-
-
 def test_a_tensor_of_another_graph_is_told_from_other_errors():
     kept = []
 
@@ -413,18 +400,6 @@ def test_weights_that_ask_for_float32_get_float64_in_the_block():
     assert found == [{"float64"}] * 4 + [{"int8", "float32"}]
 
 
-def test_augmentation_of_keras_works_while_floatx_is_float64():
-    images = tf.zeros((2, 8, 8, 3), tf.float64)
-    with floatx_set("float64"):
-        layer = layers.RandomRotation(0.1, dtype="float64")
-        assert layer(images, training=True).dtype == tf.float64
-        assert keras.random.uniform((2,)).dtype == tf.float64
-        with pytest.raises(IndexError):
-            layer(images[0, 0, 0, 0], training=True)
-        assert keras.config.floatx() == "float64"
-    assert keras.config.floatx() == "float32"
-
-
 # What models are trained with.
 
 
@@ -449,17 +424,6 @@ def test_keras_knows_of_its_metrics_which_is_better():
     known = {"loss": "min", "b_loss": "min", "a_mae": "min", "b_accuracy": "max"}
     for name, which in (known | {"a_own": None, "none": None}).items():
         assert tf_internals.metric_direction(model, name) == which, name
-
-
-def test_draws_without_a_seed_go_by_one_state():
-    keras.utils.set_random_seed(3)
-    first = keras.random.uniform((2,))
-    state = tf_internals.state_of_unseeded_draws()
-    before = tf.identity(state)
-    second = keras.random.uniform((2,))
-    state.assign(before)
-    np.testing.assert_array_equal(keras.random.uniform((2,)), second)
-    assert not np.array_equal(first, second)
 
 
 def test_what_records_is_seen_and_does_so_where_init_scope_has_stopped_that():

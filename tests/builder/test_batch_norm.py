@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tests.builder import test_equality as equality
 from tests.builder.test_equality import GPUS, LOCAL, THREE, assert_equal, of_towers
-from tests.builder.test_trials import OwnMoments
 from tests.runs import rare
 from towers import TowerBuilder
 from towers.builder.device_types import cpus_for_gpus
@@ -177,12 +176,3 @@ def test_on_gpus_a_layer_in_a_loop(mode, rule):
         else:
             step(tf.ones([6, 3]))  # 0 + 1/2, and no change by the second time round
             np.testing.assert_allclose(layer.moving_mean, [0.25] * 3)
-
-
-def test_moments_of_a_layers_own_are_no_work_for_kernels():
-    x = np.random.default_rng(1).normal(size=(7, 4)).astype("float32")
-    layer = OwnMoments(lambda found, x: (found[0], found[1] + 0.5))
-    wanted = layer(x, training=True)
-    towers = TowerBuilder(DEVICES[:2])
-    found = tf.function(lambda x: towers.concat(lambda x: layer(x, training=True), x))(x)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

@@ -41,22 +41,6 @@ def test_towers_that_are_traced_at_the_same_time():
         assert_equal(found, equality.of_one_device(make))
 
 
-def test_a_bystander_meets_no_tower():
-    """A plain model is trained in another thread while a tower is being traced."""
-    make, found = equality.moments_of_several_layers, []
-    case, plain = equality.case_of(make), equality.case_of(make)
-    step = equality.with_tape(lambda x: tf.reduce_mean(plain.losses(x)), plain.weights)
-
-    def losses(x):
-        if not found:  # in the midst of the first trace
-            found.extend(in_threads(lambda: equality.outcome(plain, step)))
-        return case.losses(x)
-
-    equality.step_of(case._replace(losses=losses), THREE)(*case.batch)
-    for name, expected in equality.of_one_device(make).items():
-        np.testing.assert_array_equal(found[0][name], expected)
-
-
 @pytest.mark.graph
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_nothing_is_left_behind_by_an_error(error):

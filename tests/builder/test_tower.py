@@ -190,13 +190,6 @@ def test_what_cannot_be_copied_split_or_joined_is_refused(remedy):
 # map, sum, concat.
 
 
-def test_map_returns_any_result_in_tower_order():
-    calls = []
-    assert builder(3).map(lambda: calls.append(0) or len(calls)) == [1, 2, 3]
-    results = builder(2).map(lambda x: (x.shape.as_list(), int(x[0])), tf.constant([5, 6, 7]))
-    assert results == [([2], 5), ([1], 7)]
-
-
 @EAGER_OR_FUNCTION
 def test_sum_of_a_structure_with_none_and_sparse_leaves(compiled):
     """A leaf is None in all or in some of the towers, sparse in all or in some of them."""
@@ -217,14 +210,6 @@ def test_sum_of_a_structure_with_none_and_sparse_leaves(compiled):
     assert dense(total["sparse"]).tolist() == [[1], [2], [3]]
     assert total["sparse"].values.shape == (3, 1)
     assert dense(total["mixed"]).tolist() == [[1], [3], [4]]
-
-
-def test_sum_can_be_differentiated():
-    x = tf.constant([1.0, 2.0, 3.0])
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        total = builder(2).sum(lambda x: tf.reduce_sum(x**2), x)
-    assert tape.gradient(total, x).numpy().tolist() == [2, 4, 6]
 
 
 @EAGER_OR_FUNCTION
@@ -423,18 +408,6 @@ def test_variables_created_in_a_tower_are_named():
             builder(2).gradients(loss_fn, net.trainable_variables, tf.ones((2, 3)))
 
 
-def test_state_may_be_created_in_a_tower():
-    """Keras makes its global seed when it is first used; no gradient misses it."""
-    keras.utils.clear_session()
-    w = tf.Variable(2.0)
-    step = tf.function(lambda: builder(2).gradients(lambda: w * keras.random.uniform([4]), [w]))
-    first, [gradient] = step()
-    assert gradient.numpy() == pytest.approx(first.numpy() / 2)
-    assert step()[0].numpy() != first.numpy()
-    loss, _ = builder(2).gradients(lambda: tf.random.Generator.from_seed(1).uniform([4]), [w])
-    assert 0 < loss.numpy() < 1
-
-
 # State of Keras layers.
 
 
@@ -481,25 +454,6 @@ def test_assignments_of_some_towers_only(compiled):
     compiled(lambda x: towers.gradients(loss_fn, [], x, PerTower([0, 1, 2])))(tf.ones(7))
     assert {several.path, counter.path} == {line.split()[3] for line in told}
     assert [v.numpy() for v in (several, single, none, counter)] == [15, 4, 9, 1]
-
-
-def test_assignments_come_after_the_gradients_from_the_first_tower_if_keras_wants_that():
-    v = keras.Variable(0.0, trainable=False, aggregation="only_first_replica")
-    w = keras.Variable(2.0)
-    loss_fn = lambda x: (w * x, w.assign(7.0), v.assign(x[0]))[0]  # noqa: E731
-    loss, [gradient] = builder(2).gradients(loss_fn, [w], tf.constant([1.0, 2.0, 3.0]))
-    assert (loss.numpy(), gradient.numpy(), w.numpy(), v.numpy()) == (4, 2, 7, 1)
-
-
-def test_states_of_16_bits_do_not_overflow():
-    state = keras.Variable(1.0, dtype="float16", trainable=False)
-
-    @tf.function(input_signature=[tf.TensorSpec([None])])
-    def step(x):
-        return builder(2).gradients(lambda x: (x, state.assign(200.0 + x[:1][0]))[0], [], x)
-
-    step(tf.ones(2000))
-    assert state.numpy() == 201
 
 
 def test_mixed_precision_gives_gradients_in_32_bits():

@@ -162,36 +162,6 @@ def test_more_variables_cost_no_more_ops_of_the_gather(gpus, num_towers):
 # Whole numbers, which Keras has on the host.
 
 
-def test_tokens_are_looked_up_and_masked_where_they_are(float64):
-    tokens = np.random.default_rng(0).integers(0, 9, [5, 7]).astype(np.int32)
-    x = keras.Input((7,), dtype="int32")
-    model = keras.Model(x, keras.layers.GRU(3)(keras.layers.Embedding(9, 3, mask_zero=True)(x)))
-
-    def loss_fn(tokens):
-        return tf.reduce_sum(model(tokens) ** 3, axis=1)
-
-    def gradients(*devices):
-        builder = TowerBuilder(devices)
-        step = tf.function(lambda x: builder.gradients(loss_fn, model.trainable_variables, x)[1])
-        graph = step.get_concrete_function(tokens).graph
-        of_integers = ("Less", "NotEqual", "GatherV2", "ResourceGather")
-        made = [op for op in graph.get_operations() if op.type in of_integers]
-        narrow = {
-            op.type for op in made for t in op.inputs if t.dtype == tf.int32 and t.shape.rank == 2
-        }
-        return [tf.convert_to_tensor(g) for g in step(tokens)], narrow
-
-    expected, of_cpus = gradients(*GPUS[:2])
-    with cpus_for_gpus():
-        found, of_gpus = gradients(*GPUS[:2])
-        mixed, _ = gradients(GPUS[0], "/cpu:0")
-    for value, *others in zip(expected, found, mixed, strict=True):
-        for other in others:  # rows are summed in another order
-            np.testing.assert_allclose(other, value, rtol=1e-14)
-    assert {"Less", "NotEqual"} <= of_cpus
-    assert not of_gpus
-
-
 @pytest.mark.graph
 def test_the_largest_is_found_and_integers_are_looked_up_without_the_host():
     x = tf.constant([[0.0, -0.0, 0.0], [-1.0, np.inf, 2.0], [-0.0, 0.0, -1e-300]], tf.float64)

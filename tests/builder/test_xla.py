@@ -10,9 +10,8 @@ import tensorflow as tf
 
 from tests import tiny
 from towers import cli
-from towers.builder import device_types, philox
+from towers.builder import philox
 from towers.builder.tower import TowerBuilder
-from towers.data import augment
 from towers.graphs.placement import read_placement, traced_ops
 from towers.training.train import train
 
@@ -31,24 +30,6 @@ class Text(layers.Layer):
 def text(num_classes, image_shape):
     body = layers.Flatten(), Text(name="text"), layers.Dense(num_classes)
     return keras.Sequential([keras.Input(image_shape), *body])
-
-
-def test_xla_gets_no_op_that_is_good_for_gpus_alone():
-    images = np.random.default_rng(0).integers(0, 256, (5, 8, 9, 3), np.uint8)
-    draws = np.random.default_rng(1).random((5, augment.NUM_DRAWS), np.float32)
-    weight = tf.Variable(2.0)
-
-    def loss_fn(images, draws):
-        return tf.reduce_sum(
-            weight * augment.train_images(images, draws, "tutorial") ** 3, [1, 2, 3]
-        )
-
-    def gradient(**options):
-        step = TowerBuilder(DEVICES[:2], **options).gradients
-        return tf.function(lambda *batch: step(loss_fn, [weight], *batch)[1][0])(images, draws)
-
-    with device_types.cpus_for_gpus():
-        np.testing.assert_allclose(gradient(jit_compile=True), gradient(), rtol=1e-4)
 
 
 def losses_of(model):

@@ -135,20 +135,6 @@ def test_the_control_computes_each_gradient_in_each_step_and_changes_nothing():
     tiny.assert_identical(state(), before)
 
 
-@pytest.mark.run
-def test_a_run_trains_as_long_as_it_was_asked_to(monkeypatch):
-    monkeypatch.setattr(own_run, "WARM_UP_SECONDS", 0.01)
-    given = tiny.options("unused", dataset="synthetic", augment="tutorial", batch_size=5)
-    own = own_run.OwnRun(given)
-    before = int(own.run.train_state.step)
-    answer = own.train(0.05)
-    assert answer["seconds"] >= 0.05 and answer["steps"] % given.steps_per_loop == 0
-    assert int(own.run.train_state.step) - before == answer["steps"]
-    one, two = (next(own.batches)[0][0].numpy() for _ in range(2))
-    assert one.shape == (5, 24, 24, 3) and one.dtype == "float32" and one.std() > 0.9
-    assert own.run.options.augment == "off" and (one == two).all()
-
-
 @pytest.mark.parametrize(
     "given, remedy",
     [

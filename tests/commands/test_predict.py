@@ -94,22 +94,6 @@ def test_a_folder_and_arrays_on_any_towers_as_csv_and_json(run, files, capsys):
         assert tf.nn.softmax(entry["outputs"]["output"]).numpy() == pytest.approx(row, abs=1e-5)
 
 
-def test_images_of_another_size_are_resized_which_is_said_if_the_run_has_not_done_it(
-    run, trained, tmp_path, capsys
-):
-    (tmp_path / "a.png").write_bytes(image_files.png(image_files.image(0)))  # 6x5, as in training
-    code, out, err = predict(capsys, run, tmp_path / "a.png", "--json")
-    image = Image.fromarray(image_files.image(0)).resize((8, 8), Image.Resampling.BILINEAR)
-    row = chances(run, np.asarray(image)[None])[0]
-    assert code == 0 and json.loads(out)[0]["probability"] == pytest.approx(row.max(), abs=1e-5)
-    assert "note" not in err
-    code, out, err = predict(capsys, trained("classes"), tmp_path / "a.png", "--json")
-    image.save(tmp_path / "b.png")
-    _, same, quiet = predict(capsys, trained("classes"), tmp_path / "b.png", "--json")
-    assert code == 0 and json.loads(out)[0]["outputs"] == json.loads(same)[0]["outputs"]
-    assert "note" not in quiet and f"note: {tmp_path}/a.png: 6x5 resized to 8x8\n" in err
-
-
 def test_what_cannot_be_read_is_one_line_and_nothing_is_printed(run, files, tmp_path, capsys):
     top, images = files
     (tmp_path / "broken.png").write_bytes((top / "photos/a.png").read_bytes()[:60])

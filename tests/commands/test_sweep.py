@@ -15,10 +15,10 @@ import pytest
 from tests import fake_gpus, tiny
 from tests.runs import refusal as refused
 from tests.worker_processes import ROOT
-from towers import cli, files
+from towers import cli
 from towers.commands.sweep import command
 from towers.commands.sweep import report as sweep_report
-from towers.commands.sweep.options import parse, plan
+from towers.commands.sweep.options import plan
 from towers.errors import InputError
 from towers.options.run import Options
 
@@ -199,19 +199,6 @@ def test_the_runs_of_a_killed_sweep_save_and_end(folder, background):
     assert tiny.files(Path("S/model=fine,seed=1")) == before
 
 
-@pytest.mark.unit
-def test_a_folder_that_cannot_be_a_sweeps_is_refused(folder):
-    Path("S").mkdir()
-    with files.Lock() as lock:
-        lock.take(Path("S"))
-        with pytest.raises(InputError, match="--sweep_dir=S: another process trains there"):
-            run_fake("--vary=seed:1")
-    assert list(Path("S").iterdir()) == []
-    Path("file").touch()
-    with pytest.raises(InputError, match="^--sweep_dir=file"):
-        run_fake("--vary=seed:1", "--sweep_dir=file")
-
-
 WHOLE, IN_PARTS = [fake_gpus.A100] * 4, [fake_gpus.SPLIT] * 2
 
 
@@ -255,26 +242,6 @@ def test_gpus_that_do_not_suffice_are_refused(folder, monkeypatch, argv, words):
 
 def plan_of(*argv):
     return plan(cli.parse("sweep", ["--sweep_dir=S", *argv]))
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    "text, values",
-    [
-        ("--learning_rate: 0.05, 1e-3,0.1,0.10", (0.05, 0.001, 0.1)),
-        ("num_gpus:1,2", (1, 2)),
-        ("jit_compile:true,false", (True, False)),
-        ("model:models.cnn:cnn,my.net:net", ("models.cnn:cnn", "my.net:net")),
-        ("model_args:depth=20,width=8;depth=32,width=8", ("depth=20,width=8", "depth=32,width=8")),
-        ("model_args:;depth=20", ("", "depth=20")),
-        ("model_args:depth=20,depth=32", ("depth=20", "depth=32")),
-        ("decay_epochs:80,120;60,90", ("80,120", "60,90")),
-    ],
-)
-def test_lists(text, values):
-    _, found = parse(text)
-    assert found == values
-    assert [type(value) for value in found] == [type(value) for value in values]
 
 
 @pytest.mark.unit

@@ -198,33 +198,6 @@ def test_the_run_itself_says_what_depends_on_the_number_of_towers(tmp_path, caps
     assert header < next(i for i, text in enumerate(lines) if ": step 0" in text)
 
 
-class Together(layers.Layer):
-    """Draws for pairs of examples, and returns one row for all of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.seed = keras.random.SeedGenerator(1)
-
-    def call(self, x, training=False):
-        num = keras.ops.shape(x)[0]
-        drawn = keras.random.normal((num, num), seed=self.seed)[:, :1]
-        return keras.ops.mean(x + drawn, 0, keepdims=True)
-
-
-def by_pairs():
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(1), Together()])
-    model.compile("sgd", "mse")
-    return model
-
-
-def test_nothing_is_said_of_draws_of_a_model_that_runs_on_one_device(tmp_path, capsys):
-    flags = [f"--model={__name__}:by_pairs", TABLE, "--max_steps=1", "--batch_size=7"]
-    assert cli.main(["train", "--num_towers=2", *flags, f"--train_dir={tmp_path}/run"]) == 0
-    out = capsys.readouterr().out
-    assert "numbers     are those of one device:" in out and "runs on one device: its" in out
-    assert "ambiguous draw" not in out and "random op" not in out
-
-
 # ---------------------------------------------------------------------------- The comparison
 
 INF, NAN = np.inf, np.nan

@@ -5,8 +5,6 @@ import pytest
 import tensorflow as tf
 
 from tests.data.splits import refusal, run
-from tests.runs import rare
-from towers.builder import device_types
 from towers.data import augment
 from towers.data.user_data import data_set
 
@@ -92,52 +90,6 @@ def test_eval_images_are_tensorflows(shape, kind, stored):
         expected = tf.image.per_image_standardization(expected)
     np.testing.assert_allclose(result, expected, atol=1e-5)
     assert result.dtype == tf.float32
-
-
-@pytest.mark.graph
-@pytest.mark.parametrize(
-    ("kind", "shape", "stored"),
-    [
-        ("resnet", (32, 32, 3), np.uint8),
-        rare("resnet", (2040, 2047, 1), np.float32),
-        *run(("tutorial", (3, 300, 2), np.uint8), ("tutorial", (5, 7, 4), np.float32)),
-        *run(("shift", (1, 1, 1), np.uint8), ("shift", (5, 7, 4), np.float32)),
-    ],
-)
-def test_a_gpu_s_way_gives_the_same_bits(kind, shape, stored):
-    images, draws = make(4 if shape[0] > 1000 else 60, shape)
-    images = images.astype(stored)
-    if stored == np.float32:
-        images += np.random.default_rng(1).random(images.shape, np.float32) - 128
-    draws[:4, :3] = [[0, 0, 0], [ALMOST_ONE] * 3, [0, ALMOST_ONE, 0.5], [ALMOST_ONE, 0, 0]]
-
-    def traced():
-        """Return what a function that is traced now returns, and the ops in it."""
-
-        @tf.function
-        def train(images, draws):
-            with tf.device("/cpu:1"):
-                return augment.train_images(images, draws, kind)
-
-        graph = train.get_concrete_function(images, draws).graph
-        return train(images, draws), {op.type for op in graph.get_operations()}
-
-    expected, of_cpu = traced()
-    with device_types.cpus_for_gpus():
-        result, of_gpu = traced()
-        with tf.device("/cpu:1"):
-            np.testing.assert_array_equal(augment.train_images(images, draws, kind), expected)
-    np.testing.assert_array_equal(result, expected)
-    assert "GatherV2" in of_cpu and "ImageProjectiveTransformV2" not in of_cpu
-    assert "GatherV2" not in of_gpu and "ImageProjectiveTransformV2" in of_gpu
-
-
-def test_an_image_of_one_colour_does_not_become_noise():
-    images = np.repeat(np.uint8([0, 77, 255]), 32 * 32 * 3).reshape(3, 32, 32, 3)
-    _, draws = make(3)
-    for kind in "tutorial", "none":
-        np.testing.assert_allclose(augment.train_images(images, draws, kind), 0, atol=1e-3)
-        np.testing.assert_allclose(augment.eval_images(images, kind), 0, atol=1e-3)
 
 
 @pytest.mark.graph

@@ -76,14 +76,6 @@ def test_the_number_of_classes_is_the_given_one_or_that_of_both_halves(load):
     assert load((few, many, np.int32(9))).class_names == tuple("012345678")
 
 
-def test_what_the_function_raises_is_left_alone(load):
-    def own():
-        raise KeyError("my own fault")
-
-    with pytest.raises(KeyError, match="my own fault"):
-        load(own)
-
-
 # Data of any kind
 
 ANY = {
@@ -139,12 +131,6 @@ def test_one_wrong_label_makes_no_classes_and_is_named(load, wrap, where):
     assert f"{where} has label 2000000000, where classes are 0..999 at" in loaded.no_classes
     few, many = ((np.zeros([size, 1]), np.arange(size)) for size in (4, 1500))
     assert load((many, few)).num_classes == 1500  # a class for each example
-
-
-def test_texts_may_have_classes(load):
-    loaded = load(((TEXTS, LABELS), (np.array(TEXTS), LABELS), 5))
-    assert (loaded.num_classes, loaded.image_shape) == (5, None)
-    assert all_of(loaded.train)[0].tolist() == [text.encode() for text in TEXTS]
 
 
 def test_several_inputs_outputs_and_weights(load):

@@ -194,13 +194,6 @@ def placed(constant):
     return read_placement(function, argument), function.get_concrete_function(argument).graph
 
 
-def test_a_large_constant_is_left_out_of_the_graph():
-    placement, graph = placed(np.arange(10000.0))
-    found = step_graph(graph, placement)
-    assert "AddV2" in {node.op for node in found.node}
-    assert found.ByteSize() < 10000
-
-
 # The file of a run.
 
 RESULT = {

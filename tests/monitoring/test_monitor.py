@@ -69,10 +69,6 @@ def points(folder, tag):
     return [(step, value) for step, name, value in tiny.events(folder) if name == tag]
 
 
-def values_at(folder, step):
-    return {tag: value for at, tag, value in tiny.events(folder) if at == step}
-
-
 def test_the_lines_in_full(make, clock, out):
     monitor = make()
     step_to(monitor, 0, 1)

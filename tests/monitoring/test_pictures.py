@@ -31,32 +31,6 @@ def pixels(image):
     return np.asarray(picture.convert("RGB"))
 
 
-def test_floats_are_stretched_and_infinities_are_zero():
-    for image, shown in (
-        ([0.2, 0.6], [0, 255]),
-        ([-1.0, 3.0], [0, 255]),
-        ([0.0, np.nan, np.inf, 3.0], [0, 0, 0, 255]),
-        ([np.nan, np.nan], [0, 0]),
-    ):
-        image = np.array(image, np.float32).reshape(1, -1, 1)
-        assert pictures.to_bytes(image)[0, :, 0].tolist() == shown
-
-
-def test_three_or_four_channels_are_colors_and_of_others_the_first_is_gray():
-    for channels in 1, 2, 3, 4, 5:
-        shown = [0, 1, 2] if channels in (3, 4) else [0, 0, 0]
-        image = np.random.default_rng(0).integers(0, 256, (3, 4, channels)).astype(np.uint8)
-        np.testing.assert_array_equal(pictures.to_bytes(image), image[..., shown])
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1), (500, 40, 3), (700, 900, 3)])
-def test_a_grid_is_bounded_and_takes_any_name(shape):
-    for num in 1, 7:
-        names = ["a name " * 50, "日本語\nnew line", ""] * 3
-        width, height = pictures.draw_grid([np.zeros([*shape[:2], 3], np.uint8)] * num, names).size
-        assert 128 <= width <= 4 * 262 + 6 and 40 <= height <= 2 * 304 + 6
-
-
 @pytest.mark.run
 def test_a_run_that_goes_on_has_each_picture_once_and_needs_none(
     trained, tmp_path, monkeypatch, capsys

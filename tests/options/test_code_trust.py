@@ -139,11 +139,3 @@ def test_what_names_no_code_of_somebodys_needs_no_trust():
     path = make_run("trusts itself", sign=False, model="evil:build") / "flags.cfg"
     path.write_text(path.read_text() + "--trust\n")
     assert "evil:build" in refusal("evaluate", ["--train_dir=trusts itself"])
-
-
-def test_where_no_key_can_be_kept_there_is_none(folder):
-    (folder / "config").write_text("")
-    run = make_run("run", model="mine:build")
-    assert (run / "flags.cfg").read_text() == Options(model="mine:build").to_flagfile()
-    assert "--trust" in refusal("evaluate", ["--train_dir=run"])
-    cli.parse("evaluate", ["--train_dir=run", "--trust"])

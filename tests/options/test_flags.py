@@ -97,10 +97,6 @@ def test_the_flags_and_their_defaults_are_frozen(verb):
             assert f"there is no flag --{flag}; " in refusal("train", f"--{flag}=1")
 
 
-def test_the_defaults_that_are_shown_are_those_in_force():
-    assert flags.parse(DEFAULTS) == flags.parse([]) == Options()
-
-
 def test_evaluate_and_doctor_take_what_they_use():
     text = help_of("evaluate")
     assert sorted(map(name_of, shown_by(text))) == sorted(OF_EVALUATE)
@@ -152,14 +148,6 @@ def test_what_contradicts_num_gpus_is_refused(given, typed, called):
     assert called in runs.refusal(flags.options_from_call, None, given)
     options = flags.options_from_call(Options(), {"num_gpus": 2})  # in Python, too, of GPUs
     assert (options.num_towers, options.devices) == (2, "gpu")
-
-
-def test_folders_may_lie_at_home(folder, monkeypatch):
-    monkeypatch.setenv("HOME", str(folder))
-    (folder / "a.cfg").write_text("--batch_size=1")
-    assert flags.parse(["--train_dir=~/runs/a"]).train_dir == f"{folder}/runs/a"
-    assert flags.parse(["--train_dir", "~"]).train_dir == str(folder)
-    assert flags.parse(["--flagfile=~/a.cfg"]).batch_size == 1
 
 
 # ---------------------------------------------------------------------------- Flagfiles
@@ -281,15 +269,6 @@ def test_the_flags_of_the_run_count_and_then_those_given(folder, verb):
     (folder / "a.cfg").write_text("--train_dir=run\n--seed=6\n--model=a.b:c\n")  # as at first
     options = cli.parse(verb, ["--flagfile=a.cfg", "--num_towers=4", "--json"])
     assert options == Options(**values | dict(num_towers=4, json=True, seed=6))
-
-
-def test_what_is_no_run_yet_has_the_flags_given_alone(folder):
-    write_run(folder / "run", batch_size=7)
-    options = cli.parse("train", ["--train_dir=run", "--overwrite"])
-    assert options == Options(train_dir="run", overwrite=True)
-    assert cli.parse("train", ["--train_dir=new"]) == Options(train_dir="new")
-    (folder / "old" / "checkpoints").mkdir(parents=True)  # without flags.cfg
-    assert cli.parse("evaluate", ["--train_dir=old"]) == Options(train_dir="old")
 
 
 def test_evaluate_needs_a_run_and_refuses_what_it_would_ignore(folder):

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 import importlib
 import inspect
 import json
@@ -179,23 +178,6 @@ def test_a_function_that_an_import_finds_has_its_own_name():
         assert load_function("model", str(name)) is function  # by anybody
 
 
-@pytest.mark.parametrize(
-    "value, name",
-    [
-        (local(1), "build"),
-        (lambda: 1, "lambda"),
-        (functools.partial(build), "partial"),
-    ],
-)
-def test_any_other_is_known_to_its_options_alone(value, name):
-    options = Options(model=value)
-    assert options.model == f"given_in_python:{name}"
-    assert load_function("model", options.model) is value
-    assert f"--model={options.model}" in options.to_flagfile().splitlines()
-    said = refusal(str(options.model))  # as flags.cfg has it
-    assert said.startswith(f"--model=given_in_python:{name} was given in Python")
-
-
 def test_two_functions_of_one_name_are_not_mixed_up():
     one, two = Options(model=local(1)), Options(model=local(2), dataset=local(3))
     again = dataclasses.replace(one, seed=1)
@@ -219,15 +201,6 @@ def test_a_list_is_its_items_with_commas_and_a_folder_may_be_a_path(tmp_path):
     assert Options(decay_epochs=(80, 120.5)).decay_epochs == "80,120.5"
     assert Options(model_args=["a=1", "b=2"]).model_args == "a=1,b=2"
     assert Options(train_dir=tmp_path).train_dir == str(tmp_path)
-
-
-def test_each_item_of_a_list_may_be_a_function():
-    one, two = lambda: 1, lambda: 2  # noqa: E731
-    text = Options(devices=["mae", one, build, two, one]).devices
-    lambdas = "given_in_python:lambda", "given_in_python:lambda_2"
-    assert text == f"mae,{lambdas[0]},{__name__}:build,{lambdas[1]},{lambdas[0]}"
-    found = [load_function("metrics", part)() for part in text.split(",")[1:]]
-    assert found == [1, "built", 2, 1]
 
 
 @pytest.mark.parametrize("given", [dict(model=5), dict(dataset=None), dict(devices=[None])])

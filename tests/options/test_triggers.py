@@ -99,12 +99,3 @@ def test_a_run_that_is_continued_does_the_same_from_there(plan, data):
         assert after[kind] == [n for n in whole[kind] if n > step]
     first_line = {step + 1}  # one that only the second part has
     assert first_line | {n for n in whole["logs"] if n > step} == set(after["logs"])
-
-
-def test_calls_are_as_long_as_may_be():
-    plan = timetable(last=60, steps_per_loop=10, log_every_steps=24, evaluate_every_epochs=0)
-    assert walk(plan)[0] == [1, 11, 21, 25, 35, 45, 49, 59, 60]
-    assert walk(timetable(first=100, last=100))[0] == [] and not plan.evaluates(0)
-    plan = timetable(steps_per_loop=10, log_every_steps=100, evaluate_every_epochs=0)
-    assert plan.num_steps(1) == 10
-    assert plan.num_steps(1, lambda step: step in (4, 7)) == 3  # something else may end a call

@@ -7,7 +7,6 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from models import cnn
 from tests.programs import ROOT, python
 
 pytestmark = pytest.mark.process
@@ -88,17 +87,3 @@ def test_missing_package_is_skipped_by_name(tmp_path):
 
 
 # The same functions.
-
-
-@pytest.mark.graph
-def test_tensorflows_normalization_is_the_same_function(module):
-    ours = cnn.cnn(image_shape=ODD_SHAPE)
-    theirs = module("tf_program").with_tensorflow_lrn(ours)
-    kinds = {type(layer).__name__ for layer in theirs.layers}
-    assert "TensorFlowLrn" in kinds and "LocalResponseNormalization" not in kinds
-    images = 100 * np.random.default_rng(0).standard_normal((4, *ODD_SHAPE), np.float32)
-    np.testing.assert_allclose(theirs(images), ours(images), rtol=1e-5, atol=1e-6)
-    without = cnn.cnn(image_shape=ODD_SHAPE, lrn=False)
-    without.set_weights(ours.get_weights())
-    assert np.abs(without(images) - ours(images)).max() > 1e-2
-    assert theirs.count_params() == ours.count_params()

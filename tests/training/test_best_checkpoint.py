@@ -24,28 +24,6 @@ def filled(folder, values, objective=MAX, patience=0.0, keep=True):
     return best
 
 
-@pytest.mark.parametrize(
-    "direction, values, step",
-    [
-        ("max", [0.1, 0.3, 0.2], 20),
-        ("min", [0.1, 0.3, 0.2], 10),
-        ("max", [0.3, 0.3, 0.1], 10),  # the first of equal ones
-        ("max", [float("nan"), 0.1, None], 20),
-        ("min", [float("nan"), None], None),
-    ],
-)
-def test_the_best_is_the_first_of_the_highest_or_the_lowest(tmp_path, direction, values, step):
-    assert filled(tmp_path, values, ("loss", direction)).step == step
-
-
-def test_a_run_is_over_when_it_became_no_better_for_so_many_examples(tmp_path):
-    assert not filled(tmp_path, [0.1, 0.3, 0.2], patience=100).is_over()
-    assert filled(tmp_path, [0.1, 0.3, 0.2, 0.3], patience=100).is_over()
-    assert not filled(tmp_path, [0.1, 0.3, 0.2, 0.4], patience=100).is_over()
-    assert not filled(tmp_path, [0.1, 0.0, 0.0, 0.0]).is_over()
-    assert filled(tmp_path, [float("nan")] * 4, patience=100).is_over()
-
-
 def test_a_run_that_goes_on_knows_what_was_before_and_not_what_comes(tmp_path):
     filled(tmp_path, [0.1, 0.3, 0.9]).write()
     assert step_of(tmp_path) == 30

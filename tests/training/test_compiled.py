@@ -116,16 +116,6 @@ class Evaluated(Adversarial):
         return {"judge_loss": tf.reduce_mean(tf.nn.softplus(-self.judge(x)))}
 
 
-class Annealed(Evaluated):
-    def __init__(self):
-        super().__init__()
-        self.heat = tf.Variable(1.0, trainable=False, name="heat")
-
-    def train_step(self, data):
-        self.heat.assign(self.heat * 0.9)
-        return super().train_step(data)
-
-
 def adversarial(kind=Evaluated):
     model = kind()
     of_judge = keras.optimizers.Adam(0.01, use_ema=True)  # whose averages are left to the step
@@ -235,16 +225,6 @@ def test_a_test_step_that_runs_on_one_device_is_told_by_train_and_evaluate(tmp_p
     given = dict(train_dir=str(tmp_path), model=build, dataset=numbers, num_towers=2)
     towers.evaluate(**given)
     assert line in capsys.readouterr().out
-
-
-def test_its_objective_is_a_figure_of_the_evaluation_and_a_variable_beside_is_told(
-    tmp_path, capsys
-):
-    given = dict(evaluate_every_epochs=1, keep_best=True, validation_fraction=0.3, num_towers=1)
-    result = run(tmp_path, lambda: adversarial(Annealed), **given)
-    assert result["objective"] == "validation_judge_loss" and result["validation_judge_loss"] > 0
-    assert (tmp_path / "best.json").exists()
-    assert "changes the variable heat:0, which no checkpoint holds" in capsys.readouterr().out
 
 
 def test_the_loss_of_an_output_is_that_of_all_examples_alike(trained):

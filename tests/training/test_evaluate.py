@@ -1,8 +1,6 @@
 """Evaluation: every example of the test set counts once, whatever the batch and the towers."""
 
-import functools
 import json
-import types
 
 import keras
 import numpy as np
@@ -11,10 +9,8 @@ import tensorflow as tf
 
 import towers
 from tests import tiny
-from tests.runs import command, refusal, result_of
+from tests.runs import command, result_of
 from towers.data import ArraySplit, augment
-from towers.options.run import Options
-from towers.training.run.model import check_data
 from towers.training.run.setup import prepare
 
 pytestmark = pytest.mark.graph
@@ -101,19 +97,6 @@ def test_another_model_is_refused_without_a_word_of_overwriting(trained, capsys)
     code, _, err = command(capsys, "evaluate", f"--train_dir={trained('classes')}", model)
     assert code == 2 and "has --model=tests.tiny:cnn: leave --model out" in err
     assert "--overwrite" not in err and err.count("\n") == 1
-
-
-@pytest.mark.unit
-def test_names_that_would_stand_for_others_are_refused():
-    data, part = types.SimpleNamespace(class_names=("b", "c"), image_shape=None), "class_names"
-    for then in {}, {part: ["b", "c"]}, {part: ["b", "c", "d"]}:
-        check_data(data, Options(), then)
-    refused = functools.partial(refusal, check_data, data, Options())
-    for trains in False, True:
-        said = refused({part: ["a", "b", "c"]}, trains=trains)
-        assert "(missing: a)" in said and "--init_from" in said
-    assert "(missing: d)" in refused({part: ["b", "c", "d"]}, number=True)
-    assert "in another order" in refused({part: ["c", "b"]})
 
 
 @pytest.mark.run

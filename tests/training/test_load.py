@@ -1,7 +1,6 @@
 """`towers.load`: the model of a run, from its folder alone."""
 
 import functools
-import json
 
 import numpy as np
 import pytest
@@ -9,8 +8,6 @@ import pytest
 import towers
 from tests import runs, tiny
 from tests.runs import assert_has
-from towers.errors import InputError
-from towers.options import code_trust
 
 pytestmark = pytest.mark.run
 
@@ -36,19 +33,6 @@ def test_the_best_checkpoint_is_taken_where_the_run_names_it(run):
     (run / "best.json").write_text('{"step": 6}')
     assert_has(towers.load(run), run, 6)
     assert_has(towers.load(run, step=18), run, 18)
-
-
-def test_no_data_are_needed_but_by_a_run_of_before(run):
-    flags, manifest = run / "flags.cfg", json.loads((run / "manifest.json").read_text())
-    text = flags.read_text()
-    flags.write_text(code_trust.signed(text.replace("tests.tiny:images", "gone:images")))
-    assert_has(towers.load(run), run, 18)
-    del manifest["task"]
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(InputError, match="gone"):
-        towers.load(run)
-    flags.write_text(text)
-    assert_has(towers.load(run), run, 18)
 
 
 def test_what_cannot_be_loaded_is_one_line(trained, run, tmp_path):

@@ -135,16 +135,3 @@ def test_the_seed_makes_the_weights(function):
         np.testing.assert_array_equal(one, other)
     other = build(function, seed=4).get_weights()
     assert any((a != b).any() for a, b in zip(first, other, strict=True))
-
-
-@pytest.mark.parametrize("dtype", ["float64", "mixed_bfloat16"])
-def test_precision_and_place(dtype):
-    before = keras.config.dtype_policy()
-    with tf.device("/cpu:2"):
-        built = build(functional, dtype=dtype)
-    assert keras.config.dtype_policy() == before
-    assert {v.value.device.rpartition("/")[2] for v in built.variables} == {"device:CPU:0"}
-    compute = dtype.removeprefix("mixed_")
-    assert built(np.zeros([1, *SHAPE], np.float32)).dtype == compute
-    master = "float64" if dtype == "float64" else "float32"
-    assert {v.dtype for v in built.trainable_variables} == {master}

@@ -62,12 +62,3 @@ def test_biases_scales_and_the_last_kernel_move_by_adam():
         adam.build([weight])
         adam.apply([tf.constant(gradient)], [weight])
         assert_close({path: after}, {path: weight.numpy()}, 1e-5)
-
-
-def test_it_survives_saving():
-    weights = model().trainable_variables
-    given = dict(clip_norm=0.5, momentum=0.7, weight_decay=0.1, learning_rate=0.3)
-    optimizer = make_optimizer(weights, Options(optimizer="muon", **given), clipnorm=0.5)
-    found = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
-    assert type(found) is type(optimizer) and found.get_config() == optimizer.get_config()
-    assert found.outputs == {weights[-2].path} and found.clipnorm == 0.5

@@ -412,16 +412,6 @@ class Counted(keras.layers.Dense):
         return super().call(x)
 
 
-def test_sharded_weights_and_their_slots_lie_on_the_towers():
-    model = towers.parallelize(network(optimizer="adam"), 2, variables="sharded")
-    model.train_on_batch(X[:8], Y[:8])
-    places = {weight.value.device for weight in model.trainable_variables}
-    assert {place[-5:] for place in places} == {"CPU:0", "CPU:1"}
-    slots = model.optimizer._momentums
-    for weight, slot in zip(model.trainable_variables, slots, strict=True):
-        assert slot.value.device == weight.value.device
-
-
 def test_copies_and_files_of_a_parallelized_model_are_plain(tmp_path):
     model = towers.parallelize(network(), 2)
     model.save(tmp_path / "model.keras")

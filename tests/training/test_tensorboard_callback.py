@@ -62,17 +62,6 @@ def test_each_tower_is_seen(float64, tmp_path):
     assert any("custom_scalars" in tag for tag in accumulator.Tags()["tensors"])
 
 
-def test_no_number_depends_on_it(float64, tmp_path):
-    seen, plain = make(2), make(2)
-    board, before = towers.callbacks.TowerBoard(tmp_path, every_steps=3), seen.train_step
-    assert fit(seen, board) == fit(plain)
-    for one, other in zip(seen.get_weights(), plain.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert list(read_scalars(tmp_path / "train")) == [0, 3]
-    fit(seen)
-    assert vars(seen)["train_step"] == before
-
-
 class Interrupted(Exception):
     pass
 

@@ -200,13 +200,6 @@ def test_the_clock_of_examples_goes_on_with_another_batch_size(tmp_path):
     np.testing.assert_allclose(rates, 0.05 * (1 + np.cos(np.pi * before / 120)), rtol=1e-5)
 
 
-def test_a_checkpoint_is_also_written_when_minutes_have_passed(tmp_path, monkeypatch):
-    monkeypatch.setattr("towers.training.train._SAVE_SECONDS", 0.0)
-    given = dict(max_steps=3, log_every_steps=1, keep_checkpoints=9)
-    train(tiny.options(tmp_path, **given, checkpoint_every_steps=1000))
-    assert tiny.saved_steps(tmp_path) == [0, 1, 2, 3]
-
-
 def test_two_cannot_train_in_one_folder(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("towers.training.train._SAVE_SECONDS", 0.0)  # no saves: none by clock

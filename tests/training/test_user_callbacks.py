@@ -6,7 +6,6 @@ import pytest
 
 import towers
 from tests import fits, tiny
-from towers import cli
 
 pytestmark = pytest.mark.run
 
@@ -186,23 +185,3 @@ def test_one_that_fails_loses_no_step(tmp_path, capsys):
     assert "saved       step 3: the same command" in capsys.readouterr().out
     assert train(tmp_path, own := Losses(), batch_size=5)["steps"] == 9
     assert own.numbers == [1, 2]
-
-
-def test_a_function_is_named_by_its_flag(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_callbacks.py").write_text(
-        "import keras\n"
-        "class Rate(keras.callbacks.Callback):\n"
-        "    def on_train_batch_end(self, batch, logs):\n"
-        "        print('rate', float(self.model.optimizer.learning_rate))\n"
-        "def log():\n"
-        "    kept = keras.callbacks.ModelCheckpoint('best.keras')\n"
-        "    return [keras.callbacks.CSVLogger('log.csv'), Rate(), kept]\n"
-    )
-    run = ["--train_dir=run", "--max_steps=2", "--batch_size=7", "--evaluate_every_epochs=0"]
-    names = ["--model=tests.tiny:dense", "--dataset=tests.tiny:images"]
-    assert cli.main(["train", *run, *names, "--callbacks=my_callbacks:log"]) == 0
-    out = capsys.readouterr().out
-    assert "\nrate 0.05" in out  # of a model that is not compiled, too
-    first, second = (tmp_path / "log.csv").read_text().splitlines()[:2]
-    assert first == "epoch,accuracy,loss,val_accuracy,val_loss" and second.startswith("0,")

@@ -6,34 +6,12 @@ import pytest
 import tensorflow as tf
 
 from tests import runs, tiny
-from towers.graphs.placement import read_placement, short_device_name
+from towers.graphs.placement import read_placement
 from towers.training.run.setup import prepare
 from towers.training.step.train_state import TrainState
 from towers.training.train import train
 
 pytestmark = pytest.mark.graph
-
-
-def test_where_variables_lie(tmp_path):
-    def places(variables):
-        options = tiny.options(
-            tmp_path, num_towers=2, variables=variables, model_args="width=40", ema_decay=0.9
-        )
-        return {
-            name: short_device_name(v.device)
-            for name, v in tiny.Loop(options).train_state.variables().items()
-        }
-
-    assert set(places("cpu").values()) == {"/cpu:0"}
-    sharded = places("sharded")
-    kernels = [name for name in sharded if name.endswith("/kernel")]
-    # The largest weight is alone on one tower; its slot and its average are beside it.
-    large, small = "sequential/dense/kernel", "sequential/dense_1/kernel"
-    assert {sharded[f"model/{large}"], sharded[f"model/{small}"]} == {"/cpu:0", "/cpu:1"}
-    assert sharded[f"average/{small}"] == sharded[f"model/{small}"]
-    assert sharded["optimizer/sgd/sequential_dense_1_kernel_momentum"] == sharded[f"model/{small}"]
-    assert len(kernels) == 4
-    assert set(places("replicated").values()) == {"/cpu:0"}
 
 
 @pytest.mark.run
@@ -110,14 +88,6 @@ def test_names_say_what_a_variable_is_and_not_where_it_is_used():
         "step",
         "examples",
     ]
-
-
-def test_names_do_not_change_in_a_process_that_built_other_models():
-    """A notebook continues a run that it stopped, and Keras has counted its layers since."""
-    before = names(model="tests.tiny:cnn", optimizer="adamw", ema_decay=0.5)
-    layers = [keras.layers.Dense(1).name for _ in range(3)]
-    assert names(model="tests.tiny:cnn", optimizer="adamw", ema_decay=0.5) == before
-    assert keras.layers.Dense(1).name not in layers  # the user's own layers are counted on
 
 
 def test_layers_of_one_name_are_told_apart():
