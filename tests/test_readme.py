@@ -44,7 +44,7 @@ TOWERS = [words for words in commands() if words[0] == "towers"]
 
 def test_it_is_short_and_begins_with_the_quickstart_and_the_tests():
     assert len(README) <= 10_000
-    assert commands(README)[:2] == [["scripts/quickstart"], ["scripts/test", "--fast"]]
+    assert commands(README)[:2] == [["scripts/quickstart"], ["scripts/test"]]
 
 
 def test_the_chinese_page_has_the_same_code_and_its_own_words():
