@@ -766,25 +766,34 @@ def function_of(graph: tf.Graph) -> tf.Graph:
     return graph
 
 
-def call_time_scalar(graph: tf.Graph, number: Callable[[], int], dtype: tf.DType) -> tf.Tensor:
-    """Return a scalar that is computed anew at each call of a graph's function.
+def number_of_place(graph: tf.Graph, numbers: Iterator[int]) -> tf.Tensor:
+    """Return a number that tells apart the places where a graph's function is called.
 
-    Eagerly, and in a graph of no function, it is computed once. Public: an argument.
+    Each place takes a number when it is first called, and another one in each thread. Calls by a
+    program outside of functions are all one place. Public: an argument of the function.
 
     Args:
-        graph: in which the scalar is used.
-        number: computes the value in Python.
-        dtype: of the scalar.
+        graph: in which the number is used.
+        numbers: from which each place takes its own.
     """
-    if not getattr(graph, "building_function", False):
+    kept = threading.local()
+
+    def own() -> tf.Tensor:
+        if not hasattr(kept, "number"):
+            kept.number = next(numbers)
         with tf.device("/cpu:0"):
-            return tf.constant(number(), dtype)
+            return tf.constant(kept.number, tf.int32)
+
+    if not getattr(graph, "building_function", False):
+        return own()
 
     def value() -> list[tf.Tensor]:
-        return [call_time_scalar(function_of(tf.compat.v1.get_default_graph()), number, dtype)]
+        if tf.executing_eagerly():
+            return [own()]
+        return [number_of_place(function_of(tf.compat.v1.get_default_graph()), numbers)]
 
     with graph.as_default(), tf.device("/cpu:0"):
-        key, spec = object(), tf.TensorSpec([], dtype)
+        key, spec = object(), tf.TensorSpec([], tf.int32)
         placeholder = graph.capture_call_time_value(lambda: None, spec, key)
         # With its own closure, calls from another function would all get one value.
         value.output_spec = spec

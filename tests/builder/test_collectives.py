@@ -1,6 +1,7 @@
 """What towers exchange within a step, by the gather device or by collectives, a ring of CPUs."""
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -31,23 +32,66 @@ def test_gpus_of_their_own_meet_and_nccl_is_asked_for_between_cards():
             assert collectives.are_used(DEVICES) is (stand_in is cpus_for_gpus)
 
 
-def test_a_function_may_be_called_twice_in_a_step():
-    """With the keys of its trace it would meet itself, and end all collectives of the process."""
+def keys_of(tensors):
+    """Return the instance keys of the collectives that have made tensors, as a tensor."""
+    ops = tensors[0].graph.get_operations()
+    return tf.stack([op.inputs[3] for op in ops if op.type.startswith("Collective")])
+
+
+def test_calls_take_few_keys_and_no_two_functions_share_one():
+    """TensorFlow never forgets a key, and a key has one type and one shape for ever."""
+
+    @tf.function(autograph=False)
+    def sums(x):
+        values = [[x * i, tf.ones([100], tf.float64)] for i in (1.0, 2.0, 3.0)]
+        totals = [own[0] for own in collectives.all_sum(values, DEVICES)]
+        return totals, keys_of(totals)
+
+    @tf.function(autograph=False)
+    def stacks(x):
+        collective = collectives.Collective(DEVICES)
+        stacked = [collective.stack(x * i, name) for i, name in enumerate(DEVICES)]
+        return stacked, keys_of(stacked)
+
+    used = {sums: set(), stacks: set()}
+    for n in range(150):
+        x = tf.constant([1.0, n])
+        totals, keys = sums(x)
+        np.testing.assert_array_equal(totals, [[6.0, 6.0 * n]] * 3)
+        used[sums] |= set(keys.numpy())
+        stacked, keys = stacks(x)
+        np.testing.assert_array_equal(stacked, [[[0.0, 0.0], [1.0, n], [2.0, 2.0 * n]]] * 3)
+        used[stacks] |= set(keys.numpy())
+    assert len(used[sums]) == 2 and len(used[stacks]) == 1
+    assert used[sums].isdisjoint(used[stacks])
+
+
+def test_a_function_may_be_called_many_times_in_a_step_and_by_several_threads():
+    """Two calls that use a key at the same time would end all collectives of the process."""
 
     @tf.function
     def sums(x):
-        values = [[x * i, tf.ones([100_000]) * x[0]] for i in (1.0, 2.0, 3.0)]
+        values = [[x * i] for i in (1.0, 2.0, 3.0)]
         return [own[0] for own in collectives.all_sum(values, DEVICES)]
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(x):
         collectives.all_sum([[x]] * 3, DEVICES)
-        return sums(x), sums(10.0 * x)
+        once = [sums(x * factor) for factor in factors]
+        looped = tf.map_fn(sums, x[:, None] * [[1.0, 2.0]], fn_output_signature=[tf.float32] * 3)
+        return once, looped
 
-    for _ in range(10):
-        once, again = step(tf.constant([1.0, 2.0]))
-        np.testing.assert_array_equal(once, [[6.0, 12.0]] * 3)
-        np.testing.assert_array_equal(again, [[60.0, 120.0]] * 3)
+    factors = [float(i) for i in range(70)]
+    x = np.array([1.0, 2.0], np.float32)
+
+    def call(_):
+        once, looped = step(x)
+        np.testing.assert_array_equal(once, [[6.0 * x * factor] * 3 for factor in factors])
+        np.testing.assert_array_equal(looped, [6.0 * x[:, None] * [1.0, 2.0]] * 3)
+
+    call(0)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(call, range(6)))
 
 
 def test_in_a_loop_and_after_it():
@@ -56,11 +100,11 @@ def test_in_a_loop_and_after_it():
         def body(i, total):
             return i + 1, total + collectives.all_sum([[x]] * 3, DEVICES)[0][0]
 
-        total = tf.while_loop(lambda i, _: i < 4, body, (0, tf.zeros(2)))[1]
+        total = tf.while_loop(lambda i, _: i < 70, body, (0, tf.zeros(2)))[1]
         return total, collectives.all_sum([[x]] * 3, DEVICES)[2][0]
 
     inside, after = step(tf.ones(2))
-    np.testing.assert_array_equal(inside, [12.0, 12.0])
+    np.testing.assert_array_equal(inside, [210.0, 210.0])
     np.testing.assert_array_equal(after, [3.0, 3.0])
 
 
@@ -91,17 +135,31 @@ def test_what_nccl_takes_for_another_type_is_summed_and_stacked_in_float32(monke
         np.testing.assert_array_equal(tf.cast(own, tf.float32), [[0.0], [1.0], [2.0]])
 
 
-def test_a_tower_that_fails_ends_the_step_and_the_next_one_works():
+def test_a_tower_that_fails_ends_the_step_and_the_next_ones_work():
     @tf.function(autograph=False)
     def step(x, least):
+        first = collectives.all_sum([[x]] * 3, DEVICES)
         with tf.control_dependencies([tf.debugging.assert_less(x, least)]):
-            values = [[tf.identity(x)], [x], [x]]
+            values = [[tf.identity(first[0][0])], *first[1:]]
         return collectives.all_sum(values, DEVICES)[0][0]
 
-    assert float(step(tf.constant(1.0), tf.constant(5.0))) == 3.0
+    assert float(step(tf.constant(1.0), tf.constant(5.0))) == 9.0
     with pytest.raises(tf.errors.InvalidArgumentError):
         step(tf.constant(7.0), tf.constant(5.0))
-    assert float(step(tf.constant(2.0), tf.constant(5.0))) == 6.0
+    for _ in range(70):  # with the keys of the call that failed, too
+        assert float(step(tf.constant(2.0), tf.constant(5.0))) == 18.0
+
+
+def test_values_of_unknown_shape_are_refused():
+    """A key's second use with another shape would end all collectives of the process."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None])])
+    def step(x):
+        collective = collectives.Collective(DEVICES)
+        return [collective.sum(x, name) for name in DEVICES]
+
+    with pytest.raises(ValueError, match="fully defined"):
+        step(tf.ones([3]))
 
 
 # By the gather device.

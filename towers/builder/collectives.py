@@ -5,7 +5,7 @@ towers that run in parallel: in a traced step, each tower on a device of its own
 """
 
 import functools
-import threading
+import itertools
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -20,8 +20,8 @@ BUCKET_BYTES = 4 * 2**20
 
 # Far from the keys of tf.distribute, which begin at 1.
 _FIRST_GROUP_KEY = 1_000
-_next_free_key = 1_000_000
-_lock = threading.Lock()
+_NUM_KEYS = 1_024  # of each collective
+_first_keys = itertools.count(1_000_000, _NUM_KEYS)
 
 
 def are_used(devices: Sequence[str]) -> bool:
@@ -86,7 +86,7 @@ class Collective:
     def __init__(self, devices: Sequence[str]):
         """Set the devices of the group."""
         self._devices = tuple(devices)
-        self._first, self._place = _next_key()
+        self._first_key, self._turn = next(_first_keys), _turn_of_call()
 
     def sum(self, value: tf.Tensor, device: str) -> tf.Tensor:
         """Return the sum of all devices' values, on `device`.
@@ -111,6 +111,7 @@ class Collective:
         # There is no timeout: TensorFlow implements one by two threads that sleep for so long, for
         # each collective and device, and a process has room for some 32,000. A tower that fails
         # ends the collectives of its step at once without it.
+        value.shape.assert_is_fully_defined()  # TensorFlow keeps the shape with the key
         num_cards, num_gpus = len(tf.config.get_visible_devices("GPU")), len(devices_here("GPU"))
         with tf.device(device):
             # TensorFlow's NCCL misreads bfloat16 as float32 of as many elements.
@@ -119,7 +120,7 @@ class Collective:
                 input=known,
                 group_size=len(self._devices),
                 group_key=_group_key(self._devices),
-                instance_key=self._first + self._place,
+                instance_key=self._turn + self._first_key,
                 ordering_token=[_ordering_token(device)],
                 communication_hint=communication(self._devices, num_cards, num_gpus),
             )
@@ -138,43 +139,34 @@ def communication(devices: Sequence[str], num_cards: int, num_gpus: int) -> str:
     return "nccl" if on_gpus and num_cards == num_gpus else "auto"
 
 
-class _Keys:
-    """The keys of the collectives in a function's graph; each call of the function has new ones.
+def _turn_of_call() -> tf.Tensor:
+    """Return which of its keys each collective uses in this call of the traced function.
 
-    A function that is called twice in a step would else reuse its keys, which ends all collectives
-    of the process for good.
+    TensorFlow never forgets a key: it keeps 950 bytes for each, so new keys for each call would be
+    a leak. But if two calls use a key at the same time, all collectives of the process end for
+    good. So each place where the function is called has keys of its own, in each thread. A call
+    that fails leaves nothing of its keys behind, since it ends after all its collectives.
     """
-
-    def __init__(self, graph: tf.Graph):
-        self.num = 0
-        self.first = tf_internals.call_time_scalar(graph, self._take, tf.int32)
-
-    def _take(self) -> int:
-        global _next_free_key
-        with _lock:
-            first, _next_free_key = _next_free_key, _next_free_key + self.num
-        return first
-
-
-def _next_key() -> tuple[tf.Tensor, int]:
-    # Returns the first key of a call of the traced function, and the offset of this one from it.
     here = tf.compat.v1.get_default_graph()  # perhaps of a loop in the function
-    graph = tf_internals.function_of(here)
-    # A graph may have the collections of one around it, too.
-    all_keys = graph.get_collection_ref("keys of collectives")
-    keys = next((keys for keys in all_keys if keys.first.graph is graph), None)
-    if keys is None:
-        keys = _Keys(graph)
-        all_keys.append(keys)
-    firsts = here.get_collection_ref("first keys of collectives")
-    first = next((tensor for tensor in firsts if tensor.graph is here), None)
-    if first is None:
+    function = tf_internals.function_of(here)
+    turns = itertools.cycle(range(_NUM_KEYS))
+    turn = _once(function, "turn", lambda: tf_internals.number_of_place(function, turns))
+
+    def in_loop() -> tf.Tensor:
         # An op that TensorFlow keeps, outside of the towers: it is sent to each of them once.
         with tf.device("/cpu:0"), tf.name_scope(""):
-            first = tf.raw_ops.PlaceholderWithDefault(input=keys.first, shape=[])
-        firsts.append(first)
-    keys.num += 1
-    return first, keys.num - 1
+            return tf.raw_ops.PlaceholderWithDefault(input=turn, shape=[])
+
+    return _once(here, "turn in a loop", in_loop)
+
+
+def _once(graph: tf.Graph, name: str, make: Callable[[], tf.Tensor]) -> tf.Tensor:
+    # Returns a tensor that is made once in a graph, which has those of the graph around it, too.
+    tensors = graph.get_collection_ref(f"collectives: {name}")
+    tensor = next((tensor for tensor in tensors if tensor.graph is graph), None)
+    if tensor is None:
+        tensors.append(tensor := make())
+    return tensor
 
 
 @functools.cache
