@@ -45,6 +45,8 @@ A100 = Card()
 FULL = Card(free_mib=1000, holders=((17, "python", 39000), (18, "blender", None)))
 SMALL = Card("NVIDIA T400", (7, 5), total_mib=2048, free_mib=2000, listed=False)
 LOST = Card(lost=True, listed=False)
+H100 = Card("NVIDIA H100", (9, 0))  # for which TensorFlow's wheel has only PTX
+RTX5090 = Card("NVIDIA GeForce RTX 5090", (12, 0))
 PART = Card(  # it knows its memory and its name, and little else
     "NVIDIA A100 MIG 1g.5gb", total_mib=4864, free_mib=4800, reserved_mib=64,
     silent=frozenset(["nvmlDeviceGetPciInfo", "nvmlDeviceGetCudaComputeCapability"]),
@@ -134,7 +136,10 @@ class Machine:
 
 
 def install(monkeypatch, *cards, driver=True):
-    """Let this process have `cards`, fresh: nothing listed, nothing set; return the `Machine`."""
+    """Let this process have `cards`, fresh: nothing listed, nothing set; return the `Machine`.
+
+    `driver` is whether there is one, or its version.
+    """
     machine = Machine(cards)
     install_driver(monkeypatch, *cards, there=driver)
     monkeypatch.setattr(gpus, "_in_force", GpuOptions())
@@ -219,7 +224,7 @@ def install_driver(monkeypatch, *cards, there=True):
         "nvmlInit": init,
         "nvmlShutdown": open_count.pop,
         "nvmlDeviceGetCount": lambda: len(cards),
-        "nvmlSystemGetDriverVersion": lambda: "555.42.02",
+        "nvmlSystemGetDriverVersion": lambda: "555.42.02" if there is True else there,
         "nvmlDeviceGetHandleByIndex": handle,
         "nvmlSystemGetProcessName": process_name,
         "nvmlDeviceGetMigDeviceHandleByIndex": handle_of_part,

@@ -15,9 +15,14 @@ Importing this package imports no TensorFlow, defines no flag and touches no dev
 below, and those of `devices`, are loaded when they are first used.
 """
 
+import os
+
 from towers import devices as devices
 from towers.options.lazy import lazily
 
+# Room for all kernels that the driver compiles. CUDA reads it once, when a program makes its first
+# tensor, which may be long before it calls towers.
+os.environ.setdefault("CUDA_CACHE_MAXSIZE", str(4 * 2**30))
 __version__ = "0.1.0"
 _HOME = {
     "InputError": "errors",

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.fake_gpus import A100, FULL, SMALL
+from tests.fake_gpus import A100, FULL, H100, SMALL
 from towers.commands.doctor import command as doctor
 from towers.devices import self_test
 from towers.options.run import Options
@@ -52,6 +52,18 @@ def test_this_machine_has_no_problem(tmp_path, monkeypatch, capfd):
     assert not problems(found.values())
     assert found.keys() >= {"Python", "tensorflow", "keras", "GPUs", "computing on /cpu:0"}
     assert list(tmp_path.iterdir()) == [] and capfd.readouterr() == ("", "")
+
+
+def test_a_driver_too_old_for_a_gpu_is_told_by_number(install, probe):
+    install(A100, H100, driver="550.54.14")
+    found = checks()
+    assert problems(found.values()) == ["GPUs"] and "GPU 1 (NVIDIA H100)" in found["GPUs"].detail
+    assert "--visible_gpus=0" in found["GPUs"].remedy
+    install(A100, H100, driver="550.54.14")
+    assert not problems(checks(visible_gpus="0").values())
+    install(A100, H100)
+    found = checks()
+    assert not problems(found.values()) and "GPU 1 (NVIDIA H100)" in found["kernels"].detail
 
 
 def test_gpus_are_those_of_the_driver_and_are_read_back(install, probe):

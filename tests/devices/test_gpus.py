@@ -4,13 +4,14 @@ import functools
 import os
 from dataclasses import replace
 
+import pynvml
 import pytest
 import tensorflow as tf
 
 from tests import runs
-from tests.fake_gpus import A100, FULL, PART, SMALL, SPLIT, Card, part_uuid
+from tests.fake_gpus import A100, FULL, H100, PART, RTX5090, SMALL, SPLIT, Card, part_uuid
 from tests.programs import python
-from towers.devices import config_proto, gpus, tower_devices
+from towers.devices import config_proto, gpus, self_test, tower_devices
 from towers.errors import RunError
 
 pytestmark = pytest.mark.unit
@@ -91,6 +92,69 @@ def test_what_cannot_be_had_is_refused_and_nothing_is_set_by_halves(
     message = refusal(**options)
     assert says in message and remedy in message
     assert set(machine.limits_mib) <= {None}
+
+
+OLD_H100, OLD_5090 = ("GPU 0 (NVIDIA H100)", "9.0", "555"), ("(NVIDIA GeForce RTX 5090)", "570")
+
+
+@pytest.mark.parametrize(
+    "driver, cards, options, says, others",
+    [
+        ("550.54.14", [H100], {}, OLD_H100, "none"),
+        ("535.104.05", [H100, A100, H100], {}, OLD_H100, "1"),
+        ("550.54.14", [replace(SPLIT, name="H100", capability=(9, 0))], {}, ("9.0", "555"), "none"),
+        ("560.35", [A100, RTX5090], {"visible_gpus": "1"}, (*OLD_5090, "GPU 1"), "0"),
+        ("565.57.01", [replace(RTX5090, capability=(10, 3)), H100], {}, OLD_5090, "1"),
+        ("555.42.02", [H100, A100], {}, (), ""),
+        ("570.86.10", [RTX5090, H100], {}, (), ""),
+        ("525.60.13", [A100, replace(A100, capability=(8, 9))], {}, (), ""),
+        ("550.54.14", [A100, H100], {"visible_gpus": "0"}, (), ""),
+    ],
+)  # fmt: skip
+def test_a_driver_compiles_for_gpus_that_are_newer_than_tensorflow(
+    install, driver, cards, options, says, others
+):
+    install(*cards, driver=driver)
+    if says:
+        message = refusal(**options)
+        assert message.endswith(f"--visible_gpus={others}") and driver in message
+        assert all(word in message for word in says)
+    else:
+        gpus.configure(**options)
+
+
+def test_newer_libraries_or_machine_code_make_an_old_driver_do(install, monkeypatch):
+    """Such as NVIDIA's cuda-compat, which containers have, and builds of one's own."""
+    for cuda, built, refused in (
+        (12040, "sm_80", True),
+        (12050, "sm_80", False),
+        (0, "sm_90", False),
+    ):
+        install(H100, driver="535.104.05")
+        monkeypatch.setattr(pynvml, "nvmlSystemGetCudaDriverVersion_v2", lambda cuda=cuda: cuda)
+        info = {"cuda_compute_capabilities": [built, "compute_90"]}
+        monkeypatch.setattr(tf.sysconfig, "get_build_info", lambda info=info: info)
+        if refused:
+            assert "needs driver 555" in refusal()
+        else:
+            gpus.configure()
+
+
+def test_kernels_that_are_compiled_first_are_told_and_waited_for(install, monkeypatch, capsys):
+    """An H100's and an RTX 5090's take minutes at the first start."""
+    waited = []
+
+    def run(*arguments, timeout, **kwargs):
+        told = capsys.readouterr().err
+        waited.append((timeout, told.count("\n"), "compiles" in told))
+        raise self_test.subprocess.TimeoutExpired("python", timeout, stderr=b"")
+
+    monkeypatch.setattr(self_test.subprocess, "run", run)
+    for cards in [A100], [H100], [A100, RTX5090]:
+        install(*cards, driver="570.86.10")
+        with pytest.raises(RunError, match="gave no answer"):
+            gpus.try_out()
+    assert waited == [(180, 0, False), (1800, 1, True), (1800, 1, True)]
 
 
 def test_a_part_has_its_own_memory_and_name(install):

@@ -86,6 +86,38 @@ def test_a_wrong_product_and_a_wrong_bit_are_told_and_hide_no_other_device(monke
     assert "off by nan" in first and "1 of 1048576 numbers" in second and third is None
 
 
+@pytest.mark.parametrize(
+    "name, kernel",
+    [
+        ("__mul__", "a multiplication"),
+        ("cast", "a cast"),
+        ("reduce_sum", "a reduction"),
+        ("stateless_uniform", "a draw of random numbers"),
+    ],
+)
+def test_each_kind_of_kernel_is_tried_and_named(monkeypatch, name, kernel):
+    """A driver that is too old runs cuBLAS and refuses TensorFlow's own kernels."""
+    owner = {"__mul__": tf.Tensor, "stateless_uniform": tf.random}.get(name, tf)
+    right, on = getattr(owner, name), []
+
+    def fails(*args, **kwargs):
+        if "CPU:2" in right(*args, **kwargs).device:
+            on.append("CPU:2")
+            raise tf.errors.InternalError(None, None, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+        return right(*args, **kwargs)
+
+    def is_wrong(*args, **kwargs):
+        result = right(*args, **kwargs)
+        return result * 0 + 1 if "CPU:2" in result.device else result
+
+    names = {f"/gpu:{i}": f"/cpu:{i}" for i in range(1, 4)}
+    for fault, says in (fails, "fails: CUDA_ERROR_UNSUPPORTED_PTX"), (is_wrong, "is off by"):
+        if name != "__mul__" or fault is fails:
+            monkeypatch.setattr(owner, name, fault)
+            first, second, third = self_test.find_errors(names).values()
+            assert first is third is None and f"{kernel} {says}" in second
+
+
 def test_only_the_gpus_that_are_asked_for_are_seen(monkeypatch):
     """The others may be full: even to start on them may abort."""
     gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(4)]

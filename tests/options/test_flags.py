@@ -336,15 +336,19 @@ def test_a_damaged_flags_cfg_is_named(folder):
 
 @pytest.mark.process
 def test_importing_towers_defines_no_flag_and_starts_no_tensorflow():
+    """CUDA's cache is made large: the program starts CUDA before it calls towers."""
     code = """
-import sys
+import os, sys
 from absl import flags
-before = set(flags.FLAGS)
+before, environ = set(flags.FLAGS), dict(os.environ)
 import towers, towers.cli, towers.options.run
 import towers.devices.nvml, towers.devices.cuda_visible_devices
 towers.cli.parse("verify", [])
 assert set(flags.FLAGS) == before, set(flags.FLAGS) - before
 assert {"TowerBuilder", "PerTower"} <= set(towers.__all__) <= set(dir(towers))
 assert not {"tensorflow", "keras", "towers.builder.tower"} & set(sys.modules)
+assert os.environ == {"CUDA_CACHE_MAXSIZE": "4294967296"} | environ
 """
-    assert python("-c", code).returncode == 0
+    for variables in {}, {"CUDA_CACHE_MAXSIZE": "1000"}:
+        done = python("-c", code, variables=variables)
+        assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,8 +79,9 @@ def _set_before_start(asked: GpuOptions) -> None:
             f"--visible_gpus={asked.visible_gpus}: TensorFlow does not list GPU "
             f"{', '.join(map(str, missing))}; {cuda_visible_devices.INSTALL}"
         )
-    limits = []
-    for seen in _match(gpus, visible):
+    limits, matched = [], _match(gpus, visible)
+    _check_driver(matched, choice)
+    for seen in matched:
         limits.append(_limit_mib(asked, seen))
         if seen and seen.free_bytes is not None:
             _check_free_memory(seen, limits[-1], choice)
@@ -91,6 +93,30 @@ def _set_before_start(asked: GpuOptions) -> None:
             tf.config.set_logical_device_configuration(gpu, [part])
     if len(gpus) > 1:  # read when TensorFlow starts; else one pool of threads serves all of them
         os.environ.setdefault(_THREAD_MODE, "gpu_private")
+
+
+def _check_driver(gpus: Sequence[DriverGpu | None], choice: Sequence[DriverGpu]) -> None:
+    """Raise InputError for a GPU whose kernels the driver must compile, if it is too old for it."""
+    version, cuda, needed = nvml.driver_version(), nvml.cuda_version(), {}
+    for gpu in _compiling(choice) if version else ():
+        new = gpu.compute_capability >= (10, 0)
+        driver, least_cuda = (570, (12, 8)) if new else (555, (12, 5))
+        if int(version.partition(".")[0]) < driver and cuda < least_cuda:
+            needed[gpu] = driver
+    for gpu in filter(needed.get, gpus):
+        capability = ".".join(map(str, gpu.compute_capability))
+        others = ",".join(other.key for other in choice if other not in needed)
+        raise InputError(
+            f"GPU {gpu} of compute capability {capability} needs driver {needed[gpu]} or newer, "
+            f"and the driver is {version}; update it, or leave the GPU out with "
+            f"--visible_gpus={others or 'none'}"
+        )
+
+
+def _compiling(gpus: Sequence[DriverGpu | None]) -> list[DriverGpu]:
+    # Those for which this TensorFlow has no machine code.
+    built = tf.sysconfig.get_build_info().get("cuda_compute_capabilities")
+    return self_test.compiling([gpu for gpu in gpus if gpu], built or self_test.BUILT_FOR)
 
 
 def _limit_mib(options: GpuOptions, gpu: DriverGpu | None) -> int | None:
@@ -170,7 +196,8 @@ def try_out() -> None:
     """Test each GPU by a small computation in another process.
 
     A CUDA that does not fit is found before any data is read, and an abort inside CUDA becomes a
-    message. It takes some seconds, and does nothing without a GPU or once TensorFlow has started.
+    message. It takes some seconds, the first time minutes with a GPU that is newer than TensorFlow,
+    and does nothing without a GPU or once TensorFlow has started.
 
     Raises:
         RunError: a GPU computes wrong results or none, or a copy to it arrives changed.
@@ -179,6 +206,8 @@ def try_out() -> None:
     visible = tf.config.get_visible_devices("GPU")
     if not visible or tf_internals.has_started():
         return
+    if newer := _compiling(driver_gpus(visible)):
+        print(f"compiling   {self_test.compiling_note(newer)}", file=sys.stderr, flush=True)
     probe = self_test.run_probe([f"/gpu:{everything.index(gpu)}" for gpu in visible])
     if isinstance(probe, str):
         raise RunError(f"the GPUs cannot be used: the probe {probe}; type towers doctor")

@@ -1,4 +1,4 @@
-"""Self-test: a matrix product on every device, and a copy from each device to the next.
+"""Self-test: a few kinds of kernels on every device, and a copy from each device to the next.
 
 It runs in a process of its own, `python -m towers.devices.self_test DEVICE...`, which sees only the
 GPUs that it is asked for, and prints one JSON object:
@@ -17,12 +17,48 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from towers.devices import nvml
 from towers.formatting import first_line
 from towers.options import search_path
 
-TIMEOUT_SECONDS = 180  # a GPU that is newer than TensorFlow compiles its kernels first
+TIMEOUT_SECONDS = 180
+COMPILING_SECONDS = 1800  # with a GPU for which the driver compiles TensorFlow's kernels first
+BUILT_FOR = ("sm_60", "sm_70", "sm_80", "sm_89", "compute_90")  # TensorFlow 2.21's wheel
 TOLERANCE = 1e-2  # relative to the largest value: TensorFloat-32 is off by 5e-4
 SIZE = 1024
+
+
+def compiling(
+    gpus: Sequence[nvml.DriverGpu], built_for: Sequence[str] = BUILT_FOR
+) -> list[nvml.DriverGpu]:
+    """Return the GPUs for which TensorFlow has no machine code, so that the driver compiles it.
+
+    Machine code for 8.0 runs on all of 8.x, and on nothing else.
+
+    Args:
+        gpus: any.
+        built_for: "sm_80" for machine code of 8.0, "compute_90" for PTX, which is compiled.
+    """
+    codes = [divmod(int(re.sub(r"\D", "", name)), 10) for name in built_for if "sm_" in name]
+
+    def is_newer(gpu: nvml.DriverGpu) -> bool:
+        major, minor = gpu.compute_capability
+        return not any(code[0] == major and code[1] <= minor for code in codes)
+
+    return [gpu for gpu in gpus if gpu.compute_capability and is_newer(gpu)]
+
+
+def compiling_note(gpus: Sequence[nvml.DriverGpu]) -> str:
+    """Return a line for the GPUs that `compiling` has found.
+
+    Args:
+        gpus: at least one.
+    """
+    named = ", ".join(map(str, gpus))
+    return (
+        f"GPU {named}: TensorFlow has no machine code for it, so the driver compiles each kernel. "
+        "The first start takes minutes; later starts read CUDA's cache (~/.nv/ComputeCache)"
+    )
 
 
 def run_probe(devices: Sequence[str]) -> dict[str, Any] | str:
@@ -48,10 +84,11 @@ def run_module(module: str, *arguments: str) -> Any:
     environ = search_path.child_environment(os.environ) | quiet
     command = [sys.executable, "-m", module, *arguments]
     pipes = dict(stdin=subprocess.DEVNULL, capture_output=True)
+    seconds = COMPILING_SECONDS if compiling(nvml.gpus()) else TIMEOUT_SECONDS
     try:
-        done = subprocess.run(command, env=environ, timeout=TIMEOUT_SECONDS, **pipes)
+        done = subprocess.run(command, env=environ, timeout=seconds, **pipes)
     except subprocess.TimeoutExpired as expired:
-        return f"gave no answer within {TIMEOUT_SECONDS:g} s: {_last_words(expired.stderr)}"
+        return f"gave no answer within {seconds:g} s: {_last_words(expired.stderr)}"
     if not (code := done.returncode):
         return json.loads(done.stdout.splitlines()[-1])
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
@@ -103,22 +140,44 @@ def find_errors(names: Mapping[str, str]) -> dict[str, str | None]:
     import numpy as np
     import tensorflow as tf
 
+    def draw(_: Any) -> tf.Tensor:
+        return tf.random.stateless_uniform([SIZE, SIZE], [1, 2], alg="philox")
+
     a, b = np.random.default_rng(0).standard_normal((2, SIZE, SIZE), np.float32)
-    expected, errors, x = a @ b, {}, tf.constant(a)
+    with tf.device("/cpu:0"):
+        drawn = draw(None).numpy()
+    # The last ones have kernels of TensorFlow's own, of which the wheel may have only PTX.
+    tests = {
+        "a matrix product": (lambda x: tf.matmul(x, b), a @ b),
+        "a multiplication": (lambda x: x * b, a * b),
+        "a cast": (lambda x: tf.cast(x, tf.float64), a.astype(np.float64)),
+        "a reduction": (lambda x: tf.reduce_sum(x, axis=0), a.sum(axis=0)),
+        "a draw of random numbers": (draw, drawn),
+    }
+
+    def error_on(x: tf.Tensor) -> str | None:
+        results = {}
+        for name, (compute, _) in tests.items():
+            try:
+                results[name] = compute(x).numpy()
+            except Exception as error:
+                return f"{name} fails: {first_line(error)}"
+        if wrong := int((x.numpy() != a).sum()):
+            return f"{wrong} of {a.size} numbers arrived changed"
+        for name, (_, expected) in tests.items():
+            off = np.abs(results[name] - expected).max() / np.abs(expected).max()
+            if not off < TOLERANCE:  # NaN is not
+                return f"{name} is off by {off:.2g} of its largest value"
+        return None
+
+    errors, x = {}, tf.constant(a)
     for device, name in names.items():
-        errors[device] = None
         try:
             with tf.device(name):
                 x = tf.identity(x)
-                product = tf.matmul(x, b).numpy()
-            wrong = int((x.numpy() != a).sum())
-            off = np.abs(product - expected).max() / np.abs(expected).max()
-            if wrong:
-                errors[device] = f"{wrong} of {a.size} numbers arrived changed"
-            elif not off < TOLERANCE:  # NaN is not
-                errors[device] = f"a matrix product is off by {off:.2g} of its largest value"
+                errors[device] = error_on(x)
         except Exception as error:  # one failure must not hide the others
-            errors[device] = first_line(error)
+            errors[device] = f"a copy to it fails: {first_line(error)}"
         if errors[device]:
             x = tf.constant(a)
     return errors

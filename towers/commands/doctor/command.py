@@ -60,6 +60,8 @@ def run(options: Options, say: Callable[[str], None]) -> list[Check]:
 
 def _checks(options: Options) -> Iterator[Check]:
     yield from check_versions()
+    if newer := self_test.compiling(nvml.gpus()):
+        yield Check("kernels", OK, self_test.compiling_note(newer))
     found = self_test.run_module(__name__, json.dumps(dataclasses.asdict(options.gpu_options())))
     if isinstance(found, str):
         yield Check("TensorFlow", PROBLEM, f"its process {found}", INSTALL)
@@ -100,7 +102,7 @@ def check_devices(options: Mapping[str, Any]) -> Iterator[Check]:
         if error:
             yield Check(f"computing on {name}", PROBLEM, error, "type --visible_gpus without it")
         else:
-            yield Check(f"computing on {name}", OK, "a matrix product and a copy are right")
+            yield Check(f"computing on {name}", OK, "copy, kernels and random numbers are right")
 
 
 def _listed(driver: Sequence[nvml.DriverGpu]) -> str:
