@@ -50,6 +50,7 @@ def build(checkout, target, *arguments):
 
 def run(folder, *command, **environment):
     keep = {key: os.environ[key] for key in ("PATH", "HOME", "LANG") if key in os.environ}
+    keep["NVIDIA_DRIVER"] = "/none"
     streams = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True)
     return subprocess.run(command, cwd=folder, env={**keep, **environment}, **streams)
 
@@ -195,6 +196,29 @@ def test_quickstart_trains_and_installs_only_when_that_changes_something(
     assert num_installations(python) == 2
 
 
+def test_quickstart_installs_cuda_beside_what_is_there_if_there_is_a_driver(
+    checkout, python, tmp_path
+):
+    run(checkout, "scripts/test", "--fast", PYTHON=str(python))
+    smi = executable(tmp_path / "driver/nvidia-smi", "exit 9\n")  # there is no driver
+    on_path = {"PATH": f"{smi.parent}:{os.environ['PATH']}", "PYTHON": str(python)}
+    run(checkout, "scripts/quickstart", **on_path)
+    assert num_installations(python) == 1  # what the tests need includes what quickstart needs
+    executable(smi, "echo GPU 0: NVIDIA A100\n")
+    for command in "scripts/quickstart", "scripts/quickstart", "scripts/test":
+        assert run(checkout, command, **on_path).returncode == 0
+    installed = [call for call in calls(python) if "-m pip install" in call]
+    assert len(installed) == 2 and installed[1].endswith(
+        "-c scripts/cuda-constraints.txt -e .[gpu]"
+    )
+    smi.unlink()
+    with (checkout / "scripts/cuda-constraints.txt").open("a") as file:
+        file.write("# another version\n")
+    (tmp_path / "version").write_text("")
+    run(checkout, "scripts/quickstart", PYTHON=str(python), NVIDIA_DRIVER=f"{tmp_path}/version")
+    assert num_installations(python) == 3
+
+
 def test_test_script_checks_the_style_chooses_tiers_and_passes_arguments_on(checkout, python):
     quick, release = "-m (unit or graph) and not extended", "-m not extended"
     for line, chosen in {
@@ -209,10 +233,6 @@ def test_test_script_checks_the_style_chooses_tiers_and_passes_arguments_on(chec
         expected = [*style, *(f"{PYTEST} {part}" for part in chosen)]
         assert calls(python)[-len(expected) :] == expected
     assert "-m pip install -qq --disable-pip-version-check --no-input -e .[test]" in calls(python)
-    # What the tests need includes what quickstart needs.
-    run(checkout, "scripts/quickstart", PYTHON=str(python))
-    run(checkout, "scripts/test", PYTHON=str(python))
-    assert num_installations(python) == 1
 
 
 def test_ci_unpacks_the_images_if_they_are_beside_the_checkout(checkout, python, tmp_path):

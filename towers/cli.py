@@ -276,10 +276,12 @@ def _check_names(options: Any, data: bool) -> None:
 def _warn_of_cpu_towers(options: Any, say: Callable[[str], None]) -> None:
     import tensorflow as tf
 
+    from towers.devices import nvml
+
     values = _values(options)
     number = max(int(n) for n in str(values["num_towers"] or 0).split(","))
     elsewhere = values["devices"] or values[MACHINES_OPTION] or tf.config.get_visible_devices("GPU")
-    if number > 1 and not elsewhere:
+    if number > 1 and not elsewhere and not nvml.gpus():  # else CPUs are an error, or asked for
         say(
             f"towers      {number} on the CPU, there is no GPU here; --num_gpus={number} would be "
             "an error, and --devices=cpu says that it is meant"

@@ -2,13 +2,14 @@
 
 import functools
 import os
+import sys
 
 import pytest
 import tensorflow as tf
 
 from tests import runs
 from tests.fake_gpus import A100, LOST, MIB, SMALL, SPLIT, Card
-from tests.programs import python
+from tests.programs import ROOT, python
 from towers.builder import device_types
 from towers.devices import selection
 from towers.devices.gpus import read_back
@@ -135,6 +136,39 @@ def test_more_towers_than_gpus_are_refused_never_reduced(
     else:
         assert len(tower_devices(number)) == int(sees[0])
     assert tower_devices(number, "cpu") == CPUS[: number or 1]
+
+
+@pytest.mark.parametrize(
+    "cards, value, devices, says",
+    [
+        ([], None, CPUS[:2], ""),
+        ([A100], None, ["/gpu:0"], ""),
+        ([A100] * 8, None, [f"/gpu:{i}" for i in range(8)], ""),
+        ([Card(listed=False)], None, CPUS[:2], "and-cuda"),
+        ([Card(listed=False)], "", CPUS[:2], ""),
+        ([A100], "7", CPUS[:2], "CUDA_VISIBLE_DEVICES=7"),
+    ],
+)
+def test_any_takes_all_gpus_or_two_cpus_with_a_line_if_there_is_a_driver(
+    install, monkeypatch, capsys, cards, value, devices, says
+):
+    install(*cards, driver=bool(cards))
+    if value is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert tower_devices(devices="any") == devices
+    assert selection.most_towers("any") == (len(cards) if "gpu" in devices[0] else None)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == bool(says) and all(says in line and "2 towers" in line for line in lines)
+    if "gpu" in devices[0]:
+        assert "ask for at most" in refusal(len(cards) + 1, "any")
+    else:
+        assert tower_devices(3, "any") == CPUS[:3]
+
+
+def test_what_installs_cuda_is_this_environments_own_command_with_the_constraints(install):
+    install(Card(listed=False))
+    pip = f"{sys.executable} -m pip install -c {ROOT}/scripts/cuda-constraints.txt"
+    assert refusal().endswith(f"{pip} 'tensorflow[and-cuda]>=2.21,<2.22'")
 
 
 @pytest.mark.parametrize("value", ["", "NoDevFiles", '"-1"'])

@@ -44,6 +44,16 @@ def test_a_run_sees_the_gpus_that_it_is_told(flags, variables, devices, row, tmp
     assert found == devices and f" {row}" in out
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_first_command_takes_all_gpus(number, tmp_path):
+    flags = "--flagfile=configs/quickstart.cfg", "--dataset=tests.tiny:images", "--augment=none"
+    flags = *flags, "--max_steps=1", f"--train_dir={tmp_path}/run"
+    code, _, err = towers("train", *flags, TOWERS_TEST_GPUS=str(number))
+    assert code == 0, err
+    found = json.loads((tmp_path / "run/result.json").read_text())["devices"]
+    assert found == ["/gpu:0", "/gpu:1"][:number]
+
+
 def test_memory_options_of_a_run_are_read_back(tmp_path):
     out, _ = train(tmp_path, "--per_process_gpu_memory_fraction=0.25", "--variables=cpu")
     assert "/gpu:0 256 MiB, growth off" in out and "/gpu:1 256 MiB, growth off" in out

@@ -128,6 +128,7 @@ def test_flags_and_values_of_other_programs_are_told_as_they_are_here():
         ("--model_args=depth=20,width=16", dict(model_args="depth=20,width=16")),
         # --num_gpus is an alias, and needs GPUs.
         ("--num_gpus=3", dict(num_towers=3, devices="gpu")),
+        ("--devices=any --num_gpus=3", dict(num_towers=3, devices="gpu")),
         ("--num_gpus=0", dict(num_towers=0)),
         ("--num_gpus=3 --devices=/gpu:0", dict(num_towers=3, devices="/gpu:0")),
     ],

@@ -9,6 +9,7 @@ _HOME = {
     "connect": "remote",
     "describe": "selection",
     "hide_gpus": "gpus",
+    "most_towers": "selection",
     "read_back": "gpus",
     "report": "selection",
     "tower_devices": "selection",

@@ -5,16 +5,20 @@ This module does not import TensorFlow: its GPUs are passed as (name, compute ca
 """
 
 import re
+import shlex
+import sys
 from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 
 from towers.devices.nvml import DriverGpu
 from towers.errors import InputError
 from towers.options.gpu import GpuOptions
 
 _NO_GPU = ("", "-1", "none", "nodevfiles")  # values that hide all GPUs; the last is Slurm's
-INSTALL = (
-    "its CUDA libraries or the driver may be missing or too old: type pip install "
-    "'tensorflow[and-cuda]>=2.21,<2.22'"
+_PINNED = Path(__file__).resolve().parents[2] / "scripts/cuda-constraints.txt"  # of a checkout
+_PIP = [sys.executable, "-m", "pip", "install", *(["-c", str(_PINNED)] if _PINNED.exists() else [])]
+INSTALL = "TensorFlow's CUDA libraries or the driver may be missing or too old: type " + shlex.join(
+    [*_PIP, "tensorflow[and-cuda]>=2.21,<2.22"]
 )
 ONE_PART = "CUDA shows a process one part of a GPU that MIG splits, and nothing beside it"
 

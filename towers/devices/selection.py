@@ -58,7 +58,8 @@ def tower_devices(
             exactly N GPUs, or N logical CPU devices if there is no GPU. If TensorFlow has started
             with fewer of these, towers share them, and a message says so.
         devices: devices to use in place of the first ones ("/gpu:0,/gpu:2" or a list), "cpu" for
-            logical CPU devices even if there are GPUs, or "gpu" for the first GPUs only.
+            logical CPU devices even if there are GPUs, "gpu" for the first GPUs only, or "any" for
+            GPUs if TensorFlow can use some, otherwise two logical CPU devices.
         divide_cores: whether each of several towers on the CPU computes an op on its share of the
             cores, unless a number of threads is set already.
 
@@ -81,8 +82,8 @@ def tower_devices(
     gpus = [f"/gpu:{i}" for i in range(len(_logical_gpus()))]
     if kind == "cpu":
         chosen = _cpus(num_towers)
-    elif not names or kind == "gpu":
-        chosen = _first_devices(num_towers, gpus, kind == "gpu")
+    elif kind in ("", "gpu", "any"):
+        chosen = _first_devices(num_towers, gpus, kind)
     else:
         chosen = _named_devices(num_towers, names)
     threads = tf.config.threading
@@ -97,7 +98,7 @@ def tower_devices(
     missing = [device for device in chosen if device not in existing]
     if not missing:
         return chosen
-    if (not names or kind == "cpu") and not device_types.stand_in():
+    if kind in ("", "cpu", "any") and not device_types.stand_in():
         _print_once(
             f"note        {len(chosen)} towers share {', '.join(cpus)}, all that TensorFlow has "
             "started with: the numbers are the same; for a device each type "
@@ -111,6 +112,17 @@ def tower_devices(
         f"--devices={names}: there is no {missing[0]}; TensorFlow sees {', '.join(existing)}{why}; "
         f"type --devices={existing[0]}, or --devices=cpu"
     )
+
+
+def most_towers(devices: str | Sequence[str] = "") -> int | None:
+    """Return how many towers these devices can hold; None for any number of logical CPUs.
+
+    Args:
+        devices: as for `tower_devices`.
+    """
+    names = tower_devices(0, devices)
+    is_open = isinstance(devices, str) and devices.strip().lower() in ("", "cpu", "any")
+    return None if is_open and names[0].startswith("/cpu") else len(names)
 
 
 @functools.cache
@@ -174,21 +186,28 @@ def _logical_gpus() -> list[tf.config.PhysicalDevice]:
     ]
 
 
-def _first_devices(num_towers: int, gpus: list[str], only_gpus: bool) -> list[str]:
-    # If TensorFlow sees none of the driver's GPUs and nobody hid them, CPUs are an error: a run
-    # would silently take days.
+def _first_devices(num_towers: int, gpus: list[str], kind: str) -> list[str]:
+    # If TensorFlow sees none of the driver's GPUs and nobody hid them, CPUs are an error unless
+    # `kind` is "any": a run would silently take days.
     driver, listed = nvml.gpus(), tf.config.list_physical_devices("GPU")
     are_hidden = listed or not driver or cuda_visible_devices.hides_all(os.environ)
-    if not (gpus or only_gpus) and are_hidden:
+    see = count(len(gpus), "GPU") + (f" ({', '.join(gpus)})" if gpus else "")
+    if not gpus and kind == "any":
+        chosen = _cpus(num_towers or 2)
+        if not are_hidden:
+            says = f"TensorFlow sees {see}{_driver_says(driver)}"
+            _print_once(f"note        {count(len(chosen), 'tower')} on the CPU: {says}")
+        return chosen
+    if not gpus and kind != "gpu" and are_hidden:
         return _cpus(num_towers)
     if gpus and num_towers <= len(gpus):
         return gpus[: num_towers or len(gpus)]
-    asked = f"--num_{'gpus' if only_gpus else 'towers'}={num_towers}, but " if num_towers else ""
-    see = count(len(gpus), "GPU") + (f" ({', '.join(gpus)})" if gpus else "")
+    asked = f"--num_{'gpus' if kind == 'gpu' else 'towers'}={num_towers}, but "
     fewer = f"ask for at most {len(gpus)}, or " if gpus else ""
+    says, end, remedy = _driver_says(driver).partition("; ")
     raise InputError(
-        f"{asked}TensorFlow sees {see}{_driver_says(driver)}; {fewer}type --devices=cpu "
-        f"--num_towers={num_towers or 1} to have towers on the CPU"
+        f"{asked if num_towers else ''}TensorFlow sees {see}{says}; {fewer}type --devices=cpu "
+        f"--num_towers={num_towers or 1} to have towers on the CPU{end}{remedy}"
     )
 
 

@@ -274,7 +274,9 @@ def _read_argv(
 
 def _take_gpus_only(number: str | int, values: dict[str, Any]) -> None:
     """Set the option `devices` as --num_gpus asks for; raise InputError if it names CPUs."""
-    if "cpu" in str(values.setdefault("devices", "gpu")).lower():
+    if values.get("devices", "any") == "any":
+        values["devices"] = "gpu"
+    if "cpu" in str(values["devices"]).lower():
         raise InputError(
             f"--num_gpus={number} and --devices={values['devices']} exclude each other: type "
             f"--num_towers={number} for towers on the CPU"

@@ -149,7 +149,7 @@ class DeviceOptions:
     )  # fmt: skip
     devices: str = _towers(
         "", "Devices in place of the first ones: /gpu:0,/gpu:2; or cpu for logical CPUs; or gpu: "
-        "GPUs alone, else an error.",
+        "GPUs alone, else an error; or any: GPUs if TensorFlow can use some, else two CPUs.",
     )  # fmt: skip
     placement: str = _towers(
         "report", "Ops of a tower that run elsewhere: report lists them before the first step, "

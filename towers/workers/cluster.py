@@ -346,7 +346,7 @@ def connect_run(
     """
     if not options.workers:
         return None
-    if options.devices or options.num_towers:
+    if options.devices not in ("", "any") or options.num_towers:
         raise InputError(
             f"--workers={options.workers} has the towers on other machines, and --devices and "
             "--num_towers are of this one: leave them out; --towers_per_worker=N has N on each"

@@ -159,9 +159,8 @@ def take_turns(runners: Sequence[Runner], windows: int, seconds: float, say: Say
 
 def _numbers(named: str) -> list[int]:
     """Return 1 and the number of GPUs or named devices; without GPUs 1, 2 and 4."""
-    names = devices.tower_devices(0, named)
-    cpus = named.strip().lower() in ("", "cpu") and names[0].startswith("/cpu")
-    return [1, 2, 4] if cpus else sorted({1, len(names)})
+    most = devices.most_towers(named)
+    return sorted({1, most}) if most else [1, 2, 4]
 
 
 def ratio_of(longer: Sequence[float], shorter: Sequence[float]) -> dict[str, float]:

@@ -14,6 +14,7 @@ _FLAGS = """\
 # The flags of a run: towers train --flagfile=my_run.cfg
 # A flag typed after it overrides the one here; towers train --help lists all.
 --train_dir=runs/mine
+--devices=any
 --model=my_net:build
 --dataset=my_data:load
 --augment=none

@@ -16,10 +16,9 @@ from towers.builder import device_types
 from towers.commands.verify.differences import TOLERANCE, TOLERANCES, compare
 from towers.commands.verify.options import VerifyOptions
 from towers.commands.verify.report import largest_by_array, largest_by_towers, verify_runners
-from towers.commands.verify.runner import TrainRunner, in_float64
+from towers.commands.verify.runner import TrainRunner, in_float64, numbers_to_compare
 from towers.devices import remote
 from towers.devices.gpus import precision
-from towers.options.fields import parse_tower_numbers
 from towers.options.run import Options
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import assemble, load_data
@@ -43,18 +42,18 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         of the comparison: float64, or the run's own if the model cannot be trained in that; and
         with `float32` "ulps": {"2": 3.0}.
     """
-    of_run, numbers = options.run, parse_tower_numbers(options.num_towers)
+    of_run = options.run
     devices.configure(**dataclasses.asdict(of_run.gpu_options()))
     devices.try_out()
-    most = max(numbers)
-    cluster = remote.connect_run(of_run, num_towers=most)
-    names = cluster.devices if cluster else devices.tower_devices(most, of_run.devices)
+    numbers = numbers_to_compare(options.num_towers, "" if of_run.workers else of_run.devices)
+    cluster = remote.connect_run(of_run, num_towers=max(numbers))
+    names = cluster.devices if cluster else devices.tower_devices(max(numbers), of_run.devices)
     dataset = load_data(of_run)
     exact = dataclasses.replace(of_run, dtype="float64")
     scaled = of_run.dtype == "mixed_float16"
     say(
         f"verify      {of_run.model} on {dataset.name}: {options.steps} steps of batch size "
-        f"{of_run.batch_size} in float64, one device against {options.num_towers} towers"
+        f"{of_run.batch_size} in float64, one device against {','.join(map(str, numbers))} towers"
     )
     batches = dataset.train.train_batches(of_run.batch_size, seed=of_run.seed).take(options.steps)
     batch, notes = next(iter(batches)), []

@@ -25,11 +25,11 @@ from towers.commands.verify.runner import (
     in_float64,
     inputs_of,
     is_built,
+    numbers_to_compare,
     rows_in,
     twin_of,
 )
 from towers.errors import InputError
-from towers.options.fields import parse_tower_numbers
 from towers.training.run.model import overrides
 from towers.training.run.process_state import preserve_rng
 from towers.training.step.train_state import optimizers_of, restore_after
@@ -64,7 +64,8 @@ def verify(
         y: the labels, as `fit` takes them.
         sample_weight: as `fit` takes it.
         batch_size: of all towers together; None for Keras' 32.
-        num_towers: the numbers of towers that are compared with one device, or one such number.
+        num_towers: the numbers of towers that are compared with one device, or one such number; the
+            default as far as there are GPUs for them.
         steps: number of steps.
         devices: of the largest number of towers, as `parallelize` takes them.
         dtype: "float64", in which rounding cannot hide a fault, or None for the model's own.
@@ -98,7 +99,7 @@ def verify(
     if steps < 1:
         raise InputError(f"steps={steps}: 1 or more are needed")
     several = num_towers if isinstance(num_towers, Iterable) else [num_towers]
-    numbers = parse_tower_numbers(",".join(map(str, several)))
+    numbers = numbers_to_compare(",".join(map(str, several)), devices)
     names = tower_devices.tower_devices(max(numbers), devices)
     batches = list(tf_internals.batches_of(x, y, sample_weight, batch_size).take(steps))
     if not batches:

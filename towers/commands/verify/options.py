@@ -12,8 +12,8 @@ class VerifyOptions:
 
     run: Options = Options()
     num_towers: str = option(
-        "1,2,3,4", "Verify", "Numbers of towers that are compared with one device.",
-        alias="num_gpus",
+        "1,2,3,4", "Verify", "Numbers of towers that are compared with one device; the default as "
+        "far as there are GPUs for them.", alias="num_gpus",
     )  # fmt: skip
     steps: int = option(10, "Verify", "Steps that are made and compared.", minimum=1)
     float32: bool = option(

@@ -10,12 +10,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import tf_internals
+from towers import devices, tf_internals
 from towers.builder import exactness_checks
 from towers.builder.sharding import num_rows
 from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 from towers.formatting import first_line
+from towers.options.fields import parse_tower_numbers
 from towers.training.parallelize import builder_of, parallelize, traced, unparallelize
 from towers.training.run.model import methods_set_on
 from towers.training.run.setup import RunContext
@@ -215,6 +216,18 @@ class FitRunner(Runner):
             )
 
         return fn, tf.nest.flatten(inputs)
+
+
+def numbers_to_compare(asked: str, names: str | Sequence[str]) -> list[int]:
+    """Return numbers of towers: those asked for; of the default those that there are GPUs for.
+
+    Args:
+        asked: numbers with commas.
+        names: of the devices, as for `towers.devices.tower_devices`.
+    """
+    numbers = parse_tower_numbers(asked)
+    most = devices.most_towers(names) if numbers == [1, 2, 3, 4] else None
+    return numbers[:most]
 
 
 def in_float64(
