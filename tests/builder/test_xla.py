@@ -1,18 +1,23 @@
 """Towers that XLA compiles: the same numbers, and one line where it cannot."""
 
+import dataclasses
 import functools
 import re
+import subprocess
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests import tiny
-from towers import cli
-from towers.builder import philox
+from tests import runs, tiny
+from tests.fake_gpus import A100, RTX5090
+from towers import cli, parallelize
+from towers.builder import philox, xla
 from towers.builder.tower import TowerBuilder
 from towers.graphs.placement import read_placement, traced_ops
+from towers.options.run import Options
+from towers.training.run import setup
 from towers.training.train import train
 
 pytestmark = pytest.mark.run
@@ -136,3 +141,60 @@ def test_what_xla_cannot_compile_is_one_line(tmp_path, capsys, model, code, line
     assert re.search(rf"^towers: .*{line}.*\n", error, re.MULTILINE)
     if code == 2:
         assert error.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+# On GPUs that XLA may not know.
+
+B200 = dataclasses.replace(RTX5090, name="NVIDIA B200", capability=(10, 0))
+DIES = "-6", "LLVM ERROR: PTX version 8.5 does not support target 'sm_120'\nStack dump:\n"
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """Let trials fail on GPUs of {number among TensorFlow's GPUs: (code, what is said)}."""
+    asked, ends = [], {}
+
+    def run(command, *, env, **kwargs):
+        assert env["TF_FORCE_GPU_ALLOW_GROWTH"] == "true"  # the GPU may be nearly full
+        asked.append(command[-1])
+        code, said = ends.get(command[-1], (0, ""))
+        return subprocess.CompletedProcess(command, int(code), "", said)
+
+    monkeypatch.setattr(xla.subprocess, "run", run)
+    xla._failure.cache_clear()
+    yield asked, ends
+    xla._failure.cache_clear()
+
+
+@pytest.mark.unit
+def test_xla_is_tried_on_new_gpus_once_and_before_it_compiles_there(install, trials):
+    asked, ends = trials
+    install(A100, B200, RTX5090).hidden = [1]
+    TowerBuilder(["/gpu:0", "/cpu:0", "/job:worker/task:0/gpu:1"], jit_compile=True)
+    TowerBuilder(["/gpu:1"])
+    assert asked == []  # XLA knows an A100, and is not asked for; others' GPUs are not seen
+    for _ in range(2):
+        TowerBuilder(["/gpu:0", "/GPU:1"], jit_compile=True)
+    assert asked == ["GPU:2"]
+    ends["GPU:1"] = DIES
+    install(A100, B200)
+    for build in (
+        lambda: TowerBuilder(["/gpu:0", "/gpu:1"], jit_compile=True),
+        lambda: parallelize(tiny.dense(3, (4, 4, 1)), devices="/gpu:1", jit_compile=True),
+        lambda: setup.tower_devices(Options(devices="/gpu:1", jit_compile=True)),
+    ):
+        message = runs.refusal(build)
+        for words in "/gpu:1", "NVIDIA B200", "10.0", "SIGABRT: LLVM ERROR", "out --jit_compile":
+            assert words in message
+    assert asked == ["GPU:2", "GPU:1"]
+
+
+@pytest.mark.process
+def test_a_trial_of_xla_is_a_process_of_its_own(monkeypatch, tmp_path):
+    xla._failure.cache_clear()
+    assert xla._failure("CPU:0") == ""
+    assert xla._failure("GPU:9").startswith("ended with code 1: IndexError")
+    (tmp_path / "tensorflow.py").write_text("import time; time.sleep(60)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(xla, "_TRIAL_SECONDS", 1)
+    assert xla._failure("GPU:8") == "gave no answer within 1 s"

@@ -56,6 +56,18 @@ def devices_here(kind: str) -> list[str]:
     return [name for name in names if not machine_of(name)]
 
 
+def physical_gpus() -> list[tf.config.PhysicalDevice]:
+    """Return the physical GPU of each of /gpu:0, /gpu:1, ...: one with logical parts repeats.
+
+    `tf.config.list_logical_devices` would start TensorFlow, and no logical CPU could be created.
+    """
+    return [
+        gpu
+        for gpu in tf.config.get_visible_devices("GPU")
+        for _ in tf.config.get_logical_device_configuration(gpu) or [None]
+    ]
+
+
 def stand_in() -> bool:
     """Return whether logical CPU devices except the first, the host, stand in for GPUs."""
     return _in_block or os.environ.get(SWITCH, "") not in ("", "0")

@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.builder import gather, joined_outputs, losses, replica_context, sharding
+from towers.builder import gather, joined_outputs, losses, replica_context, sharding, xla
 from towers.builder.replica_context import ReplicaContext, Replicas, call_copies
 
 
@@ -56,7 +56,7 @@ class TowerBuilder:
         """
         sharding.check_options(batch_norm, accumulate_steps)
         self.devices, self.gather_device = sharding.as_devices(devices), gather_device
-        self.batch_norm, self.jit_compile = batch_norm, jit_compile
+        self.batch_norm, self.jit_compile = batch_norm, jit_compile and xla.tried_out(self.devices)
         self.accumulate_steps, self.gather_at_variables = accumulate_steps, gather_at_variables
         self.num_slices = len(self.devices) * accumulate_steps  # of a batch of `gradients`
         analyses = replica_context.AnalysisCache(self.num_slices, on_warning)

@@ -2,16 +2,84 @@
 
 XLA cannot read a variable on another device, as masters are. So each variable that a compiled tower
 reads is read outside of the program, once, on the tower's device, and passed in as a tensor.
+
+On GPUs that are newer than it XLA may end the process, as TensorFlow 2.21's does on compute
+capability 12.0 by an error of LLVM. So it is first tried there in a process of its own.
 """
 
 import contextlib
-from collections.abc import Callable
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towers import tf_internals
+from towers.builder.device_types import machine_of, physical_gpus
 from towers.builder.replica_scope import ReplicaScope
+from towers.errors import InputError
+
+_TRIED_FROM = (10, 0)  # compute capability
+_TRIAL_SECONDS = 600.0
+_TRIAL = """
+import sys
+import tensorflow as tf
+
+kind, number = sys.argv[1].split(":")
+tf.config.set_visible_devices([tf.config.list_physical_devices(kind)[int(number)]], kind)
+with tf.device(f"/{kind}:0"):
+    length = tf.function(lambda x: tf.sqrt(tf.reduce_sum(x * x)), jit_compile=True)
+    assert float(length(tf.constant([3.0, 4.0]))) == 5.0
+"""
+
+
+def tried_out(devices: Sequence[str]) -> bool:
+    """Return True after a trial of XLA on each new GPU among the devices of this machine.
+
+    Args:
+        devices: of the towers.
+
+    Raises:
+        InputError: a trial has failed.
+    """
+    gpus, physical = physical_gpus(), tf.config.list_physical_devices("GPU")
+    for device in devices:
+        match = re.search(r"gpu:(\d+)$", device.lower())
+        if not match or machine_of(device) or int(match[1]) >= len(gpus):
+            continue
+        gpu = gpus[int(match[1])]
+        details = tf.config.experimental.get_device_details(gpu)
+        capability = details.get("compute_capability") or (0, 0)
+        if capability >= _TRIED_FROM and (why := _failure(f"GPU:{physical.index(gpu)}")):
+            raise InputError(
+                f"--jit_compile: XLA cannot compile for {device}, a {details.get('device_name')} "
+                f"of compute capability {'.'.join(map(str, capability))}: a trial in another "
+                f"process {why}; leave out --jit_compile"
+            )
+    return True
+
+
+@functools.cache
+def _failure(device: str) -> str:
+    """Return how XLA fails on one of TensorFlow's physical devices, "GPU:1"; "" if it works."""
+    others = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+    others["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"  # this process may hold most of the memory
+    streams = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    command = [sys.executable, "-c", _TRIAL, device]
+    try:
+        done = subprocess.run(command, env=os.environ | others, timeout=_TRIAL_SECONDS, **streams)
+    except subprocess.TimeoutExpired:
+        return f"gave no answer within {_TRIAL_SECONDS:g} s"
+    if not (code := done.returncode):
+        return ""
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    errors = [line.strip() for line in done.stderr.splitlines() if "error" in line.lower()]
+    return f"{how}: {errors[-1][:200]}" if errors else how
 
 
 def compiled(

@@ -176,14 +176,8 @@ def report(devices: Sequence[str]) -> list[str]:
 
 
 def _logical_gpus() -> list[tf.config.PhysicalDevice]:
-    # The physical GPU of each of /gpu:0, /gpu:1, ...: one with logical parts repeats.
-    # `tf.config.list_logical_devices` would start TensorFlow, and no logical CPU could be created.
     cuda_visible_devices.tidy(os.environ)  # sets CUDA's order before CUDA lists the GPUs
-    return [
-        gpu
-        for gpu in tf.config.get_visible_devices("GPU")
-        for _ in tf.config.get_logical_device_configuration(gpu) or [None]
-    ]
+    return device_types.physical_gpus()
 
 
 def _first_devices(num_towers: int, gpus: list[str], kind: str) -> list[str]:

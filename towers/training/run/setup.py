@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from towers import data, devices, tf_internals
+from towers.builder import xla
 from towers.builder.device_types import are_gpus, are_remote
 from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.tower import TowerBuilder
@@ -150,7 +151,10 @@ def tower_devices(options: Options) -> list[str]:
     """
     if cluster := remote.connect_run(options):
         return cluster.devices
-    return devices.tower_devices(options.num_towers, options.devices, divide_cores=True)
+    names = devices.tower_devices(options.num_towers, options.devices, divide_cores=True)
+    if options.jit_compile:  # before the data are read, and models fill the memory of GPUs
+        xla.tried_out(names)
+    return names
 
 
 def load_data(options: Options) -> Data:
