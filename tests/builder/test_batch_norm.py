@@ -90,6 +90,38 @@ def test_without_being_asked_moments_are_those_of_all_towers_or_it_is_said(way):
     assert len(told) == 1 and "tf.function" in told[0] and "batch_norm='local'" in told[0]
 
 
+@pytest.mark.graph
+@pytest.mark.parametrize("mode", ["sync", "local"])
+def test_on_gpus_no_more_than_65535_images_reach_a_kernel(mode):
+    """By cuDNN's limit for given moments; tables and series have many rows."""
+    most = 2 * 65_535
+    shapes = {  # of both towers' inputs, and of the kernel's on one
+        (most + 2, 3): [1, 65_536, 1, 3],
+        (66, 2048, 3): [1, 33 * 2048, 1, 3],
+        (66, 2048, 1, 1, 3): [1, 33 * 2048, 1, 3],
+        (most, 2, 1, 3): [65_535, 2, 1, 3],
+        (most + 2, 2, 1, 3): [1, 2 * 65_536, 1, 3],
+        (None, 3): [1, None, 1, 3],
+    }
+    builder = TowerBuilder(DEVICES[:2], batch_norm=mode)
+
+    def shapes_of_kernels(shape):
+        layer = layers.BatchNormalization()
+        layer.build(shape)
+
+        def loss_fn(x):
+            return tf.reduce_sum(layer(x, training=True), axis=list(range(1, len(shape))))
+
+        step = tf.function(lambda x: builder.gradients(loss_fn, layer.trainable_variables, x))
+        ops = step.get_concrete_function(tf.TensorSpec(shape)).graph.get_operations()
+        return [op.inputs[0].shape.as_list() for op in ops if op.type.startswith("FusedBatchNorm")]
+
+    with cpus_for_gpus():
+        for shape, expected in shapes.items():
+            found = shapes_of_kernels(shape)
+            assert len(found) >= 4 and found == [expected] * len(found), shape
+
+
 def in_16_bits():
     keras.config.set_dtype_policy("mixed_bfloat16")
     first, second = layers.BatchNormalization(momentum=0.5), layers.BatchNormalization(scale=False)

@@ -26,6 +26,8 @@ from towers.builder.replica_scope import MovingAverageUpdate, ReplicaScope
 from towers.builder.sync import SyncHandle
 from towers.errors import InputError
 
+_MOST_IMAGES = 65_535  # that cuDNN normalizes by given moments
+
 
 @contextlib.contextmanager
 def over_all_towers(sync: SyncHandle | None, mode: str, device: str) -> Iterator[None]:
@@ -92,7 +94,9 @@ def _call(
     if inputs.shape[-1] is None:  # else of another number the reshape would make other rows
         inputs = tf.ensure_shape(inputs, [*inputs.shape[:-1], num_channels])
     x = tf.cast(inputs, layer.compute_dtype if on_gpu else tf.float32)
-    if x.shape.rank != 4:
+    if on_gpu and (x.shape.rank != 4 or (x.shape[0] or 0) > _MOST_IMAGES):
+        x = tf.reshape(x, [1, -1, 1, num_channels])
+    elif x.shape.rank != 4:  # on CPUs the other shape takes up to twice as long
         x = tf.reshape(x, [-1, 1, 1, num_channels])
     scale = tf.cast(layer.gamma, tf.float32) if layer.scale else tf.ones([num_channels])
     offset = tf.cast(layer.beta, tf.float32) if layer.center else tf.zeros([num_channels])
