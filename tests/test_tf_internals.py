@@ -192,6 +192,29 @@ def test_functions_are_a_part_of_what_calls_them():
     assert sum(op.type.endswith("PartitionedCall") for op in ops) == 1
 
 
+def test_convolutions_with_groups_need_no_xla_on_gpus(monkeypatch):
+    """On CPUs they have no gradient without. A function of the user's stays compiled."""
+    convolve = layers.Conv2D(4, 3, groups=2)
+    convolve.build((None, 8, 8, 2))
+    own = tf.function(lambda x: x + 1.0, jit_compile=True)
+
+    def num_compiled(fn, device):
+        def program(x):
+            with tf.device(device):
+                return fn(x)
+
+        traced = tf.function(program).get_concrete_function(tf.zeros([1, 8, 8, 2]))
+        functions = traced.graph.as_graph_def().library.function
+        return sum(f.attr["_XlaMustCompile"].b for f in functions)
+
+    with tf_internals.convolve_without_xla():
+        for device, compiled in ("/cpu:1", 1), ("/gpu:0", 0), ("", 1):
+            assert num_compiled(convolve, device) == compiled
+            assert num_compiled(own, device) == 1
+        monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: ["GPU:0"])
+        assert num_compiled(convolve, "") == 0
+
+
 # Layers.
 
 

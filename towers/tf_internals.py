@@ -699,6 +699,33 @@ def inline_functions(around: Callable[[], Block] = contextlib.nullcontext) -> Bl
     return replaced((Function, "__call__", make))
 
 
+def convolve_without_xla() -> Block:
+    """Compute convolutions with groups on GPUs by their own kernels, as those without groups.
+
+    Keras compiles them by XLA, since CPUs have no kernel for their gradients. Public: none.
+    """
+
+    def make(before: Callable) -> Callable:
+        def call(function: Function, *args: Any, **kwargs: Any) -> Any:
+            if function._jit_compile and _is_of_keras(function) and _on_gpu():
+                return function.python_function(*args, **kwargs)
+            return before(function, *args, **kwargs)
+
+        return call
+
+    return replaced((Function, "__call__", make))
+
+
+def _is_of_keras(function: Function) -> bool:
+    return function.python_function.__module__ == keras_backend.nn.__name__
+
+
+def _on_gpu() -> bool:
+    """Return whether ops that are made here run on a GPU."""
+    device = tf.zeros([]).device
+    return "GPU" in device or (not device and bool(tf.config.list_logical_devices("GPU")))
+
+
 # Do not convert this package in the user's `tf.function`s: that takes seconds, and nothing here
 # branches on tensors. Public: `do_not_convert`, which would exclude called user functions, too.
 autograph_config.CONVERSION_RULES = (DoNotConvert("towers"), *autograph_config.CONVERSION_RULES)

@@ -51,6 +51,21 @@ def assert_as_before(model, before):
 # ---------------------------------------------------------------------------- What passes
 
 
+def test_neither_the_reference_nor_towers_are_compiled_by_xla(monkeypatch):
+    """On GPUs it is Keras' default, and on new ones it may end the process."""
+    model, asked, function = net(), [], tf.function
+    model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
+
+    def recorded(*args, **kwargs):
+        asked.append(kwargs.get("jit_compile"))
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(tf, "function", recorded)
+    for dtype in "float64", None:
+        assert verified(model, dtype=dtype)[0]["passed"]
+    assert False in asked and True not in asked and model.jit_compile is True
+
+
 def test_a_sound_model_passes_in_float64_throughout_and_stays_as_it_is(monkeypatch):
     """Also with classes that are known by no name."""
 

@@ -96,6 +96,7 @@ class ReplicaContext:
             moments = self._replicas.moments
             stack.enter_context(batch_norm.over_all_towers(self._sync, moments, self.device))
             stack.enter_context(tf_internals.inline_functions(xla.read_outside))
+            stack.enter_context(tf_internals.convolve_without_xla())
             stack.enter_context(integers_on(self.device))
             if self.own is not None:
                 stack.enter_context(variables_refused())

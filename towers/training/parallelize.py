@@ -230,7 +230,8 @@ class _Steps:
             joined = fused_update.updates_joined(optimizers_of(self.model), self._update)
             calls = tf_internals.replaced((keras.Layer, "__call__", self._make_call))
             known = synthetic_inputs.feed_values(args, self._batch)
-            with tf.device(self._device), integers_on(self._device), joined, calls, known:
+            plain = tf_internals.convolve_without_xla()  # where layers run on one device, too
+            with tf.device(self._device), integers_on(self._device), joined, calls, known, plain:
                 try:
                     result = fn(*args)
                     attributes.refuse_uses()

@@ -111,6 +111,7 @@ def verify(
         )
     with warnings.catch_warnings(record=True) as warned, contextlib.ExitStack() as stack:
         warnings.simplefilter("always")
+        stack.enter_context(tf_internals.convolve_without_xla())
         reference = None
         if dtype:
             batch, failure = _wide(batches[0]), f"{model.name} cannot be copied and trained"

@@ -88,7 +88,7 @@ class TrainRunner(Runner):
     def _traced(self, batch: Any) -> Callable:
         train_step = self.run.train_step()
         step = tf.function(lambda *batch: train_step(*batch), autograph=False)
-        with user_facing_errors(self.run.options):
+        with user_facing_errors(self.run.options), tf_internals.convolve_without_xla():
             return traced(self.model, lambda: step.get_concrete_function(*batch))
 
     def assign(self, values: Mapping[str, np.ndarray]) -> None:
@@ -163,6 +163,7 @@ class FitRunner(Runner):
             self.named = dict(zip(reference.named, self.named.values(), strict=True))
         self._parts = reference._parts if reference else ["evaluate", "predict"]
         unparallelize(model)
+        model.jit_compile = False  # nor do towers: on new GPUs XLA may end the process
         if devices:
             parallelize(model, devices=list(devices), **how or {})
         self.builder = builder_of(model)
