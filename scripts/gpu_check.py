@@ -1,18 +1,16 @@
-"""What only GPUs can show of towers: one command, the most telling checks first.
+"""Asks a GPU what only a GPU can answer about towers, the most telling question first.
 
-    python scripts/gpu_check.py            # on all visible GPUs
-    python scripts/gpu_check.py --dry=8    # on 8 CPU devices that go a GPU's ways: a rehearsal
-    python scripts/gpu_check.py --list     # the checks, what each decides, and its time limit
+    python scripts/gpu_check.py             # all questions, in at most 12 minutes on one GPU
+    python scripts/gpu_check.py --only=4,6  # these again
 
-Each check is a process of its own with a time limit, so that one that hangs or crashes costs the
-others nothing. What it finds is kept at once, a line each, in FOLDER/results.jsonl, and all that
-it prints in FOLDER/NAME.log. A second call goes on with the checks that have no result yet. Exit
-code: 0 none failed, 1 a check failed, 2 bad input, 3 there is no GPU.
+Each check is a process with a time limit, so a check that hangs or crashes does not stop the
+others. Each result is written at once as a line of FOLDER/results.jsonl; the full output is in
+FOLDER/NAME.log. A second call resumes with the checks that have no result yet. Exit code: 0 no
+check failed, 1 a check failed, 2 bad input, 3 there is no GPU.
 """
 
 import argparse
 import contextlib
-import faulthandler
 import json
 import os
 import resource
@@ -20,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,26 +31,26 @@ from towers.cli import quiet_start  # noqa: E402
 with quiet_start(level=3):
     import tensorflow as tf
 
-from scripts.gpu_checks import Check, Gpus, Skipped, checks_for  # noqa: E402
-from towers.builder import device_types  # noqa: E402
+from scripts.gpu_checks import ON_ONE, ON_SEVERAL, SIMULATED, CannotAsk, Check  # noqa: E402
 from towers.devices import nvml, self_test  # noqa: E402
 
-EXIT_FAILED, EXIT_USAGE, EXIT_NO_GPU, EXIT_SKIPPED = 1, 2, 3, 4
-OK, FAILED, HANGS, SKIPPED = "ok", "FAILED", "HANGS", "skipped"
+EXIT_FAILED, EXIT_USAGE, EXIT_NO_GPU, EXIT_CANNOT = 1, 2, 3, 4
+OK, FAILED, HANGS, CANNOT = "ok", "FAILED", "HANGS", "cannot be asked here"
 RESULTS = "results.jsonl"
-LAST_WORDS_SECONDS = 20  # of a process that is to say where it hangs
+LAST_WORDS_SECONDS = 5  # in which a process that hangs prints where
+SLOWNESS = 5 if SIMULATED else 1
 ENVIRONMENT = {
-    # Newer GPUs than TensorFlow's build compile its kernels first, for minutes: once is enough.
-    "CUDA_CACHE_MAXSIZE": str(4 * 2**30),
-    # The log of a check has all that TensorFlow and NCCL say.
+    # A GPU newer than TensorFlow's build compiles its kernels for minutes; this keeps them all.
+    "CUDA_CACHE_MAXSIZE": os.environ.get("CUDA_CACHE_MAXSIZE", str(4 * 2**30)),
     "TF_CPP_MIN_LOG_LEVEL": "0",
     "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
     "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",
 }
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """Return what earlier calls have kept, without a line that was not written to its end."""
+    """Return the rows of earlier calls, without a line that was not written to its end."""
     rows = []
     if (path := folder / RESULTS).exists():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -61,57 +60,60 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
 
 
 def keep(folder: Path, **row: Any) -> None:
-    """Append a row to the results, and wait until it is on the disk."""
+    """Append a row to the results, perhaps behind a torn line; wait until it is on the disk."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / RESULTS).open("ab+") as file:
-        file.seek(-min(1, file.tell()), os.SEEK_END)
-        after_a_torn_line = file.read() not in (b"", b"\n")
-        file.write((b"\n" * after_a_torn_line) + json.dumps(row).encode() + b"\n")
+    with (folder / RESULTS).open("a", encoding="utf-8") as file:
+        file.write(f"\n{json.dumps(row)}")
         file.flush()
         os.fsync(file.fileno())
 
 
 def outcomes(folder: Path) -> dict[str, str]:
-    """Return {check: its last status} of those that have come to an end."""
+    """Return {check: its last status} of the checks that have ended."""
     return {row["check"]: row["status"] for row in read_results(folder) if "status" in row}
 
 
 # ---------------------------------------------------------------------------- All checks
 
 
+def help_text() -> str:
+    """Return the list of questions with their seconds."""
+    lines = ["questions, with the seconds that each takes at most:"]
+    for number, question in enumerate((*ON_ONE, *ON_SEVERAL), 1):
+        if number == len(ON_ONE) + 1:
+            lines += [f"  {sum(q.seconds for q in ON_ONE):7} s in all", "with several GPUs also:"]
+        lines.append(f"{number:4} {question.seconds:4} s  {question.asks}")
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks that have no result yet; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dry", type=int, default=0, help="CPU devices in place of GPUs")
-    parser.add_argument("--folder", help="of the results; default: gpu_check, or gpu_check_dry_N")
-    parser.add_argument("--only", help="names between commas: run these, even once more")
-    parser.add_argument("--list", action="store_true", help="the checks, and run none")
+    end = time.monotonic()
+    raw = argparse.RawDescriptionHelpFormatter
+    texts = dict(description=__doc__, epilog=help_text(), formatter_class=raw)
+    parser = argparse.ArgumentParser(**texts)
+    parser.add_argument("--folder", default="gpu_check", help="where results are written")
+    parser.add_argument("--only", default="", help="numbers of questions to ask (again)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     flags = parser.parse_args(argv)
-    folder = Path(flags.folder or (f"gpu_check_dry_{flags.dry}" if flags.dry else "gpu_check"))
+    folder = Path(flags.folder).resolve()
     if flags.child:
-        name, number = flags.child.split(":")
-        return run_here(name, Gpus(int(number), bool(flags.dry), folder.resolve()))
-    machine = machine_of(flags.dry)
+        return run_here(flags.child, folder)
+    machine = machine_here()
     if isinstance(machine, str):
         print(machine)
         return EXIT_FAILED
-    number = len(machine["gpus"])
-    if not number and not flags.list:
+    if not machine["gpus"]:
         if driver := nvml.gpus():
             print(f"TensorFlow sees none of {', '.join(map(str, driver))}: towers doctor says why")
             return EXIT_FAILED
-        print("no GPU here; --dry=2 tries all this on CPU devices")
+        print("no GPU here")
         return EXIT_NO_GPU
-    gpus = Gpus(number or 1, bool(flags.dry), folder.resolve())
-    checks = checks_for(gpus)
-    if flags.list:
-        for check in checks:
-            print(f"{check.name:44} {gpus.limit(check):5.0f} s  {check.decides}")
-        return 0
-    wanted = flags.only.split(",") if flags.only else []
-    if unknown := sorted(set(wanted) - {check.name for check in checks}):
-        print(f"--only={flags.only}: there is no check {unknown[0]}; --list shows all")
+    several = len(machine["gpus"]) > 1
+    questions = dict(enumerate(ON_ONE + ON_SEVERAL if several else ON_ONE, 1))
+    wanted = [number.strip() for number in flags.only.split(",") if number.strip()]
+    if unknown := [number for number in wanted if number not in map(str, questions)]:
+        print(f"--only={flags.only}: there is no question {unknown[0]} here; --help lists them")
         return EXIT_USAGE
     known = next((row["machine"] for row in read_results(folder) if "machine" in row), None)
     if known not in (None, machine):
@@ -119,79 +121,75 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     if known is None:
         keep(folder, machine=machine)
-    print(*(f"{name:14}{value}" for name, value in machine.items()), sep="\n")
-    for number in (signal.SIGTERM, signal.SIGINT):  # an exception ends the check under way, too
+    print(*(f"{name:11} {value}" for name, value in machine.items()), sep="\n")
+    for number in (signal.SIGTERM, signal.SIGINT):  # an exception ends the running check, too
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    done = outcomes(folder)
-    rest = [c for c in checks if (c.name in wanted if wanted else c.name not in done)]
-    if len(rest) < len(checks):
-        print(f"{len(rest)} of {len(checks)} checks are to be made")
-    for check in rest:
-        run_apart(check, gpus)
-    return summary([outcomes(folder)[c.name] for c in (rest if wanted else checks)], folder)
+    done, asked = {} if wanted else outcomes(folder), []
+    for number, question in questions.items():
+        if wanted and str(number) not in wanted:
+            continue
+        print(f"{number}. {question.asks}", flush=True)
+        for check in question.checks:
+            asked.append(check.name)
+            if check.name not in done:
+                end += check.seconds * SLOWNESS  # the time that others left over adds up
+                run_apart(check, folder, end)
+    statuses = Counter(outcomes(folder)[name] for name in asked)
+    counts = [f"{statuses[status]} {status}" for status in (OK, FAILED, HANGS, CANNOT)]
+    print(f"{', '.join(counts)}; all results are in {folder}")
+    return EXIT_FAILED if statuses[FAILED] or statuses[HANGS] else 0
 
 
-def machine_of(num_dry: int) -> dict[str, Any] | str:
-    """Return what results depend on, without starting a GPU; or how TensorFlow failed."""
-    gpus = [f"CPU device {number}" for number in range(num_dry)]
-    machine = {"gpus": gpus, "tensorflow": tf.__version__}
-    if num_dry:
-        return machine
+def machine_here() -> dict[str, Any] | str:
+    """Return the properties that results depend on, without starting a GPU; or an error."""
     start = self_test.run_probe([])
     if isinstance(start, str):
         return f"TensorFlow's process {start}"
-    build = {name: start["build"].get(name) for name in ("cuda_version", "cudnn_version")}
-    gpus = [" ".join(map(str, gpu)) for gpu in start["gpus"]]
-    return machine | {"gpus": gpus, "driver": nvml.driver_version(), **build}
+    machine = {"gpus": start["gpus"], "driver": nvml.driver_version()}
+    return machine | {"tensorflow": tf.__version__, "build": start["build"]}
 
 
-def run_apart(check: Check, gpus: Gpus) -> None:
-    """Run a check in a process of its own, and keep how it ended.
+def command_of(check: Check, folder: Path) -> list[str]:
+    """Return the command that runs a check in a process of its own."""
+    return [sys.executable, __file__, f"--child={check.name}", f"--folder={folder}"]
 
-    This process must not start TensorFlow: it would take the memory of all GPUs.
+
+def run_apart(check: Check, folder: Path, end: float) -> None:
+    """Run a check in its own process until `end`, on the monotonic clock; keep how it ended.
+
+    This process must not start TensorFlow, which would take the memory of all GPUs.
     """
-    log, limit = gpus.folder / f"{check.name}.log", gpus.limit(check)
-    command = [sys.executable, __file__, f"--child={check.name}:{gpus.number}"]
-    command += [f"--folder={gpus.folder}", f"--dry={gpus.number * gpus.dry}"]
-    stand_ins = {device_types.SWITCH: "1"} if gpus.dry else {}
-    began, status = time.monotonic(), None
+    log = folder / f"{check.name}.log"
+    began, hangs, before = time.monotonic(), False, len(read_results(folder))
+    limit = max(end - LAST_WORDS_SECONDS - began, 1)
     with log.open("ab") as out:
-        pipes = dict(stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
         process = subprocess.Popen(
-            command, **pipes, cwd=ROOT, env=os.environ | ENVIRONMENT | stand_ins,
-            start_new_session=True,
+            command_of(check, folder), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            cwd=ROOT, env=os.environ | ENVIRONMENT, start_new_session=True,
         )  # fmt: skip
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
-            status = HANGS
-            os.killpg(process.pid, signal.SIGABRT)  # which prints where each thread is
+            hangs = True
+            process.send_signal(signal.SIGABRT)  # which prints where each thread is
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LAST_WORDS_SECONDS)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    of_code = {0: OK, EXIT_SKIPPED: SKIPPED}
-    status = status or of_code.get(process.returncode, FAILED)
-    rows = [row for row in read_results(gpus.folder) if row.get("check") == check.name]
-    detail = rows[-1]["found"] if rows else None
-    if status == HANGS:
-        detail = f"no end within {limit:.0f} s; {log.name} says where it was"
-    elif status == FAILED:
-        detail = f"exit code {process.returncode}: {last_line(log)}; all of it in {log.name}"
-    seconds = round(time.monotonic() - began, 1)
-    ended = dict(status=status, seconds=seconds, towers=commit(), found=detail)
-    keep(gpus.folder, check=check.name, **ended)
-    print(f"{status:8}{seconds:7.1f} s  {check.name:44} {json.dumps(detail)[:200]}", flush=True)
-
-
-def commit() -> str:
-    """Return the version of the checkout, which may change between two calls."""
-    describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    with contextlib.suppress(FileNotFoundError):  # there may be no git
-        return subprocess.run(describe, capture_output=True, text=True).stdout.strip()
-    return ""
+    seconds, detail = round(time.monotonic() - began, 1), None
+    status = {0: OK, EXIT_CANNOT: CANNOT}.get(process.returncode, FAILED)
+    if hangs:
+        status, detail = HANGS, f"no end within {limit:.0f} s; {log.name} says where it was"
+    elif status != OK:
+        detail = last_line(log)
+        if status == FAILED:
+            detail = f"exit code {process.returncode}: {detail}; all of it in {log.name}"
+    found = [row["found"] for row in read_results(folder)[before:]]
+    keep(folder, check=check.name, status=status, seconds=seconds, detail=detail)
+    print(f"   {check.name}: {status}, {seconds:.1f} s", *[f": {detail}"] * bool(detail), sep="")
+    print(*(f"      {json.dumps(each)[:600]}\n" for each in found), sep="", end="", flush=True)
 
 
 def last_line(log: Path) -> str:
@@ -201,31 +199,22 @@ def last_line(log: Path) -> str:
     return said[-1][:300] if said else "without a word"
 
 
-def summary(statuses: Sequence[str], folder: Path) -> int:
-    """Print how many checks passed; return the exit code."""
-    counts = [f"{statuses.count(status)} {status}" for status in (OK, FAILED, HANGS, SKIPPED)]
-    print(f"{', '.join(counts)}; all of it in {folder}")
-    return EXIT_FAILED if {FAILED, HANGS} & set(statuses) else 0
-
-
 # ---------------------------------------------------------------------------- One check
 
 
-def run_here(name: str, gpus: Gpus) -> int:
-    """Run a check in this process, and keep what it finds as it comes; return the exit code."""
-    [check] = [check for check in checks_for(gpus) if check.name == name]
-    faulthandler.enable()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Should the other process be killed, this one ends by itself.
-    signal.alarm(int(gpus.limit(check) + 2 * LAST_WORDS_SECONDS))
+def run_here(name: str, folder: Path) -> int:
+    """Run a check in this process, and keep each result at once; return the exit code."""
+    [check] = [c for question in ON_ONE + ON_SEVERAL for c in question.checks if c.name == name]
+    signal.alarm(720 * SLOWNESS)  # ends this process if nobody is left to do it
     try:
-        for result in check.run(gpus):
-            keep(gpus.folder, check=name, found=result)
-    except Skipped as reason:
-        keep(gpus.folder, check=name, found=str(reason))
-        return EXIT_SKIPPED
+        for result in check.run():
+            keep(folder, check=name, found=result)
+    except CannotAsk as reason:
+        print(reason, flush=True)
+        return EXIT_CANNOT
     return 0
 
 
 if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.exit(main())

@@ -25,8 +25,8 @@ def lstm(width=16):
     return keras.Model(words, layers.Dense(CLASSES)(layers.Dropout(0.2)(x)))
 
 
-def transformer(depth=2, width=16):
-    words = keras.Input((LENGTH,), dtype="int32")
+def transformer(depth=2, width=16, length=LENGTH):
+    words = keras.Input((length,), dtype="int32")
     x = layers.Embedding(WORDS, width)(words)
     for _ in range(depth):
         y = layers.LayerNormalization()(x)

@@ -1,26 +1,25 @@
-"""scripts/gpu_check.py on logical CPUs or made-up GPUs: checks, steps, results."""
+"""scripts/gpu_check.py: questions, and checks that hang, die or raise."""
 
 import signal
+import sys
 
 import pytest
-import tensorflow as tf
 
-from scripts import gpu_check, gpu_checks
-from scripts.gpu_checks import Gpus
-from towers.builder.device_types import cpus_for_gpus
+from scripts import gpu_check
+from scripts.gpu_checks import ON_ONE, ON_SEVERAL, CannotAsk, Check, Question
 from towers.devices import nvml
 from towers.errors import RunError
 
 pytestmark = pytest.mark.unit
 
-TINY = {"model": "tests.tiny:cnn", "dataset": "tests.tiny:images", "augment": "none"}
-
-
-@pytest.fixture
-def dry(tmp_path):
-    with cpus_for_gpus():
-        yield Gpus(2, dry=True, folder=tmp_path)
-    tf.config.experimental.enable_tensor_float_32_execution(True)  # as it was before `fit`
+# What a check's process does in place of a check.
+WAYS_TO_END = {
+    "hangs": "import time; time.sleep(60)",
+    "passes": "print('fine')",
+    "dies": "import os; os.kill(os.getpid(), 9)",
+    "raises": "raise ValueError('no kernel')",
+    "cannot": "print('no cuDNN'); exit(4)",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -30,89 +29,90 @@ def handlers():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+    signal.alarm(0)
 
 
-def last(check, gpus):
-    """Return what a check finds last."""
-    return list(check(gpus))[-1]
-
-
-# Towers, on CPUs.
-
-
-@pytest.mark.graph
-def test_checks_of_towers(dry):
-    assert last(gpu_checks.all_sum, dry) == "int32: exact"
-    assert "6 ways between 3 devices" in last(gpu_checks.copies, dry)
-    assert "largest_relative_difference" in last(gpu_checks.batch_norm, dry)
-    assert "tower_1/MatMul" in str(last(gpu_checks.profile, dry))
-
-
-@pytest.mark.extended
-@pytest.mark.run
-def test_fit_beside_fit_over_towers(dry):
-    plain, over_towers, off = gpu_checks.fit(dry)
-    assert len(plain["plain"]["losses"]) == len(over_towers["towers"]["losses"]) == 3
-    assert off["largest_relative_difference"] < 1e-5
-
-
-@pytest.mark.run
-def test_a_command_and_what_it_prints(dry):
-    flags = "--num_towers={all} --variables=replicated --model=tests.tiny:dense"
-    found = last(gpu_checks.train("short", flags), dry)
-    assert found["steps"] == 10 and found["num_towers"] == 2
-    assert (dry.folder / "runs" / "short" / "result.json").exists()
-    with pytest.raises(SystemExit, match="^2$"):
-        last(gpu_checks.command("doctor --no_such_flag"), dry)
-
-
-@pytest.mark.graph
-def test_a_copy_that_loses_a_bit_and_an_op_on_the_wrong_device_are_seen(dry, monkeypatch):
-    calls, device, identity = [], tf.device, tf.identity
-
-    def broken(x):
-        calls.append(x)
-        odd = len(calls) % 2
-        return identity(x) if odd else tf.bitcast(tf.bitcast(x, tf.int32) ^ 1, tf.float32)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tf, "identity", broken)
-        with pytest.raises(RunError, match="other bits arrive: /cpu:0 -> /cpu:1, /cpu:0 -> /cpu:2"):
-            last(gpu_checks.copies, dry)
-    monkeypatch.setattr(tf, "device", lambda name: device("/cpu:0" if name == "/cpu:1" else name))
-    with pytest.raises(RunError, match="^/cpu:0 -> /cpu:1 ran on .*CPU:0$"):
-        last(gpu_checks.copies, dry)
-
-
-# The results.
-
-
-def test_no_gpu_and_a_tensorflow_that_does_not_start(monkeypatch, capsys, tmp_path):
-    found = {"gpus": [], "build": {}}
+@pytest.fixture
+def machine(monkeypatch):
+    """Set what TensorFlow's process finds on this machine."""
+    found = {"gpus": [["A100", [8, 0]]], "build": {}}
     monkeypatch.setattr(gpu_check.self_test, "run_probe", lambda devices: found)
-    assert gpu_check.main([f"--folder={tmp_path}"]) == gpu_check.EXIT_NO_GPU
-    assert "no GPU here" in capsys.readouterr().out
+    return found
+
+
+def test_the_questions_of_one_gpu_take_twelve_minutes_at_most(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        gpu_check.main(["--help"])
+    listed = capsys.readouterr().out
+    assert all(f"{q.seconds:4} s  {q.asks}" in listed for q in ON_ONE + ON_SEVERAL)
+    assert len(ON_ONE) == 12 and 0 < sum(q.seconds for q in ON_ONE) <= 715
+    checks = [(i, c.name) for i, q in enumerate(ON_ONE + ON_SEVERAL, 1) for c in q.checks]
+    assert len({name for _, name in checks}) == len(checks)
+    assert all(name.startswith(f"{number} ") for number, name in checks)
+
+
+@pytest.mark.process
+def test_a_check_that_hangs_dies_or_raises_costs_the_others_nothing(
+    machine, monkeypatch, capsys, tmp_path
+):
+    checks = [Check(f"1 {name}", 2 if name == "hangs" else 20, None) for name in WAYS_TO_END]
+    monkeypatch.setattr(gpu_check, "ON_ONE", (Question("What happens?", *checks),))
+    monkeypatch.setattr(gpu_check, "LAST_WORDS_SECONDS", 0.5)
+    asked = []
+
+    def command_of(check, folder):
+        asked.append(check.name[2:])
+        return [sys.executable, "-c", WAYS_TO_END[check.name[2:]]]
+
+    monkeypatch.setattr(gpu_check, "command_of", command_of)
+    monkeypatch.setattr(gpu_check, "SLOWNESS", 1)
+    folder = f"--folder={tmp_path}"
+    assert gpu_check.main([folder]) == gpu_check.EXIT_FAILED
+    rows = {row["check"][2:]: row for row in gpu_check.read_results(tmp_path) if "check" in row}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "hangs": gpu_check.HANGS,
+        "passes": gpu_check.OK,
+        "dies": gpu_check.FAILED,
+        "raises": gpu_check.FAILED,
+        "cannot": gpu_check.CANNOT,
+    }
+    assert "no kernel" in rows["raises"]["detail"] and "-9" in rows["dies"]["detail"]
+    assert 'File "<string>", line 1' in (tmp_path / "1 hangs.log").read_text()
+    assert "1 cannot: cannot be asked here" in capsys.readouterr().out
+    # A second call makes the checks alone that have no result; --only makes all of a question.
+    kept = (tmp_path / gpu_check.RESULTS).read_text()
+    (tmp_path / gpu_check.RESULTS).write_text(kept[: kept.rindex("\n") + 9])
+    asked.clear()
+    assert gpu_check.main([folder]) == gpu_check.EXIT_FAILED
+    assert asked == ["cannot"]
+    monkeypatch.setattr(gpu_check, "ON_ONE", (Question("What happens?", checks[1], checks[4]),))
+    assert gpu_check.main([folder, "--only=1"]) == 0
+    assert asked == ["cannot", "passes", "cannot"]
+
+
+def test_results_are_kept_as_they_come(monkeypatch, capsys, tmp_path):
+    def run():
+        yield {"first": 1}
+        raise error
+
+    monkeypatch.setattr(gpu_check, "ON_ONE", (Question("?", Check("1 a", 1, run)),))
+    error = CannotAsk("no cuDNN")
+    assert gpu_check.main(["--child=1 a", f"--folder={tmp_path}"]) == gpu_check.EXIT_CANNOT
+    assert capsys.readouterr().out == "no cuDNN\n"
+    error = RunError("wrong")
+    with pytest.raises(RunError):
+        gpu_check.main(["--child=1 a", f"--folder={tmp_path}"])
+    assert gpu_check.read_results(tmp_path) == 2 * [{"check": "1 a", "found": {"first": 1}}]
+
+
+def test_a_machine_that_cannot_be_asked(machine, monkeypatch, capsys, tmp_path):
+    folder = f"--folder={tmp_path}"
+    assert gpu_check.main([folder, "--only=99"]) == gpu_check.EXIT_USAGE
+    machine["gpus"] = []
+    assert gpu_check.main([folder]) == gpu_check.EXIT_NO_GPU
     monkeypatch.setattr(gpu_check.nvml, "gpus", lambda: [nvml.DriverGpu(0, name="A100")])
-    assert gpu_check.main([f"--folder={tmp_path}"]) == 1
+    assert gpu_check.main([folder]) == 1
     assert "sees none of 0 (A100)" in capsys.readouterr().out
     monkeypatch.setattr(gpu_check.self_test, "run_probe", lambda devices: "was ended by SIGILL")
-    assert gpu_check.main([f"--folder={tmp_path}"]) == 1
+    assert gpu_check.main([folder]) == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_table(capsys):
-    assert gpu_check.main(["--dry=8", "--list"]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names[:3] == ["one_gpu", "all_sum", "two_gpus"] and len(set(names)) == len(names)
-    only_gpus = {check.name for check in gpu_checks.GPU_CHECKS}
-    assert only_gpus < {check.name for check in gpu_checks.checks_for(Gpus(8))}
-    assert not only_gpus & set(names)
-
-
-@pytest.mark.extended
-@pytest.mark.run
-def test_a_step_is_timed(dry, monkeypatch):
-    monkeypatch.setitem(gpu_checks.MODELS, "tiny", TINY)
-    found = last(gpu_checks.step_check("tiny", 2, "128").run, dry)
-    assert 0 < found["seconds_per_step"] < 10
-    assert found["examples_per_second"] == pytest.approx(4 / found["seconds_per_step"])
