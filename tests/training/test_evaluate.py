@@ -10,6 +10,7 @@ import tensorflow as tf
 import towers
 from tests import tiny
 from tests.runs import command, result_of
+from towers.builder import xla
 from towers.data import ArraySplit, augment
 from towers.training.run.setup import prepare
 
@@ -89,6 +90,14 @@ def test_a_mirror_image_counts_as_much(trained):
         assert found[f"accuracy{ending}"] == pytest.approx(np.mean(np.argmax(logits, 1) == y))
     plain = towers.evaluate(train_dir=folder)["loss_ema"]
     assert plain != pytest.approx(found["loss_ema"], rel=1e-5)
+
+
+@pytest.mark.run
+def test_an_evaluation_needs_no_xla(trained, monkeypatch):
+    """A run that had --jit_compile can be evaluated on a GPU that XLA does not know."""
+    monkeypatch.setattr(xla, "compiled", None)
+    monkeypatch.setattr(xla, "tried_out", None)
+    assert towers.evaluate(train_dir=str(trained("classes")), jit_compile=True)["step"] == 18
 
 
 @pytest.mark.run

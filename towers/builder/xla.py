@@ -59,7 +59,8 @@ def tried_out(devices: Sequence[str]) -> bool:
             raise InputError(
                 f"--jit_compile: XLA cannot compile for {device}, a {details.get('device_name')} "
                 f"of compute capability {'.'.join(map(str, capability))}: a trial in another "
-                f"process {why}; leave out --jit_compile"
+                f"process {why}; leave out --jit_compile, or type --jit_compile=false if the run "
+                "that you resume has it"
             )
     return True
 

@@ -45,7 +45,7 @@ def evaluate(
     weights = read_weights(Path(options.train_dir))
     recorded = manifest.read(Path(options.train_dir))
     task = recorded.get("task", {})
-    run = prepare(dataclasses.replace(options, variables="default"))
+    run = prepare(dataclasses.replace(options, variables="default", jit_compile=False))
     check_data(run.data, options, task)
     now: dict[str, Any] = {"code": manifest.code(options)}
     same = recorded.get("flags", {}).get("dataset") == options.dataset
