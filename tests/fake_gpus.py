@@ -16,6 +16,7 @@ import pynvml
 import tensorflow as tf
 
 from towers import tf_internals
+from towers.builder import device_types
 from towers.devices import gpus
 from towers.options.gpu import GpuOptions
 
@@ -143,6 +144,8 @@ def install(monkeypatch, *cards, driver=True):
     machine = Machine(cards)
     install_driver(monkeypatch, *cards, there=driver)
     monkeypatch.setattr(gpus, "_in_force", GpuOptions())
+    monkeypatch.setattr(device_types, "_shown", {})
+    monkeypatch.setattr(device_types, "in_use", False)
     monkeypatch.setattr(tf_internals, "has_listed_devices", lambda: machine._devices is not None)
     monkeypatch.setattr(tf_internals, "has_started", lambda: machine.started)
     monkeypatch.setattr(tf_internals, "device_memory_bytes", machine.device_memory_bytes)

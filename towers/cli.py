@@ -294,10 +294,9 @@ def _start(options: Options) -> None:
 
     from towers import devices
 
-    gpu_options = options.gpu_options()
     if options.devices.strip().lower() == "cpu" and not options.visible_gpus:
-        gpu_options = dataclasses.replace(gpu_options, visible_gpus="none")  # left to others
-    devices.configure(**dataclasses.asdict(gpu_options))
+        options = dataclasses.replace(options, visible_gpus="none")  # left to others
+    devices.configure_run(options)
 
 
 @contextlib.contextmanager

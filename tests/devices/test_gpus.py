@@ -11,8 +11,10 @@ import tensorflow as tf
 from tests import runs
 from tests.fake_gpus import A100, FULL, H100, PART, RTX5090, SMALL, SPLIT, Card, part_uuid
 from tests.programs import python
-from towers.devices import config_proto, gpus, self_test, tower_devices
+from towers.devices import config_proto, describe, gpus, self_test, tower_devices
 from towers.errors import RunError
+from towers.graphs import placement
+from towers.options.run import Options
 
 pytestmark = pytest.mark.unit
 
@@ -174,6 +176,68 @@ def test_a_full_gpu_that_is_not_used_is_no_error(install):
     gpus.configure()
     started(install(FULL))  # it is this process that fills it
     gpus.configure()
+
+
+@pytest.mark.parametrize(
+    "devices, hidden, names",
+    [
+        ("/gpu:1", [0, 2], ["/gpu:1"]),
+        (["GPU:1"], [0, 2], ["/gpu:1"]),
+        ("device:gpu:2, /gpu:00", [1], ["/gpu:2", "/gpu:0"]),
+        (("/cpu:0", "/gpu:2"), [0, 1], ["/cpu:0", "/gpu:2"]),
+        ("/cpu:0,/cpu:1", [0, 1, 2], ["/cpu:0", "/cpu:1"]),
+        ("cpu", [0, 1, 2], ["/cpu:0"]),
+        ("/gpu:1,/gpu:0,/gpu:2", [], ["/gpu:1", "/gpu:0", "/gpu:2"]),
+        *((kind, [], ["/gpu:0", "/gpu:1", "/gpu:2"]) for kind in ("", "gpu", "any")),
+    ],
+)
+def test_gpus_that_no_tower_stands_on_are_hidden_and_the_others_keep_their_names(
+    install, devices, hidden, names
+):
+    machine = install(LIMITED, LIMITED, LIMITED)
+    gpus.configure(devices=devices, gpu_memory_limit_mib=512)
+    assert machine.hidden == hidden and not machine.started
+    of_tensorflow = tower_devices(devices=devices)
+    visible = [i for i in range(3) if i not in hidden]
+    assert of_tensorflow == [
+        f"/gpu:{visible.index(int(name[5:]))}" if "gpu" in name else name for name in names
+    ]
+    assert tower_devices(devices=of_tensorflow) == tower_devices(devices=devices) == of_tensorflow
+    rows = describe(of_tensorflow)
+    assert [row.device for row in rows] == names
+    numbers = [int(name[5:]) for name in names if "gpu" in name]
+    assert [row.driver_index for row in rows if "gpu" in row.device] == numbers
+    assert list(map(placement.short_device_name, of_tensorflow)) == names
+    lines = [line.split()[1] for line in gpus.read_back() if line.startswith("memory      /gpu")]
+    assert lines == [f"/gpu:{i}" for i in visible]
+
+
+def test_a_full_gpu_that_no_tower_stands_on_is_no_error(install):
+    install(FULL, A100)
+    gpus.configure(devices="/gpu:1")
+    message = runs.refusal(tower_devices, devices="/gpu:0")
+    assert "there is no /gpu:0; TensorFlow sees /gpu:1," in message
+    assert "towers.devices.configure(devices=" in message
+    assert "sees 1 GPU (/gpu:1)" in runs.refusal(tower_devices, 2)
+    gpus.read_back()
+    gpus.configure(devices="/gpu:1")  # the same again
+    started(install(A100, A100))
+    assert "devices='/gpu:1' comes too late" in refusal(devices="/gpu:1")
+    gpus.configure_run(Options(devices="/gpu:1"))
+
+
+def test_gpus_that_are_in_use_keep_their_names(install):
+    machine = install(A100, A100)
+    gpus.hide_others("/gpu:0,/gpu:7")  # which is an error of `tower_devices`
+    assert machine.hidden == []
+    tower_devices(devices="/gpu:0")
+    gpus.hide_others("/gpu:1")  # /gpu:0 would be another GPU's name
+    assert machine.hidden == []
+    machine = install(A100, A100)
+    machine.split(1, 512, 512)
+    gpus.hide_others("/gpu:2")
+    assert machine.hidden == [0] and tower_devices() == ["/gpu:0", "/gpu:1"]
+    assert [row.device for row in describe()] == ["/gpu:1", "/gpu:2"]
 
 
 def test_gpus_cannot_be_hidden_once_they_are_listed(install):

@@ -1,6 +1,7 @@
 """Commands in processes of their own: what they set before TensorFlow starts, and the driver."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -52,6 +53,21 @@ def test_the_first_command_takes_all_gpus(number, tmp_path):
     assert code == 0, err
     found = json.loads((tmp_path / "run/result.json").read_text())["devices"]
     assert found == ["/gpu:0", "/gpu:1"][:number]
+
+
+@pytest.mark.parametrize("names", [["/gpu:1"], ["/gpu:0", "/gpu:2"]])
+def test_gpus_that_no_tower_stands_on_are_left_alone(names, tmp_path):
+    flags = f"--devices={','.join(names)}", "--per_process_gpu_memory_fraction=0.4"
+    out, found = train(tmp_path, *flags, "--log_device_placement", TOWERS_TEST_GPUS="3")
+    header, *rows = (tmp_path / "run/placement.tsv").read_text().splitlines()
+    assert found == names and header.endswith("\tdevice")
+    assert {row.split("\t")[-1] for row in rows} - {"-"} == {"/cpu:0", *names}
+    assert {*re.findall(r"/gpu:\d", out)} == {*names}
+    for name in names:
+        assert f"memory      {name} 409 MiB, growth off\n" in out
+        assert f"{name} -> GPU of host memory, GPU {name[5:]} of the driver" in out
+    code, out, err = towers("evaluate", f"--train_dir={tmp_path}/run", TOWERS_TEST_GPUS="3")
+    assert code == 0 and {*re.findall(r"/gpu:\d", out)} == {*names}, err
 
 
 def test_memory_options_of_a_run_are_read_back(tmp_path):

@@ -3,9 +3,11 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import towers
 from tests import fits
+from towers.devices import selection
 
 pytestmark = pytest.mark.run
 layers = keras.layers
@@ -26,6 +28,23 @@ MODELS = {
     "dropout": lambda: network(layers.Dropout(0.3)),
     "batch norm": lambda: network(layers.BatchNormalization()),
 }
+
+
+def test_fit_on_the_second_gpu_takes_nothing_more_of_the_first(capsys):
+    def peak():
+        return tf.config.experimental.get_memory_info("GPU:0")["peak"]
+
+    model = network(layers.BatchNormalization())
+    selection._print_once.cache_clear()
+    towers.parallelize(model, devices="/gpu:1")
+    assert "memory of /gpu:0 (" in capsys.readouterr().err
+    x, y = np.zeros((40, 8, 8, 3), np.float32), np.zeros(40, np.int32)
+    tf.config.experimental.reset_memory_stats("GPU:0")
+    before = peak()
+    model.fit(x, y, batch_size=9, epochs=2, verbose=0, validation_split=0.2)
+    model.evaluate(x, y, verbose=0)
+    model.predict(x, verbose=0)
+    assert peak() == before
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -85,6 +85,14 @@ def test_towers_are_where_they_are_asked_for(flags, devices, tmp_path, capsys):
     assert json.loads((tmp_path / "result.json").read_text())["devices"] == devices
 
 
+def test_a_run_on_the_second_gpu_takes_nothing_of_the_first(tmp_path, capsys):
+    tf.config.experimental.reset_memory_stats("GPU:0")
+    before = tf.config.experimental.get_memory_info("GPU:0")["peak"]
+    train(capsys, tmp_path, *f"{CNN} --max_steps=2 --devices=/gpu:1 --ema_decay=0.9".split())
+    assert command(capsys, "evaluate", f"--train_dir={tmp_path}")[0] == 0
+    assert tf.config.experimental.get_memory_info("GPU:0")["peak"] == before
+
+
 def test_too_few_gpus_are_an_error(tmp_path, capsys):
     code, _, err = command(
         capsys, "train", f"--train_dir={tmp_path}/run", *CNN.split(), "--num_gpus=3"

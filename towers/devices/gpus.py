@@ -9,6 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_internals
+from towers.builder import device_types
+from towers.builder.device_types import shown_name
 from towers.devices import cuda_visible_devices, nvml, self_test
 from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError, RunError
@@ -18,7 +20,7 @@ _THREAD_MODE = "TF_GPU_THREAD_MODE"
 _in_force = GpuOptions()  # set once, before TensorFlow starts
 
 
-def configure(**options: Any) -> None:
+def configure(*, devices: str | Sequence[str] = "", **options: Any) -> None:
     """Set which GPUs this process sees and how it uses them; TensorFlow is not started.
 
     Defaults change nothing, so a second call may repeat some options of the first one.
@@ -26,6 +28,7 @@ def configure(**options: Any) -> None:
     `deterministic` holds for the rest of the process.
 
     Args:
+        devices: of the towers, as for `tower_devices`; GPUs that it leaves out are hidden.
         **options: fields of `towers.options.gpu.GpuOptions`: `visible_gpus`,
             `per_process_gpu_memory_fraction`, `gpu_memory_limit_mib`, `allow_growth`,
             `allow_soft_placement`, `tf32`, `deterministic`.
@@ -51,7 +54,13 @@ def configure(**options: Any) -> None:
                 f"{flags} comes too late, TensorFlow has {event}: call towers.devices.configure() "
                 "before anything that lists devices or creates a tensor"
             )
-        _set_before_start(asked)
+        _set_before_start(asked, devices)
+    hide_others(devices)
+    if devices and tf_internals.has_started() and _gpus_to_hide(devices):
+        raise InputError(
+            f"devices={devices!r} comes too late, TensorFlow has started: call "
+            "towers.devices.configure() before anything that creates a tensor"
+        )
     tf.config.set_soft_device_placement(asked.allow_soft_placement)
     if asked.tf32 != _in_force.tf32:  # else it stays as the program has it
         tf.config.experimental.enable_tensor_float_32_execution(asked.tf32)
@@ -60,13 +69,56 @@ def configure(**options: Any) -> None:
     _in_force = asked
 
 
+def configure_run(options: Any) -> None:
+    """Call `configure` with the options of a run; GPUs are hidden if TensorFlow has not started."""
+    devices = "" if tf_internals.has_started() else options.devices
+    configure(devices=devices, **dataclasses.asdict(options.gpu_options()))
+
+
 def hide_gpus() -> None:
     """Leave the GPUs to other processes, unless TensorFlow has started and uses them already."""
     if not tf_internals.has_started():
         tf.config.set_visible_devices([], "GPU")
 
 
-def _set_before_start(asked: GpuOptions) -> None:
+def hide_others(devices: str | Sequence[str]) -> None:
+    """Hide the GPUs that the towers' devices leave out, unless TensorFlow has started.
+
+    TensorFlow numbers the others from 0; `device_types.shown_name` returns their names of before.
+    Once `tower_devices` has returned a GPU nothing more is hidden.
+
+    Args:
+        devices: as for `tower_devices`; nothing is hidden if one of them is not there.
+    """
+    if isinstance(devices, str) and devices.strip().lower() == "cpu":
+        hide_gpus()
+    if device_types.in_use or tf_internals.has_started() or not (hidden := _gpus_to_hide(devices)):
+        return
+    kept = [(shown_name(f"/gpu:{i}"), gpu) for i, gpu in enumerate(logical_gpus())]
+    kept = [(name, gpu) for name, gpu in kept if gpu not in hidden]
+    tf.config.set_visible_devices(list(dict.fromkeys(gpu for _, gpu in kept)), "GPU")
+    device_types.renumber([name for name, _ in kept])
+
+
+def _gpus_to_hide(devices: str | Sequence[str]) -> set[tf.config.PhysicalDevice]:
+    # The visible GPUs that devices leave out; none if one is not there, or no device is named.
+    listed = devices.split(",") if isinstance(devices, str) else map(str, devices)
+    names = set(map(device_types.parse_device, listed))
+    if "" in names:
+        return set()
+    known = {shown_name(f"/gpu:{i}"): gpu for i, gpu in enumerate(logical_gpus())}
+    if any("gpu" in name and name not in known for name in names):
+        return set()
+    return {*known.values()} - {gpu for name, gpu in known.items() if name in names}
+
+
+def logical_gpus() -> list[tf.config.PhysicalDevice]:
+    """Return the physical GPU of each of /gpu:0, /gpu:1, ...; TensorFlow is not started."""
+    cuda_visible_devices.tidy(os.environ)  # sets CUDA's order before CUDA lists the GPUs
+    return device_types.physical_gpus()
+
+
+def _set_before_start(asked: GpuOptions, devices: str | Sequence[str]) -> None:
     driver = nvml.gpus()
     cuda_visible_devices.tidy(os.environ)
     choice = cuda_visible_devices.listed_in(os.environ, driver)
@@ -79,7 +131,9 @@ def _set_before_start(asked: GpuOptions) -> None:
             f"--visible_gpus={asked.visible_gpus}: TensorFlow does not list GPU "
             f"{', '.join(map(str, missing))}; {cuda_visible_devices.INSTALL}"
         )
-    limits, matched = [], _match(gpus, visible)
+    hide_others(devices)
+    limits, gpus = [], tf.config.get_visible_devices("GPU")
+    matched = driver_gpus(gpus)
     _check_driver(matched, choice)
     for seen in matched:
         limits.append(_limit_mib(asked, seen))
@@ -162,7 +216,7 @@ def read_back() -> list[str]:
         growth = "on" if tf.config.experimental.get_memory_growth(gpu) else "off"
         for _ in tf.config.get_logical_device_configuration(gpu) or [None]:
             device = f"/gpu:{len(lines)}"
-            memory = actual[device] // MIB
+            memory, device = actual[device] // MIB, shown_name(device)
             lines.append(f"memory      {device} {memory} MiB, growth {growth}")
             if limit and memory != limit:
                 wrong.append(f"{device} may take {memory} MiB, {limit} were asked for")

@@ -9,19 +9,26 @@ import contextlib
 import dataclasses
 import functools
 import os
-import re
 import sys
 from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
+from towers import tf_internals
 from towers.builder import device_types
-from towers.builder.device_types import are_remote, machine_of
+from towers.builder.device_types import NewName, are_remote, machine_of, new_name, shown_name
 from towers.builder.sharding import as_devices
-from towers.devices import cuda_visible_devices, nvml, remote
+from towers.devices import cuda_visible_devices, memory, nvml, remote
 from towers.devices.cuda_visible_devices import ONE_PART
-from towers.devices.gpus import driver_gpus, hide_gpus, missing_gpus, read_back, visible_gpus
+from towers.devices.gpus import (
+    driver_gpus,
+    hide_gpus,
+    logical_gpus,
+    missing_gpus,
+    read_back,
+    visible_gpus,
+)
 from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError
 from towers.formatting import count, table
@@ -73,13 +80,15 @@ def tower_devices(
         raise InputError(
             f"--num_towers={num_towers!r}: a whole number from 0 to {_MOST_TOWERS} is needed"
         )
-    names = devices if isinstance(devices, str) else ",".join(as_devices(devices))
+    if not isinstance(devices, str):  # of an earlier call, too
+        devices = [shown_name(d) if isinstance(d, NewName) else d for d in as_devices(devices)]
+    names = devices if isinstance(devices, str) else ",".join(devices)
     kind = names.strip().lower()
     if "/job:" in names:  # of another machine
         return names.split(",")
     if kind == "cpu":
         hide_gpus()
-    gpus = [f"/gpu:{i}" for i in range(len(_logical_gpus()))]
+    gpus = [shown_name(f"/gpu:{i}") for i in range(len(logical_gpus()))]
     if kind == "cpu":
         chosen = _cpus(num_towers)
     elif kind in ("", "gpu", "any"):
@@ -97,7 +106,11 @@ def tower_devices(
     existing = gpus + cpus
     missing = [device for device in chosen if device not in existing]
     if not missing:
-        return chosen
+        device_types.in_use |= any("gpu" in device for device in chosen)
+        unused = [gpu for gpu in gpus if gpu not in chosen]
+        if kind not in ("", "cpu", "any", "gpu") and unused and tf_internals.has_started():
+            _print_once(_charged(unused, chosen))
+        return list(map(new_name, chosen))
     if kind in ("", "cpu", "any") and not device_types.stand_in():
         _print_once(
             f"note        {len(chosen)} towers share {', '.join(cpus)}, all that TensorFlow has "
@@ -106,11 +119,48 @@ def tower_devices(
             "after a restart of its kernel"
         )
         return [cpus[tower % len(cpus)] for tower in range(len(chosen))]
-    too_late = ", and has started: no CPU devices can be added"
-    why = _driver_says(nvml.gpus()) if "gpu" in missing[0] else too_late
+    why = ", and has started: no CPU devices can be added"
+    if "gpu" in missing[0]:
+        why = _driver_says(nvml.gpus())
+        if device_types.renumbered():
+            why = (
+                ", and an earlier call has hidden the others: name all GPUs of the program first, "
+                'by towers.devices.configure(devices="/gpu:0,/gpu:1")'
+            )
     raise InputError(
         f"--devices={names}: there is no {missing[0]}; TensorFlow sees {', '.join(existing)}{why}; "
         f"type --devices={existing[0]}, or --devices=cpu"
+    )
+
+
+def loose_ops_on(devices: str) -> contextlib.AbstractContextManager:
+    """Place ops without a device on the first of these devices, and not on /gpu:0.
+
+    Args:
+        devices: an option of a run. If it names none, or /gpu:0 is among them, or TensorFlow will
+            start without the others, nothing changes.
+    """
+    cpu = "/cpu:0" if devices.strip().lower() == "cpu" else ""
+    names = [cpu or device_types.parse_device(name) for name in devices.split(",")]
+    others = all(names) and "/gpu:0" not in names and not device_types.renumbered()
+    if others and tf_internals.has_started() and tf.config.get_soft_device_placement():
+        return tf.device(names[0])
+    return contextlib.nullcontext()
+
+
+def _charged(unused: Sequence[str], chosen: Sequence[str]) -> str:
+    # Says what this process holds of GPUs that it does not use.
+    limits, parts = tf_internals.device_memory_bytes(), []
+    for name in unused:
+        _, peak = memory.of_device(new_name(name)) or (0, 0)
+        gpu = logical_gpus()[int(new_name(name)[5:])]
+        growth = tf.config.experimental.get_memory_growth(gpu)
+        taken = peak if growth or not peak else limits[new_name(name)] / MIB
+        parts.append(f"{name} ({taken:.0f} MiB)")
+    return (
+        f"note        TensorFlow started before the towers' devices were named, and holds memory "
+        f"of {', '.join(parts)}, beside CUDA's own: to leave it to others, call "
+        f'towers.devices.configure(devices="{",".join(chosen)}") before the first model'
     )
 
 
@@ -138,13 +188,13 @@ def describe(devices: Sequence[str] | None = None) -> list[Device]:
         devices: of the towers, from `tower_devices`; by default all visible GPUs, or the CPU if
             there is none.
     """
-    gpus = _logical_gpus()
+    gpus = logical_gpus()
     if devices is None:
         devices = [f"/gpu:{i}" for i in range(len(gpus))] or ["/cpu:0"]
     seen = driver_gpus(gpus)
     rows = []
     for tower, device in enumerate(devices):
-        number = int(device.rpartition(":")[2])
+        number, device = int(device.rpartition(":")[2]), shown_name(device)
         if machine_of(device):
             rows.append(Device(tower, device, None))
         elif "cpu" in device:
@@ -173,11 +223,6 @@ def report(devices: Sequence[str]) -> list[str]:
         memory = [b and b // MIB for b in (row.total_bytes, row.free_bytes)]
         rows.append((row.tower, row.device, row.pci_bus_id, row.driver_index, *memory, row.name))
     return ["devices"] + [f"  {line}" for line in table(header, rows)] + read_back()
-
-
-def _logical_gpus() -> list[tf.config.PhysicalDevice]:
-    cuda_visible_devices.tidy(os.environ)  # sets CUDA's order before CUDA lists the GPUs
-    return device_types.physical_gpus()
 
 
 def _first_devices(num_towers: int, gpus: list[str], kind: str) -> list[str]:
@@ -213,7 +258,7 @@ def _cpus(num_towers: int) -> list[str]:
 def _driver_says(driver: Sequence[DriverGpu]) -> str:
     # A clause: what the driver sees, and what to do if TensorFlow sees less.
     if not driver:
-        return "" if _logical_gpus() else ", no NVIDIA driver answers here"
+        return "" if logical_gpus() else ", no NVIDIA driver answers here"
     says, visible = f", the driver has {', '.join(map(str, driver))}", visible_gpus(driver)
     if len(visible) < len(driver) and "CUDA_VISIBLE_DEVICES" in os.environ:
         says += (
@@ -227,14 +272,12 @@ def _driver_says(driver: Sequence[DriverGpu]) -> str:
 def _named_devices(num_towers: int, names: str) -> list[str]:
     option, chosen = f"--devices={names}", []
     for name in names.split(","):
-        match = re.fullmatch(r"/?(?:device:)?(gpu|cpu):(\d{1,3})", name.strip().lower())
-        if not match:
+        if not (device := device_types.parse_device(name)):
             raise InputError(
                 f"{option}: {name!r} is not a device; "
                 "name them as /gpu:0,/gpu:2 or /cpu:0, or give --devices=cpu"
             )
-        device = f"/{match[1]}:{int(match[2])}"
-        if device in chosen and match[1] == "gpu":
+        if device in chosen and "gpu" in device:
             raise InputError(f"{option}: {device} is named twice; each GPU takes one tower")
         chosen.append(device)
     if num_towers not in (0, len(chosen)):

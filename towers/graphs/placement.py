@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.device_types import machine_of
+from towers.builder.device_types import machine_of, shown_name
 from towers.builder.op_names import layer_of, tower_of
 
 # Ops that move values between devices, control loops, or read variables on their devices.
@@ -132,12 +132,14 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
 def short_device_name(device: str) -> str:
     """Return "/gpu:0" for "/job:localhost/replica:0/task:0/device:GPU:0"; "" for "".
 
+    It is the name of before other GPUs were hidden, see `device_types.shown_name`.
     The name of another machine is kept: "/job:JOB/task:1/gpu:0".
     """
     match = re.search(r"/(?:device:)?([A-Za-z_]+):(\d+)$", device)
     if not match or match[1] in ("job", "replica", "task"):
         return device
-    return f"{machine_of(device)}/{match[1].lower()}:{match[2]}"
+    name = f"/{match[1].lower()}:{match[2]}"
+    return machine + name if (machine := machine_of(device)) else shown_name(name)
 
 
 def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Operation]]:

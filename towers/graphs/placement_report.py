@@ -67,13 +67,14 @@ def strays(
         master_devices: allowed devices of variables.
     """
     types: dict[tuple, list[str]] = defaultdict(list)
+    shown = list(map(short_device_name, devices))
     for op in placement.misplaced(devices):
         types[op.tower, op.layer, op.device, op.requested].append(op.type.lstrip("_"))
     lines = []
     for (tower, layer, device, requested), names in sorted(types.items()):
         names = ", ".join(dict.fromkeys(names))
-        why = _why(requested, device, devices[tower])
-        lines.append(f"tower {tower} on {devices[tower]}, layer {layer}: {names} on {device}{why}")
+        why = _why(requested, device, shown[tower])
+        lines.append(f"tower {tower} on {shown[tower]}, layer {layer}: {names} on {device}{why}")
     homes = [short_device_name(device) for device in master_devices]
     home = " or ".join(dict.fromkeys(homes))
     for name, variable in variables.items():

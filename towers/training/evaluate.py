@@ -42,6 +42,11 @@ def evaluate(
         RunError: the test set cannot be read.
     """
     options = options_from_call(options, fields, verb="evaluate")
+    with devices.loose_ops_on(options.devices):
+        return _evaluate(options, say)
+
+
+def _evaluate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     weights = read_weights(Path(options.train_dir))
     recorded = manifest.read(Path(options.train_dir))
     task = recorded.get("task", {})

@@ -39,6 +39,7 @@ _BATCH = object()  # stands for a tensor among arguments
 _PROBABILITIES = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}  # Keras looks for such ops
 _CONSTANTS = (bool, int, float, str, type(None))
 _MAKERS = ("make_train_function", "make_test_function", "make_predict_function")
+_CALLS = ("fit", "evaluate", "predict")
 
 
 def parallelize(
@@ -68,7 +69,7 @@ def parallelize(
         num_towers: 0 for one tower on each visible GPU, or one on the CPU without GPUs.
         devices: devices of the towers, "/gpu:0,/gpu:2" or a list, perhaps of other machines (see
             `towers.devices.connect`); "cpu" for logical CPU devices although there are GPUs; "" for
-            the first ones.
+            the first ones. GPUs that it leaves out are hidden if TensorFlow has not started.
         gather_device: where batches are split, outputs joined, and loss and update computed; "" for
             the first tower's GPU if weights are on GPUs, otherwise "/cpu:0".
         variables: "cpu": weights are on the gather device; "sharded": each on one of the towers;
@@ -91,6 +92,7 @@ def parallelize(
     if variables not in ("default", "cpu", "sharded"):
         raise InputError(f"variables={variables!r} must be 'default', 'cpu' or 'sharded'")
     tf_internals.refuse_fork()
+    tower_devices.hide_others(devices)
     device_names = tower_devices.tower_devices(num_towers, devices)
     if variables == "default":
         here = are_gpus(device_names) and not are_remote(device_names)
@@ -121,6 +123,9 @@ def put_on(model: keras.Model, builder: TowerBuilder) -> keras.Model:
         step = functools.partial(lambda name, *args: steps.method(name)(*args), name)
         vars(model)[name] = steps.outermost_on_towers(step, name)
     vars(model).update({name: steps.made_for_towers(name) for name in _MAKERS})
+    first = builder.devices[0]
+    if first.startswith("/gpu:") and first != "/gpu:0":  # where ops without a device would run
+        vars(model).update({name: steps.with_input_beside(name) for name in _CALLS})
     return model
 
 
@@ -197,7 +202,7 @@ def passes_of(model: keras.Model) -> Passes:
 class _Steps:
     """A model's steps on towers."""
 
-    REPLACED = (*_STEPS, *_MAKERS)
+    REPLACED = (*_STEPS, *_MAKERS, *_CALLS)
 
     def __init__(self, model: keras.Model, builder: TowerBuilder, copies: Sequence[Any] = ()):
         self.model, self.builder, self._device = model, builder, builder.gather_device
@@ -216,6 +221,16 @@ class _Steps:
         """Return the model's method without towers, as it is now."""
         of_class = functools.partial(getattr(type(self.model), name), self.model)
         return self.of_instance.get(name, of_class)
+
+    def with_input_beside(self, name: str) -> Callable:
+        """Return a method such as `fit`, with its input and loose ops on the first tower's GPU."""
+
+        @functools.wraps(getattr(type(self.model), name))
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with tf.device(self.builder.devices[0]):
+                return self.method(name)(*args, **kwargs)
+
+        return call
 
     def outermost_on_towers(self, fn: Callable, name: str = "") -> Callable:
         """Return a function, step `name` of the model, with its outermost layers on towers."""

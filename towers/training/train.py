@@ -11,7 +11,8 @@ from typing import Any, TextIO
 import keras
 import tensorflow as tf
 
-from towers import files, signals
+from towers import devices, files, signals
+from towers.builder.device_types import shown_name
 from towers.devices import remote
 from towers.errors import InputError, RunError
 from towers.formatting import count, figure, printable
@@ -74,7 +75,8 @@ def train(
     folder = Path(options.train_dir)
     data = filter(None, [options.data_dir, *options.dataset.split(",")])
     files.check_train_dir(folder, options.overwrite, needed=data)
-    with files.Lock() as lock, remote.loss_is_an_end():
+    loose_ops = devices.loose_ops_on(options.devices)
+    with files.Lock() as lock, remote.loss_is_an_end(), loose_ops:
         lock.take(folder)
         with user_facing_errors(options):
             callbacks = user_callbacks.load(options.callbacks)
@@ -236,7 +238,7 @@ def _train(
         "objective": f"{'validation' if 'validation' in evaluations else 'test'}_{name}",
         "direction": direction,
         "num_towers": len(run.builder.devices),
-        "devices": run.builder.devices,
+        "devices": list(map(shown_name, run.builder.devices)),
         "batch_size": options.batch_size,
         "train_dir": options.train_dir,
     }
@@ -275,7 +277,7 @@ def _save_finite(
     the run continues as one that is resumed from this checkpoint.
     """
     if drifted := prepared.run.train_state.make_copies_equal():
-        name, device, other = drifted
+        name, device, other = map(shown_name, drifted)
         prepared.checkpoints.say(
             f"warning     copies of {name} on {device} and {other} differ at step {step}: all go "
             f"on from that of {device}, which is saved; type --variables=cpu or sharded, which "

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from towers import data, devices
 from towers.builder import batch_norm
+from towers.builder.device_types import shown_name
 from towers.builder.sharding import PerTower
 from towers.data import augment
 from towers.devices.memory import peak_mib
@@ -38,7 +39,7 @@ class OwnRun:
 
     def __init__(self, options: Options):
         """Build the run and warm it up."""
-        devices.configure(**dataclasses.asdict(options.gpu_options()))
+        devices.configure_run(options)
         names = tower_devices(options)
         dataset, options = load(options)
         self.run = run = assemble(options, names, dataset)
@@ -49,7 +50,11 @@ class OwnRun:
         self.batches = batches = iter(batches)
         self._loops: dict[str, Callable] = {"": lambda num_steps: loop(batches, num_steps)["loss"]}
         self.train(WARM_UP_SECONDS)
-        self.ready = {"num_towers": len(names), "batch_size": options.batch_size, "devices": names}
+        self.ready = {
+            "num_towers": len(names),
+            "batch_size": options.batch_size,
+            "devices": list(map(shown_name, names)),
+        }
         self.ready |= {"peak_memory_mib": peak_mib()}  # without the control's memory
         self._loops["control"] = make_control(run)
         self._loops["control"](tf.constant(2))

@@ -1,7 +1,6 @@
 """`towers predict`: a trained model's outputs for the user's files, computed on towers."""
 
 import csv
-import dataclasses
 import itertools
 import json
 import sys
@@ -39,7 +38,7 @@ def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
         say: called with each line about the run.
     """
     run_options = options.run
-    devices.configure(**dataclasses.asdict(run_options.gpu_options()))
+    devices.configure_run(run_options)
     devices.try_out()
     builder = TowerBuilder(tower_devices(run_options))
     trained = load_run(run_options, averages=options.averages)

@@ -43,7 +43,7 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         with `float32` "ulps": {"2": 3.0}.
     """
     of_run = options.run
-    devices.configure(**dataclasses.asdict(of_run.gpu_options()))
+    devices.configure_run(of_run)
     devices.try_out()
     numbers = numbers_to_compare(options.num_towers, "" if of_run.workers else of_run.devices)
     cluster = remote.connect_run(of_run, num_towers=max(numbers))

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import files, tf_internals
-from towers.builder.device_types import HOST
+from towers.builder.device_types import HOST, shown_name
 from towers.builder.sharding import slices_of
 from towers.errors import RunError
 from towers.formatting import count, first_line
@@ -205,7 +205,7 @@ def _row_numbers(run: RunContext, step: int, examples: int, size: int) -> tuple[
 
 def _towers_of(run: RunContext, rows: Sequence[int], size: int) -> list[str]:
     """Return the towers that had these rows of a batch, each as "0 (/gpu:0)"."""
-    names = run.builder.devices
+    names = list(map(shown_name, run.builder.devices))
     slices = slices_of(size, len(names), run.builder.accumulate_steps)
     ends = [start + number for start, number in slices]
     towers = {int(np.searchsorted(ends, row, "right")) % len(names) for row in rows}

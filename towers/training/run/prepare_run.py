@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from towers import devices, files
 from towers.builder import exactness_checks
+from towers.builder.device_types import new_name
 from towers.formatting import count
 from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement, short_device_name
@@ -159,7 +160,8 @@ def _build_graph(
     lines = placement_report.report(placement, stray)
     more = []
     if options.log_device_placement:
-        everything = [short_device_name(d.name) for d in tf.config.list_logical_devices()]
+        names = [short_device_name(d.name) for d in tf.config.list_logical_devices()]
+        everything = list(map(new_name, names))
         more = ["  device mapping:", *(f"  {row}" for row in devices.describe(everything))]
         more += placement_report.table(placement)
     for line in [*lines, *more]:

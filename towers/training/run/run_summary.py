@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from towers.builder.device_types import shown_name
 from towers.data import augment
 from towers.formatting import count
 from towers.training.run.setup import RunContext
@@ -25,11 +26,11 @@ def run_summary(run: RunContext) -> list[str]:
     gather = {
         "sharded": "each gradient is gathered on its variable's tower",
         "replicated": "gradients are summed by collectives, each tower has its variables",
-    }.get(options.variables, f"gather on {run.builder.gather_device}")
+    }.get(options.variables, f"gather on {shown_name(run.builder.gather_device)}")
     as_stored = options.augment == "off" and run.task.model.compiled
     dtype = None if as_stored else options.input_dtype
     return [
-        f"towers      {towers}: {', '.join(run.builder.devices)}; {gather}",
+        f"towers      {towers}: {', '.join(map(shown_name, run.builder.devices))}; {gather}",
         f"batch size  {options.batch_size} global ({per_tower} per tower), {options.dtype}",
         f"data        {run.data.name}: {size} training examples per epoch, {held}"
         f"{run.data.test.size} test; {size / options.batch_size:.1f} steps per epoch",

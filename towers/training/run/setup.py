@@ -136,9 +136,7 @@ def prepare(options: Options) -> RunContext:
         RunError: the data set cannot be read, or a GPU does not compute.
     """
     tf_internals.refuse_fork()
-    devices.configure(**dataclasses.asdict(options.gpu_options()))
-    if options.devices.strip().lower() == "cpu":
-        devices.hide_gpus()
+    devices.configure_run(options)
     devices.try_out()
     return assemble(options, tower_devices(options), load_data(options))
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 
 from towers import tf_internals
+from towers.builder.device_types import new_name
 from towers.builder.op_names import layer_of
 from towers.devices import memory
 from towers.errors import InputError, RunError
@@ -132,7 +133,7 @@ def out_of_memory(text: str) -> str | None:
     elif match := _BYTES.search(text):
         ordinal = _ORDINAL.search(text)
         asked = memory.in_words(int(match["bytes"]))
-        device = f"/gpu:{ordinal[1]}" if ordinal else ""
+        device = short_device_name(f"/gpu:{ordinal[1]}") if ordinal else ""
     elif _NO_ROOM in text or "CUDA_ERROR_OUT_OF_MEMORY" in text:
         copied = _COPY.search(text)
         asked, device = "room for a copy", short_device_name(copied[1]) if copied else ""
@@ -150,5 +151,5 @@ def out_of_memory(text: str) -> str | None:
 def _memory_of(device: str) -> str:
     if "gpu" not in device:
         return f"; the host has {memory.in_words(memory.of_host())}" if device else ""
-    limit = tf_internals.device_memory_bytes().get(device)
+    limit = tf_internals.device_memory_bytes().get(new_name(device))
     return f"; it may take {memory.in_words(limit)}" if limit else ""
