@@ -58,8 +58,8 @@ def growth(calls: int, num_collectives: int, names: list[str]) -> list[float]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in {"calls": 500, "collectives": 40, "num_towers": 2}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default in ("--calls", 500), ("--collectives", 40), ("--num_towers", 2):
+        parser.add_argument(name, type=int, default=default)
     flags = parser.parse_args()
     names = devices.tower_devices(flags.num_towers + 1, "cpu")[1:]
     rows = []

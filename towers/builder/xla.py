@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.device_types import machine_of, physical_gpus
+from towers.builder.device_types import machine_of, physical_gpus, shown_name
 from towers.builder.replica_scope import ReplicaScope
 from towers.errors import InputError
 
@@ -57,8 +57,9 @@ def tried_out(devices: Sequence[str]) -> bool:
         capability = details.get("compute_capability") or (0, 0)
         if capability >= _TRIED_FROM and (why := _failure(f"GPU:{physical.index(gpu)}")):
             raise InputError(
-                f"--jit_compile: XLA cannot compile for {device}, a {details.get('device_name')} "
-                f"of compute capability {'.'.join(map(str, capability))}: a trial in another "
+                f"--jit_compile: XLA cannot compile for {shown_name(device)}, a "
+                f"{details.get('device_name')} of compute "
+                f"capability {'.'.join(map(str, capability))}: a trial in another "
                 f"process {why}; leave out --jit_compile, or type --jit_compile=false if the run "
                 "that you resume has it"
             )
