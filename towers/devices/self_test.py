@@ -149,7 +149,7 @@ def find_errors(names: Mapping[str, str]) -> dict[str, str | None]:
     # The last ones have kernels of TensorFlow's own, of which the wheel may have only PTX.
     tests = {
         "a matrix product": (lambda x: tf.matmul(x, b), a @ b),
-        "a multiplication": (lambda x: x * b, a * b),
+        "a multiplication": (lambda x: tf.multiply(x, b), a * b),
         "a cast": (lambda x: tf.cast(x, tf.float64), a.astype(np.float64)),
         "a reduction": (lambda x: tf.reduce_sum(x, axis=0), a.sum(axis=0)),
         "a draw of random numbers": (draw, drawn),
