@@ -40,8 +40,6 @@ RESULTS = "results.jsonl"
 LAST_WORDS_SECONDS = 5  # in which a process that hangs prints where
 SLOWNESS = 5 if SIMULATED else 1
 ENVIRONMENT = {
-    # A GPU newer than TensorFlow's build compiles its kernels for minutes; this keeps them all.
-    "CUDA_CACHE_MAXSIZE": os.environ.get("CUDA_CACHE_MAXSIZE", str(4 * 2**30)),
     "TF_CPP_MIN_LOG_LEVEL": "0",
     "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
     "PYTHONUNBUFFERED": "1",
