@@ -51,6 +51,8 @@ def test_calls_take_few_keys_and_no_two_functions_share_one():
     def stacks(x):
         collective = collectives.Collective(DEVICES)
         stacked = [collective.stack(x * i, name) for i, name in enumerate(DEVICES)]
+        # The gradient of a stack is summed, and a sum needs a shape.
+        assert all(each.shape == [len(DEVICES), *x.shape] for each in stacked)
         return stacked, keys_of(stacked)
 
     used = {sums: set(), stacks: set()}

@@ -105,7 +105,9 @@ class Collective:
             value: as for `sum`.
             device: as for `sum`.
         """
-        return self._launch(tf.raw_ops.CollectiveGatherV2, tf.expand_dims(value, 0), device)
+        stacked = self._launch(tf.raw_ops.CollectiveGatherV2, tf.expand_dims(value, 0), device)
+        stacked.set_shape([len(self._devices), *value.shape])
+        return stacked
 
     def _launch(self, op: Callable, value: tf.Tensor, device: str) -> tf.Tensor:
         # There is no timeout: TensorFlow implements one by two threads that sleep for so long, for
