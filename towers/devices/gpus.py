@@ -162,7 +162,7 @@ def _check_driver(gpus: Sequence[DriverGpu | None], choice: Sequence[DriverGpu])
         others = ",".join(other.key for other in choice if other not in needed)
         raise InputError(
             f"GPU {gpu} of compute capability {capability} needs driver {needed[gpu]} or newer, "
-            f"and the driver here is {version}; update it, or leave the GPU out with "
+            f"and this one is {version}; update the driver, or leave the GPU out with "
             f"--visible_gpus={others or 'none'}"
         )
 
