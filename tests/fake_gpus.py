@@ -118,11 +118,13 @@ class Machine:
         return self._parts.get(gpu)
 
     def set_parts(self, gpu, parts):
-        assert not self.started and not self._growth.get(gpu)
+        assert not self.started
         self._parts[gpu] = parts
 
     def set_growth(self, gpu, value):
-        assert not self.started and not self._parts.get(gpu)
+        assert not self.started
+        if self._parts.get(gpu):
+            raise ValueError("Cannot set memory growth on device when virtual devices configured")
         self._growth[gpu] = value
 
     def device_memory_bytes(self):

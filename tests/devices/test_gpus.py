@@ -226,6 +226,64 @@ def test_a_full_gpu_that_no_tower_stands_on_is_no_error(install):
     gpus.configure_run(Options(devices="/gpu:1"))
 
 
+@pytest.mark.parametrize(
+    "options", [{"allow_growth": True}, {"gpu_memory_limit_mib": 128}, HALF, {"visible_gpus": "0"}]
+)
+def test_what_the_program_has_split_is_kept_or_excludes_an_option(install, options):
+    machine = install(LIMITED)
+    machine.split(0, 256, 512)
+    if "visible_gpus" in options:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        gpus.configure()
+    else:
+        message = refusal(**options)
+        assert message.startswith(f"--{next(iter(options))}=") and "GPU 0 (NVIDIA A100)" in message
+        assert "256, 512 MiB" in message and "set_logical_device_configuration" in message
+    assert machine.limits_mib == [[256, 512]] and machine.growth == [None]
+    assert gpus.read_back()[:2] == memory(256, 512)
+
+
+def test_a_limit_of_an_earlier_call_may_change(install):
+    machine = install(LIMITED)
+    for limit in 128, 256:
+        gpus.configure(gpu_memory_limit_mib=limit)
+    assert machine.limits_mib == [[256]]
+
+
+def test_growth_of_the_program_is_kept_and_must_be_that_of_all_gpus(install):
+    machine = install(LIMITED, LIMITED)
+    machine.set_growth(machine.physical()[1], True)
+    message = refusal()
+    assert "is on for 1 of 2 visible GPUs" in message and "configure(allow_growth=True)" in message
+    gpus.configure(devices="/gpu:1", gpu_memory_limit_mib=512)
+    assert gpus.read_back()[0] == "memory      /gpu:1 512 MiB, growth on"
+
+
+@pytest.mark.parametrize("value, growth", [("true", "on"), ("false", "off"), ("1", "off")])
+def test_the_environment_may_force_growth(install, monkeypatch, value, growth):
+    install(LIMITED)
+    monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", value)
+    gpus.configure()
+    assert gpus.read_back()[0].endswith(f"MiB, growth {growth}")
+    install(LIMITED)
+    gpus.configure(allow_growth=True)
+    if value == "false":
+        with pytest.raises(RunError, match="TF_FORCE_GPU_ALLOW_GROWTH=false"):
+            gpus.read_back()
+    else:
+        assert gpus.read_back()[0].endswith("MiB, growth on")
+
+
+@pytest.mark.parametrize("options", [{}, {"gpu_memory_limit_mib": 512}])
+def test_an_allocator_without_limits_is_told(install, monkeypatch, options):
+    install(LIMITED)
+    monkeypatch.setenv("TF_GPU_ALLOCATOR", "cuda_malloc_async")
+    gpus.configure(**options)
+    line = gpus.read_back()[0]
+    assert "/gpu:0 has no limit, TF_GPU_ALLOCATOR=cuda_malloc_async" in line
+    assert line.endswith(": unset it to have 512 MiB") == bool(options)
+
+
 def test_gpus_that_are_in_use_keep_their_names(install):
     machine = install(A100, A100)
     gpus.hide_others("/gpu:0,/gpu:7")  # which is an error of `tower_devices`

@@ -20,6 +20,7 @@ _PIP = [sys.executable, "-m", "pip", "install", *(["-c", str(_PINNED)] if _PINNE
 INSTALL = "TensorFlow's CUDA libraries or the driver may be missing or too old: type " + shlex.join(
     [*_PIP, "tensorflow[and-cuda]>=2.21,<2.22"]
 )
+FORCED_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"  # "true" and "false" override what a program sets
 ONE_PART = "CUDA shows a process one part of a GPU that MIG splits, and nothing beside it"
 
 Seen = tuple[str | None, tuple[int, int] | None]  # one of TensorFlow's GPUs

@@ -12,6 +12,7 @@ from towers import tf_internals
 from towers.builder import device_types
 from towers.builder.device_types import shown_name
 from towers.devices import cuda_visible_devices, nvml, self_test
+from towers.devices.cuda_visible_devices import FORCED_GROWTH
 from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError, RunError
 from towers.options.gpu import GpuOptions
@@ -139,6 +140,7 @@ def _set_before_start(asked: GpuOptions, devices: str | Sequence[str]) -> None:
         limits.append(_limit_mib(asked, seen))
         if seen and seen.free_bytes is not None:
             _check_free_memory(seen, limits[-1], choice)
+    _check_own_settings(asked, gpus, limits)
     for gpu, limit in zip(gpus, limits, strict=True):
         if asked.allow_growth:
             tf.config.experimental.set_memory_growth(gpu, True)
@@ -147,6 +149,30 @@ def _set_before_start(asked: GpuOptions, devices: str | Sequence[str]) -> None:
             tf.config.set_logical_device_configuration(gpu, [part])
     if len(gpus) > 1:  # read when TensorFlow starts; else one pool of threads serves all of them
         os.environ.setdefault(_THREAD_MODE, "gpu_private")
+
+
+def _check_own_settings(
+    asked: GpuOptions, gpus: Sequence[tf.config.PhysicalDevice], limits: Sequence[int | None]
+) -> None:
+    """Raise InputError for options that exclude what the program has set by tf.config."""
+    flags = [f"--{n}={value}" for n, value in asked.demands().items() if n != "visible_gpus"]
+    known = zip(gpus, limits, driver_gpus(gpus), strict=True)
+    for number, (gpu, limit, seen) in enumerate(known):
+        parts = tf.config.get_logical_device_configuration(gpu) or []
+        own = [part.memory_limit for part in parts]
+        if flags and own not in ([], [limit], [_limit_mib(_in_force, seen)]):
+            raise InputError(
+                f"{', '.join(flags)}: this program has split GPU {seen or number} into parts of "
+                f"{', '.join(f'{mib:g}' for mib in own)} MiB by "
+                "tf.config.set_logical_device_configuration: leave out that call, or the option"
+            )
+    growing = [bool(tf.config.experimental.get_memory_growth(gpu)) for gpu in gpus]
+    if len(set(growing)) > 1 and not asked.allow_growth:
+        raise InputError(
+            f"tf.config.experimental.set_memory_growth is on for {growing.count(True)} of "
+            f"{len(gpus)} visible GPUs, and TensorFlow needs one value for all of them: set it for "
+            "each, or call towers.devices.configure(allow_growth=True)"
+        )
 
 
 def _check_driver(gpus: Sequence[DriverGpu | None], choice: Sequence[DriverGpu]) -> None:
@@ -214,10 +240,18 @@ def read_back() -> list[str]:
     for gpu, seen in zip(gpus, driver_gpus(gpus), strict=True):
         limit = _limit_mib(asked, seen)
         growth = "on" if tf.config.experimental.get_memory_growth(gpu) else "off"
-        for _ in tf.config.get_logical_device_configuration(gpu) or [None]:
+        growth = {"true": "on", "false": "off"}.get(os.environ.get(FORCED_GROWTH), growth)
+        if asked.allow_growth and growth == "off":
+            wrong.append(f"{FORCED_GROWTH}=false keeps memory from growing: unset it")
+        parts = tf.config.get_logical_device_configuration(gpu)
+        for _ in parts or [None]:
             device = f"/gpu:{len(lines)}"
             memory, device = actual[device] // MIB, shown_name(device)
-            lines.append(f"memory      {device} {memory} MiB, growth {growth}")
+            text = f"{memory} MiB, growth {growth}"
+            if os.environ.get("TF_GPU_ALLOCATOR") == "cuda_malloc_async":
+                to_have = f": unset it to have {memory} MiB" if parts else ""
+                text = f"has no limit, TF_GPU_ALLOCATOR=cuda_malloc_async enforces none{to_have}"
+            lines.append(f"memory      {device} {text}")
             if limit and memory != limit:
                 wrong.append(f"{device} may take {memory} MiB, {limit} were asked for")
     if wrong:

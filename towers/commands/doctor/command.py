@@ -7,6 +7,7 @@ end it.
 import dataclasses
 import importlib.metadata
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +17,9 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from towers.devices import nvml, self_test
-from towers.devices.cuda_visible_devices import INSTALL
+from towers.devices.cuda_visible_devices import FORCED_GROWTH, INSTALL
 from towers.devices.nvml import MIB
-from towers.errors import InputError
+from towers.errors import InputError, RunError
 from towers.formatting import count
 from towers.options.run import Options
 
@@ -62,7 +63,8 @@ def _checks(options: Options) -> Iterator[Check]:
     yield from check_versions()
     if newer := self_test.compiling(nvml.gpus()):
         yield Check("kernels", OK, self_test.compiling_note(newer))
-    found = self_test.run_module(__name__, json.dumps(dataclasses.asdict(options.gpu_options())))
+    given = dataclasses.asdict(options.gpu_options()) | {"forced": os.environ.get(FORCED_GROWTH)}
+    found = self_test.run_module(__name__, json.dumps(given))
     if isinstance(found, str):
         yield Check("TensorFlow", PROBLEM, f"its process {found}", INSTALL)
         return
@@ -74,11 +76,16 @@ def check_devices(options: Mapping[str, Any]) -> Iterator[Check]:
     """Check the devices that a run would use, in the process of the check.
 
     Args:
-        options: of the GPUs, see `towers.devices.configure`.
+        options: of the GPUs, see `towers.devices.configure`, and perhaps "forced", the value of
+            TF_FORCE_GPU_ALLOW_GROWTH in a run, which this process has changed.
     """
+    import tensorflow as tf
+
     from towers import devices
     from towers.devices import gpus
 
+    options = dict(options)
+    forced = options.pop("forced", None)
     try:
         devices.configure(**options)
         names = devices.tower_devices()
@@ -95,9 +102,16 @@ def check_devices(options: Mapping[str, Any]) -> Iterator[Check]:
         yield Check("GPUs", OK, says)
     for device in devices.describe(names):
         yield Check("device", OK, str(device))
-    for line in devices.read_back():
-        name, _, detail = line.partition(" ")
-        yield Check(name, OK, detail.strip())
+    tf.config.list_logical_devices()  # starts TensorFlow
+    if FORCED_GROWTH in os.environ:
+        os.environ[FORCED_GROWTH] = forced or ""
+    try:
+        for line in devices.read_back():
+            name, _, detail = line.partition(" ")
+            yield Check(name, OK, detail.strip())
+    except RunError as error:
+        detail, _, remedy = str(error).rpartition(": ")
+        yield Check("memory", PROBLEM, detail, remedy)
     for name, error in self_test.find_errors(dict(zip(names, names, strict=True))).items():
         if error:
             yield Check(f"computing on {name}", PROBLEM, error, "type --visible_gpus without it")
