@@ -51,7 +51,8 @@ def test_batches_and_maps_of_unknown_size_are_normalised_by_the_fused_kernels(sh
         assert "FusedBatchNormV3" in ops
 
 
-def test_large_means_do_not_cancel():
+@pytest.mark.parametrize("on_gpus", [False, True], ids=["CPUs", "GPUs"])
+def test_large_means_do_not_cancel(on_gpus):
     """Once the moving mean is near it, a mean of 1000 deviations costs no digits in float32."""
     x = tf.random.stateless_normal([64, 3], [0, 0]) + 1000.0
     norms = [layers.BatchNormalization(momentum=0.5) for _ in range(2)]
@@ -60,7 +61,8 @@ def test_large_means_do_not_cancel():
         norm.moving_mean.assign([1000.0] * 3)
     builder = TowerBuilder(DEVICES[:2], batch_norm="sync")
     loss_fn = lambda x: tf.reduce_sum(norms[0](x, training=True), 1)  # noqa: E731
-    tf.function(lambda x: builder.gradients(loss_fn, [], x))(x)
+    with cpus_for_gpus() if on_gpus else contextlib.nullcontext():
+        tf.function(lambda x: builder.gradients(loss_fn, [], x))(x)
     norms[1](x, training=True)
     np.testing.assert_allclose(norms[0].moving_variance, norms[1].moving_variance, rtol=1e-5)
 
@@ -114,7 +116,9 @@ def test_on_gpus_no_more_than_65535_images_reach_a_kernel(mode):
 
         step = tf.function(lambda x: builder.gradients(loss_fn, layer.trainable_variables, x))
         ops = step.get_concrete_function(tf.TensorSpec(shape)).graph.get_operations()
-        return [op.inputs[0].shape.as_list() for op in ops if op.type.startswith("FusedBatchNorm")]
+        kernels = [op for op in ops if op.type.startswith("FusedBatchNorm")]
+        of_images = [op for op in kernels if op.get_attr("data_format") == b"NHWC"]
+        return [op.inputs[0].shape.as_list() for op in of_images]
 
     with cpus_for_gpus():
         for shape, expected in shapes.items():

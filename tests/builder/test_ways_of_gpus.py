@@ -109,7 +109,10 @@ def executed(model, num_towers, **keywords):
 
 def launches(ops):
     """Return how many ops of a device do something on a GPU."""
-    free = ("Const", "Identity", "Reshape", "NoOp", "ReadVariableOp", "Assign", "_Arg", "_Recv")
+    free = (
+        *("Const", "Identity", "Reshape", "ExpandDims", "Unpack", "NoOp", "_Arg", "_Recv"),
+        *("ReadVariableOp", "Assign", "Collective"),
+    )
     return sum(n for op, n in ops.items() if not op.startswith(free))
 
 
@@ -157,6 +160,15 @@ def test_more_variables_cost_no_more_ops_of_the_gather(gpus, num_towers):
     two, four, six = (launches(ops_of_layers(number, num_towers)) for number in (2, 4, 6))
     assert six - four == four - two  # forward and backward of a layer
     assert (four - two) / 2 <= 6  # product and bias; two products, bias; which the test updates
+
+
+def test_batch_norm_over_all_towers_costs_few_more_ops_for_a_layer(gpus):
+    def of_layer(mode):
+        two, three = (executed(build(n), 2, batch_norm=mode)[1][GPUS[0]] for n in (2, 3))
+        return launches(three) - launches(two)
+
+    # Ten in the tower; two are for the moving averages, which else are made on another device.
+    assert of_layer("sync") - of_layer("local") <= 12
 
 
 # Whole numbers, which Keras has on the host.

@@ -13,6 +13,7 @@ tower packed (`MovingAverageUpdate`).
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -122,12 +123,15 @@ def _call(
     return tf.cast(tf.reshape(y, tf.shape(inputs)), layer.compute_dtype)
 
 
-def _in_training(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float) -> Any:
+def _in_training(
+    x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, layout: str = "NHWC"
+) -> Any:
     # Returned are x normalised by its own moments, these, and the reserved outputs for backward.
     unknown = tf.zeros([0])
     return tf.raw_ops.FusedBatchNormV3(
-        x=x, scale=scale, offset=offset, mean=unknown, variance=unknown, epsilon=epsilon
-    )
+        x=x, scale=scale, offset=offset, mean=unknown, variance=unknown, epsilon=epsilon,
+        data_format=layout,
+    )  # fmt: skip
 
 
 def _correction(x: tf.Tensor) -> float | tf.Tensor:
@@ -196,8 +200,7 @@ def _normalise_apart(
     @tf.custom_gradient
     def normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple:
         _, own_mean, own_variance, *reserved = _in_training(x, scale, offset, epsilon)
-        own_variance *= _correction(x)
-        layer = _layer_apart(own_mean, own_variance, scale, epsilon, _number(x), sync)
+        layer = _layer_apart(own_mean, own_variance, x, scale, epsilon, sync)
         sync.layers.append(layer)
 
         def gradient(upstream: tf.Tensor, *_: Any) -> tuple:
@@ -212,7 +215,7 @@ def _normalise_apart(
             slope, level, of_scale = tf.unstack(
                 tf.reduce_sum(layer.lines * tf.expand_dims(sums, 2), axis=[0, 1])
             )
-            line = _by_moments(x, epsilon, slope, level, own_mean, own_variance)
+            line = _by_moments(x, epsilon, slope, level, own_mean, layer.own_variance)
             return direct + line, of_scale, of_offset
 
         y = _by_moments(x, epsilon, scale, offset, layer.mean, layer.variance)
@@ -225,7 +228,8 @@ def _normalise_apart(
 class _LayerApart:
     """A layer of C channels on one of N GPUs: its moments, and the factors of backward."""
 
-    moments: tf.Tensor  # of each tower, mean and variance, [N, 2, C]
+    own_variance: tf.Tensor
+    moments: tf.Tensor  # of each tower, mean and variance, and a third row, [N, 3, C]
     mean: tf.Tensor  # of all towers, as the variance
     variance: tf.Tensor
     scale: tf.Tensor
@@ -240,34 +244,36 @@ class _LayerApart:
 
 
 def _layer_apart(
-    mean: tf.Tensor, variance: tf.Tensor, scale: tf.Tensor, epsilon: float, number: Any,
+    mean: tf.Tensor, variance: tf.Tensor, x: tf.Tensor, scale: tf.Tensor, epsilon: float,
     sync: SyncHandle,
 ) -> _LayerApart:  # fmt: skip
-    # Variances are combined as in Chan et al. 1979: large means do not cancel.
-    known = number if sync.equal and not tf.is_tensor(number) else None
-    if known is not None:
+    # The variance is the kernel's. Variances are combined as in Chan et al. 1979, by the towers'
+    # variances and the variance of their means: large means do not cancel.
+    number, correction, shape = _number(x), _correction(x), [sync.num_towers, 3, *mean.shape]
+    if sync.equal and not tf.is_tensor(number):
         everything, share = float(number * sync.num_towers), 1.0 / sync.num_towers
-        packed = tf.stack([mean, variance])
+        # One kernel averages the towers' rows, and takes the variance of the third one. The factors
+        # undo that a kernel divides a variance by one less than the number of its values.
+        factors = [[1.0], [correction], [math.sqrt(1.0 - share)]]
+        packed = tf.stack([mean, variance, mean]) * factors
+        moments = sync.all_reduce(packed, tf.identity, shape, number)
+        channels = [3 * mean.shape[0]]
+        rows, ones = tf.reshape(moments, [sync.num_towers, *channels, 1, 1]), tf.ones(channels)
+        _, averages, spreads, *_ = _in_training(rows, ones, tf.zeros(channels), epsilon, "NCHW")
+        mean, variance, _ = tf.unstack(tf.reshape(averages, shape[1:]))
+        variance += tf.unstack(tf.reshape(spreads, shape[1:]))[2]
     else:
         number = tf.fill(mean.shape, tf.cast(number, mean.dtype))
-        packed = _zero_if_empty(tf.stack([mean, variance, number]), sync)
-    stacked = sync.all_reduce(packed, tf.identity, [sync.num_towers, *packed.shape], known)
-    if known is None:
-        numbers = stacked[:, 2:]
-        everything = tf.reduce_sum(numbers, axis=[0, 1])
-        share = numbers[sync.tower, 0] / everything
-
-    def average(values: tf.Tensor) -> tf.Tensor:
-        if known is not None:
-            return tf.reduce_mean(values, axis=0)
-        return tf.reduce_sum(numbers * values, axis=0) / everything
-
-    means = average(stacked)
-    spread = average(tf.math.squared_difference(stacked, means))
-    mean, variance = tf.unstack(means)[:2]
-    variance += tf.unstack(spread)[0]
-    moments = stacked if known is not None else stacked[:, :2]
-    return _LayerApart(moments, mean, variance, scale, epsilon, number, everything, share)
+        packed = _zero_if_empty(tf.stack([mean, variance * correction, number]), sync)
+        moments = sync.all_reduce(packed, tf.identity, shape)
+        means, variances, numbers = tf.unstack(moments, axis=1)
+        everything = tf.reduce_sum(numbers, axis=0)
+        share = tf.unstack(numbers)[sync.tower] / everything
+        mean = tf.reduce_sum(numbers * means, axis=0) / everything
+        variances += tf.math.squared_difference(means, mean)
+        variance = tf.reduce_sum(numbers * variances, axis=0) / everything
+    own = tf.unstack(packed)[1]
+    return _LayerApart(own, moments, mean, variance, scale, epsilon, number, everything, share)
 
 
 def _prepare(layers: Sequence[_LayerApart], sync: SyncHandle) -> None:
@@ -288,13 +294,14 @@ def _prepare(layers: Sequence[_LayerApart], sync: SyncHandle) -> None:
             [v if tf.is_tensor(v) else np.full([size], v, np.float32) for v, size in rows], axis=-1
         )
 
-    moments, scale, epsilon = joined("moments"), joined("scale"), joined("epsilon")
-    inverse = tf.math.rsqrt(joined("variance") + epsilon)
-    means, variances = tf.unstack(moments, axis=1)
-    ratio = tf.sqrt(variances + epsilon) * inverse
-    shift = (means - joined("mean")) * inverse
-    by_all = tf.stack([ratio, shift], axis=1)  # of each tower's sums, in the sum by scale
-    pair = by_all[sync.tower]
+    of_layers = [getattr(layer, name) for name in ("mean", "variance", "scale") for layer in layers]
+    mean, variance, scale = tf.unstack(tf.reshape(tf.concat(of_layers, axis=0), [3, -1]))
+    means, variances, _ = tf.unstack(joined("moments"), axis=1)
+    epsilon = joined("epsilon")
+    inverse = tf.math.rsqrt(variance + epsilon)
+    # Ratio and shift: factors of each tower's sums, in the sum by scale.
+    by_all = tf.stack([tf.sqrt(variances + epsilon), means - mean], axis=1) * inverse
+    pair = tf.unstack(by_all)[sync.tower]
     factor = scale * inverse
     of_own, of_all = 1.0 / joined("number"), 1.0 / joined("everything")
 
@@ -302,10 +309,13 @@ def _prepare(layers: Sequence[_LayerApart], sync: SyncHandle) -> None:
     itself[sync.tower, 0, 0] = itself[sync.tower, 1, 1] = 1.0
     offset = np.zeros([2, 3, 1], np.float32)
     offset[1, 1] = 1.0
-    taken = tf.concat([pair * (-factor * of_all), [joined("share") * tf.ones_like(factor)]], axis=0)
+    taken = tf.concat([pair * (factor * -of_all), [joined("share") * tf.ones_like(factor)]], axis=0)
     lines = factor * (itself * of_own - offset * of_all) + tf.expand_dims(by_all, 2) * taken
     lines = _zero_if_empty(lines, sync)
-    kernel_scales, lines = tf.split(scale * pair[0], sizes), tf.split(lines, sizes, axis=-1)
+    kernel_scales, lines = (
+        tf.split(scale * tf.unstack(pair)[0], sizes),
+        tf.split(lines, sizes, axis=-1),
+    )
     for layer, kernel_scale, line in zip(layers, kernel_scales, lines, strict=True):
         layer.kernel_scale, layer.lines = kernel_scale, line
 
