@@ -385,6 +385,7 @@ from towers import devices, tf_internals
 assert not tf_internals.has_listed_devices(), "importing lists devices"
 devices.configure(gpu_memory_limit_mib=512)
 devices.describe()
+assert devices.most_towers() == devices.most_towers("any") == devices.most_towers("cpu") == None
 assert tf_internals.has_listed_devices() and not tf_internals.has_started(), "this starts nothing"
 print(devices.tower_devices(2))
 for options in dict(gpu_memory_limit_mib=600), dict(visible_gpus="1"):

@@ -301,6 +301,7 @@ def test_verbs_that_look_at_a_run_do_not_need_its_workers(folder):
         (dict(clip_norm=1.0), "--clip_value=0", dict(clip_norm=1.0)),
         (dict(allow_growth=True), "--gpu_memory_limit_mib=9", dict(gpu_memory_limit_mib=9)),
         (dict(devices="gpu:0,gpu:2"), "--num_towers=1", dict(num_towers=1)),
+        (dict(devices="any"), "--num_towers=1", dict(devices="any", num_towers=1)),
         (dict(num_towers=4), "--devices=/gpu:0,/gpu:1", dict(devices="/gpu:0,/gpu:1")),
         (dict(num_towers=4), "--devices=cpu", dict(devices="cpu", num_towers=4)),
     ],

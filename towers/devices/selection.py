@@ -170,9 +170,10 @@ def most_towers(devices: str | Sequence[str] = "") -> int | None:
     Args:
         devices: as for `tower_devices`.
     """
-    names = tower_devices(0, devices)
-    is_open = isinstance(devices, str) and devices.strip().lower() in ("", "cpu", "any")
-    return None if is_open and names[0].startswith("/cpu") else len(names)
+    kind = devices.strip().lower() if isinstance(devices, str) else devices
+    if kind == "cpu" or (kind in ("", "any") and not logical_gpus()):
+        return None  # TensorFlow has not started: it will have as many as are asked for
+    return len(tower_devices(0, devices))
 
 
 @functools.cache

@@ -377,7 +377,7 @@ def _replaced_options(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> se
     if given.get("num_towers") or given.get("devices"):
         names |= _OF_MACHINES
     lists = [v.get("devices", "").lower() not in ("", "cpu") for v in (of_run, given)]
-    if "num_towers" in given and lists[0]:
+    if "num_towers" in given and lists[0] and of_run["devices"] != "any":
         names.add("devices")  # a list of devices sets the number
     if lists[1]:
         names.add("num_towers")
