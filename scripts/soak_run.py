@@ -27,7 +27,6 @@ KINDS = {  # {name: the flags that differ from those of all}
     "generator": MOMENTUM | {"dataset": f"{_MODELS}:generator"},
     "accumulation": MOMENTUM | DROPOUT | {"accumulate_steps": 2},
     "mixed_float16": MOMENTUM | {"dtype": "mixed_float16"},
-    "sharded": ADAM | BATCH_NORM | {"variables": "sharded"},
     "replicated": MOMENTUM | DROPOUT | {"variables": "replicated"},
 }
 PIPELINES = "tf_data", "generator"

@@ -116,7 +116,7 @@ def test_batch_norm_sees_a_part_at_a_time(float64):
 # -------------------------------------------------------------------------------- Compiled models
 
 TASKS = {
-    "images": "--num_towers=2 --ema_decay=0.9 --variables=sharded",
+    "images": "--num_towers=2 --ema_decay=0.9 --variables=replicated",
     "text": "--num_towers=3",
     "table": "--num_towers=2 --validation_fraction=0.2 --accumulate_steps=2",
     "masks": "--num_towers=3 --float32",

@@ -26,7 +26,7 @@ FAMILIES = {
     "float16": f"{CNN} --dtype=mixed_float16",
     "bfloat16": f"{CNN} --dtype=mixed_bfloat16",
     "words, cpu": f"--model=tests.user_models:transformer {WORDS} --variables=cpu",
-    "compiled": "--model=tests.tasks:two --dataset=tests.tasks:two_data --variables=sharded",
+    "compiled": "--model=tests.tasks:two --dataset=tests.tasks:two_data",
 }
 
 
@@ -108,7 +108,7 @@ def test_a_run_goes_on_on_other_towers(tmp_path, capsys):
     for steps, where in (
         (2, "--devices=/gpu:0 --variables=cpu"),
         (4, "--devices=/gpu:1 --variables=cpu"),
-        (6, "--num_towers=2 --variables=sharded"),
+        (6, "--num_towers=2"),
         (8, "--devices=/cpu:0,/cpu:1,/gpu:0 --variables=cpu"),
     ):
         moved = *flags.split(), *where.split(), f"--max_steps={steps}"

@@ -24,7 +24,6 @@ CASES = {
     "batch norm": ({}, 2),
     "three towers": ({}, 3),
     "parts of a batch": ({"accumulate_steps": 2}, 2),
-    "one place for each weight": ({"variables": "sharded"}, 2),
     "clipping, 16 bits": ({"clip_global_norm": 1.0, "dtype": "mixed_float16"}, 2),
 }
 

@@ -67,7 +67,7 @@ class Looked:
         ([8], {"num_towers": 1}),
         ([3, 3, 2], {"model": "tests.zoo.programs:embedding_twice", "augment": "off"}),
         ([4, 4], {"num_towers": 2, "variables": "replicated", "accumulate_steps": 2}),
-        ([4, 4], {"num_towers": 2, "variables": "sharded", "dtype": "mixed_float16"}),
+        ([4, 4], {"num_towers": 2, "dtype": "mixed_float16"}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
@@ -93,7 +93,7 @@ def test_looking_changes_no_variable_and_no_step():
     given = dict(model="tests.tiny:cnn", num_towers=2, ema_decay=0.5, dtype="mixed_float16")
     states = []
     for looks in False, True:
-        run = prepare(tiny.options("unused", **given, variables="sharded"))
+        run = prepare(tiny.options("unused", **given))
         loop, batches = (
             run.train_loop(telemetry=looks),
             iter(run.data.train.train_batches(7, seed=0)),

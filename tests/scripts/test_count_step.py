@@ -122,6 +122,18 @@ def test_gpus_run_each_op_and_read_the_host_for_their_input_alone(model, num_tow
         assert cells["all-reduces + gathers"][0] in "12"
 
 
+@pytest.mark.run
+@pytest.mark.parametrize(
+    ("model", "num_towers"), [("cnn", 2), ("transformer", 2), rare("resnet20", 2), rare("cnn", 8)]
+)
+def test_fit_sends_gradients_alone_between_gpus(model, num_towers):
+    step = count_step.step_of(model, num_towers, "fit", "default", "float32")
+    cells = dict(zip(count_step.HEADER[3:], count_step.row(step), strict=True))
+    assert cells["from host"] == "2" and cells["to host"] == "0"
+    assert cells["all between GPUs"] <= 2 * (num_towers - 1)
+    assert cells["all-reduces + gathers"][0] in "12" and 1 <= float(cells["bytes / least"]) <= 1.1
+
+
 def network():
     layers = keras.layers
     parts = [layers.Conv2D(4, 3, use_bias=False), layers.BatchNormalization(), layers.ReLU()]

@@ -8,6 +8,7 @@ import tensorflow as tf
 import towers
 from tests import runs, tiny
 from towers import tf_internals
+from towers.devices.selection import tower_devices
 from towers.errors import InputError
 from towers.options.inline_objects import option_text
 from towers.training.run.setup import prepare
@@ -72,18 +73,18 @@ def test_flags_compile_what_code_would():
 
 def test_slots_of_an_optimizer_that_is_built_lie_beside_their_weights():
     """As that of a model which was loaded from a file; some update weight and slot in one op."""
+    tower_devices(2, "cpu")
 
     def built():
         model = compiled(lambda: keras.optimizers.SGD(0.1, momentum=0.9))()
         model.optimizer.build(model.trainable_variables)
         return model
 
-    loop = loop_of(model=built, num_towers=2, variables="sharded")
+    loop = loop_of(model=built, devices="/cpu:1,/cpu:0", variables="replicated")
     assert np.isfinite(loop()["loss"])
-    state = loop.train_state
-    assert len({v.value.device for v in state.model.trainable_variables}) == 2
-    for slot, weight in tf_internals.slots_of(state.model.optimizer):
-        assert slot.value.device == weight.value.device
+    for replica, device in zip(loop.train_state.replicas, ("CPU:1", "CPU:0"), strict=True):
+        pairs = tf_internals.slots_of(replica.optimizer)
+        assert all(device in v.value.device for pair in pairs for v in pair)
 
 
 class Adversarial(keras.Model):
@@ -143,7 +144,6 @@ def recomputed():
         (dict(loss="keras.losses:Loss"), "--loss=keras.losses:Loss: its loss cannot be computed"),
         (dict(loss="mse", metrics="keras.metrics:MeanIoU"), "missing a required argument"),
         (dict(loss="mse", label_smoothing=0.1), "--label_smoothing"),
-        (dict(loss=of_all, variables="replicated"), "--variables=replicated"),
         (dict(loss="mse", monitor="auc"), "--monitor=auc"),
         (
             dict(loss="mse", test_time_flip=True, model=masks, dataset=tiny.images),

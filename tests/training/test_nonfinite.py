@@ -123,7 +123,7 @@ KINDS = {
     "accumulate": dict(accumulate_steps=2),
     "XLA": dict(jit_compile=True, batch_norm="local"),
     "a kernel that its layer assigns": dict(model=f"{NAME}:shrinking", variables="replicated"),
-    "own step, gradient": OWN | dict(model_args="where=gradient", variables="sharded"),
+    "own step, gradient": OWN | dict(model_args="where=gradient", variables="replicated"),
     "GPUs": dict(devices="/cpu:1,/cpu:2", variables="replicated"),
 }
 

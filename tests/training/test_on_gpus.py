@@ -40,8 +40,6 @@ def test_one_gpu_keeps_everything_and_the_tutorials_way_stays_on_the_host():
     loop = loop_of(1, "default", ema_decay=0.9, model="tests.tiny:cnn")
     assert set(homes(loop).values()) == {loop.run.builder.gather_device} == {"/cpu:1"}
     assert set(homes(loop_of(2, "cpu")).values()) == {"/cpu:0"}
-    sharded = loop_of(2, "sharded", model="tests.tiny:cnn")
-    assert set(homes(sharded).values()) == {"/cpu:1", "/cpu:2"}  # nothing is left on the host
 
 
 def test_the_numbers_are_those_of_cpus():
@@ -51,14 +49,11 @@ def test_the_numbers_are_those_of_cpus():
     batch = tiny.arrays(7), tf.ones([7])
     before = theirs.run.task.eval_arrays(*batch)
     theirs(3)
-    for variables in "sharded", "replicated":
-        ours = loop_of(2, variables, **given)
-        if variables == "replicated":
-            tiny.assert_close(ours.run.task.eval_arrays(*batch), before, 1e-9)
-        ours(3)
-        tiny.assert_close(ours.state(), theirs.state(), 1e-9)
-        counts = [int(replica.examples) for replica in ours.train_state.replicas]
-        assert counts == [3 * 7] * (2 if variables == "replicated" else 1)
+    ours = loop_of(2, "replicated", **given)
+    tiny.assert_close(ours.run.task.eval_arrays(*batch), before, 1e-9)
+    ours(3)
+    tiny.assert_close(ours.state(), theirs.state(), 1e-9)
+    assert [int(replica.examples) for replica in ours.train_state.replicas] == [3 * 7] * 2
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +116,7 @@ def test_the_default_place_of_variables(tmp_path):
     assert run.options.variables == "replicated" and run.left_open == {"variables": "default"}
     assert assemble(options, ["/gpu:0", "/gpu:0"], run.data).options.variables == "cpu"
     compiled = dataclasses.replace(options, loss="sparse_categorical_crossentropy")
-    assert assemble(compiled, run.builder.devices, run.data).options.variables == "sharded"
+    assert assemble(compiled, run.builder.devices, run.data).options.variables == "replicated"
 
 
 def test_data_that_lie_on_gpus_give_the_same_numbers():

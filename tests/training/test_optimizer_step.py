@@ -130,7 +130,7 @@ def by_formula(options):
 SPARSE = dict(model="tests.training.test_optimizer_step:embedding")
 PARTLY = dict(model="tests.training.test_optimizer_step:partly_trained")
 ADDING = dict(model="tests.training.test_optimizer_step:adding")
-SHARDED, REPLICATED = dict(variables="sharded"), dict(variables="replicated")
+REPLICATED = dict(variables="replicated")
 CASES = {
     "sgd, moving average after its ramp": dict(optimizer="sgd", ema_decay=0.15, batch_size=23),
     "momentum, fewer examples than towers": dict(momentum=0.75, batch_size=2, num_towers=3),
@@ -148,9 +148,8 @@ CASES = {
     "replicated, sparse, nesterov, regularizer, clip_norm": REPLICATED | SPARSE | dict(
         weight_decay=0.01, model_args="l2=0.25", optimizer="nesterov", clip_norm=0.3
     ),
-    "sharded, sparse": SHARDED | SPARSE | dict(weight_decay=0.01),
 }  # fmt: skip
-RARE = {"sharded, sparse", "sparse, clip_value", "nesterov, regularizer, weight decay"}
+RARE = {"sparse, clip_value", "nesterov, regularizer, weight decay"}
 
 
 @pytest.mark.parametrize("name", released(CASES, *CASES.keys() - RARE))

@@ -218,6 +218,7 @@ def example(name, *numbers):
     return Case(module.build, lambda: given() | VALIDATED, numbers, rare=True)
 
 
+REPLICATED = {"variables": "replicated"}
 CASES = {
     "added losses, BatchNorm": Case(
         lambda: network(adds_losses, keras.layers.BatchNormalization, metrics=["mae"]),
@@ -230,9 +231,14 @@ CASES = {
     ),
     "parts": Case(with_dropout, numbers=(2,), options={"accumulate_steps": 3}, rare=True),
     "XLA": Case(with_dropout, numbers=(2,), options={"jit_compile": True}, rare=True),
-    "sharded": Case(with_dropout, numbers=(2,), options={"variables": "sharded"}, rare=True),
+    "replicated": Case(with_dropout, options=REPLICATED),
+    "replicated, penalties, several steps": Case(
+        lambda: network(adds_losses, steps_per_execution=2, optimizer="adam"), numbers=(2,),
+        options=REPLICATED,
+    ),
+    "replicated, own step": Case(own_step, numbers=(4,), options=REPLICATED),
     "steps that are set": Case(with_steps, validated),
-    "weights without decay": Case(sparing, options={"variables": "sharded"}),
+    "replicated, weights without decay": Case(sparing, options=REPLICATED),
     "all on one device": Case(with_dropout, options={"devices": ["/cpu:0"] * 3}),
     "own step, fewer examples than towers": Case(own_step, numbers=(4,)),
     "XLA trains its variable": Case(trains_its_variable, in_tf_data),
@@ -453,7 +459,7 @@ def test_a_model_can_be_compiled_again_and_put_back_on_one_device():
 def test_bad_arguments_are_refused_in_one_line():
     model = network()
     for given, message in (
-        ({"variables": "everywhere"}, "sharded"), ({"batch_norm": "global"}, "sync"),
+        ({"variables": "sharded"}, "replicated"), ({"batch_norm": "global"}, "sync"),
         ({"accumulate_steps": 0}, "accumulate_steps"), ({"devices": "/gpu:0"}, "/gpu:0"),
         ({"devices": []}, "a list with one device for each tower"),
     ):  # fmt: skip

@@ -16,17 +16,11 @@ pytestmark = pytest.mark.graph
 
 @pytest.mark.run
 def test_only_the_batch_crosses_to_replicated_towers(tmp_path):
-    """And a sharded weight to those towers that do not have it; graphs/test_placement has cpu."""
-    crossing = {}
-    for variables in "sharded", "replicated":
-        loop = tiny.Loop(tiny.options(tmp_path, num_towers=2, variables=variables, batch_size=8))
-        placement = read_placement(loop.loop, loop.batches, tf.constant(0))
-        crossing[variables] = sum(placement.crossing_bytes().values())
-    variables = loop.train_state.model.trainable_variables
-    weights = 4 * sum(v.value.shape.num_elements() for v in variables)
+    """Beside what collectives exchange; graphs/test_placement has the same for cpu."""
+    loop = tiny.Loop(tiny.options(tmp_path, num_towers=2, variables="replicated", batch_size=8))
+    placement = read_placement(loop.loop, loop.batches, tf.constant(0))
     batch = 4 * (8 * 8 * 3 + 4)  # tower 1's half: images of bytes, int32 labels
-    assert crossing["sharded"] == pytest.approx(2 * weights + batch, abs=100)
-    assert crossing["replicated"] == pytest.approx(batch, abs=100)
+    assert sum(placement.crossing_bytes().values()) == pytest.approx(batch, abs=100)
 
 
 @pytest.mark.run

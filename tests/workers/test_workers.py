@@ -85,7 +85,7 @@ def assert_same(folder, weights):
     tiny.assert_close(tiny.saved(folder, STEPS), weights, 1e-9)
 
 
-@pytest.mark.parametrize("variables", ["cpu", pytest.param("sharded", marks=extended)])
+@pytest.mark.parametrize("variables", ["default", pytest.param("cpu", marks=extended)])
 def test_two_workers_of_two_towers_compute_what_four_towers_do(pair, near, tmp_path, variables):
     with Run(tmp_path / "run", pair, TWO_EACH, f"--variables={variables}") as run:
         printed = run.end()
@@ -99,7 +99,7 @@ def test_a_killed_worker_costs_a_call_and_no_number(pair, near, tmp_path):
     folder = tmp_path / "run"
     assert cli.main(["train", f"--train_dir={folder}", *FLAGS, "--max_steps=1"]) == 0
     with started(1) as (second,):
-        flags = TWO_EACH, "--overwrite", "--trust"
+        flags = TWO_EACH, "--overwrite", "--trust", "--variables=cpu"
         (tmp_path / "run.cfg").write_text("--overwrite\n")
         with Run(folder, [pair[0], second], *flags, "--flagfile=run.cfg") as run:
             run.until("step 0 of 400")
@@ -154,8 +154,8 @@ def test_a_run_that_waits_for_a_worker_that_hangs_is_run_again(pair, near, tmp_p
 
 @extended
 def test_weights_that_a_lost_worker_had_are_those_of_the_last_checkpoint(pair, near, tmp_path):
-    folder, flags = tmp_path / "run", (TWO_EACH, "--variables=sharded")
-    with started(1) as (second,), Run(folder, [pair[0], second], *flags) as run:
+    folder = tmp_path / "run"
+    with started(1) as (second,), Run(folder, [pair[0], second], TWO_EACH) as run:
         run.until("step 150 of")
         second.kill()
         printed = run.end()

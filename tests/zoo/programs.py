@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.zoo.entry import REFUSED, SAME, entry
+from tests.zoo.entry import SAME, entry
 from tests.zoo.parts import layer, of_images, on_features, own, seed
 
 layers, ops, random = keras.layers, keras.ops, keras.random
@@ -101,14 +101,13 @@ def tied(self, bins):
     return tf.matmul(tf.reduce_mean(found, [1, 2]), self.table, transpose_b=True)
 
 
-@entry(SAME, "sharded masters", "--variables=sharded")
 @of_images(SAME, "sparse gradients of two look-ups")
 def embedding_twice(images):
     rows, table = bins()(images), layers.Embedding(8, 3)
     return layers.Add()([table(rows), table(7 - rows)])
 
 
-@entry(SAME, "a copy on each tower", "--variables=replicated", under_fit=REFUSED)
+@entry(SAME, "a copy on each tower", "--variables=replicated")
 @of_images(SAME, "a sparse and a dense gradient of one table")
 def tied_embedding(images):
     return tied()(bins()(images))

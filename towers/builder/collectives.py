@@ -58,18 +58,8 @@ def all_sum(
         )
     if len(set(devices)) < len(devices):
         raise ValueError(f"towers sum over {devices}, but each needs a device of its own")
-    buckets: list[list[int]] = []
-    size = 0
-    for i, value in reversed(list(enumerate(values[0]))):
-        num_bytes = value.shape.num_elements() * value.dtype.size
-        fits = buckets and size + num_bytes <= BUCKET_BYTES
-        if not fits or values[0][buckets[-1][0]].dtype != value.dtype:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(i)
-        size += num_bytes
     sums: list[list] = [[None] * len(values[0]) for _ in devices]
-    for bucket in buckets:
+    for bucket in _buckets(values[0], range(len(values[0]))[::-1]):
         collective = Collective(devices)
         for tower, (device, tower_values) in enumerate(zip(devices, values, strict=True)):
             with tf.device(device):
@@ -78,6 +68,44 @@ def all_sum(
             for i, part in zip(bucket, parts, strict=True):
                 sums[tower][i] = part
     return sums
+
+
+def broadcast(values: Sequence[tf.Tensor], devices: Sequence[str]) -> list[list[tf.Tensor]]:
+    """Return for each device the values of the first one, sent in buckets as by `all_sum`.
+
+    The others add zeros. TensorFlow's op for a broadcast is dropped on a device that does not use
+    what it receives, and the others then wait for it forever.
+
+    Args:
+        values: floats on the first device; the first of them are sent first.
+        devices: of the towers, each another.
+    """
+    received: list[list] = [list(values), *([None] * len(values) for _ in devices[1:])]
+    for bucket in _buckets(values, range(len(values))):
+        collective, like = Collective(devices), [values[i] for i in bucket]
+        size = sum(value.shape.num_elements() for value in like)
+        for tower, device in enumerate(devices):
+            with tf.device(device):
+                given = tf.zeros([size], like[0].dtype) if tower else pack(like)
+                parts = unpack(collective.sum(given, device), like)
+            for i, part in zip(bucket, parts if tower else like, strict=True):
+                received[tower][i] = part
+    return received
+
+
+def _buckets(values: Sequence[tf.Tensor], order: Sequence[int]) -> list[list[int]]:
+    """Return the indices of values, in this order, in buckets of one type and BUCKET_BYTES."""
+    buckets: list[list[int]] = []
+    size = 0
+    for i in order:
+        num_bytes = values[i].shape.num_elements() * values[i].dtype.size
+        fits = buckets and size + num_bytes <= BUCKET_BYTES
+        if not fits or values[buckets[-1][0]].dtype != values[i].dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(i)
+        size += num_bytes
+    return buckets
 
 
 class Collective:

@@ -1,7 +1,8 @@
 """Gather policies: pure functions from the towers' values to one value, or to one for each tower.
 
-`add_n` on the gather device is the pattern. Gradients are also summed on their variables' devices,
-or on every tower by collectives. Values of GPUs are packed: few ops and transfers gather them.
+`add_n` on the gather device is the pattern. Gradients are also summed on every tower, by
+collectives, or beside variables that are spread over the workers of a cluster. Values of GPUs are
+packed: few ops and transfers gather them.
 """
 
 import contextlib
@@ -133,7 +134,9 @@ def mean_gradients(
         if packs_loss and tf.is_tensor(count) and len(counts) == len(plan.towers):
             sums = collectives.all_sum([[tower_count] for tower_count in counts], plan.towers)
             count = PerTower([total for (total,) in sums])
-        columns = zip(*mean_on_every_tower(gradients, plan, count), strict=True)
+        totals = count.values if isinstance(count, PerTower) else [count] * len(plan.towers)
+        by_tower = sum_on_every_tower(gradients, plan, lambda sums, i: _divide(sums, totals[i]))
+        columns = zip(*by_tower, strict=True)
         means = [
             PerTower(values) if is_copied else values[0]
             for values, is_copied in zip(columns, copied, strict=True)
@@ -204,41 +207,41 @@ def add_to(totals: Sequence[Any], results: Sequence[Any], plan: GatherPlan) -> l
     return added
 
 
-def mean_on_every_tower(
-    gradients: Sequence[Sequence[Any]], plan: GatherPlan, count: Any
+def sum_on_every_tower(
+    gradients: Sequence[Sequence[Any]],
+    plan: GatherPlan,
+    finish: Callable[[Any, int], Any] = lambda total, _: total,
 ) -> list[list[Any]]:
-    """Return the mean gradients of each tower, on its device, by collectives.
+    """Return the sums of the towers' gradients, for each tower on its device, by collectives.
 
     Gradients that are sparse, complex, or missing in a tower, are gathered by `add_n` and copied
     back.
 
     Args:
-        gradients: of each tower a list like the variables: sums.
+        gradients: of each tower a list like the variables; None where it has none.
         plan: where the towers are.
-        count: number of all examples; a `PerTower` if each tower has it.
+        finish: elementwise function of (a sum or packed sums, number of the tower).
     """
     columns, towers = list(zip(*gradients, strict=True)), plan.towers
-    counts = count.values if isinstance(count, PerTower) else [count] * len(towers)
     full = len(gradients) == len(towers)
     packed = [
         i
         for i, values in enumerate(columns)
         if full and _are_dense(values) and not values[0].dtype.is_complex  # there is no such sum
     ]
-    means: list[list[Any]] = [[None] * len(columns) for _ in towers]
+    results: list[list[Any]] = [[None] * len(columns) for _ in towers]
     if packed:
         values = [[tower_gradients[i] for i in packed] for tower_gradients in gradients]
-        sums = collectives.all_sum(values, towers, lambda total, i: _divide(total, counts[i]))
-        for tower_sums, result in zip(sums, means, strict=True):
-            for i, value in zip(packed, tower_sums, strict=True):
+        for result, sums in zip(results, collectives.all_sum(values, towers, finish), strict=True):
+            for i, value in zip(packed, sums, strict=True):
                 result[i] = value
     for i, values in enumerate(columns):
         if i not in packed:
             with tf.device(plan.home):
-                mean = _divide(plan.add(values), counts[0])
-            for result in means:
-                result[i] = mean
-    return means
+                total = finish(plan.add(values), 0)
+            for result in results:
+                result[i] = total
+    return results
 
 
 def _are_dense(values: Sequence[Any]) -> bool:

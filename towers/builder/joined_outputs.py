@@ -19,6 +19,7 @@ from towers.builder.losses import gather_plan
 from towers.builder.replica_context import (
     ReplicaContext,
     Replicas,
+    WeightCopies,
     assign,
     assigned,
     call_copies,
@@ -35,7 +36,12 @@ class TowerGradients:
     # (each tower's inputs, its outputs) forward and backward; empty for a batch in parts.
     phases: Sequence[tuple[Sequence[Any], Sequence[Any]]]
     of_towers: Sequence[Sequence[Any]]  # each tower's gradients of the variables
-    gathered: Sequence[Any]  # their sums
+    # Their sums, for each tower on its device if towers have copies of the weights; else once.
+    gathered: Sequence[Sequence[Any]]
+
+
+class CopiesError(Exception):
+    """Towers must read the weights themselves, and not variables that are their copies."""
 
 
 @dataclasses.dataclass
@@ -45,6 +51,12 @@ class Passes:
     # {id of a Keras variable: (its `tf.Variable`, the value before the first assignment)}.
     before: dict[int, tuple[tf.Variable, tf.Tensor]] = dataclasses.field(default_factory=dict)
     gradients: TowerGradients | None = None  # of the last backward pass
+    # Called with the devices of a pass's towers; returns what they read in place of weights.
+    copy: Callable[[Sequence[str]], WeightCopies] | None = None
+
+    def copies(self, builder: Any, slices: Sequence[Slice]) -> WeightCopies:
+        """Return what the towers of these slices read in place of weights."""
+        return self.copy(builder.devices[: len(slices)]) if self.copy else ()
 
 
 def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | None = None) -> Any:
@@ -65,7 +77,8 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | No
         builder.check_exactness(analysis, by_hand=passes is None, backward=False)
     slices = occupied(split(builder, batch, never_empty=True))
     before = passes.before if passes else None
-    results = call_copies(builder, fn, slices, batch, to_join=True, before=before)
+    copies = passes.copies(builder, slices) if passes else ()
+    results = call_copies(builder, fn, slices, batch, to_join=True, before=before, copies=copies)
     return builder.gather(gather.join, results)
 
 
@@ -83,7 +96,10 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
     leaves = tf.nest.flatten(batch)
     dense = [i for i, x in enumerate(leaves) if isinstance(x, tf.Tensor) and x.dtype.is_floating]
     watched = [i for i in dense if tf_internals.is_recording([leaves[i]])]
-    parts = [_Part(builder, fn, slices, analysis, watched) for slices in rounds(builder, batch)]
+    all_slices, copies = rounds(builder, batch), ()
+    if passes:
+        copies = passes.copies(builder, all_slices[0])
+    parts = [_Part(builder, fn, slices, analysis, watched, copies) for slices in all_slices]
     captured: list[tf.Tensor] = []
     while True:
         try:
@@ -116,6 +132,8 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
     @attributes.joins_towers
     def backward(*upstream: tf.Tensor) -> list[Any]:
         attributes.refuse_uses()
+        if tf_internals.is_recording() and any(isinstance(v[-1], tf.Variable) for _, v in copies):
+            raise CopiesError("the gradient of a gradient does not see copies of the weights")
         with tf.device(builder.gather_device), tf.name_scope("split"):
             columns = zip(upstream, zip(*outputs, strict=True), strict=True)
             slices = [tf.split(x, list(map(num_rows, outs)), num=len(outs)) for x, outs in columns]
@@ -133,11 +151,19 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
         with tf.name_scope("gather"):
             with tf.device(builder.gather_device):
                 inputs = [gather.join(rows) for rows in zip(*of_inputs, strict=True)]
-            of_unsplit = gather.reduce_to(sums, gather_plan(builder, unsplit))
-        gradients = inputs + of_unsplit
+            plan = gather_plan(builder, unsplit)
+            if copies:
+                gathered = gather.sum_on_every_tower(sums, plan)
+            else:
+                gathered = [gather.reduce_to(sums, plan)]
+        if len(parts) > 1:
+            # Grappler drops control edges that delay an update until the last part has read a
+            # variable.
+            with tf.control_dependencies(gather.tensors([inputs, gathered])):
+                inputs, gathered = _identities(inputs), list(map(_identities, gathered))
         if passes:
             of_towers = [tower_sums[len(captured) :] for tower_sums in sums]
-            gathered = gradients[len(gradients) - len(variables) :]
+            of_variables = [of_tower[len(captured) :] for of_tower in gathered]
             counts = [tf.convert_to_tensor(part.count) for part in parts[0].slices]
             for part in parts[1:]:
                 for i, tower_slice in enumerate(part.slices):
@@ -145,12 +171,8 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
             batches = [tf.nest.flatten(part.batch) for part in parts[0].slices]
             phases = [(batches, parts[0].outputs), (rows, of_towers)]
             phases = phases if len(parts) == 1 else []
-            passes.gradients = TowerGradients(counts, phases, of_towers, gathered)
-        if len(parts) == 1:
-            return gradients
-        # Grappler drops control edges that delay an update until the last part has read a variable.
-        with tf.control_dependencies(gather.tensors(gradients)):
-            return [gather.map_values(tf.identity, gradient) for gradient in gradients]
+            passes.gradients = TowerGradients(counts, phases, of_towers, of_variables)
+        return inputs + gathered[0]
 
     with tf.device(builder.gather_device), tf.name_scope("gather"):
         with tf.control_dependencies(_checks_of_shapes(outputs)):
@@ -168,9 +190,9 @@ class _Part:
 
     def __init__(
         self, builder: Any, fn: Callable, slices: Sequence[Slice], analysis: FunctionAnalysis,
-        watched: Sequence[int],
+        watched: Sequence[int], copies: WeightCopies,
     ):  # fmt: skip
-        self.builder, self.fn, self.slices = builder, fn, slices
+        self.builder, self.fn, self.slices, self.copies = builder, fn, slices, copies
         self.analysis, self.watched = analysis, watched  # numbers of leaves that have gradients
         self.captured: Sequence[tf.Tensor] = ()  # other tensors that have gradients
         self.states: dict[int, tf.Tensor] = {}  # {id of a variable: the value that towers read}
@@ -178,7 +200,8 @@ class _Part:
     def forward(self) -> list[Any]:
         """Return for each slice the function's result and the losses that layers add."""
         added = self.analysis.added
-        self.replicas = Replicas(self.builder, self.slices, self.analysis, self.states, added)
+        given = self.builder, self.slices, self.analysis, self.states, added, self.copies
+        self.replicas = Replicas(*given)
         self.reads: list[dict[int, tuple]] = []  # {id of a variable: (it, the tensor on the tape)}
         self.inputs: list[list[tf.Tensor]] = []
         self.tapes: list[tf.GradientTape] = []
@@ -194,15 +217,22 @@ class _Part:
             tape.watch(value)
             reads[id(variable)] = variable, value
 
+        copies = [(weight.value, values[replica.tower]) for weight, values in self.copies]
+        sent = [value for _, value in copies if isinstance(value, tf.Tensor)]
         with tf.GradientTape(persistent=True) as tape:  # backward may go through it several times
-            tape.watch([*inputs, *self.captured])
-            with _no_captures([*leaves, *self.captured]):
+            tape.watch([*inputs, *self.captured, *sent])
+            with _no_captures([*leaves, *self.captured, *sent]):
                 result = replica.compiled(
                     lambda: (replica.call(self.fn), replica.added_losses()), on_read
                 )
                 result = replica.unpadded(result)
         if not replica.by_xla:
             reads = {id(v): (v, v) for v in tape.watched_variables()}
+        for weight, value in copies:
+            if isinstance(value, tf.Tensor):
+                reads[id(weight)] = weight, value
+            elif id(value) in reads:
+                reads[id(weight)] = weight, reads.pop(id(value))[1]
         self.reads.append(reads)
         self.inputs.append(inputs)
         self.tapes.append(tape)
@@ -226,6 +256,10 @@ class _Part:
             return of_inputs, replica.gradients(of_variables, variables)
 
         return self.builder.run(back, self.replicas)
+
+
+def _identities(gradients: Sequence[Any]) -> list[Any]:
+    return [gather.map_values(tf.identity, gradient) for gradient in gradients]
 
 
 class _CapturedError(Exception):

@@ -19,6 +19,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from towers import tf_internals
@@ -40,6 +41,9 @@ from towers.builder.sharding import Slice, check_devices, is_split
 from towers.builder.sync import SyncGroup
 from towers.builder.variable_aggregation import assign_once
 
+# (weight, what each tower reads in its place: a tensor or a `tf.Variable` on the tower's device).
+WeightCopies = Sequence[tuple[keras.Variable, Sequence[Any]]]
+
 _CACHE_SIZE = 4  # analyses: a training and its evaluation have a few functions
 _NUM_CHECKED = 8  # analyses that are not checked again
 
@@ -54,6 +58,7 @@ class ReplicaContext:
         name: name scope of the tower's ops.
         own: {id of a Keras variable: what the tower reads in its place}; None, as for `map`, if the
             function may create variables and assign any (if its analysis allows it).
+        copies: the same of weights, see `Replicas`.
         scope: records the assignments of the last call.
     """
 
@@ -69,7 +74,9 @@ class ReplicaContext:
         """
         builder, sync_group = replicas.builder, replicas.sync_group
         self.tower, self.device, self.name = tower, builder.devices[tower], f"tower_{tower}"
-        self.part, self.own = part, replicas.own
+        self.part, self.own, self.copies = part, replicas.own, {}
+        if replicas.copies:
+            self.copies = {id(v): values[tower] for v, values in replicas.copies}
         self.by_xla = builder.jit_compile and replicas.own is not None
         self.rng = ReplicaRng(part.rows, replicas.analysis.draws, builder.jit_compile, self.device)
         self._replicas = replicas
@@ -92,7 +99,8 @@ class ReplicaContext:
         """Patch Keras and TensorFlow in the block; yield the scope that records assignments."""
         prefetch = self._sync.prefetch if self._sync and not self.by_xla else None
         with contextlib.ExitStack() as stack:
-            scope = stack.enter_context(ReplicaScope(self.own, self.device, prefetch=prefetch))
+            own = self.copies | (self.own or {})
+            scope = stack.enter_context(ReplicaScope(own, self.device, prefetch=prefetch))
             moments = self._replicas.moments
             stack.enter_context(batch_norm.over_all_towers(self._sync, moments, self.device))
             stack.enter_context(tf_internals.inline_functions(xla.read_outside))
@@ -153,17 +161,26 @@ class ReplicaContext:
     def gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients; mark those that are sparse and have the same rows in each tower.
 
+        With the builder's `dense_gradients` sparse ones become dense where that has fewer bytes.
+
         Args:
             gradients: of the tower; None where there is none.
             variables: of the gradients, masters and not copies.
         """
-        static = self._replicas.analysis.static_rows
-        return [
-            gather.StaticIndexedSlices(g.values, g.indices, g.dense_shape)
-            if id(variable) in static and isinstance(g, tf.IndexedSlices)
-            else g
-            for g, variable in zip(gradients, variables, strict=True)
-        ]
+        static, builder = self._replicas.analysis.static_rows, self._replicas.builder
+
+        def known(gradient: Any, variable: Any) -> Any:
+            if not isinstance(gradient, tf.IndexedSlices):
+                return gradient
+            values, indices = gradient.values, gradient.indices
+            num_rows = values.shape[0] and values.shape[0] * len(builder.devices)
+            if builder.dense_gradients and num_rows and variable.shape[0] <= num_rows:
+                return tf.math.unsorted_segment_sum(values, indices, variable.shape[0])
+            if id(variable) in static:
+                return gather.StaticIndexedSlices(values, indices, gradient.dense_shape)
+            return gradient
+
+        return [known(g, variable) for g, variable in zip(gradients, variables, strict=True)]
 
 
 class Replicas:
@@ -176,6 +193,7 @@ class Replicas:
         analysis: FunctionAnalysis,
         own: dict[int, Any] | None = None,
         added: Sequence[added_losses.AddedLoss] = (),
+        copies: "WeightCopies" = (),
     ):
         """Make the contexts.
 
@@ -185,9 +203,11 @@ class Replicas:
             analysis: of the function.
             own: see `ReplicaContext`.
             added: the losses that layers add.
+            copies: of weights.
         """
         check_devices([*builder.devices, builder.gather_device])
         self.builder, self.analysis, self.own, self.added = builder, analysis, own, added
+        self.copies = copies
         self.moments, self.sync_group = _moments_of(builder), None
         if len(slices) > 1:
             counts = [part.count for part in slices]
@@ -218,6 +238,7 @@ def call_copies(
     batch: Sequence[Any],
     to_join: bool = False,
     before: dict[int, tuple[tf.Variable, tf.Tensor]] | None = None,
+    copies: WeightCopies = (),
 ) -> list[Any]:
     """Call `fn` on each slice, make all towers' assignments once, and return the results.
 
@@ -228,11 +249,13 @@ def call_copies(
         batch: the arguments of `fn`.
         to_join: remove padding rows; join the losses that layers add, and add them to the layers.
         before: gets {id of an assigned Keras variable: (its `tf.Variable`, its value before)}.
+        copies: of weights.
     """
     analysis = builder.analyze(fn, *batch, num_slices=len(builder.devices))
     if not to_join:
         builder.warn(analysis.not_joined)
-    replicas = Replicas(builder, slices, analysis, added=analysis.added if to_join else ())
+    added_too = analysis.added if to_join else ()
+    replicas = Replicas(builder, slices, analysis, added=added_too, copies=copies)
     fn, sides, added = tf_internals.converted_as_here(fn), [], []
 
     def on_tower(replica: ReplicaContext) -> Any:

@@ -39,7 +39,6 @@ class TowerBuilder:
         *,
         batch_norm: str = "sync",
         accumulate_steps: int = 1,
-        gather_at_variables: bool = False,
         jit_compile: bool = False,
         on_warning: Callable[[str], None] = warnings.warn,
     ):
@@ -50,14 +49,15 @@ class TowerBuilder:
             gather_device: splits the batch, adds and joins results (for a GPU, the host splits).
             batch_norm: "sync": moments of all towers (needs `tf.function`); "local": of each.
             accumulate_steps: parts into which a batch is cut to compute gradients with less memory.
-            gather_at_variables: sum each gradient on its variable's device.
             jit_compile: compile each tower by XLA; BatchNorm must be local.
             on_warning: called with a line for each way in which towers may differ from one device.
         """
         sharding.check_options(batch_norm, accumulate_steps)
         self.devices, self.gather_device = sharding.as_devices(devices), gather_device
         self.batch_norm, self.jit_compile = batch_norm, jit_compile and xla.tried_out(self.devices)
-        self.accumulate_steps, self.gather_at_variables = accumulate_steps, gather_at_variables
+        self.accumulate_steps = accumulate_steps
+        # What a run sets: embeddings' gradients may be dense; sums lie beside spread variables.
+        self.dense_gradients = self.gather_at_variables = False
         self.num_slices = len(self.devices) * accumulate_steps  # of a batch of `gradients`
         analyses = replica_context.AnalysisCache(self.num_slices, on_warning)
         self.analyze, self.warn = analyses.analyze, analyses.warn

@@ -53,9 +53,12 @@ def assign_once(
                 values = [merge(policy, variables[0].value, list(values), counts)]
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
-            for copy in copies_of(variable, scopes):
+            for copy, scope in _copies_of(variable, scopes):
+                # A seed advances alike in all towers: nothing need be sent.
+                is_own = variable.name == SEED_STATE and scope in writers
+                new = scope.value_of(variable) if is_own else value
                 with tf.device(copy.device):
-                    copy.assign(tf.cast(value, copy.dtype))
+                    copy.assign(tf.cast(new, copy.dtype))
     return unknown
 
 
@@ -66,8 +69,14 @@ def copies_of(variable: keras.Variable, scopes: Sequence[ReplicaScope]) -> list[
         variable: the master.
         scopes: of the towers.
     """
-    read = {id(value := scope.own.get(id(variable))): value for scope in scopes}.values()
-    return [v for v in read if isinstance(v, tf.Variable) and v is not variable.value]
+    return [copy for copy, _ in _copies_of(variable, scopes)]
+
+
+def _copies_of(
+    variable: keras.Variable, scopes: Sequence[ReplicaScope]
+) -> list[tuple[tf.Variable, ReplicaScope]]:
+    read = {id(value := scope.own.get(id(variable))): (value, scope) for scope in scopes}.values()
+    return [(v, s) for v, s in read if isinstance(v, tf.Variable) and v is not variable.value]
 
 
 def policy_of(variable: keras.Variable) -> str | None:

@@ -185,8 +185,8 @@ def measure_joined(
         share = examples / tf.reduce_sum(examples) * tf.cast(scale, tf.float32)
 
     def compute(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
-        gathered = [gradients.gathered]
-        squares = _squares(gradients.of_towers, gathered, builder.devices, measured)
+        parts = gradients.of_towers, gradients.gathered
+        squares = _squares(*parts, builder.devices, measured)
         with tf.device(HOST):
             seconds = tf.zeros_like(examples, tf.float64)
         for before, after in gradients.phases:

@@ -156,10 +156,11 @@ class DeviceOptions:
         "strict makes them an error.", affects="report", choices=("report", "strict"),
     )  # fmt: skip
     variables: str = _towers(
-        "default", "Master variables: cpu, with add_n there; sharded, each with its add_n on one "
-        "of the towers; replicated, a copy on every tower, gradients summed by collectives; "
-        "default, cpu on CPUs and replicated on GPUs, where a compiled model has sharded.",
-        choices=("default", "cpu", "sharded", "replicated"),
+        "default", "Where weights are. replicated: on every tower, gradients are summed by "
+        "collectives. cpu: on the host, gradients are summed by add_n, for a model that does not "
+        "fit on one GPU. default: replicated on GPUs of this machine; with --workers spread over "
+        "the towers; otherwise cpu.",
+        choices=("default", "cpu", "replicated"),
     )  # fmt: skip
     jit_compile: bool = _towers(
         False, "Let XLA compile each tower, forward and backward; BatchNorm in more than one tower "
@@ -324,7 +325,7 @@ class DueOptions:
 class StepOptions(UpdateOptions, DataOptions, ModelOptions):
     """All that decides what a step and an evaluation compute."""
 
-    variables: str = "cpu"  # of the master weights: cpu, sharded or replicated
+    variables: str = "cpu"  # of the master weights: cpu, replicated or spread
     seed: int = 0
 
 

@@ -11,6 +11,7 @@ are Keras' or the user's own, computed once, over the global batch.
 
 import contextlib
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,24 +23,33 @@ import tensorflow as tf
 from towers import devices as tower_devices
 from towers import tf_internals
 from towers.builder import attributes, exactness_checks, synthetic_inputs
-from towers.builder.device_types import HOST, are_gpus, are_remote
-from towers.builder.joined_outputs import Passes, concat
-from towers.builder.replica_context import integers_on
-from towers.builder.replica_scope import ReplicaScope
-from towers.builder.sharding import PerTower, slices_of
+from towers.builder.device_types import HOST, are_remote
+from towers.builder.joined_outputs import CopiesError, Passes, concat
+from towers.builder.replica_context import WeightCopies, integers_on
+from towers.builder.replica_scope import SEED_STATE, ReplicaScope
+from towers.builder.sharding import is_device, slices_of
 from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 from towers.formatting import count
 from towers.graphs.placement import short_device_name
 from towers.training.step import fused_update, train_state
 from towers.training.step.train_state import optimizers_of
+from towers.training.step.weight_copies import (
+    Boundaries,
+    KeptCopies,
+    acts_on_batches,
+    can_keep,
+    is_linear,
+    send,
+)
 
 _STEPS = ("train_step", "test_step", "predict_step")
 _BATCH = object()  # stands for a tensor among arguments
 _PROBABILITIES = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}  # Keras looks for such ops
 _CONSTANTS = (bool, int, float, str, type(None))
 _MAKERS = ("make_train_function", "make_test_function", "make_predict_function")
-_CALLS = ("fit", "evaluate", "predict")
+_CallbackList = keras.callbacks.CallbackList
+_CALLS = ("fit", "train_on_batch", "evaluate", "predict")
 
 
 def parallelize(
@@ -72,8 +82,8 @@ def parallelize(
             the first ones. GPUs that it leaves out are hidden if TensorFlow has not started.
         gather_device: where batches are split, outputs joined, and loss and update computed; "" for
             the first tower's GPU if weights are on GPUs, otherwise "/cpu:0".
-        variables: "cpu": weights are on the gather device; "sharded": each on one of the towers;
-            "default": "sharded" on GPUs, else "cpu".
+        variables: where weights are. "replicated": on each tower's GPU; "cpu": on the gather
+            device; "default": "replicated" on GPUs of this machine, otherwise "cpu".
         batch_norm: moments of BatchNorm over all towers ("sync") or of each tower ("local").
         accumulate_steps: number of parts that a batch is computed in, one after the other, to save
             memory; the forward pass is computed twice, and BatchNorm's moments are those of a part.
@@ -89,43 +99,43 @@ def parallelize(
             "parallelize is in the place of tf.distribute: make the model outside of a strategy's "
             "scope, and call parallelize there"
         )
-    if variables not in ("default", "cpu", "sharded"):
-        raise InputError(f"variables={variables!r} must be 'default', 'cpu' or 'sharded'")
+    if variables not in ("default", *train_state.VARIABLES):
+        raise InputError(f"variables={variables!r} must be 'default', 'cpu' or 'replicated'")
     tf_internals.refuse_fork()
     tower_devices.hide_others(devices)
     device_names = tower_devices.tower_devices(num_towers, devices)
     if variables == "default":
-        here = are_gpus(device_names) and not are_remote(device_names)
-        variables = "sharded" if here else "cpu"
+        at_host = bool(gather_device) and not is_device(device_names[0], gather_device)
+        at_host |= are_remote(device_names)
+        variables = "cpu" if at_host else train_state.default_placement(device_names)
+    train_state.check_placement(variables, device_names)
     builder = TowerBuilder(
         device_names,
         gather_device or train_state.default_device(variables, device_names),
         batch_norm=batch_norm,
         accumulate_steps=accumulate_steps,
-        gather_at_variables=variables == "sharded",
         jit_compile=jit_compile,
     )
-    return put_on(model, builder)
+    return put_on(model, builder, variables == "replicated")
 
 
-def put_on(model: keras.Model, builder: TowerBuilder) -> keras.Model:
+def put_on(model: keras.Model, builder: TowerBuilder, replicated: bool = False) -> keras.Model:
     """Run the steps of a model on towers; return the model.
 
     Args:
         model: any Keras model, changed in place.
         builder: of the towers.
+        replicated: whether each tower has the weights on its device; else all read the same.
     """
     unparallelize(model)
-    steps = _Steps(model, builder)
+    steps = _Steps(model, builder, replicated)
     steps.of_instance = {n: vars(model)[n] for n in _Steps.REPLACED if n in vars(model)}
     vars(model)["_tower_steps"] = steps
     for name in _STEPS:
         step = functools.partial(lambda name, *args: steps.method(name)(*args), name)
         vars(model)[name] = steps.outermost_on_towers(step, name)
     vars(model).update({name: steps.made_for_towers(name) for name in _MAKERS})
-    first = builder.devices[0]
-    if first.startswith("/gpu:") and first != "/gpu:0":  # where ops without a device would run
-        vars(model).update({name: steps.with_input_beside(name) for name in _CALLS})
+    vars(model).update({name: steps.called_for_towers(name) for name in _CALLS})
     return model
 
 
@@ -144,7 +154,7 @@ def on_towers(
         copies: for each tower the variables that it reads in place of the model's trainable ones,
             for a `fn` that computes no gradients.
     """
-    return _Steps(model, builder, copies).outermost_on_towers(fn)
+    return _Steps(model, builder, copies=copies).outermost_on_towers(fn)
 
 
 def unparallelize(model: keras.Model) -> keras.Model:
@@ -188,7 +198,7 @@ def traced(model: keras.Model, trace: Callable[[], Any]) -> Any:
     try:
         return trace()
     except Exception:
-        if steps is None or not steps.run_on_one_device():
+        if steps is None or not (steps.give_up_copies() or steps.run_on_one_device()):
             raise
     return trace()
 
@@ -204,9 +214,22 @@ class _Steps:
 
     REPLACED = (*_STEPS, *_MAKERS, *_CALLS)
 
-    def __init__(self, model: keras.Model, builder: TowerBuilder, copies: Sequence[Any] = ()):
+    def __init__(
+        self,
+        model: keras.Model,
+        builder: TowerBuilder,
+        replicated: bool = False,
+        copies: Sequence[Sequence[keras.Variable]] = (),
+    ):
         self.model, self.builder, self._device = model, builder, builder.gather_device
+        self._replicated = replicated and len(builder.devices) > 1
         self._copies = copies
+        self._kept: KeptCopies | None = None  # which the train function updates
+        self._traced: KeptCopies | None = None  # those of the step that is traced
+        self._are_old = True  # whether something else may have changed the weights since then
+        # Whether only Keras' own code runs between two steps, as in `fit`; None: nobody knows.
+        self._is_undisturbed: bool | None = None
+        self._must_give_up = False  # the copies that are kept
         self.of_instance: dict[str, Callable] = {}  # methods that were set on the model itself
         self.passes = Passes()  # of the step that is traced
         self._placed: set[int] = set()  # ids of variables
@@ -222,21 +245,14 @@ class _Steps:
         of_class = functools.partial(getattr(type(self.model), name), self.model)
         return self.of_instance.get(name, of_class)
 
-    def with_input_beside(self, name: str) -> Callable:
-        """Return a method such as `fit`, with its input and loose ops on the first tower's GPU."""
-
-        @functools.wraps(getattr(type(self.model), name))
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with tf.device(self.builder.devices[0]):
-                return self.method(name)(*args, **kwargs)
-
-        return call
-
     def outermost_on_towers(self, fn: Callable, name: str = "") -> Callable:
         """Return a function, step `name` of the model, with its outermost layers on towers."""
 
         def with_towers(*args: Any) -> Any:
             self.passes = Passes()
+            self._traced = self._kept if name == "train_step" else None
+            optimizer = getattr(self.model, "optimizer", None)
+            self.builder.dense_gradients = self._replicated and is_linear(optimizer)
             self._is_on_one_device = name in self._on_one_device
             # In a trace that will be dropped, towers would only take time.
             self._is_dropped, self._makes_variables = self._makes_variables, False
@@ -251,12 +267,20 @@ class _Steps:
                     result = fn(*args)
                     attributes.refuse_uses()
                 except Exception as error:
-                    if refusal := _refusal_in(error):
+                    if refusal := _found_in(error, InputError):
                         self._refused = name, refusal
+                    self._must_give_up = _found_in(error, CopiesError) is not None
                     raise
             return result
 
         return with_towers
+
+    def give_up_copies(self) -> bool:
+        """Send the weights in each step, if the towers have just refused copies that are kept."""
+        given_up, self._must_give_up = self._must_give_up, False
+        if given_up:
+            self._kept = None
+        return given_up
 
     def run_on_one_device(self) -> bool:
         """Run the step that towers have just refused on one device; return whether there is one."""
@@ -270,10 +294,12 @@ class _Steps:
 
     def _update(self, optimizer: keras.optimizers.Optimizer, *args: Any) -> None:
         """Make an optimizer's update; in a dropped trace, only that of a class of the user's."""
-        *_, update = args
+        gradients, weights, update = args
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         if not self._is_dropped or not type(inner).__module__.startswith("keras."):
             update()
+        if self._traced and not self._is_dropped:
+            self._traced.update(optimizer, gradients, weights, self.passes.gradients)
 
     def made_for_towers(self, name: str) -> Callable:
         """Return a replacement of a `make_*_function` method, whose function runs on towers.
@@ -299,7 +325,9 @@ class _Steps:
             self.builder.forget()
             new = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
             self._place([v for part in (model, *model.metrics, *new) for v in part.variables])
-            is_first = True
+            trains, is_first = name == "make_train_function", True
+            if trains:
+                self._kept = self._make_copies()
 
             @functools.wraps(function)
             def placed(*args: Any) -> Any:
@@ -310,16 +338,66 @@ class _Steps:
                 is_first = False
                 # Keras' loop over steps waits for its condition, which is on the host. For a
                 # single step nothing is copied to the host.
+                if trains and self._kept and self._are_old:
+                    self._kept.set()
                 try:
                     with tf.device(HOST if model.steps_per_execution > 1 else self._device):
                         return traced(model, lambda: function(*args))
                 finally:
                     self._batch, self._makes_variables = None, False
+                    self._are_old = not (trains and self._is_undisturbed)
 
             setattr(model, attribute, placed)
             return placed
 
         return make_for_towers
+
+    def called_for_towers(self, name: str) -> Callable:
+        """Return a method such as `fit`, with its input and loose ops on the first tower's GPU.
+
+        It notes whether code of the user's runs between two steps.
+        """
+        first = self.builder.devices[0]
+        is_second = first.startswith("/gpu:") and first != "/gpu:0"  # where they would run
+
+        @functools.wraps(getattr(self.model, name))
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_undisturbed = None
+            if name == "fit":
+                is_undisturbed, args, kwargs = self._with_boundaries(*args, **kwargs)
+            elif name == "train_on_batch":
+                is_undisturbed = False
+            before, self._is_undisturbed = self._is_undisturbed, is_undisturbed
+            try:
+                with tf.device(first) if is_second else contextlib.nullcontext():
+                    return self.method(name)(*args, **kwargs)
+            finally:
+                self._is_undisturbed, self._are_old = before, True
+
+        return call
+
+    def _with_boundaries(self, *args: Any, **kwargs: Any) -> tuple[bool, tuple, dict]:
+        """Return whether only Keras' code runs between steps, and arguments of `fit` to know it."""
+        is_keras = type(self.model).fit is keras.Model.fit and "fit" not in self.of_instance
+        given = inspect.signature(self.method("fit")).bind(*args, **kwargs)
+        callbacks = given.arguments.get("callbacks")
+        if not (is_keras and self._replicated) or isinstance(callbacks, _CallbackList):
+            return False, args, kwargs
+
+        def weights_may_have_changed() -> None:
+            self._are_old = True
+
+        callbacks = tf.nest.flatten(callbacks) if callbacks else []
+        given.arguments["callbacks"] = [*callbacks, Boundaries(weights_may_have_changed)]
+        return not any(map(acts_on_batches, callbacks)), given.args, given.kwargs
+
+    def _make_copies(self) -> KeptCopies | None:
+        """Return copies of the weights for a train function to update, if it can be followed."""
+        model, is_own = self.model, type(self.model).train_step is not keras.Model.train_step
+        if is_own or "train_step" in self.of_instance or self._is_undisturbed is False:
+            return None
+        can = self._replicated and can_keep(model.optimizer) and not model.run_eagerly
+        return KeptCopies(self.builder.devices, model) if can else None
 
     def _will_make_variables(self, name: str) -> bool:
         """Return whether a step will make variables, so that TensorFlow drops its first trace."""
@@ -378,20 +456,21 @@ class _Steps:
             # Last: a call that Keras refuses, too, as of a wrong shape, fails for that reason.
             self.builder.warn([f"layer {layer.name} runs on one device: {reason}"])
             return outputs
-        if self._copies:
-            fn, batch = self._on_copies(fn), [*batch, PerTower(self._copies)]
+        self.passes.copy = functools.partial(self._weights_of_towers, layer)
         return _with_logits(*concat(self.builder, fn, batch, self.passes))
 
-    def _on_copies(self, fn: Callable) -> Callable:
-        """Return `fn` as a function of (*batch, copies), which it reads in place of weights."""
-
-        def on_copies(*batch: Any) -> Any:
-            *batch, copies = batch
-            pairs = zip(self.model.trainable_variables, copies, strict=True)
-            tf_internals.open_scope().own |= {id(weight): copy.value for weight, copy in pairs}
-            return fn(*batch)
-
-        return self._functions.setdefault((fn,), on_copies)
+    def _weights_of_towers(self, layer: keras.Layer, devices: Sequence[str]) -> WeightCopies:
+        """Return what towers on these devices read in place of a layer's weights."""
+        if self._copies:
+            columns = zip(*self._copies, strict=True)
+            values = ([copy.value for copy in column] for column in columns)
+            return list(zip(self.model.trainable_variables, values, strict=True))
+        weights = [v for v in layer.trainable_variables if v.value.dtype.is_floating]
+        if not self._replicated or len(devices) == 1 or not weights:
+            return ()
+        if self._traced is None or len(devices) < len(self.builder.devices):
+            return send(weights, devices)
+        return self._traced.of([*weights, *(v for v in layer.variables if v.name == SEED_STATE)])
 
     def _divided(self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any]) -> tuple:
         """Return the towers' function, the batch to divide, and why it cannot be divided, or "".
@@ -481,10 +560,9 @@ class _Steps:
         weights, others = [], []
         for v in new:
             if id(v) not in with_slots:
-                sharded = v.trainable and self.builder.gather_at_variables
-                (weights if sharded else others).append(v)
+                (weights if v.trainable and self._replicated else others).append(v)
         with tf.init_scope():
-            stay = train_state.shard(weights, self.builder.devices)
+            stay = train_state.move_all(weights, self.builder.devices[0])
             stay += train_state.move_all(others, self._device)
         if stay:
             where = short_device_name(tf_internals.value_of(stay[0]).device)
@@ -495,9 +573,9 @@ class _Steps:
             ])  # fmt: skip
 
 
-def _refusal_in(error: BaseException | None) -> InputError | None:
+def _found_in(error: BaseException | None, kind: type) -> Any:
     """Return the error of towers that led to an error, as tf.vectorized_map raises another."""
-    while error is not None and not isinstance(error, InputError):
+    while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
     return error
 

@@ -280,8 +280,8 @@ def _save_finite(
         name, device, other = map(shown_name, drifted)
         prepared.checkpoints.say(
             f"warning     copies of {name} on {device} and {other} differ at step {step}: all go "
-            f"on from that of {device}, which is saved; type --variables=cpu or sharded, which "
-            "have one copy, or --deterministic"
+            f"on from that of {device}, which is saved; type --variables=cpu, which has "
+            "one copy, or --deterministic"
         )
     finite_check.check_weights(step)
     with preemption.save(step):

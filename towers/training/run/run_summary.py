@@ -24,7 +24,7 @@ def run_summary(run: RunContext) -> list[str]:
     held = f"{validation.size} validation, " if validation else ""
     parts = f" in {options.accumulate_steps} parts" if options.accumulate_steps > 1 else ""
     gather = {
-        "sharded": "each gradient is gathered on its variable's tower",
+        "spread": "each gradient is gathered on its variable's tower",
         "replicated": "gradients are summed by collectives, each tower has its variables",
     }.get(options.variables, f"gather on {shown_name(run.builder.gather_device)}")
     as_stored = options.augment == "off" and run.task.model.compiled

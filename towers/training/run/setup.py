@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from towers import data, devices, tf_internals
 from towers.builder import xla
-from towers.builder.device_types import are_gpus, are_remote
 from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split, augment
@@ -30,7 +29,12 @@ from towers.training.step.output_activation import check_rows
 from towers.training.step.schedules import schedule
 from towers.training.step.task import Classifier, Task
 from towers.training.step.train_loop import make_train_loop
-from towers.training.step.train_state import VARIABLES, TrainState, default_device
+from towers.training.step.train_state import (
+    TrainState,
+    check_placement,
+    default_device,
+    default_placement,
+)
 
 DEFAULT_EPOCHS = 10.0
 
@@ -199,15 +203,15 @@ def assemble(
             )
         if loss_scaling is None:
             loss_scaling = options.dtype == "mixed_float16"
-        kind = compiled.Compiled if network.compiled else Classifier
         left_open = {"variables": "default"} if options.variables == "default" else {}
-        options = dataclasses.replace(options, variables=_placement(options, kind, device_names))
+        placement = default_placement(device_names) if left_open else options.variables
+        check_placement(placement, device_names)
+        options = dataclasses.replace(options, variables=placement)
         builder = TowerBuilder(
             device_names,
             default_device(options.variables, device_names),
             batch_norm=options.batch_norm,
             accumulate_steps=options.accumulate_steps,
-            gather_at_variables=options.variables == "sharded",
             jit_compile=options.jit_compile,
             on_warning=diagnostics.append,
         )
@@ -228,21 +232,6 @@ def assemble(
 
     parts = options, builder, dataset, task.train_state, task
     return RunContext(*parts, total_epochs, total_examples, diagnostics, left_open)
-
-
-def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) -> str:
-    placement, far = options.variables, are_remote(device_names)
-    distinct = len(set(device_names)) == len(device_names)
-    if placement == "default":
-        on_gpus = are_gpus(device_names) and distinct and not far
-        return kind.default_on_gpus if on_gpus else VARIABLES[0]
-    if placement == "replicated" and (far or not distinct):
-        raise InputError(
-            "--variables=replicated needs a device for each tower, all on this machine: type "
-            "--variables=cpu or sharded, or call "
-            f"towers.devices.tower_devices({len(device_names)}) before anything creates a tensor"
-        )
-    return placement
 
 
 def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:

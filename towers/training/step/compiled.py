@@ -23,7 +23,6 @@ from towers.builder.replica_scope import new_value_reason
 from towers.builder.tower import TowerBuilder
 from towers.data import Data
 from towers.errors import InputError
-from towers.formatting import first_line
 from towers.monitoring import tower_metrics
 from towers.options.parts import StepOptions
 from towers.training.parallelize import builder_of, method_of, on_towers, passes_of, put_on
@@ -35,13 +34,12 @@ from towers.training.step.output_activation import mirrored
 from towers.training.step.skip_nonfinite import NonFiniteGuard
 from towers.training.step.task import Task
 from towers.training.step.train_state import dynamic_scale, optimizers_of, snapshot
+from towers.training.step.weight_copies import can_keep, is_linear, like
 
 
 class Compiled(Task):
     """The task of a compiled model on (x, y, sample_weight)."""
 
-    default_on_gpus = "sharded"
-    squares_rows = True
     _analysis: FunctionAnalysis | None = None
 
     def __init__(self, builder: TowerBuilder, model: keras.Model, options: StepOptions, data: Data):
@@ -56,39 +54,25 @@ class Compiled(Task):
         if new_values:
             builder.warn([f"{options.model} runs on one device: {new_value_reason(new_values[0])}"])
         else:
-            put_on(model, builder)
+            put_on(model, builder, options.variables == "replicated")
         self.recorder = loss_checks.LossRecorder(model)
         self._log_names, self._figures = self._trace_once()
         optimizers = optimizers_of(model)
         scaled = getattr(model.optimizer, "dynamic_scale", None) is not None
         # Else the model's own step runs on the joined outputs of towers.
-        self.by_example = self.recorder.of_examples and not (scaled or new_values)
-        self._check_by_example("a loss or a step that is not of each example alone")
+        follows = options.variables != "replicated" or can_keep(model.optimizer)
+        self.by_example = self.recorder.of_examples and follows and not (scaled or new_values)
+        self.squares_rows = not is_linear(model.optimizer)
         self.train_state = self._make_train_state(*optimizers, like=self._like_optimizer)
 
-    def _check_by_example(self, reason: str) -> None:
-        """Raise InputError for `--variables=replicated` if there is no loss for each example."""
-        if not self.by_example and self.options.variables == "replicated":
-            raise InputError(
-                f"--variables=replicated: {self.options.model} has {reason}: type "
-                "--variables=cpu or sharded"
-            )
+    @property
+    def keeps_copies(self) -> bool:
+        """See `Task`: the model's own step updates the master weights alone."""
+        return self.by_example
 
     def _like_optimizer(self, weights: Sequence[keras.Variable]) -> keras.optimizers.Optimizer:
-        optimizer = self.model.optimizer
-        try:
-            with floatx_of(self.options.dtype):
-                like = type(optimizer).from_config(optimizer.get_config())
-        except Exception as error:
-            raise InputError(
-                f"--variables=replicated: the optimizer of {self.options.model} cannot be made "
-                f"again of its config ({first_line(error)}): type --variables=sharded"
-            ) from None
-        if optimizer.weight_decay is not None:
-            pairs = zip(weights, self.model.trainable_variables, strict=True)
-            spared = [twin for twin, weight in pairs if not tf_internals.decays(optimizer, weight)]
-            like.exclude_from_weight_decay(var_list=spared)
-        return like
+        with floatx_of(self.options.dtype):
+            return like(self.model.optimizer, self.model.trainable_variables, weights)
 
     def _trace_once(self) -> tuple[list[str], list[str]]:
         """Return the names of the metrics of training and evaluation, "loss" first.
@@ -178,7 +162,7 @@ class Compiled(Task):
             self._analysis, alone = analysis, analysis.trace is not None and analysis.by_example
             if not alone or analysis.reason or exactness_checks.check_on_samples(analysis):
                 self.by_example = False
-                self._check_by_example("a loss of an example that others of its batch are part of")
+                self.train_state.drop_copies()
                 analysis = super().analyze(*batch)
         return analysis
 

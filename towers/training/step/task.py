@@ -61,10 +61,10 @@ class Task(abc.ABC):
     """What a model is trained to do, and how that is measured."""
 
     train_state: TrainState  # the variables that a step changes
-    default_on_gpus = "replicated"  # of `--variables`
     # Called with (gradients, weights) of each update while a step is traced.
     on_update: Callable[[list[Any], Sequence[Any]], None] | None = None
     squares_rows = False  # whether optimizers get sparse gradients, as in Keras; else dense ones
+    keeps_copies = True  # whether a step updates each tower's copy of the weights, if there are any
     pads = False  # whether `test_step` takes a padded last batch
     names_averages = False  # whether an evaluation has None for averages if there are none
 
@@ -82,10 +82,11 @@ class Task(abc.ABC):
         others = [*model.non_trainable_variables, *(v for part in parts for v in part.variables)]
         move_all(others, builder.gather_device)
         weights, names = model.trainable_variables, builder.devices
-        if options.variables == "sharded":
-            shard(weights, names)
-        elif options.variables == "replicated":
+        if options.variables == "replicated":
             move_all(weights, names[0])
+        elif options.variables == "spread":
+            shard(weights, names)
+            builder.gather_at_variables = True
         # Of optimizers that are built already, as those of a model that was loaded.
         slots = [p for o in optimizers_of(model) for p in slots_of(o)]
         move([(slot, value_of(weight).device) for slot, weight in slots])
@@ -95,8 +96,9 @@ class Task(abc.ABC):
     ) -> TrainState:
         """Return the state of training; `like(weights)` makes the optimizer of other copies."""
         copies, names = [], self.builder.devices
-        if self.options.variables == "replicated":
+        if self.options.variables == "replicated" and self.keeps_copies:
             copies = copies_on(names[1:], self.model.trainable_variables, like)
+            self.builder.dense_gradients = not self.squares_rows
         return TrainState(
             self.model,
             *optimizers,

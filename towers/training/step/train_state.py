@@ -1,9 +1,9 @@
 """The state of training: weights, optimizer slots, averages and counters.
 
-Weights are on the host ("cpu"); or each with its slots and its average on one of the towers
-("sharded"); or on the first tower, with a copy of weights and slots on each other tower
-("replicated"). The rest is on the host, or on the first GPU if weights are on GPUs, so that a step
-copies none of it to the host.
+Weights are on the host ("cpu"), or on the first tower, with a copy of weights and slots on each
+other tower ("replicated"). With workers each is on one of the towers ("spread"), with its slots and
+its average, so that a step sends the fewest bytes. The rest is on the host, or on the first GPU if
+weights are on GPUs, so that a step copies none of it to the host.
 """
 
 import contextlib
@@ -15,10 +15,11 @@ import keras
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.device_types import HOST, are_gpus
+from towers.builder.device_types import HOST, are_gpus, are_remote
 from towers.builder.sharding import is_device
+from towers.errors import InputError
 
-VARIABLES = ("cpu", "sharded", "replicated")
+VARIABLES = ("cpu", "replicated")
 INITIAL_LOSS_SCALE = 2.0**15
 
 
@@ -113,6 +114,10 @@ class TrainState:
         for replica in self.replicas[1:]:
             for variable, value in zip(replica.variables(), values, strict=True):
                 variable.assign(value)
+
+    def drop_copies(self) -> None:
+        """Forget the copies: a step updates the master weights alone."""
+        del self.replicas[1:], self.in_a_row[1:]
 
     def make_copies_equal(self) -> tuple[str, str, str] | None:
         """Assign the values of the master weights to the copies if their checksums differ.
@@ -210,6 +215,33 @@ def _optimizers_in(value: Any) -> Iterator[keras.optimizers.Optimizer]:
 # Placing.
 
 
+def default_placement(devices: Sequence[str]) -> str:
+    """Return where weights are, "spread" or one of VARIABLES, if nobody chooses.
+
+    Args:
+        devices: of the towers.
+    """
+    if are_remote(devices):
+        return "spread"
+    return "replicated" if are_gpus(devices) and len(set(devices)) == len(devices) else "cpu"
+
+
+def check_placement(variables: str, devices: Sequence[str]) -> None:
+    """Raise InputError for copies of the weights that towers on these devices cannot have.
+
+    Args:
+        variables: where weights are.
+        devices: of the towers.
+    """
+    distinct = len(set(devices)) == len(devices)
+    if variables == "replicated" and (are_remote(devices) or not distinct):
+        raise InputError(
+            "--variables=replicated needs a device for each tower, all on this machine: type "
+            "--variables=cpu, or call "
+            f"towers.devices.tower_devices({len(devices)}) before anything creates a tensor"
+        )
+
+
 def default_device(variables: str, devices: Sequence[str]) -> str:
     """Return the device for gathering, and for all variables but the weights.
 
@@ -217,7 +249,7 @@ def default_device(variables: str, devices: Sequence[str]) -> str:
         variables: one of VARIABLES.
         devices: of the towers.
     """
-    return devices[0] if variables != "cpu" and are_gpus(devices) else HOST
+    return devices[0] if variables == "replicated" and are_gpus(devices) else HOST
 
 
 def move_all(variables: Iterable[keras.Variable], device: str) -> list[keras.Variable]:
@@ -268,10 +300,15 @@ def shard(weights: Sequence[keras.Variable], devices: Sequence[str]) -> list[ker
         weights: each goes to the device with the fewest bytes, the largest first.
         devices: of the towers.
     """
+
+    def num_bytes(variable: keras.Variable) -> int:
+        value = tf_internals.value_of(variable)
+        return value.shape.num_elements() * value.dtype.size
+
     held, places = dict.fromkeys(devices, 0), []
-    for weight in sorted(weights, key=lambda v: -_num_bytes(v)):
+    for weight in sorted(weights, key=lambda v: -num_bytes(v)):
         device = min(held, key=lambda name: held[name])
-        held[device] += _num_bytes(weight)
+        held[device] += num_bytes(weight)
         places.append((weight, device))
     return move(places)
 
@@ -340,8 +377,3 @@ def snapshot(variable: tf.Variable) -> tf.Tensor:
     """Return a variable's value on its device, which later assignments do not change."""
     with tf.device(variable.device):
         return tf.identity(variable)
-
-
-def _num_bytes(variable: keras.Variable) -> int:
-    value = tf_internals.value_of(variable)
-    return value.shape.num_elements() * value.dtype.size
