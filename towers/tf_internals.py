@@ -502,11 +502,11 @@ def slots_of(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable
     return [(slot, w) for slot, w in pairs if isinstance(slot, keras.Variable) and slot is not w]
 
 
-def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
+def each_update_apart(optimizer: keras.optimizers.Optimizer, update_flat: Callable) -> Block:
     """Compute each update of a Keras optimizer on its variable's device, as soon as possible.
 
-    Keras sends all gradients through one op on one device. Stand-ins for variables are updated
-    without TensorFlow's strategy. Public: an `apply` for one variable.
+    Keras sends all gradients through one op on one device. A stand-in for variables is updated by
+    `update_flat(stand-in, Keras' function, *arguments)`. Public: an `apply` for one variable.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
 
@@ -515,7 +515,7 @@ def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
             with tf.device(variable.device):
                 if isinstance(variable, tf.Variable):
                     return update(variable, fn, *args, **kwargs)
-                return fn(variable, *kwargs.get("args", ()))
+                return update_flat(variable, fn, *kwargs.get("args", ()))
 
         return update_there
 

@@ -109,6 +109,16 @@ def test_what_a_program_has_set_is_kept(variable):
         assert lines[:3] == found
 
 
+@pytest.mark.parametrize("way, most", [("fit", 3.5), ("train", 4.5)])
+def test_a_step_takes_little_memory_beside_its_variables(way, most):
+    """By Adam these are 3 times the weights; `train` tests all gradients before it updates."""
+    row = json.dumps([[30, 1000], way, 1, {}])
+    done = programs.python("scripts/step_memory.py", f"--row={row}")
+    assert done.returncode == 0, done.stderr
+    held, peak = json.loads(done.stdout.splitlines()[-1])
+    assert 3 <= held <= peak <= most
+
+
 # The same in a session, each with its GPU alone.
 _SESSION = """
 import json, sys

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tests import tiny
 from tests.runs import released
 from towers import tf_internals
-from towers.builder import device_types
+from towers.builder import device_types, flatten
 from towers.options.parts import OPTIMIZERS
 from towers.options.run import Options
 from towers.training.step import train_state as places
@@ -142,6 +142,35 @@ def test_an_overflow_skips_the_step():
     same = before.keys() - told.keys() - {"step", "examples", "gradient_norm", "penalty"}
     tiny.assert_identical({n: after[n] for n in same}, {n: before[n] for n in same})
     assert_same(ours[-1], theirs[-1])
+
+
+@pytest.mark.parametrize("name", ["adamw", "nadam", "clip_norm, moving average"])
+def test_several_vectors_are_updated_as_one(name, monkeypatch):
+    options = Options(**CASES[name])
+    given = dict(steps=3, overflow={1}, ema=options.ema_decay > 0)
+    one = after_each_step(GPU, options, **given)[-1]
+    monkeypatch.setattr(flatten, "GROUP_BYTES", 250)
+    assert_same(after_each_step(GPU, options, **given)[-1], one)
+
+
+def test_one_vector_waits_for_another(monkeypatch):
+    """The memory of one is free before the next is made."""
+    monkeypatch.setattr(flatten, "GROUP_BYTES", 200)
+    options, model = Options(optimizer="adam"), dense(9)
+    nodes = executed(masters_on(GPU, model, options), options)
+    by_name = {node.name: node for node in nodes}
+
+    def before(name, seen):
+        if name in by_name and name not in seen:
+            seen.add(name)
+            for source in by_name[name].input:
+                before(source.lstrip("^").partition(":")[0], seen)
+        return seen
+
+    assigning = {n.name for n in nodes if n.op == "AssignVariableOp" and "adam" in n.name}
+    joins = [n.name for n in nodes if n.op == "ConcatV2" and "adam" in n.name]
+    waiting = sorted(len(before(name, set()) & assigning) for name in joins)
+    assert len(joins) > 6 and waiting[:3] == [0, 0, 0] and all(waiting[3:])
 
 
 def executed(train_state, options):

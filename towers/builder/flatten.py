@@ -5,22 +5,45 @@ processed as one.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 # Above this an op's work takes a GPU longer than its launch, and a copy costs memory.
 LARGE_BYTES = 4 * 2**20
+# Most that is packed into one tensor. It takes a GPU about as long as the launch, too, and longer
+# ones would save few launches: their copies are what a step needs of memory beside its variables.
+GROUP_BYTES = 5 * 2**20
 
 
-def is_large(variable: Any) -> bool:
-    """Return whether packing a variable would cost more than it saves."""
-    return _num_bytes(variable) > LARGE_BYTES
-
-
-def _num_bytes(value: Any) -> int:
+def num_bytes(value: Any) -> int:
+    """Return the bytes of a tensor or variable."""
     return value.shape.num_elements() * tf.as_dtype(value.dtype).size
+
+
+def grouped(
+    items: Sequence[Any], kind: Callable, size: Callable[[Any], int] = lambda _: 0
+) -> list[list[Any]]:
+    """Return items in groups of one kind, of at most GROUP_BYTES, in order of their first.
+
+    Args:
+        items: of any type.
+        kind: returns an item's key; an item without one (None) is a group of its own.
+        size: returns an item's bytes; one of more than LARGE_BYTES is a group of its own, too.
+    """
+    groups: list[list[Any]] = []
+    last: dict[Any, tuple[list[Any], int]] = {}  # of each kind, the last group and its bytes
+    for item in items:
+        key, num = kind(item), size(item)
+        group, total = last.get(key, ([], GROUP_BYTES + 1))
+        if key is None or num > LARGE_BYTES or total + num > GROUP_BYTES:
+            group, total = [], 0
+            groups.append(group)
+        group.append(item)
+        if key is not None and num <= LARGE_BYTES:
+            last[key] = group, total + num
+    return groups
 
 
 def pack(values: Sequence[tf.Tensor]) -> tf.Tensor:

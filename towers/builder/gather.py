@@ -15,7 +15,7 @@ import tensorflow as tf
 from towers import tf_internals
 from towers.builder import collectives, cross_host
 from towers.builder.device_types import is_gpu
-from towers.builder.flatten import pack, unpack
+from towers.builder.flatten import grouped, num_bytes, pack, unpack
 from towers.builder.sharding import PerTower
 from towers.builder.variable_aggregation import widen
 from towers.errors import InputError
@@ -156,20 +156,20 @@ def reduce_to(
 ) -> list[Any]:
     """Return the sums of the towers' gradients, each on the device that `plan` gives.
 
-    Gradients from GPUs are packed into one tensor for each type and target.
+    Gradients from GPUs are packed into few tensors for each type and target.
 
     Args:
         gradients: for each tower a list of gradients or other values; None where it has none.
         plan: where the towers are, and where each of the gradients is added.
         finish: elementwise function of a sum, or of packed sums; by default they stay as they are.
     """
-    columns, groups = list(zip(*gradients, strict=True)), {}
+    columns = list(zip(*gradients, strict=True))
     targets = [*(plan.of_variables or ()), *[plan.home] * len(columns)]
-    for i, (values, target) in enumerate(zip(columns, targets, strict=False)):
-        packs = _are_dense(values) and is_gpu(plan.towers[0])
-        groups.setdefault((target, values[0].dtype) if packs else i, []).append(i)
+    packs = [_are_dense(values) and is_gpu(plan.towers[0]) for values in columns]
+    kind = lambda i: (targets[i], columns[i][0].dtype) if packs[i] else None  # noqa: E731
+    size = lambda i: num_bytes(columns[i][0]) if packs[i] else 0  # noqa: E731
     sums: list[Any] = [None] * len(columns)
-    for group in groups.values():
+    for group in grouped(range(len(columns)), kind, size):
         first = group[0]
         if len(group) == 1:
             of_machines = cross_host.sum_by_machine(columns[first], plan.towers, plan.add)

@@ -3,7 +3,8 @@
 Launching a kernel takes some microseconds, and Keras' update is a chain of ops for each variable,
 most of which are small. Here variables that are treated alike are concatenated: their gradients,
 values and slots are one vector each, Keras' own arithmetic runs once on them, and the parts are
-assigned, which launches no kernel. Variables, slots and checkpoints stay as they are.
+assigned, which launches no kernel. Variables, slots and checkpoints stay as they are. Vectors are
+short and exist only while they are updated, so a step takes little memory beside its variables.
 
     gradients, weights = flatten_updates(gradients, weights, optimizer, is_decayed)
     apply(optimizer, gradients, weights)
@@ -15,6 +16,7 @@ starting ops there, and SGD uses the fused kernels.
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder.device_types import is_gpu
-from towers.builder.flatten import is_large, pack, unpack
+from towers.builder.flatten import grouped, num_bytes, pack, unpack
 from towers.training.step.train_state import snapshot
 
 
@@ -40,8 +42,9 @@ class Segment(NamedTuple):
 class FlatVariable:
     """Several variables of one dtype on one device, as one vector during an update.
 
-    It is read and assigned like a tf.Variable; `write` then assigns the parts to the variables. For
-    weights, `segments` groups the Keras variables by their regularisation.
+    It is read and assigned like a tf.Variable; `write` then assigns the parts to the variables.
+    Until `read` each use joins the values, for itself. For weights, `segments` groups the Keras
+    variables by their regularisation.
     """
 
     variables: Sequence[tf.Variable]  # of one dtype, on one device
@@ -50,11 +53,11 @@ class FlatVariable:
     constraint = None
 
     def __post_init__(self) -> None:
-        """Join variables to one vector."""
+        """Take the attributes of the first variable."""
         first = self.variables[0]
         self.dtype, self.device, self.name = first.dtype, first.device, first.name
         self._unique_id = tf_internals.unique_id(first)  # by which an optimizer knows its slots
-        self._now = self._before = self.join(self.variables)
+        self._now = self._before = None
 
     @property
     def value(self) -> "FlatVariable":
@@ -63,7 +66,8 @@ class FlatVariable:
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         """Return the current vector."""
-        return tf.convert_to_tensor(self._now, dtype, name=name)
+        value = self.join(self.variables) if self._now is None else self._now
+        return tf.convert_to_tensor(value, dtype, name=name)
 
     def __mul__(self, factor: Any) -> tf.Tensor:
         """Return the product."""
@@ -99,20 +103,26 @@ class FlatVariable:
             gradient: vector of the variables' total size.
         """
         sizes = [sum(w.value.shape.num_elements() for w in segment) for segment in self.segments]
-        parts, values = tf.split(gradient, sizes), tf.split(self._now, sizes)
+        with tf.control_dependencies([gradient]):  # not long before, which would cost memory
+            value = tf.convert_to_tensor(self)
+        parts, values = tf.split(gradient, sizes), tf.split(value, sizes)
         results = [
             fn(part, Segment(value, _regularizer(segment[0]), segment[0].shape))
             for part, value, segment in zip(parts, values, self.segments, strict=True)
         ]
         return tf.concat(results, axis=0)
 
-    def write(self, wanted: tf.Tensor | None = None) -> None:
+    def read(self) -> None:
+        """Join the variables' values, once for all reads that follow."""
+        self._now = self._before = self.join(self.variables)
+
+    def write(self, wanted: tf.Tensor | None = None) -> list[tf.Operation]:
         """Assign the parts to the variables, or their former values if `wanted` is False."""
         if wanted is not None:
             with tf.device(self.device):
                 self._now = tf.where(wanted, self._now, self._before)
-        for variable, part in zip(self.variables, self.split(self._now), strict=True):
-            variable.assign(part)
+        pairs = zip(self.variables, self.split(self._now), strict=True)
+        return [variable.assign(part, read_value=False) for variable, part in pairs]
 
 
 def flatten_updates(
@@ -120,6 +130,7 @@ def flatten_updates(
     weights: Sequence[keras.Variable],
     optimizer: keras.optimizers.Optimizer,
     is_decayed: Callable[[keras.Variable], bool],
+    is_tested: bool = True,
 ) -> tuple[list[Any], list[Any]]:
     """Return gradients and weights, concatenated where possible into a `FlatVariable`.
 
@@ -131,6 +142,8 @@ def flatten_updates(
         weights: Keras variables.
         optimizer: of the weights.
         is_decayed: returns whether a weight has an L2 penalty beside its regulariser.
+        is_tested: whether updates wait for the test of all gradients; then large weights are each a
+            `FlatVariable`, too. Else Keras updates these, in place.
     """
 
     def kind(pair: tuple[Any, keras.Variable]) -> tuple | None:
@@ -155,9 +168,9 @@ def flatten_updates(
     slots = tf_internals.elementwise_slots(optimizer)
     pairs = [(known(g, w), w) for g, w in zip(gradients, weights, strict=True)]
     new_gradients, new_weights = [], []
-    for group in grouped(pairs, kind):
+    for group in grouped(pairs, kind, lambda pair: num_bytes(pair[1])):
         gradient, weight = group[0]
-        if len(group) > 1:
+        if len(group) > 1 or (is_tested and kind(group[0])):
             segments = grouped(group, lambda pair: regularised(pair[1]))
             group = [pair for segment in segments for pair in segment]
             weight_segments = [[weight for _, weight in segment] for segment in segments]
@@ -183,13 +196,15 @@ def apply(
         finite: a bool scalar: if it is False, no variable changes; None: it is not tested.
     """
     flats = [weight for weight in weights or () if isinstance(weight, FlatVariable)]
-    slots, scope = [], keras.StatelessScope() if flats else contextlib.nullcontext()
+    slots: dict[FlatVariable, list[FlatVariable]] = {flat: [] for flat in flats}
+    scope = keras.StatelessScope() if flats else contextlib.nullcontext()
     for flat in flats:
         for of_weight in tf_internals.elementwise_slots(optimizer):
             parts = [of_weight[tf_internals.unique_id(v)] for v in flat.variables]
-            slots.append(FlatVariable([slot.value for slot in parts]))
-            scope.add_update((parts[0], slots[-1]))
-    joined = {id(variable) for flat in (*flats, *slots) for variable in flat.variables}
+            slots[flat].append(FlatVariable([slot.value for slot in parts]))
+            scope.add_update((parts[0], slots[flat][-1]))
+    vectors = [*flats, *itertools.chain(*slots.values())]
+    joined = {id(variable) for vector in vectors for variable in vector.variables}
     alone = [v.value for v in (*optimizer.variables, *filter(_is_variable, weights or ()))]
     if _is_variable(optimizer.learning_rate):  # which no update changes
         joined.add(id(optimizer.learning_rate.value))
@@ -198,14 +213,36 @@ def apply(
     fused = tf_internals.fused_sgd(optimizer, lambda variable: not is_gpu(variable.device))
     scalars = [v for v in (optimizer.iterations, optimizer.learning_rate) if _is_variable(v)]
     read_once = _read_once([scalar.value for scalar in scalars])
-    with scope, tf_internals.each_update_apart(optimizer), fused, read_once:
+    decays: dict[FlatVariable, Callable] = {}
+    last: dict[str, list[tf.Operation]] = {}  # of each device, the last assignments
+
+    def update(flat: FlatVariable, fn: Callable, *args: Any) -> None:
+        """Read a vector and its slots, call Keras' function on it and assign the parts.
+
+        The vectors exist once the gradient does. If that waits for the test of all gradients, one
+        vector waits for another.
+        """
+        if not args:  # Keras decays all weights before it updates the first
+            decays[flat] = fn
+            return
+        gradient, rate = args
+        with tf.control_dependencies([gradient, *last.get(flat.device, [])]):
+            gradient = tf.identity(gradient)
+            for vector in (flat, *slots[flat]):
+                vector.read()
+        if flat in decays:
+            decays[flat](flat)
+        fn(flat, gradient, rate)
+        written = [op for vector in (flat, *slots[flat]) for op in vector.write(finite)]
+        if finite is not None:
+            last[flat.device] = written
+
+    with scope, tf_internals.each_update_apart(optimizer, update), fused, read_once:
         optimizer.apply(gradients, weights)
     for variable in (optimizer.iterations, *filter(_is_variable, weights)) if flats else ():
         value = scope.get_current_value(variable)
         if value is not None:  # assigned within the scope
             variable.assign(value)
-    for flat in (*flats, *slots):
-        flat.write(finite)
     restore_unless(finite, before)
 
 
@@ -261,8 +298,8 @@ def updates_joined(
                 if not weights or any(gradient is None for gradient in grads):
                     apply(optimizer, grads, weights or None, finite)
                 else:
-                    parts = flatten_updates(grads, weights, optimizer, lambda _: False)
-                    apply(optimizer, *parts, finite)
+                    given = (lambda _: False), finite is not None
+                    apply(optimizer, *flatten_updates(grads, weights, optimizer, *given), finite)
 
             vars(optimizer).pop("apply")  # Keras' own, from here on
             try:
@@ -281,35 +318,28 @@ def updates_joined(
             vars(optimizer).pop("apply", None)
 
 
-def grouped(items: Sequence[Any], kind: Callable) -> list[list[Any]]:
-    """Return items in groups of one kind, in order of their first.
-
-    Args:
-        items: of any type.
-        kind: returns an item's key; an item without one (None) is a group of its own.
-    """
-    groups: dict[Any, list[Any]] = {}
-    for i, item in enumerate(items):
-        groups.setdefault(kind(item) or i, []).append(item)
-    return list(groups.values())
-
-
 def kind_of(variable: tf.Variable) -> tuple | None:
     """Return the key by which variables are concatenated, or None if this one cannot be."""
-    if not is_gpu(variable.device) or is_large(variable) or not variable.dtype.is_floating:
+    if not is_gpu(variable.device) or not variable.dtype.is_floating:
         return None
     return variable.device, variable.dtype
 
 
 def as_flat(variables: Sequence[tf.Variable]) -> Any:
     """Return variables of one kind as a `FlatVariable`, a single one as it is."""
-    return FlatVariable(variables) if len(variables) > 1 else variables[0]
+    if len(variables) == 1:
+        return variables[0]
+    flat = FlatVariable(variables)
+    flat.read()
+    return flat
 
 
-def write(variable: Any) -> None:
-    """Assign the parts of a `FlatVariable`; do nothing for another variable."""
-    if isinstance(variable, FlatVariable):
-        variable.write()
+def set_value(variable: Any, value: tf.Tensor) -> list[tf.Operation]:
+    """Assign a variable or the parts of a `FlatVariable`; return the assignments."""
+    if not isinstance(variable, FlatVariable):
+        return [variable.assign(value, read_value=False)]
+    variable.assign(value)
+    return variable.write()
 
 
 def restore_unless(wanted: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
@@ -319,12 +349,13 @@ def restore_unless(wanted: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Tens
         wanted: a bool scalar.
         pairs: each variable with its value before.
     """
-    for group in grouped(pairs, lambda pair: kind_of(pair[0])):
-        now = as_flat([variable for variable, _ in group])
-        old = [value for _, value in group]
-        with tf.device(now.device):
-            now.assign(tf.where(wanted, now, now.join(old) if len(old) > 1 else old[0]))
-            write(now)
+    last: list[tf.Operation] = []
+    for group in grouped(pairs, lambda p: kind_of(p[0]), lambda p: num_bytes(p[0])):
+        with tf.control_dependencies(last):  # one group after the other, see `apply`
+            now, old = as_flat([variable for variable, _ in group]), [value for _, value in group]
+            with tf.device(now.device):
+                was = now.join(old) if len(old) > 1 else old[0]
+                last = set_value(now, tf.where(wanted, now, was))
 
 
 def _is_variable(value: Any) -> bool:

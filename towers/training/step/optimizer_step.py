@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from towers.builder.device_types import is_gpu
+from towers.builder.flatten import grouped, num_bytes
 from towers.builder.gather import map_values
 from towers.training.step import fused_update
 from towers.training.step.train_state import TrainState, WeightCopy
@@ -375,17 +376,18 @@ def update_averages(
     decay = tf.minimum((1.0 + batches) / (10.0 + batches), rules.ema_decay)
     rate = 1.0 - decay ** (rules.batch_size / EMA_EXAMPLES)
     pairs = [(variable.value, average) for variable, average in train_state.averages]
-    for pairs_of_kind in fused_update.grouped(pairs, lambda pair: fused_update.kind_of(pair[1])):
-        pairs_of = zip(*pairs_of_kind, strict=True)
-        variable, average = (fused_update.as_flat(each) for each in pairs_of)
-        with tf.device(average.device):
-            value = tf.convert_to_tensor(variable)
+    kind = lambda pair: fused_update.kind_of(pair[1])  # noqa: E731
+    for group in grouped(pairs, kind, lambda pair: num_bytes(pair[1])):
+        variables, averages = zip(*group, strict=True)
+        with tf.device(averages[0].device):
+            value = tf.convert_to_tensor(fused_update.as_flat(variables))
+            with tf.control_dependencies([value]):  # joined after the update, not before
+                average = fused_update.as_flat(averages)
             change = (value - average) * tf.cast(rate, value.dtype)
             if finite is None:
                 average.assign_add(change)
             else:
-                average.assign(tf.where(finite, average + change, average))
-            fused_update.write(average)
+                fused_update.set_value(average, tf.where(finite, average + change, average))
 
 
 def scaled(gradient: Any, factor: tf.Tensor) -> Any:
