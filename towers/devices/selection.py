@@ -41,7 +41,7 @@ class Device:
     """A tower's device; None where unknown or for a CPU."""
 
     tower: int
-    device: str  # TensorFlow's name, "/gpu:0"
+    device: str  # "/gpu:0", numbered as before other GPUs were hidden
     name: str | None  # of the product
     pci_bus_id: str | None = None
     driver_index: int | None = None  # the GPU's number in nvidia-smi

@@ -148,8 +148,9 @@ class DeviceOptions:
         maximum=1000, alias="num_gpus",
     )  # fmt: skip
     devices: str = _towers(
-        "", "Devices in place of the first ones: /gpu:0,/gpu:2; or cpu for logical CPUs; or gpu: "
-        "GPUs alone, else an error; or any: GPUs if TensorFlow can use some, else two CPUs.",
+        "", "Devices in place of the first ones: /gpu:0,/gpu:2, and others are hidden; "
+        "or cpu for logical CPUs; or gpu: GPUs alone, else an error; or any: GPUs if TensorFlow "
+        "can use some, else two CPUs.",
     )  # fmt: skip
     placement: str = _towers(
         "report", "Ops of a tower that run elsewhere: report lists them before the first step, "
