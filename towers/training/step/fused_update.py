@@ -130,7 +130,7 @@ def flatten_updates(
     weights: Sequence[keras.Variable],
     optimizer: keras.optimizers.Optimizer,
     is_decayed: Callable[[keras.Variable], bool],
-    is_tested: bool = True,
+    is_tested: bool = False,
 ) -> tuple[list[Any], list[Any]]:
     """Return gradients and weights, concatenated where possible into a `FlatVariable`.
 

@@ -236,7 +236,7 @@ def _replica_update(
     decayed = functools.partial(_is_penalised, rules)
     if not squares_rows:
         gradients = _each(_dense, gradients, replica.weights)
-    parts = fused_update.flatten_updates(gradients, replica.weights, optimizer, decayed)
+    parts = fused_update.flatten_updates(gradients, replica.weights, optimizer, decayed, True)
     gradients, weights = parts
     if loss_scale is not None:
         # A power of 2: nothing is rounded.
