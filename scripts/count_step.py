@@ -385,7 +385,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="name copies, too")
     flags = parser.parse_args()
     numbers = [int(number) for number in flags.num_towers.split(",")]
-    devices.tower_devices(max(numbers) + 1, "cpu")  # the first one stays the host's
+    devices.tower_devices(max(1, *numbers) + 1, "cpu")  # the first one stays the host's
     tf.get_logger().setLevel("ERROR")
     cases, rows = (flags.models.split(","), numbers, flags.by.split(",")), []
     for name, number, by in itertools.product(*cases):

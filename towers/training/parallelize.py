@@ -35,7 +35,6 @@ from towers.graphs.placement import short_device_name
 from towers.training.step import fused_update, train_state
 from towers.training.step.train_state import optimizers_of
 from towers.training.step.weight_copies import (
-    Boundaries,
     KeptCopies,
     acts_on_batches,
     can_keep,
@@ -48,6 +47,7 @@ _BATCH = object()  # stands for a tensor among arguments
 _PROBABILITIES = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}  # Keras looks for such ops
 _CONSTANTS = (bool, int, float, str, type(None))
 _MAKERS = ("make_train_function", "make_test_function", "make_predict_function")
+_BOUNDARIES = ("on_train_begin", "on_epoch_begin", "on_test_begin", "on_test_end")
 _CallbackList = keras.callbacks.CallbackList
 _CALLS = ("fit", "train_on_batch", "evaluate", "predict")
 
@@ -139,24 +139,6 @@ def put_on(model: keras.Model, builder: TowerBuilder, replicated: bool = False) 
     return model
 
 
-def on_towers(
-    model: keras.Model,
-    builder: TowerBuilder,
-    fn: Callable,
-    copies: Sequence[Sequence[keras.Variable]] = (),
-) -> Callable:
-    """Return a function whose outermost calls of layers run on towers.
-
-    Args:
-        model: whose layers they are.
-        builder: of the towers.
-        fn: a step of the model.
-        copies: for each tower the variables that it reads in place of the model's trainable ones,
-            for a `fn` that computes no gradients.
-    """
-    return _Steps(model, builder, copies=copies).outermost_on_towers(fn)
-
-
 def unparallelize(model: keras.Model) -> keras.Model:
     """Run a model on one device again, as plain Keras does; return it."""
     if steps := vars(model).pop("_tower_steps", None):
@@ -219,11 +201,9 @@ class _Steps:
         model: keras.Model,
         builder: TowerBuilder,
         replicated: bool = False,
-        copies: Sequence[Sequence[keras.Variable]] = (),
     ):
         self.model, self.builder, self._device = model, builder, builder.gather_device
         self._replicated = replicated and len(builder.devices) > 1
-        self._copies = copies
         self._kept: KeptCopies | None = None  # which the train function updates
         self._traced: KeptCopies | None = None  # those of the step that is traced
         self._are_old = True  # whether something else may have changed the weights since then
@@ -383,12 +363,9 @@ class _Steps:
         callbacks = given.arguments.get("callbacks")
         if not (is_keras and self._replicated) or isinstance(callbacks, _CallbackList):
             return False, args, kwargs
-
-        def weights_may_have_changed() -> None:
-            self._are_old = True
-
         callbacks = tf.nest.flatten(callbacks) if callbacks else []
-        given.arguments["callbacks"] = [*callbacks, Boundaries(weights_may_have_changed)]
+        boundaries = dict.fromkeys(_BOUNDARIES, lambda *_, **__: setattr(self, "_are_old", True))
+        given.arguments["callbacks"] = [*callbacks, keras.callbacks.LambdaCallback(**boundaries)]
         return not any(map(acts_on_batches, callbacks)), given.args, given.kwargs
 
     def _make_copies(self) -> KeptCopies | None:
@@ -461,10 +438,6 @@ class _Steps:
 
     def _weights_of_towers(self, layer: keras.Layer, devices: Sequence[str]) -> WeightCopies:
         """Return what towers on these devices read in place of a layer's weights."""
-        if self._copies:
-            columns = zip(*self._copies, strict=True)
-            values = ([copy.value for copy in column] for column in columns)
-            return list(zip(self.model.trainable_variables, values, strict=True))
         weights = [v for v in layer.trainable_variables if v.value.dtype.is_floating]
         if not self._replicated or len(devices) == 1 or not weights:
             return ()

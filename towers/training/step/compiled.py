@@ -7,7 +7,6 @@ its calls on towers (`parallelize`), as its `test_step` is in evaluation.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from towers.data import Data
 from towers.errors import InputError
 from towers.monitoring import tower_metrics
 from towers.options.parts import StepOptions
-from towers.training.parallelize import builder_of, method_of, on_towers, passes_of, put_on
+from towers.training.parallelize import builder_of, method_of, passes_of, put_on
 from towers.training.run.model import floatx_of, overrides
 from towers.training.step import fused_update, loss_checks
 from towers.training.step.optimizer_step import UpdateRules
@@ -349,9 +348,8 @@ class Compiled(Task):
 
     def test_step(self, example: Any, number: tf.Tensor, averaged: bool) -> dict[str, tf.Tensor]:
         """See `Task`: the model's own step, whose calls run on towers."""
-        step = self.model.test_step if averaged else self._test_step_on_copies
         with self._flips():
-            return scalars(step(self._data(example, None)))
+            return scalars(self.model.test_step(self._data(example, None)))
 
     def _flips(self) -> contextlib.AbstractContextManager:
         """With `test_time_flip`, average the model's outputs of mirror images in the block."""
@@ -367,14 +365,6 @@ class Compiled(Task):
 
         changes = [(keras.Layer, "__call__", make)] if self.options.test_time_flip else []
         return tf_internals.replaced(*changes)
-
-    @functools.cached_property
-    def _test_step_on_copies(self) -> Callable:
-        """The model's `test_step` with each tower's copy of the weights, if any."""
-        copies = [replica.weights for replica in self.train_state.replicas]
-        if len(copies) == 1 or builder_of(self.model) is None:
-            return self.model.test_step
-        return on_towers(self.model, self.builder, method_of(self.model, "test_step"), copies)
 
     def metrics_result(self) -> dict[str, tf.Tensor]:
         """See `Task`."""

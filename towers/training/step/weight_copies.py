@@ -217,28 +217,3 @@ def acts_on_batches(callback: keras.callbacks.Callback) -> bool:
     """Return whether a callback runs code of the user's between two steps of `fit`."""
     hooks = [getattr(callback, name) for name in _BATCH_HOOKS]
     return any(not getattr(h, "__func__", h).__module__.startswith("keras.") for h in hooks)
-
-
-class Boundaries(keras.callbacks.Callback):
-    """Calls a function wherever other callbacks of `fit` may have changed weights between steps."""
-
-    def __init__(self, call: Any):
-        """Set the function."""
-        super().__init__()
-        self._call = call
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Call the function."""
-        self._call()
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Call the function."""
-        self._call()
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Call the function."""
-        self._call()
-
-    def on_test_end(self, logs: Any = None) -> None:
-        """Call the function."""
-        self._call()
