@@ -120,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if known is None:
         keep(folder, machine=machine)
     print(*(f"{name:11} {value}" for name, value in machine.items()), sep="\n")
+    if new := self_test.compiling(nvml.gpus()):
+        print(f"{self_test.compiling_note(new)}; if checks hang, run towers doctor, then ask again")
     for number in (signal.SIGTERM, signal.SIGINT):  # an exception ends the running check, too
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     done, asked = {} if wanted else outcomes(folder), []

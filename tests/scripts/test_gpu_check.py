@@ -58,6 +58,8 @@ def test_a_check_that_hangs_dies_or_raises_costs_the_others_nothing(
     checks = [Check(f"1 {name}", 2 if name == "hangs" else 20, None) for name in WAYS_TO_END]
     monkeypatch.setattr(gpu_check, "ON_ONE", (Question("What happens?", *checks),))
     monkeypatch.setattr(gpu_check, "LAST_WORDS_SECONDS", 0.5)
+    hopper = nvml.DriverGpu(0, name="H100", compute_capability=(9, 0))
+    monkeypatch.setattr(gpu_check.nvml, "gpus", lambda: [hopper])
     asked = []
 
     def command_of(check, folder):
@@ -78,7 +80,8 @@ def test_a_check_that_hangs_dies_or_raises_costs_the_others_nothing(
     }
     assert "no kernel" in rows["raises"]["detail"] and "-9" in rows["dies"]["detail"]
     assert 'File "<string>", line 1' in (tmp_path / "1 hangs.log").read_text()
-    assert "1 cannot: cannot be asked here" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "1 cannot: cannot be asked here" in out and "run towers doctor" in out
     # A second call makes the checks alone that have no result; --only makes all of a question.
     kept = (tmp_path / gpu_check.RESULTS).read_text()
     (tmp_path / gpu_check.RESULTS).write_text(kept[: kept.rindex("\n") + 9])
