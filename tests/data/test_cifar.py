@@ -54,7 +54,6 @@ def test_binary_files_are_found_in_the_folder_and_in_that_of_the_archive(tmp_pat
         top = tmp_path / f"data{len(below)}"
         parts = write(top / below, name)
         assert_is(data.load(name, str(top)), name, parts)
-        assert data.locate(name, str(top)) == f"{name} is in {top / below}"
 
 
 def test_the_names_of_the_classes():

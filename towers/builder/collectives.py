@@ -12,11 +12,7 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder.device_types import are_gpus, are_remote, devices_here
-from towers.builder.flatten import pack, unpack
-
-# Each collective costs a round trip, so small tensors are packed; but a bucket that is sent while
-# the next is computed costs nothing. 4 MiB is a few milliseconds of computing.
-BUCKET_BYTES = 4 * 2**20
+from towers.builder.flatten import grouped, num_bytes, pack, unpack
 
 # Far from the keys of tf.distribute, which begin at 1.
 _FIRST_GROUP_KEY = 1_000
@@ -41,7 +37,8 @@ def all_sum(
     """Return for each tower the sums over all towers, on its own device.
 
     The last tensors of the lists are summed first, as a backward pass computes gradients in that
-    order, in buckets of one type and at most BUCKET_BYTES.
+    order, in buckets of one type. Each collective costs a round trip, so small tensors are packed;
+    but a bucket that is sent while the next is computed costs nothing.
 
     Args:
         values: for each tower a list of tensors.
@@ -94,18 +91,8 @@ def broadcast(values: Sequence[tf.Tensor], devices: Sequence[str]) -> list[list[
 
 
 def _buckets(values: Sequence[tf.Tensor], order: Sequence[int]) -> list[list[int]]:
-    """Return the indices of values, in this order, in buckets of one type and BUCKET_BYTES."""
-    buckets: list[list[int]] = []
-    size = 0
-    for i in order:
-        num_bytes = values[i].shape.num_elements() * values[i].dtype.size
-        fits = buckets and size + num_bytes <= BUCKET_BYTES
-        if not fits or values[buckets[-1][0]].dtype != values[i].dtype:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(i)
-        size += num_bytes
-    return buckets
+    """Return the indices of values, in this order, in buckets of one type."""
+    return grouped(order, lambda i: values[i].dtype, lambda i: num_bytes(values[i]))
 
 
 class Collective:

@@ -64,7 +64,6 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | No
 
     Args:
         builder: the `TowerBuilder`.
-
         fn: the towers' function.
         batch: its arguments.
         passes: gets a record of the passes, if given.
@@ -199,9 +198,8 @@ class _Part:
 
     def forward(self) -> list[Any]:
         """Return for each slice the function's result and the losses that layers add."""
-        added = self.analysis.added
-        given = self.builder, self.slices, self.analysis, self.states, added, self.copies
-        self.replicas = Replicas(*given)
+        given = self.builder, self.slices, self.analysis, self.states
+        self.replicas = Replicas(*given, self.analysis.added, self.copies)
         self.reads: list[dict[int, tuple]] = []  # {id of a variable: (it, the tensor on the tape)}
         self.inputs: list[list[tf.Tensor]] = []
         self.tapes: list[tf.GradientTape] = []

@@ -193,7 +193,7 @@ class Replicas:
         analysis: FunctionAnalysis,
         own: dict[int, Any] | None = None,
         added: Sequence[added_losses.AddedLoss] = (),
-        copies: "WeightCopies" = (),
+        copies: WeightCopies = (),
     ):
         """Make the contexts.
 

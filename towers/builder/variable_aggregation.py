@@ -53,7 +53,7 @@ def assign_once(
                 values = [merge(policy, variables[0].value, list(values), counts)]
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
-            for copy, scope in _copies_of(variable, scopes):
+            for copy, scope in copies_of(variable, scopes):
                 # A seed advances alike in all towers: nothing need be sent.
                 is_own = variable.name == SEED_STATE and scope in writers
                 new = scope.value_of(variable) if is_own else value
@@ -62,19 +62,15 @@ def assign_once(
     return unknown
 
 
-def copies_of(variable: keras.Variable, scopes: Sequence[ReplicaScope]) -> list[tf.Variable]:
-    """Return the copies of a variable that towers read in its place, each once.
+def copies_of(
+    variable: keras.Variable, scopes: Sequence[ReplicaScope]
+) -> list[tuple[tf.Variable, ReplicaScope]]:
+    """Return the copies of a variable that towers read in its place, each once, and their scopes.
 
     Args:
         variable: the master.
         scopes: of the towers.
     """
-    return [copy for copy, _ in _copies_of(variable, scopes)]
-
-
-def _copies_of(
-    variable: keras.Variable, scopes: Sequence[ReplicaScope]
-) -> list[tuple[tf.Variable, ReplicaScope]]:
     read = {id(value := scope.own.get(id(variable))): (value, scope) for scope in scopes}.values()
     return [(v, s) for v, s in read if isinstance(v, tf.Variable) and v is not variable.value]
 

@@ -79,8 +79,8 @@ def load(
     return dataclasses.replace(data, train=train, validation=validation)
 
 
-def locate(dataset: str, data_dir: str | None = None) -> str:
-    """Return a line on where a data set is, without loading it.
+def locate(dataset: str, data_dir: str | None = None) -> None:
+    """Look whether a data set is there, without loading it.
 
     Args:
         dataset: as for `load`.
@@ -91,36 +91,33 @@ def locate(dataset: str, data_dir: str | None = None) -> str:
     """
     folder = os.path.expanduser(data_dir or "")
     if dataset.lower().endswith(".npz"):
-        return f"{_file(dataset, folder)} is there; a run looks at what is inside"
-    if ":" in dataset:
-        return f"{dataset} is your own: not looked at"
-    if dataset == "shapes":
-        return f"{dataset} is drawn in code"
-    if dataset == "folder":
+        _file(dataset, folder)
+    elif ":" in dataset or dataset == "shapes":
+        pass  # that of the user is not looked at
+    elif dataset == "folder":
         if not folder:
             raise InputError(
                 f"--dataset=folder needs your files; type --data_dir=DIR with {FOLDER_LAYOUT}"
             )
         if not os.path.isdir(folder):
             raise InputError(f"--data_dir={folder} is not a folder; expected {FOLDER_LAYOUT}")
-        return f"{folder} is there; a run looks at your own files in it"
-    if dataset in NAMES:
+    elif dataset in NAMES:
         from towers.data import cifar
 
-        if not folder:
-            return f"{dataset} is that of keras.datasets, which downloads it once"
-        return f"{dataset} is in {os.path.dirname(cifar.SETS[dataset].find(folder)[0])}"
-    if os.path.isdir(dataset):
+        if folder:  # else keras.datasets downloads it
+            cifar.SETS[dataset].find(folder)
+    elif os.path.isdir(dataset):
         raise InputError(
             f"--dataset={dataset} is a folder: for its images type --dataset=folder "
             f"--data_dir={dataset}"
         )
-    module = dataset.removesuffix(".py")
-    close = difflib.get_close_matches(dataset.lower(), NAMES, 1)
-    close = [f"{module}:load"] if os.path.isfile(f"{module}.py") else close
-    meant = f", did you mean {close[0]}?" if close else ""
-    allowed = f"{', '.join(NAMES)}, FILE.npz and module:function"
-    raise InputError(f"--dataset={dataset} is unknown{meant}; allowed are {allowed}")
+    else:
+        module = dataset.removesuffix(".py")
+        close = difflib.get_close_matches(dataset.lower(), NAMES, 1)
+        close = [f"{module}:load"] if os.path.isfile(f"{module}.py") else close
+        meant = f", did you mean {close[0]}?" if close else ""
+        allowed = f"{', '.join(NAMES)}, FILE.npz and module:function"
+        raise InputError(f"--dataset={dataset} is unknown{meant}; allowed are {allowed}")
 
 
 def _file(dataset: str, folder: str) -> str:

@@ -61,13 +61,9 @@ class Compiled(Task):
         # Else the model's own step runs on the joined outputs of towers.
         follows = options.variables != "replicated" or can_keep(model.optimizer)
         self.by_example = self.recorder.of_examples and follows and not (scaled or new_values)
+        self.keeps_copies = self.by_example  # the model's own step updates the master weights alone
         self.squares_rows = not is_linear(model.optimizer)
         self.train_state = self._make_train_state(*optimizers, like=self._like_optimizer)
-
-    @property
-    def keeps_copies(self) -> bool:
-        """See `Task`: the model's own step updates the master weights alone."""
-        return self.by_example
 
     def _like_optimizer(self, weights: Sequence[keras.Variable]) -> keras.optimizers.Optimizer:
         with floatx_of(self.options.dtype):

@@ -135,7 +135,7 @@ class Task(abc.ABC):
                 statistics = [
                     (variable, snapshot(variable))
                     for v in assigned(sums.scopes)
-                    for variable in (v.value, *copies_of(v, sums.scopes))
+                    for variable in (v.value, *(copy for copy, _ in copies_of(v, sums.scopes)))
                 ]
                 loss, gradients = builder.gather_sums(sums, variables)
                 gradients = [_of_replica(gradients, i) for i in range(len(train_state.replicas))]

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder.device_types import HOST, are_gpus, are_remote
+from towers.builder.flatten import num_bytes
 from towers.builder.sharding import is_device
 from towers.errors import InputError
 
@@ -293,24 +294,19 @@ def counter(name: str, device: str) -> tf.Variable:
         return tf.Variable(0, trainable=False, dtype=tf.int64, name=name)
 
 
-def shard(weights: Sequence[keras.Variable], devices: Sequence[str]) -> list[keras.Variable]:
-    """Move weights to devices, balanced by bytes; return those that stay, see `move`.
+def shard(weights: Sequence[keras.Variable], devices: Sequence[str]) -> None:
+    """Move weights to devices, balanced by bytes.
 
     Args:
         weights: each goes to the device with the fewest bytes, the largest first.
         devices: of the towers.
     """
-
-    def num_bytes(variable: keras.Variable) -> int:
-        value = tf_internals.value_of(variable)
-        return value.shape.num_elements() * value.dtype.size
-
     held, places = dict.fromkeys(devices, 0), []
     for weight in sorted(weights, key=lambda v: -num_bytes(v)):
         device = min(held, key=lambda name: held[name])
         held[device] += num_bytes(weight)
         places.append((weight, device))
-    return move(places)
+    move(places)
 
 
 def move(places: Sequence[tuple[keras.Variable, str]]) -> list[keras.Variable]:
