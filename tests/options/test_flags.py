@@ -116,6 +116,8 @@ def test_flags_and_values_of_other_programs_are_told_as_they_are_here():
     assert "--learning_rate" not in refusal("init", "--lr=1")  # which has no such flag
     assert refusal("train", "--dtype=FP16").endswith("; did you mean mixed_float16?")
     assert refusal("train", "--optimizer=nag").endswith("; did you mean nesterov?")
+    assert refusal("train", "--variables=sharded").endswith("; did you mean replicated?")
+    assert refusal("train", "--variables=auto").endswith("; did you mean default?")
 
 
 @pytest.mark.parametrize(

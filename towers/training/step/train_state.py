@@ -340,7 +340,8 @@ def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]
             for part in weight.path.split("/")[:-1]:
                 scopes.enter_context(keras.name_scope(part))
             value = tf.identity(weight.value)  # of a tf.Variable itself Keras makes no copy
-            twin = keras.Variable(value, dtype=weight.dtype, name=weight.name)
+            kind = dict(trainable=weight.trainable, dtype=weight.dtype, name=weight.name)
+            twin = keras.Variable(value, **kind)
         twin.regularizer, twin.constraint = weight.regularizer, weight.constraint
         copies.append(twin)
     return copies

@@ -71,9 +71,10 @@ class KeptCopies:
     def of(self, weights: Sequence[keras.Variable]) -> WeightCopies:
         """Return what each tower reads in place of the weights; make the copies if need be."""
         new = [weight for weight in weights if id(weight) not in self._twins]
-        copies = _untraced(lambda: [train_state.copy(new, name) for name in self._devices])
-        for weight, *twins in zip(new, *copies, strict=True):
-            self._twins[id(weight)] = weight, twins
+        if new:
+            copies = _untraced(lambda: [train_state.copy(new, name) for name in self._devices])
+            for weight, *twins in zip(new, *copies, strict=True):
+                self._twins[id(weight)] = weight, twins
         return [(w, [w.value, *(t.value for t in self._twins[id(w)][1])]) for w in weights]
 
     def update(
