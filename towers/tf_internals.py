@@ -505,8 +505,11 @@ def slots_of(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable
 def each_update_apart(optimizer: keras.optimizers.Optimizer, update_flat: Callable) -> Block:
     """Compute each update of a Keras optimizer on its variable's device, as soon as possible.
 
-    Keras sends all gradients through one op on one device. A stand-in for variables is updated by
-    `update_flat(stand-in, Keras' function, *arguments)`. Public: an `apply` for one variable.
+    Keras sends all gradients through one op on one device. Public: an `apply` for one variable.
+
+    Args:
+        optimizer: of Keras.
+        update_flat: updates a stand-in for variables: (stand-in, Keras' function, *arguments).
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
 

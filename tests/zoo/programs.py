@@ -101,6 +101,7 @@ def tied(self, bins):
     return tf.matmul(tf.reduce_mean(found, [1, 2]), self.table, transpose_b=True)
 
 
+@entry(SAME, "sparse gradients of copies", "--variables=replicated")
 @of_images(SAME, "sparse gradients of two look-ups")
 def embedding_twice(images):
     rows, table = bins()(images), layers.Embedding(8, 3)

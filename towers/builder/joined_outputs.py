@@ -55,7 +55,12 @@ class Passes:
     copy: Callable[[Sequence[str]], WeightCopies] | None = None
 
     def copies(self, builder: Any, slices: Sequence[Slice]) -> WeightCopies:
-        """Return what the towers of these slices read in place of weights."""
+        """Return what towers read in place of weights.
+
+        Args:
+            builder: of the towers.
+            slices: one for each tower that takes part.
+        """
         return self.copy(builder.devices[: len(slices)]) if self.copy else ()
 
 

@@ -335,7 +335,12 @@ def as_flat(variables: Sequence[tf.Variable]) -> Any:
 
 
 def set_value(variable: Any, value: tf.Tensor) -> list[tf.Operation]:
-    """Assign a variable or the parts of a `FlatVariable`; return the assignments."""
+    """Assign a variable; return the assignments.
+
+    Args:
+        variable: a `tf.Variable`, or a `FlatVariable`, whose parts are assigned.
+        value: of its shape.
+    """
     if not isinstance(variable, FlatVariable):
         return [variable.assign(value, read_value=False)]
     variable.assign(value)
