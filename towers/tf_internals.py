@@ -710,17 +710,18 @@ def convolve_without_xla() -> Block:
 
     def make(before: Callable) -> Callable:
         def call(function: Function, *args: Any, **kwargs: Any) -> Any:
-            if function._jit_compile and _is_of_keras(function) and _on_gpu():
-                return function.python_function(*args, **kwargs)
+            inner = function.python_function
+            if (
+                function._jit_compile
+                and inner.__module__ == keras_backend.nn.__name__
+                and _on_gpu()
+            ):
+                return inner(*args, **kwargs)
             return before(function, *args, **kwargs)
 
         return call
 
     return replaced((Function, "__call__", make))
-
-
-def _is_of_keras(function: Function) -> bool:
-    return function.python_function.__module__ == keras_backend.nn.__name__
 
 
 def _on_gpu() -> bool:

@@ -312,11 +312,9 @@ def _prepare(layers: Sequence[_LayerApart], sync: SyncHandle) -> None:
     taken = tf.concat([pair * (factor * -of_all), [joined("share") * tf.ones_like(factor)]], axis=0)
     lines = factor * (itself * of_own - offset * of_all) + tf.expand_dims(by_all, 2) * taken
     lines = _zero_if_empty(lines, sync)
-    kernel_scales, lines = (
-        tf.split(scale * tf.unstack(pair)[0], sizes),
-        tf.split(lines, sizes, axis=-1),
-    )
-    for layer, kernel_scale, line in zip(layers, kernel_scales, lines, strict=True):
+    kernel_scales = tf.split(scale * tf.unstack(pair)[0], sizes)
+    of_layers = zip(layers, kernel_scales, tf.split(lines, sizes, axis=-1), strict=True)
+    for layer, kernel_scale, line in of_layers:
         layer.kernel_scale, layer.lines = kernel_scale, line
 
 

@@ -100,9 +100,8 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
     leaves = tf.nest.flatten(batch)
     dense = [i for i, x in enumerate(leaves) if isinstance(x, tf.Tensor) and x.dtype.is_floating]
     watched = [i for i in dense if tf_internals.is_recording([leaves[i]])]
-    all_slices, copies = rounds(builder, batch), ()
-    if passes:
-        copies = passes.copies(builder, all_slices[0])
+    all_slices = rounds(builder, batch)
+    copies = passes.copies(builder, all_slices[0]) if passes else ()
     parts = [_Part(builder, fn, slices, analysis, watched, copies) for slices in all_slices]
     captured: list[tf.Tensor] = []
     while True:
@@ -156,10 +155,8 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
             with tf.device(builder.gather_device):
                 inputs = [gather.join(rows) for rows in zip(*of_inputs, strict=True)]
             plan = gather_plan(builder, unsplit)
-            if copies:
-                gathered = gather.sum_on_every_tower(sums, plan)
-            else:
-                gathered = [gather.reduce_to(sums, plan)]
+            on_all = gather.sum_on_every_tower
+            gathered = on_all(sums, plan) if copies else [gather.reduce_to(sums, plan)]
         if len(parts) > 1:
             # Grappler drops control edges that delay an update until the last part has read a
             # variable.

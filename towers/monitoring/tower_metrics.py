@@ -230,7 +230,8 @@ def _squares(
         zero = tf.zeros([])
         values = [[zero] for _ in range(rows)]
         for row, gradient in members:
-            values[row].append(_sum_of_squares(gradient))
+            wide = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
+            values[row].append(2.0 * tf.nn.l2_loss(wide))
         return tf.stack([tf.reduce_sum(tf.stack(each)) for each in values])
 
     with tf.device(HOST), gather.after(gathered):
@@ -247,10 +248,6 @@ def _squares(
             parts.append(tf.cond(here, of_place, lambda: tf.zeros([rows])))
     with tf.device(HOST):
         return tf.add_n(parts)
-
-
-def _sum_of_squares(gradient: Any) -> tf.Tensor:
-    return 2.0 * tf.nn.l2_loss(tf.cast(tf.convert_to_tensor(gradient), tf.float32))
 
 
 def on_current_device(value: tf.Tensor) -> tf.Tensor:

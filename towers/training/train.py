@@ -158,7 +158,7 @@ def _train(
 
         for line in callbacks.begin_run():
             monitor.say(line)
-        if timetable.evaluates(step) and not evaluator.is_recorded(step):
+        if timetable.evaluates(step) and not best.knows(step):
             evaluator.evaluate(step)  # which was interrupted after the checkpoint
         while step < last and not preemption() and not evaluator.stops_early():
             # One call of TensorFlow makes all steps until something is due.

@@ -123,7 +123,8 @@ def assign_gpus(runs: Sequence[PlannedRun], parallel: int) -> list[list[str]]:
     share = len(listed) // parallel
     if share and any(gpu.mig is not None for gpu in listed):
         share = 1  # a process sees only one part of a GPU that MIG splits
-    needed = max(1, *(_num_gpus(run.options) for run in users))
+    chosen = [run.options.num_towers for run in users if run.options.devices in ("", "any")]
+    needed = max([1, *chosen])
     if needed > share:
         raise InputError(
             f"--parallel={parallel} --num_towers={needed}: a run needs {needed} of the "
@@ -133,10 +134,6 @@ def assign_gpus(runs: Sequence[PlannedRun], parallel: int) -> list[list[str]]:
     if parallel == 1:
         return [[]]
     return [[gpu.key for gpu in listed[i * share : (i + 1) * share]] for i in range(parallel)]
-
-
-def _num_gpus(options: Options) -> int:
-    return options.num_towers if options.devices in ("", "any") else 0
 
 
 def _on_cpu(options: Options) -> bool:

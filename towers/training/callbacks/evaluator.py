@@ -61,10 +61,6 @@ class Evaluator:
         """Return the evaluation of `step`, or None."""
         return self._last if self._last_step == step else None
 
-    def is_recorded(self, step: int) -> bool:
-        """Return whether best.json has the evaluation of `step`, which is not made again then."""
-        return self.best.knows(step)
-
     def stops_early(self) -> bool:
         """Return whether the run ends early."""
         return self.best.is_over() or self.callbacks.stopped()

@@ -160,8 +160,8 @@ def _build_graph(
     lines = placement_report.report(placement, stray)
     more = []
     if options.log_device_placement:
-        names = [short_device_name(d.name) for d in tf.config.list_logical_devices()]
-        everything = list(map(new_name, names))
+        there = tf.config.list_logical_devices()
+        everything = [new_name(short_device_name(device.name)) for device in there]
         more = ["  device mapping:", *(f"  {row}" for row in devices.describe(everything))]
         more += placement_report.table(placement)
     for line in [*lines, *more]:

@@ -98,7 +98,6 @@ def _from_file(path: Path, train_state: TrainState) -> tuple[str, list[Any]]:
 
 def _mark(value: np.ndarray) -> np.ndarray:
     """Return a value of that kind which no file has: NaN, or integers of another value."""
-    is_integer = value.dtype.kind in "iu"
-    return (
-        value + 1 if is_integer else np.full_like(value, np.nan if value.dtype.kind != "b" else 1)
-    )
+    if value.dtype.kind in "iu":
+        return value + 1
+    return np.full_like(value, 1 if value.dtype.kind == "b" else np.nan)

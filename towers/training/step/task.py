@@ -138,7 +138,10 @@ class Task(abc.ABC):
                     for variable in (v.value, *(copy for copy, _ in copies_of(v, sums.scopes)))
                 ]
                 loss, gradients = builder.gather_sums(sums, variables)
-                gradients = [_of_replica(gradients, i) for i in range(len(train_state.replicas))]
+                gradients = [
+                    [g.values[i] if isinstance(g, PerTower) else g for g in gradients]
+                    for i in range(len(train_state.replicas))
+                ]
                 if measured is not None:
                     with tf.name_scope("telemetry"):
                         seen = tower_metrics.measure(
@@ -529,7 +532,3 @@ class Classifier(Task):
     def _reset(self) -> None:
         for mean in self._means.values():
             mean.reset_state()
-
-
-def _of_replica(gradients: list[Any], replica: int) -> list[Any]:
-    return [g.values[replica] if isinstance(g, PerTower) else g for g in gradients]
