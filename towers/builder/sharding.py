@@ -108,8 +108,6 @@ def as_devices(devices: Sequence[str]) -> list[str]:
 
 def check_devices(names: Sequence[str]) -> None:
     """Raise InputError for a missing device, for which TensorFlow would silently use the CPU."""
-    if not tf.compat.v1.executing_eagerly_outside_functions():
-        return  # a session has its own devices
     existing = [device.name for device in tf.config.list_logical_devices()]
     for name in names:
         try:
