@@ -92,16 +92,15 @@ def _stand_in(value: tf.Tensor) -> tf.Tensor:
     return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
 
 
-def sum_by_machine(values: Sequence[Any], devices: Sequence[str], add: Callable) -> Sequence[Any]:
+def sum_by_machine(values: Sequence[Any], plan: Any) -> Sequence[Any]:
     """Return the sum of each machine's `values`, or `values` if all are of this process.
 
     Args:
         values: of the towers; the last towers may have none.
-        devices: of the towers.
-        add: maps a list of values to their sum.
+        plan: the `gather.GatherPlan`.
     """
     groups: dict[str, list[tuple[Any, str]]] = {}
-    for value, device in zip(values, devices, strict=False):
+    for value, device in zip(values, plan.towers, strict=False):
         groups.setdefault(machine_of(device), []).append((value, device))
     if not any(groups):
         return values
@@ -109,5 +108,5 @@ def sum_by_machine(values: Sequence[Any], devices: Sequence[str], add: Callable)
     for own_pairs in groups.values():
         with tf.device(own_pairs[0][1]):
             machine_values = [value for value, _ in own_pairs]
-            sums.append(machine_values[0] if len(machine_values) == 1 else add(machine_values))
+            sums.append(machine_values[0] if len(machine_values) == 1 else plan.add(machine_values))
     return sums

@@ -40,7 +40,7 @@ class NewName(str):
     """TensorFlow's name of a GPU, where `renumber` has changed names."""
 
 
-def renumber(names: Sequence[str]) -> None:
+def renumber(names: Iterable[str]) -> None:
     """Note that TensorFlow numbers the GPUs of these names from 0, since others are hidden."""
     _shown.clear()
     _shown.update({f"/gpu:{i}": name for i, name in enumerate(names)})

@@ -74,7 +74,7 @@ def add_by_machine(plan: "GatherPlan") -> Callable:
                 f"{', '.join(map(str, shapes))}: join rows by builder.concat, or reduce them in "
                 "the function, as by tf.reduce_sum(..., axis=0)"
             )
-        return plan.add(cross_host.sum_by_machine(values, plan.towers, plan.add))
+        return plan.add(cross_host.sum_by_machine(values, plan))
 
     return policy
 
@@ -172,7 +172,7 @@ def reduce_to(
     for group in grouped(range(len(columns)), kind, size):
         first = group[0]
         if len(group) == 1:
-            of_machines = cross_host.sum_by_machine(columns[first], plan.towers, plan.add)
+            of_machines = cross_host.sum_by_machine(columns[first], plan)
             with tf.device(targets[first]):
                 sums[first] = finish(plan.add(of_machines))
             continue
@@ -180,7 +180,7 @@ def reduce_to(
         for device, tower_gradients in zip(plan.towers, gradients, strict=False):
             with tf.device(device):
                 packed.append(pack([tower_gradients[i] for i in group]))
-        packed = cross_host.sum_by_machine(packed, plan.towers, plan.add)
+        packed = cross_host.sum_by_machine(packed, plan)
         with tf.device(targets[first]):
             parts = unpack(finish(plan.add(packed)), [columns[i][0] for i in group])
         for i, part in zip(group, parts, strict=True):

@@ -55,7 +55,6 @@ class ReplicaScope(keras.StatelessScope):
         own: Mapping[int, Any] | None = None,
         device: str = "",
         *,
-        outer: Any = ...,
         prefetch: Callable[[tf.Variable], tf.Tensor | None] | None = None,
     ) -> None:
         """Record assignments from here on, in a tower on `device`.
@@ -63,13 +62,11 @@ class ReplicaScope(keras.StatelessScope):
         Args:
             own: {id of a Keras variable: what the tower reads in its place}.
             device: of the tower.
-            outer: the scope that gives other variables' values, as of a tower around this one; by
-                default the open scope; None for the masters.
             prefetch: see `cross_host.VariablePrefetch`.
         """
         super().__init__(collect_losses=True)
         self.own, self.device, self.prefetch = own or {}, device, prefetch
-        self.outer = tf_internals.open_scope() if outer is ... else outer
+        self.outer = tf_internals.open_scope()  # of a tower around this one, if any
         self.eager, self.graph = tf.executing_eagerly(), tf.compat.v1.get_default_graph()
         self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
         self.deferred: dict[int, MovingAverageUpdate] = {}

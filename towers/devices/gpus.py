@@ -57,7 +57,7 @@ def configure(*, devices: str | Sequence[str] = "", **options: Any) -> None:
             )
         _set_before_start(asked, devices)
     hide_others(devices)
-    if devices and tf_internals.has_started() and _gpus_to_hide(devices):
+    if tf_internals.has_started() and _if_others_are_hidden(devices) is not None:
         raise InputError(
             f"devices={devices!r} comes too late, TensorFlow has started: call "
             "towers.devices.configure() before anything that creates a tensor"
@@ -93,24 +93,24 @@ def hide_others(devices: str | Sequence[str]) -> None:
     """
     if isinstance(devices, str) and devices.strip().lower() == "cpu":
         hide_gpus()
-    if device_types.in_use or tf_internals.has_started() or not (hidden := _gpus_to_hide(devices)):
-        return
-    kept = [(shown_name(f"/gpu:{i}"), gpu) for i, gpu in enumerate(logical_gpus())]
-    kept = [(name, gpu) for name, gpu in kept if gpu not in hidden]
-    tf.config.set_visible_devices(list(dict.fromkeys(gpu for _, gpu in kept)), "GPU")
-    device_types.renumber([name for name, _ in kept])
+    fixed = device_types.in_use or tf_internals.has_started()
+    if not fixed and (kept := _if_others_are_hidden(devices)) is not None:
+        tf.config.set_visible_devices(list(dict.fromkeys(kept.values())), "GPU")
+        device_types.renumber(kept)
 
 
-def _gpus_to_hide(devices: str | Sequence[str]) -> set[tf.config.PhysicalDevice]:
-    # The visible GPUs that devices leave out; none if one is not there, or no device is named.
+def _if_others_are_hidden(
+    devices: str | Sequence[str],
+) -> dict[str, tf.config.PhysicalDevice] | None:
+    # {name: GPU} of those that stay visible, with all parts of each; None if all do, since one of
+    # the devices is not there, or none is named.
     listed = devices.split(",") if isinstance(devices, str) else map(str, devices)
     names = set(map(device_types.parse_device, listed))
-    if "" in names:
-        return set()
-    known = {shown_name(f"/gpu:{i}"): gpu for i, gpu in enumerate(logical_gpus())}
-    if any("gpu" in name and name not in known for name in names):
-        return set()
-    return {*known.values()} - {gpu for name, gpu in known.items() if name in names}
+    known = {} if "" in names else logical_gpus()
+    known = {shown_name(f"/gpu:{i}"): gpu for i, gpu in enumerate(known)}
+    used = [known.get(name) for name in names if "gpu" in name]
+    kept = {name: gpu for name, gpu in known.items() if gpu in used}
+    return kept if None not in used and len(kept) < len(known) else None
 
 
 def logical_gpus() -> list[tf.config.PhysicalDevice]:
