@@ -113,6 +113,28 @@ def of_slopes():
     return inner
 
 
+class Chosen(keras.Model):
+    """Looks words up in the rows of a table that its step chooses, nobody knows how many."""
+
+    rows = []
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = self.add_weight(shape=(6, 4)), layers.Dense(4)
+        self.compile(SGD(), "mse")
+
+    def call(self, x):
+        return self.last(tf.gather(self.rows[-1] if self.rows else self.table, x))
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            self.rows.append(tf.boolean_mask(self.table, tf.range(6) >= 0))
+            loss = tf.reduce_mean(self(data[0]) ** 2)
+            self.rows.pop()
+        self.optimizer.apply(tape.gradient(loss, weights := self.trainable_variables), weights)
+        return {"loss": loss}
+
+
 SCHEDULE = optimizers.schedules.ExponentialDecay(0.01, 2, 0.5)
 WORDS = {"x": RANDOM.integers(0, 6, size=(22, 3)), "y": DATA["y"]}
 
@@ -148,6 +170,7 @@ CASES = {
     "an optimizer of the user's": (of_optimizer(halved), arrays()),
     "rows that are squared": (of_optimizer(ADAM, words=True), lambda: WORDS),
     "rows that may be added": (of_optimizer(SGD, words=True), lambda: WORDS),
+    "rows of a part of a table": (Chosen, lambda: WORDS | {"batch_size": 11}),
     "a gradient in the loss": (of_slopes, arrays()),
     "a callback after each batch": (of_optimizer(ADAM), arrays(callbacks=[Poking("train_batch")])),
     "a callback after each epoch": (of_optimizer(ADAM), arrays(callbacks=Poking("epoch"))),

@@ -131,7 +131,8 @@ def test_the_first_step_and_evaluation_may_compile_for_any_time(monkeypatch):
     block(handler.steps(loop, 0, 1))
     block(handler.evaluation(1))
     assert said == []
-    for waiting, words in (handler.steps(loop, 1, 1), "a step"), (handler.evaluation(2), "evaluat"):
+    later = handler.steps(loop, 1, 1), handler.evaluation(2), handler.save(3)
+    for waiting, words in zip(later, ("a step", "evaluat", "the disk"), strict=True):
         block(waiting)
         assert "stalled" in said[-1] and words in said[-1] and dumped.pop()
 

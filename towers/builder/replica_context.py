@@ -172,10 +172,10 @@ class ReplicaContext:
         def known(gradient: Any, variable: Any) -> Any:
             if not isinstance(gradient, tf.IndexedSlices):
                 return gradient
-            values, indices = gradient.values, gradient.indices
-            num_rows = values.shape[0] and values.shape[0] * len(builder.devices)
-            if builder.dense_gradients and num_rows and variable.shape[0] <= num_rows:
-                return tf.math.unsorted_segment_sum(values, indices, variable.shape[0])
+            values, indices, num_rows = gradient.values, gradient.indices, variable.shape[0]
+            most = (values.shape[0] or 0) * len(builder.devices)
+            if builder.dense_gradients and num_rows is not None and num_rows <= most:
+                return tf.math.unsorted_segment_sum(values, indices, num_rows)
             if id(variable) in static:
                 return gather.StaticIndexedSlices(values, indices, gradient.dense_shape)
             return gradient

@@ -52,7 +52,7 @@ class PreemptionHandler(signals.StopRequest):
         """Wait for nothing yet."""
         self._train_loop: TrainLoop | None = None
         self._waiting: _Waiting | None = None
-        self._seen: set[str] = set()
+        self._seen = {SAVE}  # activities whose next one compiles nothing
         self._beats, self._seconds_of_step = 0, 0.0
         self._progress, self._since, self._reported = None, time.monotonic(), False
 
