@@ -130,7 +130,7 @@ def test_workers_are_killed_ten_times_at_any_moment(pair, near, tmp_path):
 
 
 def test_a_run_that_waits_for_a_worker_that_hangs_ends_with_75_if_too_few_are_left(pair, tmp_path):
-    folder, flags = tmp_path / "run", (TWO_EACH, "--min_workers=2")
+    folder, flags = tmp_path / "run", (TWO_EACH, "--min_workers=2", "--variables=cpu")
     with started(1) as (second,):
         with Run(folder, [pair[0], second], *flags) as run:
             run.until("step 50 of")

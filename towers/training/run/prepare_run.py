@@ -153,7 +153,9 @@ def _build_graph(
         placement = traced(
             run.train_state.model, lambda: read_placement(train_loop, batches, tf.constant(0))
         )
-    of_weights = {"spread": towers, "replicated": towers[:1]}.get(options.variables, [])
+    of_weights = towers if run.builder.gather_at_variables else []
+    if options.variables == "replicated":
+        of_weights = towers[:1]
     stray = placement_report.strays(
         placement, towers, run.train_state.variables(), [run.builder.gather_device, *of_weights]
     )

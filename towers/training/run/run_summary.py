@@ -23,10 +23,11 @@ def run_summary(run: RunContext) -> list[str]:
     validation = run.data.validation
     held = f"{validation.size} validation, " if validation else ""
     parts = f" in {options.accumulate_steps} parts" if options.accumulate_steps > 1 else ""
-    gather = {
-        "spread": "each gradient is gathered on its variable's tower",
-        "replicated": "gradients are summed by collectives, each tower has its variables",
-    }.get(options.variables, f"gather on {shown_name(run.builder.gather_device)}")
+    gather = f"gather on {shown_name(run.builder.gather_device)}"
+    if options.variables == "replicated":
+        gather = "gradients are summed by collectives, each tower has its variables"
+    elif run.builder.gather_at_variables:
+        gather = "each gradient is gathered on its variable's tower"
     as_stored = options.augment == "off" and run.task.model.compiled
     dtype = None if as_stored else options.input_dtype
     return [

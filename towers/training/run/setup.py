@@ -30,6 +30,7 @@ from towers.training.step.schedules import schedule
 from towers.training.step.task import Classifier, Task
 from towers.training.step.train_loop import make_train_loop
 from towers.training.step.train_state import (
+    VARIABLES,
     TrainState,
     check_placement,
     default_device,
@@ -206,16 +207,17 @@ def assemble(
         left_open = {"variables": "default"} if options.variables == "default" else {}
         placement = default_placement(device_names) if left_open else options.variables
         check_placement(placement, device_names)
-        options = dataclasses.replace(options, variables=placement)
+        if placement in VARIABLES:
+            options = dataclasses.replace(options, variables=placement)
         builder = TowerBuilder(
             device_names,
-            default_device(options.variables, device_names),
+            default_device(placement, device_names),
             batch_norm=options.batch_norm,
             accumulate_steps=options.accumulate_steps,
             jit_compile=options.jit_compile,
             on_warning=diagnostics.append,
         )
-        of_step = options.part(StepOptions)
+        of_step = dataclasses.replace(options.part(StepOptions), variables=placement)
         if network.compiled:
             task = compiled.Compiled(builder, network, of_step, dataset)
         else:
