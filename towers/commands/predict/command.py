@@ -1,6 +1,7 @@
 """`towers predict`: a trained model's outputs for the user's files, computed on towers."""
 
 import csv
+import dataclasses
 import itertools
 import json
 import sys
@@ -37,7 +38,7 @@ def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
         options: the run and the files.
         say: called with each line about the run.
     """
-    run_options = options.run
+    run_options = dataclasses.replace(options.run, jit_compile=False)
     devices.configure_run(run_options)
     devices.try_out()
     builder = TowerBuilder(tower_devices(run_options))
