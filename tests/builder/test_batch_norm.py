@@ -107,23 +107,18 @@ def test_on_gpus_no_more_than_65535_images_reach_a_kernel(mode):
     }
     builder = TowerBuilder(DEVICES[:2], batch_norm=mode)
 
-    def shapes_of_kernels(shape):
-        layer = layers.BatchNormalization()
+    for shape, expected in shapes.items():
+        layer, axes = layers.BatchNormalization(), list(range(1, len(shape)))
         layer.build(shape)
-
-        def loss_fn(x):
-            return tf.reduce_sum(layer(x, training=True), axis=list(range(1, len(shape))))
-
-        step = tf.function(lambda x: builder.gradients(loss_fn, layer.trainable_variables, x))
-        ops = step.get_concrete_function(tf.TensorSpec(shape)).graph.get_operations()
+        loss_fn = lambda x: tf.reduce_sum(layer(x, training=True), axes)  # noqa: B023, E731
+        weights = layer.trainable_variables
+        step = tf.function(lambda x: builder.gradients(loss_fn, weights, x))  # noqa: B023
+        with cpus_for_gpus():
+            ops = step.get_concrete_function(tf.TensorSpec(shape)).graph.get_operations()
         kernels = [op for op in ops if op.type.startswith("FusedBatchNorm")]
         of_images = [op for op in kernels if op.get_attr("data_format") == b"NHWC"]
-        return [op.inputs[0].shape.as_list() for op in of_images]
-
-    with cpus_for_gpus():
-        for shape, expected in shapes.items():
-            found = shapes_of_kernels(shape)
-            assert len(found) >= 4 and found == [expected] * len(found), shape
+        found = [op.inputs[0].shape.as_list() for op in of_images]
+        assert len(found) >= 4 and found == [expected] * len(found), shape
 
 
 def in_16_bits():

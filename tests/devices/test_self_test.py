@@ -89,31 +89,26 @@ def test_a_wrong_product_and_a_wrong_bit_are_told_and_hide_no_other_device(monke
 @pytest.mark.parametrize(
     "owner, name, kernel",
     [
-        (tf, "multiply", "a multiplication"),
-        (tf, "cast", "a cast"),
+        (tf, "multiply", "a multiplication"), (tf, "cast", "a cast"),
         (tf, "reduce_sum", "a reduction"),
         (tf.random, "stateless_uniform", "a draw of random numbers"),
     ],
-)
+)  # fmt: skip
 def test_each_kind_of_kernel_is_tried_and_named(monkeypatch, owner, name, kernel):
     """A driver that is too old runs cuBLAS and refuses TensorFlow's own kernels."""
-    right = getattr(owner, name)
-
-    def fails(*args, **kwargs):
-        result = right(*args, **kwargs)
-        if "CPU:2" in result.device:
-            raise tf.errors.InternalError(None, None, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
-        return result
-
-    def is_wrong(*args, **kwargs):
-        result = right(*args, **kwargs)
-        return result * 0 + 1 if "CPU:2" in result.device else result
-
+    right, faults = getattr(owner, name), ("fails: CUDA_ERROR_UNSUPPORTED_PTX", "is off by")
     names = {f"/gpu:{i}": f"/cpu:{i}" for i in range(1, 4)}
-    for fault, says in (fails, "fails: CUDA_ERROR_UNSUPPORTED_PTX"), (is_wrong, "is off by"):
-        monkeypatch.setattr(owner, name, fault)
+    for fault in faults:
+
+        def faulty(*args, fault=fault, **kwargs):
+            result = right(*args, **kwargs)
+            if "CPU:2" in result.device and "fails" in fault:
+                raise tf.errors.InternalError(None, None, fault.removeprefix("fails: "))
+            return result * 0 + 1 if "CPU:2" in result.device else result
+
+        monkeypatch.setattr(owner, name, faulty)
         first, second, third = self_test.find_errors(names).values()
-        assert first is third is None and f"{kernel} {says}" in second
+        assert first is third is None and f"{kernel} {fault}" in second
 
 
 def test_only_the_gpus_that_are_asked_for_are_seen(monkeypatch):
