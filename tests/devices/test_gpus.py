@@ -12,7 +12,7 @@ import tensorflow as tf
 from tests import runs
 from tests.fake_gpus import A100, FULL, H100, PART, RTX5090, SMALL, SPLIT, Card, part_uuid
 from tests.programs import python
-from towers.devices import config_proto, describe, gpus, self_test, tower_devices
+from towers.devices import config_proto, describe, gpus, loose_ops_on, self_test, tower_devices
 from towers.errors import RunError
 from towers.graphs import placement
 from towers.options.run import Options
@@ -289,6 +289,21 @@ def test_gpus_that_are_in_use_keep_their_names(install):
     gpus.hide_others("/gpu:2")
     assert machine.hidden == [0] and tower_devices() == ["/gpu:0", "/gpu:1"]
     assert [row.device for row in describe()] == ["/gpu:1", "/gpu:2"]
+
+
+def test_loose_ops_go_to_the_first_tower_and_not_to_the_first_gpu(install):
+    """Where TensorFlow has started with other GPUs, too, which are perhaps not all."""
+    for hidden, devices, expected in (
+        ("", "/gpu:2,gpu:1", "GPU:2"), ("", "/gpu:1,/gpu:0", ""), ("", "cpu", "CPU:0"),
+        ("", "", ""), ("/gpu:0,/gpu:1", "/gpu:1", "GPU:1"), ("/gpu:1,/gpu:2", "/gpu:2", "GPU:1"),
+        ("/gpu:1,/gpu:2", "/gpu:1", ""),
+    ):  # fmt: skip
+        machine = install(A100, A100, A100)
+        gpus.configure(devices=hidden)
+        machine.started = True
+        with tf.Graph().as_default(), loose_ops_on(devices):
+            assert tf.zeros([]).device.endswith(expected), (hidden, devices)
+            assert bool(tf.zeros([]).device) == bool(expected)
 
 
 def test_gpus_cannot_be_hidden_once_they_are_listed(install):

@@ -137,12 +137,12 @@ def loose_ops_on(devices: str) -> contextlib.AbstractContextManager:
     """Place ops without a device on the first of these devices, and not on /gpu:0.
 
     Args:
-        devices: an option of a run. If it names none, or /gpu:0 is among them, or TensorFlow will
-            start without the others, nothing changes.
+        devices: an option of a run. If it names none, or TensorFlow's /gpu:0 is among them, or it
+            will start without the others, nothing changes.
     """
     cpu = "/cpu:0" if devices.strip().lower() == "cpu" else ""
-    names = [cpu or device_types.parse_device(name) for name in devices.split(",")]
-    others = all(names) and "/gpu:0" not in names and not device_types.renumbered()
+    names = [cpu or new_name(device_types.parse_device(name)) for name in devices.split(",")]
+    others = all(names) and "/gpu:0" not in names
     if others and tf_internals.has_started() and tf.config.get_soft_device_placement():
         return tf.device(names[0])
     return contextlib.nullcontext()
