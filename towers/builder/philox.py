@@ -36,7 +36,7 @@ def key_and_counter(seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def stateless_random_uniform_v2(
-    shape: Any, key: Any, counter: Any, alg: Any, dtype: tf.DType = tf.float32, name: Any = None
+    shape: Any, key: Any, counter: Any, alg: Any, dtype: tf.DType = tf.float32
 ) -> tf.Tensor:
     """Draw as TensorFlow's op of this name does: numbers in [0, 1).
 
@@ -46,7 +46,6 @@ def stateless_random_uniform_v2(
         counter: `[2]`, uint64; see the op.
         alg: number of the algorithm.
         dtype: of the result.
-        name: unused.
     """
     dtype = tf.as_dtype(dtype)
     number = tf.reduce_prod(tf.cast(shape, tf.int32))
@@ -55,7 +54,7 @@ def stateless_random_uniform_v2(
 
 
 def stateless_random_normal_v2(
-    shape: Any, key: Any, counter: Any, alg: Any, dtype: tf.DType = tf.float32, name: Any = None
+    shape: Any, key: Any, counter: Any, alg: Any, dtype: tf.DType = tf.float32
 ) -> tf.Tensor:
     """Draw as TensorFlow's op of this name does, by the method of Box and Muller (1958).
 
@@ -65,7 +64,6 @@ def stateless_random_normal_v2(
         counter: `[2]`, uint64; see the op.
         alg: number of the algorithm.
         dtype: of the result.
-        name: unused.
     """
     dtype = tf.as_dtype(dtype)
     wide = tf.float64 if dtype == tf.float64 else tf.float32

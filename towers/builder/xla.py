@@ -24,7 +24,6 @@ from towers.builder.device_types import machine_of, physical_gpus, shown_name
 from towers.builder.replica_scope import ReplicaScope
 from towers.errors import InputError
 
-_TRIED_FROM = (10, 0)  # compute capability
 _TRIAL_SECONDS = 600.0
 _TRIAL = """
 import sys
@@ -55,13 +54,12 @@ def tried_out(devices: Sequence[str]) -> bool:
         gpu = gpus[int(match[1])]
         details = tf.config.experimental.get_device_details(gpu)
         capability = details.get("compute_capability") or (0, 0)
-        if capability >= _TRIED_FROM and (why := _failure(f"GPU:{physical.index(gpu)}")):
+        if capability >= (10, 0) and (why := _failure(f"GPU:{physical.index(gpu)}")):
             raise InputError(
                 f"--jit_compile: XLA cannot compile for {shown_name(device)}, a "
-                f"{details.get('device_name')} of compute "
-                f"capability {'.'.join(map(str, capability))}: a trial in another "
-                f"process {why}; leave out --jit_compile, or type --jit_compile=false if the run "
-                "that you resume has it"
+                f"{details.get('device_name')} of compute capability "
+                f"{'.'.join(map(str, capability))}: a trial in another process {why}; leave out "
+                "--jit_compile, or type --jit_compile=false if the run that you resume has it"
             )
     return True
 
