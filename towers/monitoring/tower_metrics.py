@@ -140,7 +140,8 @@ def measure(
     """
 
     def compute(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
-        ends = _end_times(sums, builder)
+        parts = zip(sums.losses, sums.gradients, builder.devices, strict=False)
+        ends = [_end_time((own_loss, own), device) for own_loss, own, device in parts]
         gathered = time_after((gradients, ends))
         squares = _squares(sums.gradients, gradients, builder.devices, measured)
         with tf.device(HOST):
@@ -192,7 +193,7 @@ def measure_joined(
         for before, after in gradients.phases:
             start = time_after(before)
             pairs = zip(after, builder.devices, strict=False)
-            ends = [time_after(_when_computed(of_tower, device)) for of_tower, device in pairs]
+            ends = [_end_time(of_tower, device) for of_tower, device in pairs]
             with tf.device(HOST):
                 # Nothing waits for this clock, so it may be read too late.
                 seconds += tf.maximum(tf.stack(ends) - start, 0.0)
@@ -292,32 +293,22 @@ def _pad(of_towers: dict[str, tf.Tensor], builder: TowerBuilder) -> dict[str, tf
     }
 
 
-def _when_computed(values: Any, device: str) -> tf.Tensor:
-    """Return a value that is on the host once a device has computed `values`."""
+def _end_time(values: Any, device: str) -> tf.Tensor:
+    """Return the time when a device has computed `values`.
+
+    For TensorFlow a GPU's op ends when its kernel is queued, but a copy to the host arrives after
+    the kernels before it have run: so the smallest value is sent, after all others.
+    """
     tensors = _tensors(values)
     smallest = min(tensors, key=lambda t: t.shape.num_elements() or 2**40)
     with tf.device(device), tf.control_dependencies(tensors):
-        done = on_current_device(tf.reshape(smallest, [-1])[:1])
+        done = on_current_device(
+            tf.reshape(smallest, [-1])[:1] if smallest.shape.rank else smallest
+        )
     with tf.device(HOST):
-        return tf.identity(tf.cast(done, tf.float32))
-
-
-def _end_times(sums: TowerSums, builder: TowerBuilder) -> list[tf.Tensor]:
-    """Return the times when the towers' gradients were computed.
-
-    For TensorFlow a GPU's op ends when its kernel is queued, but a copy to the host arrives after
-    the kernels before it have run: so the loss is sent again, after the gradients.
-    """
-    ends = []
-    for loss, gradients, device in zip(sums.losses, sums.gradients, builder.devices, strict=False):
-        with tf.device(device), tf.control_dependencies(_tensors(gradients)):
-            done = tf.identity(loss)
-        with tf.device(HOST):
-            arrived = tf.cast(tf.math.is_finite(done), tf.float64)
-            # Use the value: a control dependency alone would not wait for the copy.
-            end = time_after(arrived) + tf.minimum(arrived, 0.0)
-        ends.append(end)
-    return ends
+        arrived = tf.reduce_sum(tf.cast(tf.math.is_finite(tf.cast(done, tf.float32)), tf.float64))
+        # Use the value: a control dependency alone would not wait for the copy.
+        return time_after(arrived) + tf.minimum(arrived, 0.0)
 
 
 def _tensors(structure: Any) -> list[tf.Tensor]:
