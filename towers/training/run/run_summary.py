@@ -24,7 +24,7 @@ def run_summary(run: RunContext) -> list[str]:
     held = f"{validation.size} validation, " if validation else ""
     parts = f" in {options.accumulate_steps} parts" if options.accumulate_steps > 1 else ""
     gather = f"gather on {shown_name(run.builder.gather_device)}"
-    if options.variables == "replicated":
+    if options.variables == "replicated" and towers > 1:
         gather = "gradients are summed by collectives, each tower has its variables"
     elif run.builder.gather_at_variables:
         gather = "each gradient is gathered on its variable's tower"
