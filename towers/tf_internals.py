@@ -493,6 +493,18 @@ def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     return getattr(optimizer, "_trainable_variables", [])
 
 
+def share_schedule(
+    optimizer: keras.optimizers.Optimizer, other: keras.optimizers.Optimizer
+) -> None:
+    """Give an optimizer the learning-rate schedule of another, if it has one. Public: its config.
+
+    A schedule of the user's may have attributes that its config does not tell.
+    """
+    optimizer, other = (getattr(o, "inner_optimizer", o) for o in (optimizer, other))
+    if not isinstance(optimizer._learning_rate, keras.Variable):
+        other.learning_rate = optimizer._learning_rate
+
+
 def slots_of(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, keras.Variable]]:
     """Return (slot, its weight) for each slot of an optimizer that is built. Public: none."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)

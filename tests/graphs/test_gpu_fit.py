@@ -80,11 +80,10 @@ def halved():
     return optimizer
 
 
-def of_optimizer(make, words=False):
+def of_optimizer(make, words=False, penalty=keras.regularizers.L2):
     def build():
         seen = [layers.Embedding(6, 4)] if words else []
-        penalty = keras.regularizers.L1L2(0.01, 0.02)
-        body = layers.Flatten(), layers.Dense(6, "relu", kernel_regularizer=penalty)
+        body = layers.Flatten(), layers.Dense(6, "relu", kernel_regularizer=penalty())
         dense = layers.SpectralNormalization(layers.Dense(5))
         model = keras.Sequential([*seen, *body, dense, layers.Dropout(0.5), layers.Dense(4)])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -135,6 +134,63 @@ class Chosen(keras.Model):
         return {"loss": loss}
 
 
+class OfExamples(keras.regularizers.Regularizer):
+    """A penalty that is random."""
+
+    def __init__(self):
+        self.seed = keras.random.SeedGenerator(0)
+
+    def __call__(self, weight):
+        factors = keras.random.uniform(weight.shape, seed=self.seed, dtype=weight.dtype)
+        return 0.1 * keras.ops.sum(factors * weight**2)
+
+
+class OfTeacher(keras.Model):
+    """A model whose loss assigns weights, and draws by a seed of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = (
+            keras.Sequential([layers.Flatten(), layers.Dense(4)]) for _ in range(2)
+        )
+        self.seed = keras.random.SeedGenerator(0)
+
+    def call(self, x):
+        noise = keras.random.normal(keras.ops.shape(x), seed=self.seed, dtype=x.dtype)
+        return self.student(x + noise) + self.teacher(x)
+
+    def compute_loss(self, *args, **kwargs):
+        pairs = zip(self.teacher.variables, self.student.variables, strict=True)
+        for teacher, student in pairs if self.assigns else ():
+            teacher.assign(0.9 * teacher + 0.1 * student)
+        factor = 1.0 if self.assigns else keras.random.uniform((), seed=self.seed)
+        return factor * super().compute_loss(*args, **kwargs)
+
+
+def of_teacher(assigns):
+    def build():
+        model = OfTeacher()
+        model.assigns = assigns
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    return build
+
+
+@keras.saving.register_keras_serializable("tests")
+class Slower(optimizers.schedules.LearningRateSchedule):
+    """A schedule that does not tell all of its arguments."""
+
+    def __init__(self, start=0.01):
+        self.start = start
+
+    def __call__(self, step):
+        return self.start / (1.0 + keras.ops.cast(step, "float64"))
+
+    def get_config(self):
+        return {}
+
+
 SCHEDULE = optimizers.schedules.ExponentialDecay(0.01, 2, 0.5)
 WORDS = {"x": RANDOM.integers(0, 6, size=(22, 3)), "y": DATA["y"]}
 
@@ -149,6 +205,11 @@ def uneven():
 
 def arrays(**others):
     return lambda: DATA | {"batch_size": 8, "validation_split": 0.2} | others
+
+
+def one_by_one():
+    data = tf.data.Dataset.from_tensor_slices((DATA["x"][:3], DATA["y"][:3]))
+    return {"x": data.batch(1, drop_remainder=True), "shuffle": False}
 
 
 def ema():
@@ -174,9 +235,17 @@ CASES = {
     "a gradient in the loss": (of_slopes, arrays()),
     "a callback after each batch": (of_optimizer(ADAM), arrays(callbacks=[Poking("train_batch")])),
     "a callback after each epoch": (of_optimizer(ADAM), arrays(callbacks=Poking("epoch"))),
+    "a penalty that is random": (of_optimizer(ADAM, penalty=OfExamples), arrays()),
+    "a loss that assigns weights": (of_teacher(assigns=True), arrays()),
+    "a loss that draws": (of_teacher(assigns=False), arrays()),
+    "a schedule of the user's": (of_optimizer(lambda: optimizers.Adam(Slower(0.1))), arrays()),
+    "one example": (of_optimizer(ADAM), one_by_one),
     "fewer examples than towers": (of_optimizer(ADAM), lambda: UNEVEN | {"x": uneven()}),
 }
-RARE = {"averages that replace weights", "rows that may be added", "an optimizer of the user's"}
+RARE = {
+    "averages that replace weights", "rows that may be added", "an optimizer of the user's",
+    "a loss that draws",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", released(CASES, *CASES.keys() - RARE))
@@ -186,6 +255,15 @@ def test_every_gpu_has_the_weights_of_one_device(name):
     with cpus_for_gpus():
         found = fits.fit(build, given(), devices=devices)
     assert fits.differences(fits.fit(build, given()), found) == {}
+
+
+class Silent:
+    """A callback that is no `keras.callbacks.Callback`, with the methods that `fit` calls."""
+
+    def __getattr__(self, name):
+        if name.startswith(("on_train", "on_epoch", "set_")):
+            return lambda *_, **__: None
+        raise AttributeError(name)
 
 
 def test_weights_that_are_set_between_two_calls_are_those_of_every_gpu():
@@ -199,8 +277,10 @@ def test_weights_that_are_set_between_two_calls_are_those_of_every_gpu():
             found = model.fit(x, y, batch_size=4, verbose=0).history["loss"]
             model.set_weights([0.5 * value for value in model.get_weights()])
             found += [model.train_on_batch(x, y)[0], model.evaluate(x, y, verbose=0)[0]]
-            model.optimizer.learning_rate = 0.1
-            return found + model.fit(x, y, batch_size=4, epochs=2, verbose=0).history["loss"]
+            for rate in 0.1, SCHEDULE:
+                model.optimizer.learning_rate = rate
+                found += model.fit(x, y, batch_size=4, epochs=2, verbose=0).history["loss"]
+            return found + model.fit(x, y, verbose=0, callbacks=[Silent()]).history["loss"]
 
     with cpus_for_gpus():
         assert losses(True) == pytest.approx(losses(False), rel=1e-9)

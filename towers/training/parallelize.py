@@ -13,7 +13,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -212,6 +212,7 @@ class _Steps:
         self._must_give_up = False  # the copies that are kept
         self.of_instance: dict[str, Callable] = {}  # methods that were set on the model itself
         self.passes = Passes()  # of the step that is traced
+        self._assigned: list[tf.Variable] = []  # by it, on no tower and by no optimizer
         self._placed: set[int] = set()  # ids of variables
         self._batch: Any = None  # real, while a function is traced for the first time
         self._makes_variables = self._is_dropped = False  # the next trace; this one, for that
@@ -244,7 +245,8 @@ class _Steps:
             plain = tf_internals.convolve_without_xla()  # where layers run on one device, too
             with tf.device(self._device), integers_on(self._device), joined, calls, known, plain:
                 try:
-                    result = fn(*args)
+                    with self._assignments_checked():
+                        result = fn(*args)
                     attributes.refuse_uses()
                 except Exception as error:
                     if refusal := _found_in(error, InputError):
@@ -276,10 +278,31 @@ class _Steps:
         """Make an optimizer's update; in a dropped trace, only that of a class of the user's."""
         gradients, weights, update = args
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if not self._is_dropped or not type(inner).__module__.startswith("keras."):
-            update()
+        with self._assignments_known():
+            if not self._is_dropped or not type(inner).__module__.startswith("keras."):
+                update()
         if self._traced and not self._is_dropped:
             self._traced.update(optimizer, gradients, weights, self.passes.gradients)
+
+    @contextlib.contextmanager
+    def _assignments_checked(self) -> Iterator[None]:
+        """Raise CopiesError if copies of variables do not follow an assignment in the block."""
+        if not self._traced:
+            yield
+            return
+        try:
+            with tf_internals.record_assignments(self._assigned):
+                yield
+            self._traced.check(self._assigned)
+        finally:
+            self._assigned.clear()  # a variable that is held cannot be moved
+
+    @contextlib.contextmanager
+    def _assignments_known(self) -> Iterator[None]:
+        """Do not note the assignments in the block: copies of variables follow them."""
+        number = len(self._assigned)
+        yield
+        del self._assigned[number:]
 
     def made_for_towers(self, name: str) -> Callable:
         """Return a replacement of a `make_*_function` method, whose function runs on towers.
@@ -434,7 +457,8 @@ class _Steps:
             self.builder.warn([f"layer {layer.name} runs on one device: {reason}"])
             return outputs
         self.passes.copy = functools.partial(self._weights_of_towers, layer)
-        return _with_logits(*concat(self.builder, fn, batch, self.passes))
+        with self._assignments_known():
+            return _with_logits(*concat(self.builder, fn, batch, self.passes))
 
     def _weights_of_towers(self, layer: keras.Layer, devices: Sequence[str]) -> WeightCopies:
         """Return what towers on these devices read in place of a layer's weights."""
@@ -511,8 +535,8 @@ class _Steps:
         """Build layers as Keras does, in a trace that is dropped: towers create no variables."""
         if all(below.built for below in tf_internals.layers_of(layer)):
             return
-        following = tf_internals.recording_restarted()
-        with tf.init_scope(), tf.device(self._device), self._plain(), following:
+        following, known = tf_internals.recording_restarted(), self._assignments_known()
+        with tf.init_scope(), tf.device(self._device), self._plain(), following, known:
             specs = map(tf.type_spec_from_value, batch)
             tf.function(fn, autograph=False).get_concrete_function(*specs)
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder import collectives
-from towers.builder.joined_outputs import TowerGradients
+from towers.builder.joined_outputs import CopiesError, TowerGradients
 from towers.builder.replica_context import WeightCopies
 from towers.training.step import fused_update, train_state
 
@@ -93,7 +93,8 @@ class KeptCopies:
             summed: of the towers, if there are any. If `gradients` are not their sums, the updated
                 weights are sent to the copies.
         """
-        of_first = summed.gathered[0] if summed else []
+        # A batch of one example is on the first tower alone.
+        of_first = summed.gathered[0] if summed and len(summed.gathered) > 1 else []
         pairs = zip(gradients, weights, strict=True)
         places = [self._place_of(g, weight, of_first) for g, weight in pairs if g is not None]
         if optimizer is not self._optimizer or None in places or not places:
@@ -118,7 +119,8 @@ class KeptCopies:
             if each is gradient:
                 return i
         op = gradient.op if isinstance(gradient, tf.Tensor) else None
-        if not (self._adds_penalties and weight.regularizer and op and op.type == "AddN"):
+        kind = type(weight.regularizer).__module__  # of the user's it may be random
+        if not (self._adds_penalties and kind.startswith("keras.") and op and op.type == "AddN"):
             return None
         added = {x.name for x in op.inputs}  # a tape adds a gradient for each use
         found = [i for i, s in enumerate(sums) if isinstance(s, tf.Tensor) and s.name in added]
@@ -128,9 +130,20 @@ class KeptCopies:
         """Assign the current values of weights and optimizer to the copies."""
         pairs = [(twin, w) for w, twins in self._twins.values() for twin in twins]
         for optimizer in self._optimizers:
+            tf_internals.share_schedule(self._optimizer, optimizer)
             pairs += zip(optimizer.variables, self._optimizer.variables, strict=True)
         for copy, variable in pairs:
             copy.value.assign(variable.value)
+
+    def check(self, assigned: Sequence[tf.Variable]) -> None:
+        """Raise CopiesError if a step assigns variables of which there are copies.
+
+        Args:
+            assigned: neither by towers nor by an optimizer, but in a loss for example.
+        """
+        ids = set(map(id, assigned))
+        if any(id(weight.value) in ids for weight, _ in self._twins.values()):
+            raise CopiesError("a step assigns a weight or a seed that towers have copies of")
 
     def _receive(self, weights: Sequence[keras.Variable]) -> None:
         for weight, (_, *values) in send(weights, [self._first, *self._devices]) if weights else ():
@@ -180,6 +193,7 @@ def like(
         twins: their copies, in the same order.
     """
     twin = type(optimizer).from_config(optimizer.get_config())
+    tf_internals.share_schedule(optimizer, twin)
     inner, own = (getattr(each, "inner_optimizer", each) for each in (optimizer, twin))
     if inner.weight_decay is not None:
         pairs = zip(twins, weights, strict=True)
@@ -216,5 +230,6 @@ def is_linear(optimizer: Any) -> bool:
 
 def acts_on_batches(callback: keras.callbacks.Callback) -> bool:
     """Return whether a callback runs code of the user's between two steps of `fit`."""
-    hooks = [getattr(callback, name) for name in _BATCH_HOOKS]
-    return any(not getattr(h, "__func__", h).__module__.startswith("keras.") for h in hooks)
+    hooks = [getattr(callback, name) for name in _BATCH_HOOKS if hasattr(callback, name)]
+    modules = [getattr(getattr(h, "__func__", h), "__module__", None) for h in hooks]
+    return any(not (name and name.startswith("keras.")) for name in modules)
