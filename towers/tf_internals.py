@@ -499,6 +499,10 @@ def share_schedule(
     """Give an optimizer the learning-rate schedule of another, if it has one. Public: its config.
 
     A schedule of the user's may have attributes that its config does not tell.
+
+    Args:
+        optimizer: has the schedule, perhaps.
+        other: gets it.
     """
     optimizer, other = (getattr(o, "inner_optimizer", o) for o in (optimizer, other))
     if not isinstance(optimizer._learning_rate, keras.Variable):
