@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 
+import keras
 import pytest
 import tensorflow as tf
 
@@ -54,6 +55,25 @@ def test_the_numbers_are_those_of_cpus():
     ours(3)
     tiny.assert_close(ours.state(), theirs.state(), 1e-9)
     assert [int(replica.examples) for replica in ours.train_state.replicas] == [3 * 7] * 2
+
+
+def noisy(num_classes, image_shape):
+    """Return a model with a penalty that is random."""
+    model, seed = tiny.dense(num_classes, image_shape), keras.random.SeedGenerator(0)
+
+    def penalty(weight):
+        factors = keras.random.uniform(weight.shape, seed=seed, dtype=weight.dtype)
+        return keras.ops.sum(factors * weight**2)
+
+    model.trainable_variables[0].regularizer = penalty
+    return model
+
+
+def test_a_random_penalty_is_drawn_once():
+    given = dict(dtype="float64", model="tests.training.test_on_gpus:noisy")
+    theirs, ours = loop_of(1, "cpu", **given), loop_of(2, "replicated", **given)
+    assert ours(2)["penalty"] == pytest.approx(theirs(2)["penalty"], rel=1e-9)
+    tiny.assert_close(ours.state(), theirs.state(), 1e-9)
 
 
 @pytest.fixture(scope="module")

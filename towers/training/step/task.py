@@ -53,6 +53,7 @@ from towers.training.step.train_state import (
     shard,
     snapshot,
 )
+from towers.training.step.weight_copies import is_penalty_of_its_own
 
 Stop = Callable[[], bool]
 
@@ -96,7 +97,8 @@ class Task(abc.ABC):
     ) -> TrainState:
         """Return the state of training; `like(weights)` makes the optimizer of other copies."""
         copies, names = [], self.builder.devices
-        if self.options.variables == "replicated" and self.keeps_copies:
+        keeps_copies = self.keeps_copies and self.options.variables == "replicated"
+        if keeps_copies and all(map(is_penalty_of_its_own, self.model.trainable_variables)):
             copies = copies_on(names[1:], self.model.trainable_variables, like)
             self.builder.dense_gradients = not self.squares_rows
         return TrainState(

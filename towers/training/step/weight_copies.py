@@ -119,12 +119,12 @@ class KeptCopies:
             if each is gradient:
                 return i
         op = gradient.op if isinstance(gradient, tf.Tensor) else None
-        kind = type(weight.regularizer).__module__  # of the user's it may be random
-        if not (self._adds_penalties and kind.startswith("keras.") and op and op.type == "AddN"):
+        if not (self._adds_penalties and weight.regularizer and op and op.type == "AddN"):
             return None
         added = {x.name for x in op.inputs}  # a tape adds a gradient for each use
         found = [i for i, s in enumerate(sums) if isinstance(s, tf.Tensor) and s.name in added]
-        return found[0] if len(added) == 2 and len(found) == 1 else None
+        known = len(added) == 2 and len(found) == 1 and is_penalty_of_its_own(weight)
+        return found[0] if known else None
 
     def set(self) -> None:
         """Assign the current values of weights and optimizer to the copies."""
@@ -215,6 +215,22 @@ def can_keep(optimizer: Any) -> bool:
     with contextlib.suppress(Exception):  # a learning-rate schedule of the user's without config
         type(optimizer).from_config(optimizer.get_config())
         return True
+    return False
+
+
+def is_penalty_of_its_own(weight: keras.Variable) -> bool:
+    """Return whether the regulariser of a weight, if any, adds the same for a copy of it.
+
+    It does not if it is random or reads other variables.
+    """
+    if weight.regularizer is None:
+        return True
+    with contextlib.suppress(Exception):  # one that does not take a tensor
+        penalty = tf.function(weight.regularizer, autograph=False)
+        with tf.init_scope():
+            traced = penalty.get_concrete_function(tf.TensorSpec(weight.shape, weight.dtype))
+        ops = traced.graph.get_operations()
+        return not any(tf_internals.is_stateful(op.type) for op in ops)
     return False
 
 
