@@ -493,20 +493,23 @@ def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     return getattr(optimizer, "_trainable_variables", [])
 
 
-def share_schedule(
+def share_settings(
     optimizer: keras.optimizers.Optimizer, other: keras.optimizers.Optimizer
 ) -> None:
-    """Give an optimizer the learning-rate schedule of another, if it has one. Public: its config.
+    """Give an optimizer the constants and the learning-rate schedule of another. Public: config.
 
     A schedule of the user's may have attributes that its config does not tell.
 
     Args:
-        optimizer: has the schedule, perhaps.
-        other: gets it.
+        optimizer: built.
+        other: of the same class, also built.
     """
-    optimizer, other = (getattr(o, "inner_optimizer", o) for o in (optimizer, other))
-    if not isinstance(optimizer._learning_rate, keras.Variable):
-        other.learning_rate = optimizer._learning_rate
+    inner, own = (getattr(each, "inner_optimizer", each) for each in (optimizer, other))
+    for source, target in (optimizer, other), (inner, own):
+        constants = bool | int | float | str | None
+        vars(target).update({k: v for k, v in vars(source).items() if isinstance(v, constants)})
+    if not isinstance(inner._learning_rate, keras.Variable):
+        own.learning_rate = inner._learning_rate
 
 
 def slots_of(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, keras.Variable]]:

@@ -280,7 +280,10 @@ def test_weights_that_are_set_between_two_calls_are_those_of_every_gpu():
             for rate in 0.1, SCHEDULE:
                 model.optimizer.learning_rate = rate
                 found += model.fit(x, y, batch_size=4, epochs=2, verbose=0).history["loss"]
-            return found + model.fit(x, y, verbose=0, callbacks=[Silent()]).history["loss"]
+            found += model.fit(x, y, verbose=0, callbacks=[Silent()]).history["loss"]
+            model.optimizer.beta_1, rows = 0.5, {"batch_size": 4, "sample_weight": np.ones(8)}
+            model.trainable_variables[0].regularizer = keras.regularizers.L1(0.1)
+            return found + model.fit(x, y, **rows, epochs=2, verbose=0).history["loss"]
 
     with cpus_for_gpus():
         assert losses(True) == pytest.approx(losses(False), rel=1e-9)

@@ -75,6 +75,9 @@ class KeptCopies:
             copies = _untraced(lambda: [train_state.copy(new, name) for name in self._devices])
             for weight, *twins in zip(new, *copies, strict=True):
                 self._twins[id(weight)] = weight, twins
+        for weight, twins in self._twins.values():
+            for twin in twins:
+                twin.regularizer, twin.constraint = weight.regularizer, weight.constraint
         return [(w, [w.value, *(t.value for t in self._twins[id(w)][1])]) for w in weights]
 
     def update(
@@ -130,7 +133,7 @@ class KeptCopies:
         """Assign the current values of weights and optimizer to the copies."""
         pairs = [(twin, w) for w, twins in self._twins.values() for twin in twins]
         for optimizer in self._optimizers:
-            tf_internals.share_schedule(self._optimizer, optimizer)
+            tf_internals.share_settings(self._optimizer, optimizer)
             pairs += zip(optimizer.variables, self._optimizer.variables, strict=True)
         for copy, variable in pairs:
             copy.value.assign(variable.value)
@@ -193,7 +196,6 @@ def like(
         twins: their copies, in the same order.
     """
     twin = type(optimizer).from_config(optimizer.get_config())
-    tf_internals.share_schedule(optimizer, twin)
     inner, own = (getattr(each, "inner_optimizer", each) for each in (optimizer, twin))
     if inner.weight_decay is not None:
         pairs = zip(twins, weights, strict=True)
@@ -202,6 +204,7 @@ def like(
         )
     with tf_internals.slots_beside_weights(twin):
         twin.build(list(twins))
+    tf_internals.share_settings(optimizer, twin)
     return twin
 
 
