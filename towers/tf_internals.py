@@ -809,6 +809,20 @@ def set_input(op: tf.Operation, tensor: tf.Tensor) -> None:
     op._update_input(0, tensor)
 
 
+def is_in_branch(outer: tf.Graph) -> bool:
+    """Return whether the current graph is that of a branch or a loop. Public: none.
+
+    Args:
+        outer: in which it is; its own branch does not count.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None and graph is not outer:
+        if getattr(graph, "is_control_flow_graph", False):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
+
+
 def function_of(graph: tf.Graph) -> tf.Graph:
     """Return the graph of the function around a loop's or branch's graph. Public: none."""
     while getattr(graph, "is_control_flow_graph", False):

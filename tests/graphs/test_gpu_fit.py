@@ -134,6 +134,25 @@ class Chosen(keras.Model):
         return {"loss": loss}
 
 
+class InBranch(keras.Model):
+    """A model that is also called in a branch of its loss, and has a random constraint."""
+
+    def __init__(self):
+        super().__init__()
+        self.flat, seed = layers.Flatten(), keras.random.SeedGenerator(0)
+        factor = lambda: keras.random.uniform((), seed=seed, dtype="float64")  # noqa: E731
+        self.last = layers.Dense(4, kernel_constraint=lambda weight: factor() * weight)
+        self.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+    def call(self, x):
+        return self.last(self.flat(x))
+
+    def compute_loss(self, x, y, outputs, *args, **kwargs):
+        moved = lambda: tf.reduce_mean(self(1.1 * x) ** 2)  # noqa: E731
+        more = tf.cond(tf.reduce_sum(x) > 0, moved, lambda: 2.0 * moved())
+        return more + super().compute_loss(x, y, outputs, *args, **kwargs)
+
+
 class OfExamples(keras.regularizers.Regularizer):
     """A penalty that is random."""
 
@@ -238,6 +257,7 @@ CASES = {
     "a penalty that is random": (of_optimizer(ADAM, penalty=OfExamples), arrays()),
     "a loss that assigns weights": (of_teacher(assigns=True), arrays()),
     "a loss that draws": (of_teacher(assigns=False), arrays()),
+    "a call in a branch": (InBranch, arrays()),
     "a schedule of the user's": (of_optimizer(lambda: optimizers.Adam(Slower(0.1))), arrays()),
     "one example": (of_optimizer(ADAM), one_by_one),
     "fewer examples than towers": (of_optimizer(ADAM), lambda: UNEVEN | {"x": uneven()}),

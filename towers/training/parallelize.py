@@ -212,6 +212,7 @@ class _Steps:
         self._must_give_up = False  # the copies that are kept
         self.of_instance: dict[str, Callable] = {}  # methods that were set on the model itself
         self.passes = Passes()  # of the step that is traced
+        self._graph = tf.compat.v1.get_default_graph()  # of it
         self._assigned: list[tf.Variable] = []  # by it, on no tower and by no optimizer
         self._placed: set[int] = set()  # ids of variables
         self._batch: Any = None  # real, while a function is traced for the first time
@@ -230,7 +231,7 @@ class _Steps:
         """Return a function, step `name` of the model, with its outermost layers on towers."""
 
         def with_towers(*args: Any) -> Any:
-            self.passes = Passes()
+            self.passes, self._graph = Passes(), tf.compat.v1.get_default_graph()
             self._traced = self._kept if name == "train_step" else None
             optimizer = getattr(self.model, "optimizer", None)
             self.builder.dense_gradients = self._replicated and is_linear(optimizer)
@@ -464,6 +465,8 @@ class _Steps:
         """Return what towers on these devices read in place of a layer's weights."""
         weights = [v for v in layer.trainable_variables if v.value.dtype.is_floating]
         if not self._replicated or len(devices) == 1 or not weights:
+            return ()
+        if tf_internals.is_in_branch(self._graph):  # whose gradients no tape makes
             return ()
         if self._traced is None or len(devices) < len(self.builder.devices):
             return send(weights, devices)

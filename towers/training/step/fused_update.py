@@ -165,6 +165,8 @@ def flatten_updates(
             return tf.zeros(weight.shape, weight.dtype)
         return gradient
 
+    if not all(map(can_follow, weights)):  # the scope of a joined update drops what they assign
+        return list(gradients), list(weights)
     slots = tf_internals.elementwise_slots(optimizer)
     pairs = [(known(g, w), w) for g, w in zip(gradients, weights, strict=True)]
     new_gradients, new_weights = [], []
@@ -371,6 +373,20 @@ def _regularizer(weight: keras.Variable) -> Callable | None:
     """Return an L1L2 with Python numbers; Keras' L1 has a tensor on the host."""
     l1_l2 = factors(weight.regularizer)
     return keras.regularizers.L1L2(*l1_l2) if any(l1_l2) else None
+
+
+def can_follow(weight: keras.Variable) -> bool:
+    """Return whether the regulariser and constraint of a weight do the same with a copy of it.
+
+    They do not if they are random, or read or assign other variables.
+    """
+    with contextlib.suppress(Exception), tf.init_scope():  # one that does not take a tensor
+        spec, ops = tf.TensorSpec(weight.shape, weight.dtype), []
+        for function in filter(None, (weight.regularizer, weight.constraint)):
+            traced = tf.function(function, autograph=False).get_concrete_function(spec)
+            ops += traced.graph.get_operations()
+        return not any(tf_internals.is_stateful(op.type) for op in ops)
+    return False
 
 
 def factors(regularizer: Any) -> tuple[float, float] | None:

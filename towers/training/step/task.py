@@ -34,6 +34,7 @@ from towers.tf_internals import added_losses, slots_of, value_of
 from towers.training.parallelize import traced
 from towers.training.run.model import floatx_of
 from towers.training.step.evaluation import AVERAGED, Evaluation, MetricState
+from towers.training.step.fused_update import can_follow
 from towers.training.step.optimizer_step import UpdateRules, make_update
 from towers.training.step.optimizers import (
     describe_flags,
@@ -53,7 +54,6 @@ from towers.training.step.train_state import (
     shard,
     snapshot,
 )
-from towers.training.step.weight_copies import is_penalty_of_its_own
 
 Stop = Callable[[], bool]
 
@@ -98,7 +98,7 @@ class Task(abc.ABC):
         """Return the state of training; `like(weights)` makes the optimizer of other copies."""
         copies, names = [], self.builder.devices
         keeps_copies = self.keeps_copies and self.options.variables == "replicated"
-        if keeps_copies and all(map(is_penalty_of_its_own, self.model.trainable_variables)):
+        if keeps_copies and all(map(can_follow, self.model.trainable_variables)):
             copies = copies_on(names[1:], self.model.trainable_variables, like)
             self.builder.dense_gradients = not self.squares_rows
         return TrainState(

@@ -100,7 +100,8 @@ class KeptCopies:
         of_first = summed.gathered[0] if summed and len(summed.gathered) > 1 else []
         pairs = zip(gradients, weights, strict=True)
         places = [self._place_of(g, weight, of_first) for g, weight in pairs if g is not None]
-        if optimizer is not self._optimizer or None in places or not places:
+        follow = places and None not in places and all(map(fused_update.can_follow, weights))
+        if optimizer is not self._optimizer or not follow:
             self._receive([w for w in weights if id(w) in self._twins])
             return
         used = [(w, g) for w, g in zip(weights, gradients, strict=True) if g is not None]
@@ -126,8 +127,7 @@ class KeptCopies:
             return None
         added = {x.name for x in op.inputs}  # a tape adds a gradient for each use
         found = [i for i, s in enumerate(sums) if isinstance(s, tf.Tensor) and s.name in added]
-        known = len(added) == 2 and len(found) == 1 and is_penalty_of_its_own(weight)
-        return found[0] if known else None
+        return found[0] if len(added) == 2 and len(found) == 1 else None
 
     def set(self) -> None:
         """Assign the current values of weights and optimizer to the copies."""
@@ -218,22 +218,6 @@ def can_keep(optimizer: Any) -> bool:
     with contextlib.suppress(Exception):  # a learning-rate schedule of the user's without config
         type(optimizer).from_config(optimizer.get_config())
         return True
-    return False
-
-
-def is_penalty_of_its_own(weight: keras.Variable) -> bool:
-    """Return whether the regulariser of a weight, if any, adds the same for a copy of it.
-
-    It does not if it is random or reads other variables.
-    """
-    if weight.regularizer is None:
-        return True
-    with contextlib.suppress(Exception):  # one that does not take a tensor
-        penalty = tf.function(weight.regularizer, autograph=False)
-        with tf.init_scope():
-            traced = penalty.get_concrete_function(tf.TensorSpec(weight.shape, weight.dtype))
-        ops = traced.graph.get_operations()
-        return not any(tf_internals.is_stateful(op.type) for op in ops)
     return False
 
 
