@@ -307,3 +307,32 @@ def test_weights_that_are_set_between_two_calls_are_those_of_every_gpu():
 
     with cpus_for_gpus():
         assert losses(True) == pytest.approx(losses(False), rel=1e-9)
+
+
+class OfGraph(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.flat, self.out = layers.Flatten(), layers.Dense(1)
+
+    def call(self, x):
+        return self.out(self.flat(x))
+
+    def train_step(self, data):
+        x, y = data
+        loss = tf.reduce_mean((tf.cast(y, self.dtype) - self(x)[:, 0]) ** 2)
+        weights = self.trainable_variables
+        self.optimizer.apply(tf.gradients(loss, [w.value for w in weights]), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.filterwarnings("ignore:.*runs on one device")
+def test_a_step_of_graph_gradients_has_the_numbers_of_one_device():
+    def build():
+        model = OfGraph()
+        model.compile("sgd", "mse")
+        return model
+
+    given = DATA | {"batch_size": 8}
+    with cpus_for_gpus():
+        found = fits.fit(build, given, devices=GPUS)
+    assert fits.differences(fits.fit(build, given), found) == {}

@@ -244,7 +244,12 @@ class _Steps:
             calls = tf_internals.replaced((keras.Layer, "__call__", self._make_call))
             known = synthetic_inputs.feed_values(args, self._batch)
             plain = tf_internals.convolve_without_xla()  # where layers run on one device, too
-            with tf.device(self._device), integers_on(self._device), joined, calls, known, plain:
+            owners = (tf, tf.compat.v1) if self._replicated and not self._is_on_one_device else ()
+            taped = tf_internals.replaced(*((o, "gradients", _refuse) for o in owners))
+            with contextlib.ExitStack() as stack:
+                for each in (tf.device(self._device), joined, calls, known, plain, taped):
+                    stack.enter_context(each)
+                stack.enter_context(integers_on(self._device))
                 try:
                     with self._assignments_checked():
                         result = fn(*args)
@@ -571,6 +576,16 @@ class _Steps:
                 f"{where}, because a function that was traced before reads them. Results are the "
                 "same, but steps copy more: call towers.parallelize first"
             ])  # fmt: skip
+
+
+def _refuse(_: Callable) -> Callable:
+    def gradients(*_: Any, **__: Any) -> None:
+        raise InputError(
+            "tf.gradients does not see the weights of all towers: take a tf.GradientTape, or "
+            'towers.parallelize(model, variables="cpu")'
+        )
+
+    return gradients
 
 
 def _found_in(error: BaseException | None, kind: type) -> Any:
