@@ -245,7 +245,7 @@ class _Steps:
             known = synthetic_inputs.feed_values(args, self._batch)
             plain = tf_internals.convolve_without_xla()  # where layers run on one device, too
             owners = (tf, tf.compat.v1) if self._replicated and not self._is_on_one_device else ()
-            taped = tf_internals.replaced(*((o, "gradients", _refuse) for o in owners))
+            taped = tf_internals.replaced(*((o, "gradients", self._taped_only) for o in owners))
             with contextlib.ExitStack() as stack:
                 for each in (tf.device(self._device), joined, calls, known, plain, taped):
                     stack.enter_context(each)
@@ -262,6 +262,19 @@ class _Steps:
             return result
 
         return with_towers
+
+    def _taped_only(self, original: Callable) -> Callable:
+        """Return tf.gradients without use in the step itself."""
+
+        def gradients(*args: Any, **kwargs: Any) -> Any:
+            if tf.compat.v1.get_default_graph() is self._graph:
+                raise InputError(
+                    "tf.gradients does not see the weights of all towers: take a tf.GradientTape, "
+                    'or towers.parallelize(model, variables="cpu")'
+                )
+            return original(*args, **kwargs)
+
+        return gradients
 
     def give_up_copies(self) -> bool:
         """Send the weights in each step, if the towers have just refused copies that are kept."""
@@ -576,16 +589,6 @@ class _Steps:
                 f"{where}, because a function that was traced before reads them. Results are the "
                 "same, but steps copy more: call towers.parallelize first"
             ])  # fmt: skip
-
-
-def _refuse(_: Callable) -> Callable:
-    def gradients(*_: Any, **__: Any) -> None:
-        raise InputError(
-            "tf.gradients does not see the weights of all towers: take a tf.GradientTape, or "
-            'towers.parallelize(model, variables="cpu")'
-        )
-
-    return gradients
 
 
 def _found_in(error: BaseException | None, kind: type) -> Any:
