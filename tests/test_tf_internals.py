@@ -116,6 +116,10 @@ SIGNATURES = {
         for name in tf_internals._ASSIGNMENTS if "scatter" in name
     },
     tf.GradientTape: {"__enter__": "self"},
+    tf: {
+        "gradients": "ys xs grad_ys name gate_gradients aggregation_method stop_gradients "
+        "unconnected_gradients"
+    },
     tf.autodiff.ForwardAccumulator: {"__enter__": "self"},
     type(tf.distribute.get_strategy().extended): {"update": "self var fn args kwargs group"},
     tf_internals.draw_ops: dict.fromkeys(tf_internals.DRAWS, "shape key counter alg dtype name")
