@@ -47,7 +47,6 @@ _BATCH = object()  # stands for a tensor among arguments
 _PROBABILITIES = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}  # Keras looks for such ops
 _CONSTANTS = (bool, int, float, str, type(None))
 _MAKERS = ("make_train_function", "make_test_function", "make_predict_function")
-_BOUNDARIES = ("on_train_begin", "on_epoch_begin", "on_test_begin", "on_test_end")
 _CallbackList = keras.callbacks.CallbackList
 _CALLS = ("fit", "train_on_batch", "evaluate", "predict")
 
@@ -196,12 +195,7 @@ class _Steps:
 
     REPLACED = (*_STEPS, *_MAKERS, *_CALLS)
 
-    def __init__(
-        self,
-        model: keras.Model,
-        builder: TowerBuilder,
-        replicated: bool = False,
-    ):
+    def __init__(self, model: keras.Model, builder: TowerBuilder, replicated: bool = False):
         self.model, self.builder, self._device = model, builder, builder.gather_device
         self._replicated = replicated and len(builder.devices) > 1
         self._kept: KeptCopies | None = None  # which the train function updates
@@ -406,8 +400,11 @@ class _Steps:
         if not (is_keras and self._replicated) or isinstance(callbacks, _CallbackList):
             return False, args, kwargs
         callbacks = tf.nest.flatten(callbacks) if callbacks else []
-        boundaries = dict.fromkeys(_BOUNDARIES, lambda *_, **__: setattr(self, "_are_old", True))
-        given.arguments["callbacks"] = [*callbacks, keras.callbacks.LambdaCallback(**boundaries)]
+        # Other callbacks may act at an epoch; calls of `fit` and `evaluate` are noted anyway.
+        begin = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda *_: setattr(self, "_are_old", True)
+        )
+        given.arguments["callbacks"] = [*callbacks, begin]
         return not any(map(acts_on_batches, callbacks)), given.args, given.kwargs
 
     def _make_copies(self) -> KeptCopies | None:
