@@ -283,14 +283,22 @@ def call_copies(
 class AnalysisCache:
     """Analyzes the functions that a builder copies, caches the analyses, and reports warnings."""
 
-    def __init__(self, num_slices: int, on_warning: Callable[[str], None]):
+    def __init__(
+        self, num_slices: int, on_warning: Callable[[str], None], when: str, on_inexact: str
+    ):
         """Start with an empty cache.
 
         Args:
             num_slices: number of slices of a batch.
             on_warning: called with each warning.
+            when: `check` of `TowerBuilder`.
+            on_inexact: of `TowerBuilder`.
         """
         self._num_slices, self._on_warning = num_slices, on_warning
+        self.when, self.on_inexact = when, on_inexact
+        self.is_deferred = False  # whether `after_step` is called after each step
+        self.passed: set[str] = set()  # keys of functions that need no check
+        self.inexact: list[str] = []  # what the checks have found
         self._warned: set[str] = set()
         # (parts, Python state, analysis) of functions, the newest first; the next list, too.
         self._cache: list[tuple[list[Any], dict[tuple, str], FunctionAnalysis]] = []
@@ -342,6 +350,13 @@ class AnalysisCache:
         if not silent:
             self.warn(analysis.warnings)
         return analysis
+
+    def after_step(self, step: int) -> None:
+        """Make the checks that are due after a step, the first step being 1.
+
+        Raises:
+            RunError: towers differ from one device, and `on_inexact` is "stop".
+        """
 
     def forget(self) -> None:
         """Forget all analyses, as of a model that was compiled anew."""

@@ -41,6 +41,8 @@ class TowerBuilder:
         accumulate_steps: int = 1,
         jit_compile: bool = False,
         on_warning: Callable[[str], None] = warnings.warn,
+        check: str = "once",
+        on_inexact: str = "warn",
     ):
         """Set where the towers run and where their results are gathered.
 
@@ -51,6 +53,8 @@ class TowerBuilder:
             accumulate_steps: parts into which a batch is cut to compute gradients with less memory.
             jit_compile: compile each tower by XLA; BatchNorm must be local.
             on_warning: called with a line for each way in which towers may differ from one device.
+            check: when towers are compared with one device: "once", "always" or "off".
+            on_inexact: what to do if they differ: "warn", "stop" or "one_device".
         """
         sharding.check_options(batch_norm, accumulate_steps)
         self.devices, self.gather_device = sharding.as_devices(devices), gather_device
@@ -59,8 +63,8 @@ class TowerBuilder:
         # What a run sets: embeddings' gradients may be dense; sums lie beside spread variables.
         self.dense_gradients = self.gather_at_variables = False
         self.num_slices = len(self.devices) * accumulate_steps  # of a batch of `gradients`
-        analyses = replica_context.AnalysisCache(self.num_slices, on_warning)
-        self.analyze, self.warn = analyses.analyze, analyses.warn
+        analyses = replica_context.AnalysisCache(self.num_slices, on_warning, check, on_inexact)
+        self.checks, self.analyze, self.warn = analyses, analyses.analyze, analyses.warn
         self.check_exactness, self.forget = analyses.check_exactness, analyses.forget
 
     def map(self, fn: Callable, *batch: Any) -> list[Any]:
