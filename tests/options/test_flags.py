@@ -31,8 +31,9 @@ DEFAULTS = """
 --num_epochs=0 --max_steps=0 --optimizer=momentum
 --learning_rate=0.05 --schedule=cosine --warmup_epochs=0 --decay_epochs= --decay_factor=0.1
 --momentum=0.9 --weight_decay=0 --ema_decay=0 --label_smoothing=0 --clip_norm=0 --clip_value=0
---clip_global_norm=0 --on_nan=stop --callbacks= --log_every_steps=100 --evaluate_every_epochs=1
---early_stopping_epochs=0 --keep_best=false --checkpoint_every_steps=1000 --keep_checkpoints=3
+--clip_global_norm=0 --on_nan=stop --check=once --on_inexact=warn --callbacks=
+--log_every_steps=100 --evaluate_every_epochs=1 --early_stopping_epochs=0 --keep_best=false
+--checkpoint_every_steps=1000 --keep_checkpoints=3
 --stall_seconds=300 --on_stall=wait --histogram_every_epochs=0
 --profile_steps=
 """.split()
@@ -118,6 +119,9 @@ def test_flags_and_values_of_other_programs_are_told_as_they_are_here():
     assert refusal("train", "--optimizer=nag").endswith("; did you mean nesterov?")
     assert refusal("train", "--variables=sharded").endswith("; did you mean replicated?")
     assert refusal("train", "--variables=auto").endswith("; did you mean default?")
+    assert refusal("train", "--check=never").endswith("; did you mean off?")
+    assert refusal("train", "--on_inexact=one-device").endswith("; did you mean one_device?")
+    assert refusal("train", "--on_inexact=raise").endswith("; did you mean stop?")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ _FOREIGN_VALUES = {  # common values of other programs
     "double": "float64", "float": "float32", "float16": "mixed_float16", "fp16": "mixed_float16",
     "fp32": "float32", "nag": "nesterov", "one_cycle": "onecycle", "multistep": "step",
     "auto": "default", "mirrored": "replicated", "sharded": "replicated",
+    "error": "stop", "raise": "stop", "false": "off", "never": "off",
 }  # fmt: skip
 FOREIGN_NAMES = {  # common options of other programs, whose names here are no near match
     "amp": "dtype", "bs": "batch_size", "config": "flagfile", "depth": "model_args",

@@ -31,7 +31,7 @@ _towers = group("Towers", affects="speed")
 _workers = group(MANY_MACHINES, affects="machine")
 _length, _update = group("Length", minimum=0), group("Update", minimum=0)
 _when = group("When", affects="report", minimum=0)
-_nan = group("What may go wrong")
+_wrong = group("What may go wrong")
 _tensorboard = group("TensorBoard", affects="report", minimum=0)
 
 
@@ -256,7 +256,7 @@ class UpdateOptions:
     clip_global_norm: float = _update(
         0.0, "Largest norm of all gathered gradients together; 0: any."
     )
-    on_nan: str = _nan(
+    on_nan: str = _wrong(
         "stop", "After an infinite or NaN loss or gradient, which makes no update: stop, and save "
         "the batch in train_dir/nan; or skip the step, at most 10 in a row.",
         choices=("stop", "skip"),
@@ -301,6 +301,18 @@ class DueOptions:
     on_stall: str = _when(
         "wait", "What a run does then: wait; or stop, after saving what is whole, with exit code "
         "76.", choices=("wait", "stop"),
+    )  # fmt: skip
+    check: str = _wrong(
+        "once", "When towers are compared with one device, on examples of the run. once: after the "
+        "first step and after step 100. always: after steps 1, 10, 100, 1000 and so on, if that "
+        "takes less than 1 % of the time. off: never.",
+        affects="report", choices=("once", "always", "off"),
+    )  # fmt: skip
+    on_inexact: str = _wrong(
+        "warn", "What to do if towers compute something else than one device. warn: say so and "
+        "continue. stop: end the run. one_device: train on the first device only, which is exact. "
+        "With stop and one_device the first comparison is made before the first step.",
+        affects="report", choices=("warn", "stop", "one_device"),
     )  # fmt: skip
     histogram_every_epochs: float = _tensorboard(
         0.0, "Epochs from one set of histograms of the weights to the next; 0: none.",

@@ -124,7 +124,7 @@ def start(options: BenchmarkOptions, stack: contextlib.ExitStack, say: Say) -> l
         growth = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}  # all processes share the GPUs' memory
     for number in parse_tower_numbers(options.num_towers) or _numbers(given.devices):
         say(f"starting    {count(number, 'tower')} ...")
-        changes: dict[str, Any] = {"dataset": options.dataset, "num_towers": number}
+        changes: dict[str, Any] = {"dataset": options.dataset, "num_towers": number, "check": "off"}
         if given.devices.strip().lower() == "cpu":
             changes["visible_gpus"] = given.visible_gpus or "none"  # left to others
         else:

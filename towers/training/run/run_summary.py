@@ -53,7 +53,24 @@ def run_summary(run: RunContext) -> list[str]:
         "gathered, assigned once a step",
         f"  7 clock: {update['clock']}, EMA {options.ema_decay or 'none'}",
         "  8 the loss that is printed is that of all towers",
+        f"  9 exactness: {_checks(run)}",
     ]
+
+
+def _checks(run: RunContext) -> str:
+    """Return when towers are compared with one device, and what happens if they differ."""
+    options = run.options
+    if run.builder.num_slices == 1:
+        return "one tower, nothing to compare"
+    if options.check == "off":
+        return "towers are not compared with one device (--check=off)"
+    first = "after step 1" if options.on_inexact == "warn" else "before step 1"
+    later = "after step 100" if options.check == "once" else "after steps 10, 100, ..."
+    otherwise = {"warn": "a warning", "stop": "stop", "one_device": "train on one device"}
+    return (
+        f"towers are compared with one device {first} and {later}; if they differ: "
+        f"{otherwise[options.on_inexact]}"
+    )
 
 
 def _length(run: RunContext) -> str:

@@ -216,6 +216,8 @@ def assemble(
             accumulate_steps=options.accumulate_steps,
             jit_compile=options.jit_compile,
             on_warning=diagnostics.append,
+            check=options.check,
+            on_inexact=options.on_inexact,
         )
         of_step = dataclasses.replace(options.part(StepOptions), variables=placement)
         if network.compiled:
