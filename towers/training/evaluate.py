@@ -50,7 +50,9 @@ def _evaluate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     weights = read_weights(Path(options.train_dir))
     recorded = manifest.read(Path(options.train_dir))
     task = recorded.get("task", {})
-    run = prepare(dataclasses.replace(options, variables="default", jit_compile=False))
+    changes = dict(variables="default", jit_compile=False, on_inexact="warn")
+    run = prepare(dataclasses.replace(options, **changes))
+    run.builder.checks.passed |= manifest.passed(run.folder)
     check_data(run.data, options, task)
     now: dict[str, Any] = {"code": manifest.code(options)}
     same = recorded.get("flags", {}).get("dataset") == options.dataset

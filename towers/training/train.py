@@ -27,6 +27,7 @@ from towers.options.run import Options, text_of
 from towers.training.callbacks import nonfinite, user_callbacks
 from towers.training.callbacks.best_checkpoint import BestTracker
 from towers.training.callbacks.evaluator import Evaluator
+from towers.training.callbacks.exactness import ExactnessChecks
 from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.callbacks.user_callbacks import Callbacks
 from towers.training.run import checkpoint, manifest
@@ -110,12 +111,13 @@ def train(
 
         def save() -> str:
             """Save the state before the current call; return what the run continues from."""
-            return preemption.save_backup() if checkpoints.begun else ""
+            return preemption.save_backup() if preemption.checkpoints.begun else ""
 
         stalls = options.stall_seconds, options.on_stall
         preemption = PreemptionHandler(checkpoints, say, *stalls)
         with user_facing_errors(options), remote.saved_when_lost(options, save, say):
-            prepared = begin(run, lock, checkpoints, restored, preemption, say)
+            prepared = begin(run, lock, restored, preemption, say)
+        del run, checkpoints  # which may be those of towers that are not used
         of_step = user_facing_errors(options, prepared.steps_done)
         with of_step, remote.saved_when_lost(options, save, say):
             return _train(prepared, preemption, out, start, callbacks)
@@ -152,6 +154,7 @@ def _train(
         callbacks = Callbacks(user_callbacks, run, timetable)
         evaluator = Evaluator(prepared, monitor, best, preemption, callbacks)
         finite_check = nonfinite.NonFiniteMonitor(run, monitor.say)
+        exactness = ExactnessChecks(prepared, monitor, preemption)
         saved, seconds_to_first_step, changed, values = step, None, False, {}
         saved_at = time.monotonic()
         stack.enter_context(_saved_if_it_fails(prepared, preemption))
@@ -186,6 +189,8 @@ def _train(
             if logs:
                 metrics = {n: value.numpy().tolist() for n, value in values.items()}
                 monitor.train_point(step, metrics | {"skipped": task.num_skipped()})
+            if not preemption():
+                exactness.after_step(step)
             if preemption.wants_save(step) or saves:
                 with monitor.pause():
                     _save_finite(prepared, finite_check, preemption, step)
@@ -216,6 +221,8 @@ def _train(
         if changed or not checkpoints.has(step):
             _save_finite(prepared, finite_check, preemption, step, now=True)
         evaluations = evaluator.evaluate_at_end(step) if ended else None
+        if evaluations and not preemption():
+            exactness.after_step(step)  # of the evaluation
         if evaluations and options.histogram_every_epochs:
             gallery.show_histograms(step)
     if evaluations is None:

@@ -22,8 +22,10 @@ from towers.training.step.train_state import not_finite
 
 EXIT_STALLED = 76
 BATCH, STEP, EVALUATION, SAVE = "a batch", "a step", "an evaluation", "a save"
+CHECK = "a comparison of towers with one device"
 State = tuple[int, Snapshot]
 NOTHING: State = (0, {})  # needs no saving
+_SILENT_SECONDS = 2.0  # the longest check of which nothing is said
 _CALL_SECONDS = 2.0  # the longest call of the train loop: a stop waits for its end
 
 
@@ -53,6 +55,7 @@ class PreemptionHandler(signals.StopRequest):
         self._train_loop: TrainLoop | None = None
         self._waiting: _Waiting | None = None
         self._seen = {SAVE}  # activities whose next one compiles nothing
+        self._announced: _Waiting | None = None  # the check of which something was said
         self._beats, self._seconds_of_step = 0, 0.0
         self._progress, self._since, self._reported = None, time.monotonic(), False
 
@@ -140,6 +143,22 @@ class PreemptionHandler(signals.StopRequest):
         return f"step {self.backup[0]}"
 
     @contextlib.contextmanager
+    def check(self, step: int | None = None) -> Iterator[None]:
+        """Watch a check of towers, which changes no variable; say so if it takes long.
+
+        Args:
+            step: number of steps done; None: none in this process, so there is nothing to save.
+        """
+
+        def state() -> State:
+            return NOTHING if step is None else self.backup or (step, self.checkpoints.snapshot())
+
+        with self._watching(CHECK, step or 0, state, lambda: False):
+            yield
+        if step is None and self():
+            raise signals.Interrupted
+
+    @contextlib.contextmanager
     def save(self, step: int) -> Iterator[None]:
         """Watch a checkpoint being written; no other thread writes one meanwhile."""
         with self._watching(SAVE, step, lambda: None, lambda: False):
@@ -155,7 +174,8 @@ class PreemptionHandler(signals.StopRequest):
         self._began = time.monotonic()
         try:
             yield first
-            self._seen.add(activity)
+            if activity != CHECK:  # of which each one compiles
+                self._seen.add(activity)
         finally:
             self._waiting = before
             self._beats += 1
@@ -165,10 +185,14 @@ class PreemptionHandler(signals.StopRequest):
         waiting = self._waiting
         if waiting is None:
             return
+        seconds = time.monotonic() - self._began
+        if waiting.what == CHECK and seconds > _SILENT_SECONDS and waiting is not self._announced:
+            self._announced = waiting
+            self.say("checking    whether towers compute the same as one device")
         if self.listener.waited() > signals.GRACE_SECONDS:
             name = self.listener.asked.name
             self._save_and_leave(waiting, signals.EXIT_STOPPED, f"stopped by {name}")
-        if self.listener.save_asked and time.monotonic() - self._began > signals.GRACE_SECONDS:
+        if self.listener.save_asked and seconds > signals.GRACE_SECONDS:
             state = waiting.state()
             if state and state is not NOTHING and self.wants_save(state[0]):
                 try:

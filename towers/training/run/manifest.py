@@ -9,6 +9,8 @@
     code             {"model": sha256 of the model function's file, null without a file}
     data             {"train": "test":} kind, sha256 and size, see `towers.data.Split.checksum`
     task             arguments of the model function, see `towers.training.run.model.task_of`
+    passed           keys of the functions that towers compute as one device does; they are not
+                     checked again, here or in other runs of the same sweep
     sessions         one for each start: the same parts, from time to data; the first never changes
     final            null until the run ends; then step, weights: the sha256 of the model's
                      variables, and state: that of all master variables, slots and averages too
@@ -21,7 +23,7 @@ import dataclasses
 import hashlib
 import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,24 @@ def read(folder: Path) -> dict[str, Any]:
             return manifest
     files.warn_damaged(folder / NAME)
     return {}
+
+
+def passed(folder: Path) -> set[str]:
+    """Return the keys of functions that passed a check in a run, or in a run of the same sweep."""
+    in_sweep = (folder.parent / "sweep.json").exists()
+    paths = folder.parent.glob(f"*/{NAME}") if in_sweep else [folder / NAME]
+    lists = [files.read_json(path).get("passed") for path in paths]
+    return {str(key) for keys in lists if isinstance(keys, list) for key in keys}
+
+
+def write_passed(folder: Path, keys: Collection[str]) -> None:
+    """Set "passed" in the manifest of a run.
+
+    Args:
+        folder: of the run.
+        keys: all that have passed in it, or before it.
+    """
+    files.write_json(folder / NAME, read(folder) | {"passed": sorted(keys)})
 
 
 def code(options: Options) -> dict[str, str | None]:

@@ -9,8 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import devices, files
-from towers.builder import exactness_checks
-from towers.builder.device_types import new_name
+from towers.builder.device_types import new_name, shown_name
 from towers.formatting import count
 from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement, short_device_name
@@ -23,14 +22,13 @@ from towers.training.parallelize import traced
 from towers.training.run import checkpoint, manifest
 from towers.training.run.checkpoint_manager import CheckpointManager
 from towers.training.run.run_summary import run_summary
-from towers.training.run.setup import RunContext
+from towers.training.run.setup import RunContext, on_first_device
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.run.warm_start import init_from
 from towers.training.step import loss_checks
 
 Say = Callable[[str], None]
 Batch = tuple[Any, tf.Tensor]  # (example, draws), see `data.Split`
-_MAY_DEPEND = "may depend on the number of towers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +76,6 @@ def restore(run: RunContext) -> tuple[CheckpointManager, int | None]:
 def begin(
     run: RunContext,
     lock: files.Lock,
-    checkpoints: CheckpointManager,
     restored: int | None,
     preemption: PreemptionHandler,
     say: Say,
@@ -88,13 +85,32 @@ def begin(
     Args:
         run: built, its variables restored.
         lock: of the run's folder, which is taken.
-        checkpoints: of that folder.
         restored: step of the restored checkpoint; None: it is a new run.
-        preemption: handles signals while the first batch is read.
+        preemption: handles signals while the first batch is read, and has the checkpoints.
         say: prints a line.
+
+    Raises:
+        RunError: towers differ from one device, with `--on_inexact=stop`. With "one_device" the
+            prepared run is another one, on the first device.
     """
-    options, timetable, train_loop = run.options, run.timetable(), run.train_loop()
-    folder = run.folder
+    options, folder, checkpoints = run.options, run.folder, preemption.checkpoints
+    with user_facing_errors(options), preemption:
+        with preemption.first_batch():
+            of_start = run.data.train.train_batches(options.batch_size, seed=options.seed)
+            batch = next(iter(of_start))
+        of_losses = loss_checks.check(run.task, batch)
+        run.builder.checks.is_deferred = True  # `ExactnessChecks` calls them after steps
+        run.builder.checks.passed |= manifest.passed(folder)
+        with preemption.check():
+            run.analyze(batch)
+    found, several = run.builder.checks.inexact, run.builder.num_slices > 1
+    if options.on_inexact == "one_device" and several and found:
+        device = shown_name(run.builder.devices[0])
+        say(f"one device  {'; '.join(found)}: trains on {device} only, which is exact")
+        run = on_first_device(run)
+        preemption.checkpoints, restored = restore(run)
+        return begin(run, lock, restored, preemption, say)
+    timetable, train_loop = run.timetable(), run.train_loop()
     if restored is None and options.init_from:
         say(init_from(run.train_state, options.init_from))
     step, examples = timetable.first_step, timetable.first_examples
@@ -102,15 +118,10 @@ def begin(
     batches = iter(run.batches(step, examples))
     if run.on_towers:
         say(f"data        {run.on_towers}")
-    with user_facing_errors(options), preemption, preemption.first_batch():
-        of_start = run.data.train.train_batches(options.batch_size, seed=options.seed)
-        batch = next(iter(of_start))
-    lines = [*rules, *loss_checks.check(run.task, batch), *devices.report(run.builder.devices)]
-    for line in lines:
+    for line in [*rules, *of_losses, *devices.report(run.builder.devices)]:
         say(line)
-    run.analyze(batch)
     placement, lines = _build_graph(run, train_loop, batches, say)
-    lines += _check_numbers(run, placement, batch, say)
+    lines += _report_diagnostics(run, say)
     # Nothing was written until here. The checkpoint comes first, so that a folder that cannot be
     # written, or a full disk, is found now and not after an hour.
     if options.overwrite and (aside := files.move_aside(folder)):
@@ -173,19 +184,13 @@ def _build_graph(
     return placement, lines
 
 
-def _check_numbers(run: RunContext, placement: Placement, batch: Batch, say: Say) -> list[str]:
-    """Report what makes the numbers depend on the number of towers; return the lines."""
+def _report_diagnostics(run: RunContext, say: Say) -> list[str]:
+    """Report what is known to depend on the number of towers; return the lines."""
     lines = run.take_diagnostics()
-    if run.builder.num_slices == 1:
-        return []
-    on_one = [line for line in lines if " runs on one device: " in line]
-    if not on_one:
-        lines += exactness_checks.check(run.analyze(batch), tf.nest.flatten(batch))
-    lines += exactness_checks.random_ops_of(placement.ops + placement.compiled + placement.gone)
-    lines = list(dict.fromkeys(lines))
     if lines:
-        same = len(on_one) == len(lines)
-        say(f"numbers     {'are those of one device' if same else _MAY_DEPEND}:")
+        on_one = all(" runs on one device: " in line for line in lines)
+        may_depend = "may depend on the number of towers"
+        say(f"numbers     {'are those of one device' if on_one else may_depend}:")
     for line in lines:
         say(f"  {line}")
     return lines

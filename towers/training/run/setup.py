@@ -238,6 +238,16 @@ def assemble(
     return RunContext(*parts, total_epochs, total_examples, diagnostics, left_open)
 
 
+def on_first_device(run: RunContext) -> RunContext:
+    """Return a run anew with one tower, on the first device, which takes each batch as a whole."""
+    given = dataclasses.replace(run.options, **run.left_open)
+    one = dataclasses.replace(given, num_towers=1, accumulate_steps=1)
+    alone = assemble(one, run.builder.devices[:1], run.data)
+    # The next process decides anew: the model may have been mended.
+    of_towers = {name: getattr(given, name) for name in ("num_towers", "accumulate_steps")}
+    return dataclasses.replace(alone, left_open=alone.left_open | of_towers)
+
+
 def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:
     """Return the model, compiled if function or flags say so, and options with its `augment`."""
     if options.model == Options.model and dataset.image_shape is None:

@@ -1,0 +1,275 @@
+"""When `towers train` checks its towers, and what follows, with stand-ins for the real checks."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+import towers
+from tests import tiny
+from tests.runs import command, result_of
+from tests.worker_processes import ROOT
+from towers.errors import RunError
+from towers.training.callbacks import preemption
+from towers.training.train import train
+
+pytestmark = pytest.mark.run
+CHECKS = type(towers.TowerBuilder(["/cpu:0"]).checks)
+FOUND = "mixed examples: layer mixer lets the examples of a batch see each other"
+FLAGS = (
+    "--model=tests.tiny:dense --dataset=tests.tiny:images --augment=none --batch_size=7 "
+    "--num_towers=2 --max_steps=12 --log_every_steps=5 --evaluate_every_epochs=0"
+).split()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Let checks find nothing; return the steps after which functions were checked."""
+    steps = []
+
+    def after_step(checks, step):
+        if "step" not in checks.passed:
+            steps.append(step)
+            checks.passed.add("step")
+
+    monkeypatch.setattr(CHECKS, "after_step", after_step)
+    return steps
+
+
+def at_steps(monkeypatch, actions):
+    """Let a check be due after each step of {step: action(checks)}, or later, once."""
+
+    def after_step(checks, step):
+        for number in [number for number in actions if number <= step]:
+            actions.pop(number)(checks)
+
+    monkeypatch.setattr(CHECKS, "after_step", after_step)
+
+
+def find_at_once(monkeypatch, action):
+    """Let a difference be found when several towers' function is analyzed."""
+    real = CHECKS.analyze
+
+    def analyze(checks, fn, *batch, **how):
+        if checks.on_inexact != "warn" and (how.get("num_slices") or checks._num_slices) > 1:
+            action(checks)
+        return real(checks, fn, *batch, **how)
+
+    monkeypatch.setattr(CHECKS, "analyze", analyze)
+
+
+def find(checks):
+    checks.inexact.append(FOUND)
+
+
+def stop(checks):
+    raise RunError(FOUND)
+
+
+def trained(train_dir, **changes):
+    return train(tiny.options(train_dir, **dict(num_towers=2) | changes))
+
+
+def test_towers_are_checked_after_the_first_step_is_shown_and_warnings_follow(
+    tmp_path, monkeypatch, capsys
+):
+    steps, line = [], "towers differ from one device: layer mixer; --on_inexact=one_device"
+    at_steps(monkeypatch, {1: lambda checks: checks.warn([line])})
+    monitored = CHECKS.after_step
+
+    def after_step(checks, step):
+        steps.append((step, checks.is_deferred))
+        monitored(checks, step)
+
+    monkeypatch.setattr(CHECKS, "after_step", after_step)
+    assert trained(tmp_path)["steps"] == 12
+    lines = capsys.readouterr().out.splitlines()
+    first, later = (
+        next(i for i, text in enumerate(lines) if f": step {n} of" in text) for n in "05"
+    )
+    assert first < lines.index(f"warning     {line}") < later
+    assert steps[0] == (1, True) and steps == sorted(steps)
+    assert [step for step, _ in steps[-2:]] == [12, 12]  # the last one for the evaluation
+
+
+def test_the_time_of_a_check_counts_for_no_speed(tmp_path, monkeypatch):
+    at_steps(monkeypatch, {n: lambda checks: time.sleep(1.0) for n in (1, 6, 11)})
+    assert trained(tmp_path)["examples_per_second"] > 5 * 7  # with a check 35 in a second
+
+
+@pytest.mark.unit
+def test_a_long_check_is_told_once_and_is_no_stall(monkeypatch):
+    now, said = [0.0], []
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: now[0])
+    checkpoints = SimpleNamespace(snapshot=dict, is_remote=False)
+    handler = preemption.PreemptionHandler(checkpoints, said.append, stall_seconds=3)
+    handler.listener = SimpleNamespace(asked=None, save_asked=False, waited=lambda: 0)
+    for step, ticks in (1, 3), (10, 3), (100, 30):
+        with handler.check(step):
+            for _ in range(ticks):
+                now[0] += 0.5
+                handler._tick()
+        assert said == ["checking    whether towers compute the same as one device"] * (ticks > 3)
+    with handler.check(1000):
+        now[0] += 2.5
+        handler._tick()
+    assert len(said) == 2  # each check that is long
+
+
+BLOCKED = """
+import time, towers
+from towers.__main__ import main
+
+def after_step(checks, step):
+    print("in a check", flush=True)
+    time.sleep(120)
+
+type(towers.TowerBuilder(["/cpu:0"]).checks).after_step = after_step
+main()
+"""
+
+
+@pytest.mark.process
+def test_a_signal_in_a_long_check_saves_and_leaves_soon(folder):
+    run = subprocess.Popen(
+        [sys.executable, "-c", BLOCKED, "train", *FLAGS, "--train_dir=run"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        while "in a check" not in (line := run.stdout.readline()):
+            assert line, run.communicate()
+        begun = time.monotonic()
+        run.send_signal(signal.SIGTERM)
+        _, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+        run.communicate()
+    assert time.monotonic() - begun < 15
+    assert run.returncode == 75 and "SIGTERM: step 1 is saved; the same command" in err
+    assert max(tiny.saved_steps(folder / "run")) == 1
+
+
+def test_a_signal_in_a_check_that_ends_stops_the_run_after_it(tmp_path, monkeypatch, capsys):
+    at_steps(monkeypatch, {1: lambda checks: os.kill(os.getpid(), signal.SIGTERM)})
+    code, _, err = command(capsys, "train", *FLAGS, f"--train_dir={tmp_path}/run")
+    assert code == 75 and "stopped at step 1 of 12: saved" in err
+    assert max(tiny.saved_steps(tmp_path / "run")) == 1
+
+
+# What is done if towers differ
+
+
+def test_one_device_trains_the_run_of_one_tower_and_says_why(tmp_path, monkeypatch, capsys):
+    find_at_once(monkeypatch, find)
+    given = dict(accumulate_steps=2, on_inexact="one_device", model="tests.tiny:cnn")
+    result = trained(tmp_path / "a", **given)
+    out = capsys.readouterr().out
+    assert (result["num_towers"], result["devices"]) == (1, ["/cpu:0"])
+    assert f"one device  {FOUND}: trains on /cpu:0 only, which is exact\n" in out
+    assert out.count(FOUND) == 1 and "exactness: one tower" in out and "towers      2" not in out
+    flags = (tmp_path / "a/flags.cfg").read_text()
+    assert "--num_towers=2\n" in flags and "--accumulate_steps=2\n" in flags
+
+    trained(tmp_path / "b", num_towers=1, model="tests.tiny:cnn")
+    tiny.assert_identical(tiny.saved(tmp_path / "a"), tiny.saved(tmp_path / "b"))
+
+
+def test_a_run_on_one_device_is_resumed_there_until_the_model_is_mended(
+    tmp_path, monkeypatch, capsys
+):
+    with monkeypatch.context() as patch:
+        find_at_once(patch, find)
+        for steps in 5, 8:
+            given = dict(on_inexact="one_device", max_steps=steps, batch_size=6)
+            assert trained(tmp_path / "run", **given)["num_towers"] == 1
+    assert "continuing  " in capsys.readouterr().out
+    assert trained(tmp_path / "run", **given | dict(max_steps=10))["num_towers"] == 2
+
+
+def test_one_device_ends_a_run_that_is_found_inexact_later_and_one_tower_continues_it(
+    tmp_path, monkeypatch, capsys
+):
+    at_steps(monkeypatch, {6: find})
+    flags = [*FLAGS, f"--train_dir={tmp_path}/run", "--on_inexact=one_device"]
+    code, out, err = command(capsys, "train", *flags)
+    assert code == 1
+    assert f"towers: {FOUND}; the same command with --num_towers=1 continues exactly" in err
+    (saved,) = re.findall(r"^saved +step (\d+)", out, re.MULTILINE)
+    assert 6 <= int(saved) < 12 and int(saved) in tiny.saved_steps(tmp_path / "run")
+    code, out, err = command(capsys, "train", *flags, "--num_towers=1")
+    assert code == 0 and f"step {saved} of 12" in out, err
+    assert result_of(tmp_path / "run")["num_towers"] == 1
+
+
+def test_stop_ends_a_run_before_it_writes_or_with_what_it_has_trained(
+    tmp_path, monkeypatch, capsys
+):
+    flags = [*FLAGS, f"--train_dir={tmp_path}/run", "--on_inexact=stop"]
+    with monkeypatch.context() as patch:
+        find_at_once(patch, stop)
+        code, _, err = command(capsys, "train", *flags)
+        assert code == 1 and err.endswith(f"towers: {FOUND}\n")
+        assert not (tmp_path / "run").exists()
+    at_steps(monkeypatch, {6: stop})
+    code, out, err = command(capsys, "train", *flags)
+    assert code == 1 and f"towers: {FOUND}\n" in err
+    (saved,) = re.findall(r"^saved +step (\d+)", out, re.MULTILINE)
+    assert 6 <= int(saved) < 12 and int(saved) in tiny.saved_steps(tmp_path / "run")
+
+
+# What is not checked again
+
+
+def test_what_has_passed_is_not_checked_again_by_a_resumed_run_or_an_evaluation(
+    tmp_path, made, monkeypatch
+):
+    for steps in 5, 10:
+        trained(tmp_path / "run", max_steps=steps)
+    assert made == [1]
+    assert json.loads((tmp_path / "run/manifest.json").read_text())["passed"] == ["step"]
+
+    handed, analyze = [], CHECKS.analyze
+
+    def looked(checks, *args, **how):
+        handed.append(set(checks.passed))
+        return analyze(checks, *args, **how)
+
+    monkeypatch.setattr(CHECKS, "analyze", looked)
+    towers.evaluate(train_dir=f"{tmp_path}/run")
+    assert handed and all(keys == {"step"} for keys in handed)
+    trained(tmp_path / "other")  # another run may be of another model
+    assert len(made) == 2
+
+
+COUNTED = """
+import sys, towers
+from towers import cli
+
+def after_step(checks, step):
+    if "step" not in checks.passed:
+        checks.passed.add("step")
+        with open("checked", "a") as file:
+            file.write(".")
+
+type(towers.TowerBuilder(["/cpu:0"]).checks).after_step = after_step
+sys.exit(cli.main(["train", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.process
+def test_the_second_trial_of_a_sweep_checks_nothing_that_the_first_has_passed(folder, monkeypatch):
+    from towers import cli
+    from towers.commands.sweep import command as sweep
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    options = cli.parse("sweep", ["--sweep_dir=S", *FLAGS, "--vary=learning_rate:0.1,0.2,0.3"])
+    result = sweep.run(options, program=[sys.executable, "-c", COUNTED])
+    assert result["finished"] == 3
+    assert (folder / "checked").read_text() == "."
