@@ -41,8 +41,8 @@ from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import config as tf_config
 from tensorflow.python.framework import errors_impl, op_def_registry, tensor_util
+from tensorflow.python.ops import control_flow_util, random_ops_util
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as draw_ops
-from tensorflow.python.ops import random_ops_util
 from tensorflow.python.ops import resource_variable_ops as variable_ops
 
 from towers.errors import InputError
@@ -863,6 +863,16 @@ def number_of_place(graph: tf.Graph, numbers: Iterator[int]) -> tf.Tensor:
         value.output_spec = spec
         graph._function_captures.add_or_replace(key, value, placeholder, spec, is_by_ref=True)
         return placeholder
+
+
+def captured_as(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor | None:
+    """Return a function's own name for a tensor that it captures. Public: none of captures."""
+    return next((inner for outer, inner in graph.captures if outer is tensor), None)
+
+
+def is_compiled_by_xla(graph: tf.Graph) -> bool:
+    """Return whether XLA will compile a graph that is being traced. Public: none."""
+    return control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
 def static_shape(shape: Any) -> tf.TensorShape:

@@ -241,14 +241,15 @@ ASSIGNMENTS = {
 }
 
 
-def kept(value, dtype):
-    return keras.Variable(value, dtype=dtype, trainable=False)
+def kept(value, dtype, aggregation=None):
+    return keras.Variable(value, dtype=dtype, trainable=False, aggregation=aggregation)
 
 
 @row(THREE, GPUS, rare=[TWO_EXAMPLES])
 def state():
     """Each is put together as the function shows; metrics and counters count from anywhere."""
-    floats = {name: kept(0.5, "float64") for name in ASSIGNMENTS}
+    declared = {"first": "only_first_replica"}
+    floats = {name: kept(0.5, "float64", declared.get(name)) for name in ASSIGNMENTS}
     counters, signs = [kept(n, "int64") for n in (0, 10**6, 10**8)], kept(np.zeros(3), "int64")
     accuracy = keras.metrics.BinaryAccuracy(dtype="float64")
     accuracy.update_state([1], [1])

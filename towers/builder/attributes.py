@@ -124,6 +124,7 @@ class SideOutputs:
         """
         reduce = {"sum": tf.reduce_sum, "mean": tf.reduce_sum, "max": tf.reduce_max}
         reduce |= {"min": tf.reduce_min, "first": lambda rows, axis: rows[0]}
+        reduce["each"] = lambda rows, axis: rows  # in a check
         rest, aggregated = iter(joined), []
         for value, policy in self._tensors():
             if policy:

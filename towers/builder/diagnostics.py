@@ -66,77 +66,112 @@ def tables(ops: Iterable[tuple[str, str]]) -> list[str]:
     ]
 
 
-def ambiguous(layer: str, why: str = "") -> str:
-    """Return the line for a draw of unknown layout.
+NOT_CHECKED = "not checked: "
+_ONE_DEVICE = 'or train on one device, exactly: on_inexact="one_device" (--on_inexact=one_device)'
+
+
+def unclear_draw(layer: str, why: str = "") -> str:
+    """Return the message for random numbers of which the batch axis is unknown.
 
     Args:
-        layer: path of the layer that draws.
+        layer: path of the layer that draws them.
         why: is appended to the finding, with its own punctuation.
     """
     return (
-        f"ambiguous draw: layer {layer} draws random numbers that cannot be matched to examples"
-        f"{why}; draw with the batch as the first axis, from a "
-        "keras.random.SeedGenerator"
+        f"random numbers: it is not clear which random numbers of layer {layer} belong to which "
+        f"example{why}; draw them with the batch as the first axis, from a "
+        f"keras.random.SeedGenerator, {_ONE_DEVICE}"
     )
 
 
-UNFORESEEN_DRAW = ambiguous(
-    NO_LAYER, "; it drew otherwise than for a few examples, or could not be traced for those"
+UNFORESEEN_DRAW = unclear_draw(
+    NO_LAYER, " (it draws otherwise than for a few examples, or could not be traced for those)"
 )
 LOCAL_BATCH_NORM = (
-    "local BatchNorm: outside of a tf.function towers run one after the other, and each takes the "
-    "moments of its own examples: make a tf.function of the step, or leave BatchNorm local "
-    "(batch_norm='local')"
+    "local BatchNorm: outside of a tf.function towers run one after the other, and each normalizes "
+    "by the statistics of its own examples: make a tf.function of the step, or leave BatchNorm "
+    "local (batch_norm='local')"
 )
+
+
+def inexact(kind: str, where: str, by: float, how: str) -> str:
+    """Return the message for something that towers compute otherwise than one device.
+
+    Args:
+        kind: as `check.Difference.kind`.
+        where: the layer, output, gradient or variable.
+        by: the difference, relative to the largest value.
+        how: the trial that shows it.
+    """
+    remedy = {
+        "output": "Its result for an example depends on the rest of the batch, of which each tower "
+        "has only its part: compute each example from itself",
+        "rows": "An optimizer that squares rows, such as Adam, computes another update (SGD does "
+        "not): look the weight up by each example's own numbers",
+        "state": "Compute its value from each example by itself, or do not assign it in training",
+    }.get(
+        kind,
+        "Something in the forward or backward pass depends on the whole batch, of which each tower "
+        "has only its part: for example, clip the summed gradient (clipnorm of the optimizer) "
+        "in place of a clip in tf.custom_gradient",
+    )
+    size = "in its shape" if by == float("inf") else f"by {by:.0e} of the largest value"
+    return (
+        f"inexact: {where} differs between towers and one device {size}, {how}. {remedy}, "
+        f"{_ONE_DEVICE}"
+    )
+
+
+def unknown_aggregation(variable: keras.Variable) -> str:
+    """Return the message for a variable whose value on one device towers cannot make."""
+    return (
+        f"inexact: the variable {variable.path} gets different values from towers, and neither "
+        "their mean, the sum of their changes, their maximum nor minimum is the value of one "
+        'device. Create it with aggregation="sum", "mean" or "only_first_replica" to choose one, '
+        f"hand its value over with the batch, {_ONE_DEVICE}"
+    )
+
+
+def added_loss(layer: str) -> str:
+    """Return the message for an added loss that is neither a mean nor a sum over examples."""
+    return (
+        f"inexact: layer {layer} adds a loss that is neither a mean nor a sum over the examples of "
+        f"a batch, and a tower has only its part of them. Use keras.ops.mean over examples, "
+        f"{_ONE_DEVICE}"
+    )
+
+
+def state_in_python(where: str) -> str:
+    """Return the message for a function that computes something else when it is traced again."""
+    return (
+        f"state in Python: {where} computes something else each time it is traced, for example by "
+        "random.random(), NumPy's random numbers or a counter, and each tower is traced by itself; "
+        "use keras.random with a SeedGenerator, or a keras.Variable"
+    )
 
 
 def not_joined(holder: str) -> str:
-    """Return the line for a tensor that towers leave; `holder`: where it is."""
+    """Return the message for a tensor that towers leave; `holder`: where it is."""
     return (
-        f"side output: {holder} holds what the last tower makes of its slice, and how such values "
-        "make that of the batch cannot be told: do not use it outside of the towers, or return "
-        "what it is computed from, with a row for each example"
+        f"side output: {holder} holds a value that towers compute from their own parts of the "
+        "batch, and these do not make the value of the whole batch. Do not use it outside of the "
+        "towers, or return what it is computed from, with a row for each example"
     )
 
 
-def unknown_aggregation(variable: keras.Variable, why: str = "") -> str:
-    """Return the line for a variable of unknown aggregation.
-
-    Args:
-        variable: that towers assign.
-        why: as for `ambiguous`.
-    """
+def not_checked(reason: str) -> str:
+    """Return the message for a function that could not be compared with one device."""
     return (
-        f"state: the variable {variable.path} is assigned other values by other towers, and how "
-        f'these make one cannot be told{why}; make it with aggregation="sum" (of the changes), '
-        '"mean" (by examples) or "only_first_replica", or do not assign it in training'
+        f"{NOT_CHECKED}{reason}. Whether towers compute what one device computes is therefore not "
+        "known; `towers verify`, or builder.check on other rows, compares them"
     )
 
 
-def unique_lookups(path: str) -> str:
-    """Return the line for a weight that is looked up by the unique numbers of a batch."""
-    return (
-        f"sparse gradient: the weight {path} is looked up by the unique numbers of a batch, so its "
-        "gradient has a row once on one device, and once from each tower; an optimizer that "
-        "squares rows, such as Adam, then computes another update (SGD does not): look it up by "
-        "the examples' own numbers"
-    )
+def is_unchecked(line: str) -> bool:
+    """Return whether a message says that something was not checked."""
+    return line.startswith(NOT_CHECKED)
 
 
-def added_loss(layer: str, reason: str) -> str:
-    """Return the line for a layer's loss that is neither a mean nor a sum over examples.
-
-    Args:
-        layer: path of the layer that adds it.
-        reason: why the analysis of the loss failed; "" if it did not.
-    """
-    if reason:
-        return (
-            f"added loss: layer {layer} adds a loss that could not be tried ({reason}), and is "
-            "taken for a mean over the examples of a batch: if it is none, the result depends on "
-            "the number of towers"
-        )
-    return (
-        f"added loss: layer {layer} adds a loss that is neither a mean nor a sum over the examples "
-        "of a batch, and a tower has only those of its slice; use keras.ops.mean over them"
-    )
+def on_one_device(line: str) -> str:
+    """Return the message for a function that runs on one device because towers would differ."""
+    return f"runs on one device, as on_inexact asks for: {line}"

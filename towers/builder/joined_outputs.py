@@ -77,8 +77,7 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | No
         return _as_one_op(builder, fn, batch, passes)
     if is_split(batch):
         analysis = builder.analyze(fn, *batch, num_slices=len(builder.devices))
-        analysis.check_joinable(any_number_of_rows=True)
-        builder.check_exactness(analysis, by_hand=passes is None, backward=False)
+        analysis.check_joinable()
     slices = occupied(split(builder, batch, never_empty=True))
     before = passes.before if passes else None
     copies = passes.copies(builder, slices) if passes else ()
@@ -95,7 +94,6 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
     """
     analysis = builder.analyze(fn, *batch)
     analysis.check_joinable()
-    builder.check_exactness(analysis, by_hand=passes is None)
     fn, side_outputs = tf_internals.converted_as_here(fn), analysis.side_outputs
     leaves = tf.nest.flatten(batch)
     dense = [i for i, x in enumerate(leaves) if isinstance(x, tf.Tensor) and x.dtype.is_floating]
@@ -126,7 +124,7 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
     reads = [item for part in parts for by_id in part.reads for item in by_id.items()]
     variables = [variable for variable, _ in dict(reads).values()]
     unsplit = [*captured, *variables]  # each tower reads all of them
-    if tf_internals.are_followed(variables):
+    if tf_internals.are_followed(variables) and not builder.checks.observe:
         raise InputError(
             "a tf.autodiff.ForwardAccumulator cannot follow variables through `concat`: join the "
             "results of `map` by tf.concat, or call the function without towers"

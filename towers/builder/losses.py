@@ -123,7 +123,7 @@ def check_by_example(analysis: FunctionAnalysis) -> None:
         scalar = shape is not None and shape.rank == 0
         raise InputError(_NO_LOSSES.format("a scalar" if scalar else "another shape"))
     if analysis.trace and analysis.trace.not_by_example[1:]:
-        analysis.check_joinable(any_number_of_rows=True)
+        analysis.check_joinable()
 
 
 def _checked(losses: Any, part: Slice) -> tf.Tensor:

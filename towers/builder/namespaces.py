@@ -9,7 +9,7 @@ import enum
 import functools
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import keras
@@ -52,9 +52,10 @@ class Namespace:
         return vars(self.owner)
 
     def users_values(self) -> dict[str, Any]:
-        """Return {name: value} without what Keras keeps in each layer."""
-        keras_names = _of_keras() if isinstance(self.owner, keras.Layer) else ()
-        return {name: x for name, x in self.values().items() if name not in keras_names}
+        """Return {name: value} without what Keras keeps in layers, and TensorFlow in modules."""
+        own = _of_keras() if isinstance(self.owner, keras.Layer) else ()
+        values = self.values().items()
+        return {name: x for name, x in values if name not in own and not name.startswith("_self_")}
 
     def set(self, name: str, value: Any) -> None:
         """Set a value, without the tracking of Keras and TensorFlow.
@@ -97,26 +98,6 @@ def reached_by(fn: Callable) -> list[Namespace]:
                 waiting += namespace.values().values()
         waiting += _parts_of(value)
     return list(found.values())
-
-
-def simple_values(namespaces: Iterable[Namespace]) -> dict[tuple, str]:
-    """Return the numbers, texts and flags in namespaces: {(id of owner, name, ...): repr}."""
-
-    def leaves(key: tuple, value: Any, depth: int) -> Iterator[tuple[tuple, str]]:
-        if isinstance(value, _SIMPLE):
-            yield key, repr(value)
-        elif isinstance(value, CONTAINERS) and depth and len(value) <= MOST_PARTS:
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            for name, part in pairs:
-                place = repr(name) if isinstance(value, dict) else name
-                yield from leaves((*key, place), part, depth - 1)
-
-    return {
-        key: text
-        for namespace in namespaces
-        for name, value in namespace.values().items()
-        for key, text in leaves((id(namespace.owner), name), value, depth=5)
-    }
 
 
 def _namespaces_at(value: Any) -> Iterator[Namespace]:

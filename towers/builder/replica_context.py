@@ -1,8 +1,7 @@
 """The context in which a tower's copy of a function runs, and which makes the copies exact.
 
 `TowerBuilder` calls a function once for each tower. This module makes N calls compute what one call
-with the whole batch computes; it also has the cache of analyses, and what `map`, `sum` and `concat`
-run:
+with the whole batch computes; it also has what `map`, `sum` and `concat` run:
 
 | in a tower | by |
 |---|---|
@@ -29,23 +28,18 @@ from towers.builder import (
     cross_host,
     device_types,
     diagnostics,
-    exactness_checks,
     gather,
     xla,
 )
-from towers.builder.function_analysis import FunctionAnalysis, analyze, parts_of
-from towers.builder.namespaces import reached_by, simple_values
+from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.replica_scope import ReplicaScope, variables_refused
 from towers.builder.rng import ReplicaRng
-from towers.builder.sharding import Slice, check_devices, is_split
+from towers.builder.sharding import Slice, check_devices
 from towers.builder.sync import SyncGroup
 from towers.builder.variable_aggregation import assign_once
 
 # (weight, what each tower reads in its place: a tensor or a `tf.Variable` on the tower's device).
 WeightCopies = Sequence[tuple[keras.Variable, Sequence[Any]]]
-
-_CACHE_SIZE = 4  # analyses: a training and its evaluation have a few functions
-_NUM_CHECKED = 8  # analyses that are not checked again
 
 
 class ReplicaContext:
@@ -223,6 +217,8 @@ class Replicas:
         if self.sync_group:
             if any(replica.rng.num_guessed for replica in self._contexts):
                 self.builder.warn([diagnostics.UNFORESEEN_DRAW])
+            # What could not be checked is said when towers could do it: else they have raised why.
+            self.builder.warn(self.analysis.lines)
             self.sync_group.join(self.builder.gather_device)
 
     @property
@@ -252,8 +248,6 @@ def call_copies(
         copies: of weights.
     """
     analysis = builder.analyze(fn, *batch, num_slices=len(builder.devices))
-    if not to_join:
-        builder.warn(analysis.not_joined)
     added_too = analysis.added if to_join else ()
     replicas = Replicas(builder, slices, analysis, added=added_too, copies=copies)
     fn, sides, added = tf_internals.converted_as_here(fn), [], []
@@ -280,116 +274,6 @@ def call_copies(
     return results
 
 
-class AnalysisCache:
-    """Analyzes the functions that a builder copies, caches the analyses, and reports warnings."""
-
-    def __init__(
-        self, num_slices: int, on_warning: Callable[[str], None], when: str, on_inexact: str
-    ):
-        """Start with an empty cache.
-
-        Args:
-            num_slices: number of slices of a batch.
-            on_warning: called with each warning.
-            when: `check` of `TowerBuilder`.
-            on_inexact: of `TowerBuilder`.
-        """
-        self._num_slices, self._on_warning = num_slices, on_warning
-        self.when, self.on_inexact = when, on_inexact
-        self.is_deferred = False  # whether `after_step` is called after each step
-        self.passed: set[str] = set()  # keys of functions that need no check
-        self.inexact: list[str] = []  # what the checks have found
-        self._warned: set[str] = set()
-        # (parts, Python state, analysis) of functions, the newest first; the next list, too.
-        self._cache: list[tuple[list[Any], dict[tuple, str], FunctionAnalysis]] = []
-        self._checked: list[tuple[FunctionAnalysis, bool]] = []  # with `backward`
-
-    def analyze(
-        self, fn: Callable, *batch: Any, num_slices: int | None = None, silent: bool = False
-    ) -> FunctionAnalysis:
-        """Analyze how a tower function treats its examples; report warnings once.
-
-        The builder's methods call it. An analysis is cached, also for a function that is defined
-        anew by the same code around the same model, until an attribute of a layer is set. The
-        batch's values are tried if they are known, else synthetic ones of its types and shapes.
-
-        Args:
-            fn: the function.
-            *batch: its arguments.
-            num_slices: of the batch, by default as `gradients` splits it; one needs no analysis.
-            silent: report no warnings yet: the function may not run on towers at all.
-        """
-        tf_internals.refuse_fork()
-        if not is_split(batch):
-            return FunctionAnalysis()
-        if (num_slices or self._num_slices) == 1:
-            return FunctionAnalysis(reached=reached_by(fn))
-        parts = parts_of(fn, batch)
-        state = simple_values(reached_by(fn))
-        same = (
-            analysis
-            for before, known, analysis in self._cache
-            if len(parts) == len(before)
-            and all(map(_is_same, parts, before))
-            and known.items() <= state.items()
-        )
-        analysis = next(same, None)
-        if analysis is None:
-            analysis = analyze(fn, batch)
-            # What the function sets itself, as a counter, says nothing of its next call.
-            places = analysis.trace.attributes if analysis.trace else ()
-            own = {(id(namespace.owner), name) for namespace, name in places}
-            own |= {key for key, _ in state.items() ^ simple_values(reached_by(fn)).items()}
-            own |= {key[:-1] for key in own if isinstance(key[-1], int)}  # of a list all
-
-            def is_own(key: tuple) -> bool:
-                return any(key[:depth] in own for depth in range(2, len(key) + 1))
-
-            known = {key: value for key, value in state.items() if not is_own(key)}
-            self._cache = [(parts, known, analysis), *self._cache[: _CACHE_SIZE - 1]]
-        if not silent:
-            self.warn(analysis.warnings)
-        return analysis
-
-    def after_step(self, step: int) -> None:
-        """Make the checks that are due after a step, the first step being 1.
-
-        Raises:
-            RunError: towers differ from one device, and `on_inexact` is "stop".
-        """
-
-    def forget(self) -> None:
-        """Forget all analyses, as of a model that was compiled anew."""
-        self._cache.clear()
-
-    def check_exactness(
-        self, analysis: FunctionAnalysis, by_hand: bool = True, backward: bool = True
-    ) -> None:
-        """Report if an example's results depend on other examples or on its place, once.
-
-        Args:
-            analysis: of the function.
-            by_hand: report unjoined tensors in attributes, too: nobody checks what uses them.
-            backward: check custom gradients, too; without a tape nothing goes back through them.
-        """
-        self.warn(analysis.not_joined if by_hand else ())
-        if not any(analysis is other and done >= backward for other, done in self._checked):
-            self._checked = [(analysis, backward), *self._checked[:_NUM_CHECKED]]
-            self.warn(exactness_checks.check_on_samples(analysis, backward))
-
-    def warn(self, lines: Iterable[str]) -> None:
-        """Report lines that have not been reported yet."""
-        for line in lines:
-            if line not in self._warned:
-                self._warned.add(line)
-                self._on_warning(line)
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    # Tensors cannot be compared by ==.
-    return a is b or (isinstance(a, str | int | float) and type(a) is type(b) and a == b)
-
-
 def _moments_of(builder: Any) -> str:
     # Eager towers run one after the other and cannot exchange moments.
     eager = tf.executing_eagerly() and not builder.jit_compile
@@ -409,6 +293,8 @@ def assign(builder: Any, scopes: Sequence[ReplicaScope], policies: dict[int, str
         scopes: of the towers, closed.
         policies: see `assign_once`.
     """
+    if builder.checks.observe:
+        builder.checks.observe(scopes)
     ids = set(map(id, assigned(scopes)))
     if _moments_of(builder) != builder.batch_norm and len(builder.devices) > 1:
         if any(ids & scope.averages for scope in scopes):

@@ -84,7 +84,7 @@ class ReplicaScope(keras.StatelessScope):
         if self.is_inside() and id(variable) not in self.stand_ins:
             self._make_stand_in(variable)
         if id(variable) in self.stand_ins:
-            _assign(self.stand_ins[id(variable)], value)
+            assign_by_op(self.stand_ins[id(variable)], value)
         else:
             read = tf.stop_gradient(tf.convert_to_tensor(value))
             if variable.trainable and read.dtype.is_floating:
@@ -171,7 +171,7 @@ class ReplicaScope(keras.StatelessScope):
             stand_in = tf_internals.make_variable(tf.zeros(variable.shape, variable.dtype))
         with contextlib.nullcontext() if self.eager else self.graph.as_default():
             value = super().get_current_value(variable)
-            _assign(stand_in, self._source(variable) if value is None else value)
+            assign_by_op(stand_in, self._source(variable) if value is None else value)
         self.stand_ins[id(variable)] = stand_in
         if not self.eager:
             _STAND_INS.setdefault(self.graph, []).append(stand_in)
@@ -186,8 +186,8 @@ def new_value_reason(variable: keras.Variable) -> str:
     return f"the gradient of {variable.path} is its new value, which towers cannot add"
 
 
-def _assign(variable: tf.Variable, value: Any) -> None:
-    # By the op itself: `variables_refused` patches the methods.
+def assign_by_op(variable: tf.Variable, value: Any) -> None:
+    """Assign to a variable by the op itself: `variables_refused` patches the methods."""
     value = tf.cast(value, variable.dtype)
     tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value, name=STAND_IN_WRITES)
 

@@ -1,7 +1,7 @@
 """Random numbers by example: a tower draws its rows of what one device draws for the whole batch.
 
 Dropout masks, noise and augmentation then depend on an example's place in the global batch, and not
-on the number of towers. `function_analysis` finds which axis of a draw is the batch. TensorFlow's
+on the number of towers. `rng_layout` finds which axis of a draw is the batch. TensorFlow's
 generators are counter-based (Philox, Salmon et al. 2011), so a draw can begin at any row.
 """
 
@@ -60,6 +60,16 @@ class DrawInfo:
     dims: tuple[tuple[int, int] | None, ...] | None  # (constant, factor of the number of examples)
     layout: BatchAxis | None
     layer: str = ""
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether an example has several numbers along the batch axis."""
+        axis = self.layout and self.layout.axis
+        return axis is not None and self.dims[axis][1] > 1
+
+    def time_major(self) -> "DrawInfo":
+        """Return the same with the examples alternating along the batch axis."""
+        return dataclasses.replace(self, layout=BatchAxis(self.layout.axis, 1))
 
     def _fits(self, op: str, shape: tf.TensorShape, size: Any) -> bool:
         # Whether a draw for `size` examples has this op and a matching shape.

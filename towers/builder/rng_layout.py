@@ -1,99 +1,61 @@
-"""Finds the batch axis of each random draw of a tower function from its traces."""
+"""Finds the batch axis of each random op of a tower function from its traces."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
-
-from towers.builder.instrumentation import Trace, Tracer, run
 from towers.builder.rng import WHOLE, BatchAxis, DrawInfo
+from towers.builder.traces import Trace
 
-_EFFECT = 1e-4  # relative to the largest change: less is rounding
 
+def from_one_size(trace: Trace) -> list[DrawInfo] | None:
+    """Return the layout of each random op; None if one of them is unclear.
 
-def from_shapes(few: Trace, more: Trace) -> list[DrawInfo]:
-    """Return the analysis of each draw, by its shapes for two numbers of examples.
-
-    Args:
-        few: trace of a function.
-        more: trace of it for more examples, with the same draws.
+    The batch is the one axis that has as many elements as there are examples; without such an axis
+    the numbers are for the whole batch.
     """
-    infos = []
-    for (op, shape, layer), (_, other, _) in zip(few.draws, more.draws, strict=True):
-        known = shape is not None and other is not None and None not in (*shape, *other)
-        if not known or len(shape) != len(other):
-            infos.append(DrawInfo(op, None, None, layer))
-            continue
-        growth = [divmod(b - a, more.size - few.size) for a, b in zip(shape, other, strict=True)]
-        dims = tuple(
-            (a - factor * few.size, factor) for a, (factor, _) in zip(shape, growth, strict=True)
-        )
-        axes = [axis for axis, (_, factor) in enumerate(dims) if factor]
-        layout = BatchAxis(axes[0]) if axes else WHOLE
-        if len(axes) > 1 or (axes and (dims[axes[0]][0] or dims[axes[0]][1] < 0)):
-            layout = None
-        linear = not any(rest for _, rest in growth)
-        known = (dims, layout) if linear else (None, None)
-        infos.append(DrawInfo(op, *known, layer))
+    infos, size = [], trace.size
+    for op, dims, layer in trace.draws:
+        if dims is None or None in dims:
+            return None
+        multiples = [dim for dim in dims if dim % size == 0]
+        if multiples not in ([], [size]):
+            return None
+        layout = BatchAxis(dims.index(size)) if multiples else WHOLE
+        known = tuple((0, 1) if dim == size else (dim, 0) for dim in dims)
+        infos.append(DrawInfo(op, known, layout, layer))
     return infos
 
 
-def find_order(tracer: Tracer, trace: Trace, draws: list[DrawInfo]) -> None:
-    """Set the order of examples in draws with several numbers of an example along the batch axis.
+def from_two_sizes(trace: Trace, other: Trace | None) -> list[DrawInfo]:
+    """Return the layout of each random op; None in place of those that stay unclear.
 
-    One example's numbers are replaced: the results of other examples must not change.
-
-    Args:
-        tracer: of the function.
-        trace: of it, whose draws can be nudged.
-        draws: as `from_shapes` returns them.
-    """
-    folded = [
-        place
-        for place, drawn in enumerate(draws)
-        if drawn.layout and drawn.layout.axis is not None and drawn.dims[drawn.layout.axis][1] > 1
-    ]
-    candidates = {place: draws[place] for place in folded}
-    for place in folded:
-        draws[place] = dataclasses.replace(draws[place], layout=None)  # until it is found
-    inputs = tracer.examples(trace.size) if folded else []
-
-    def reaches_only(place: int, drawn: DrawInfo, example: int) -> bool:
-        """Return whether perturbing an example's own numbers changes that example only."""
-        low, high = (result["rows"] for result in nudged(trace, inputs, {place: drawn}, example))
-        change = np.max(np.abs(high - low), axis=1, initial=0)
-        others = np.delete(change, example)
-        return bool(change[example] > 0 and others.max() <= _EFFECT * change[example])
-
-    for place, drawn in candidates.items():
-        axis = drawn.layout.axis
-        of_each = drawn.dims[axis][1]
-        for inner in range(of_each, 0, -1):
-            layout = BatchAxis(axis, None if inner == of_each else inner)
-            candidate = dataclasses.replace(drawn, layout=layout)
-            ends = 0, trace.size - 1
-            if of_each % inner == 0 and all(reaches_only(place, candidate, end) for end in ends):
-                draws[place] = candidate
-                break
-
-
-def nudged(
-    trace: Trace, inputs: Sequence[Any], draws: Mapping[int, DrawInfo], example: int
-) -> list[dict[str, Any]]:
-    """Return two results of `run`, with the least and the largest of an example's random numbers.
+    The batch is the one axis that grows with the number of examples. Several numbers of an example
+    along it are taken for neighbours.
 
     Args:
-        trace: of a function, whose draws can be nudged.
-        inputs: from `Tracer.examples`.
-        draws: {number of a draw: its analysis}, of those that are replaced.
-        example: whose numbers are replaced.
+        trace: of a function.
+        other: of it for another number of examples; None if there is none.
     """
-    nudges = [np.int8(0)] * trace.num_nudged
-    for place, drawn in draws.items():
-        axis, shape = drawn.layout.axis, trace.draws[place][1]
-        inner = drawn.layout.inner or drawn.dims[axis][1]
-        owners = np.arange(shape[axis]) // inner % trace.size
-        nudges[place] = np.zeros(shape, np.int8)
-        np.moveaxis(nudges[place], axis, 0)[owners == example] = 1
-    return [run(trace, inputs, nudges=[sign * nudge for nudge in nudges]) for sign in (-1, 1)]
+    unclear = [DrawInfo(op, None, None, layer) for op, _, layer in trace.draws]
+    if other is None or [drawn[0] for drawn in trace.draws] != [drawn[0] for drawn in other.draws]:
+        return unclear
+    few, more = sorted((trace, other), key=lambda each: each.size)
+    infos = []
+    for unknown, (op, a, layer), (_, b, _) in zip(unclear, few.draws, more.draws, strict=True):
+        if a is None or b is None or None in (*a, *b) or len(a) != len(b):
+            infos.append(unknown)
+            continue
+        growth = [divmod(y - x, more.size - few.size) for x, y in zip(a, b, strict=True)]
+        dims = tuple((x - f * few.size, f) for x, (f, _) in zip(a, growth, strict=True))
+        axes = [axis for axis, (_, factor) in enumerate(dims) if factor]
+        if any(rest for _, rest in growth):
+            infos.append(unknown)
+        elif len(axes) > 1 or (axes and (dims[axes[0]][0] or dims[axes[0]][1] < 0)):
+            infos.append(DrawInfo(op, dims, None, layer))
+        else:
+            infos.append(DrawInfo(op, dims, BatchAxis(axes[0]) if axes else WHOLE, layer))
+    return infos
+
+
+def time_major(draws: Sequence[DrawInfo]) -> list[DrawInfo]:
+    """Return the layouts with examples alternating where they have several numbers on an axis."""
+    return [drawn.time_major() if drawn.is_folded else drawn for drawn in draws]

@@ -183,7 +183,9 @@ def split(
             if tf.is_tensor(size) and size is not total:
                 tf.debugging.assert_equal(size, total, message)
         slices = []
-        for i, (start, size) in enumerate(slices_of(total, num_towers, num_rounds)):
+        sizes = builder.checks.slice_sizes  # uneven, in a check
+        starts = [(total - size if i else 0, size) for i, size in enumerate(sizes or ())]
+        for i, (start, size) in enumerate(starts or slices_of(total, num_towers, num_rounds)):
             rows = BatchSlice(start, size, total)
             if never_empty and tf.is_tensor(size):
                 rows = BatchSlice(tf.minimum(start, total - 1), tf.maximum(size, 1), total)

@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.builder import gather, joined_outputs, losses, replica_context, sharding, xla
+from towers.builder import checks, gather, joined_outputs, losses, replica_context, sharding, xla
 from towers.builder.replica_context import ReplicaContext, Replicas, call_copies
 
 
@@ -63,9 +63,9 @@ class TowerBuilder:
         # What a run sets: embeddings' gradients may be dense; sums lie beside spread variables.
         self.dense_gradients = self.gather_at_variables = False
         self.num_slices = len(self.devices) * accumulate_steps  # of a batch of `gradients`
-        analyses = replica_context.AnalysisCache(self.num_slices, on_warning, check, on_inexact)
-        self.checks, self.analyze, self.warn = analyses, analyses.analyze, analyses.warn
-        self.check_exactness, self.forget = analyses.check_exactness, analyses.forget
+        self.checks = checks.Checks(self, on_warning, check, on_inexact)
+        self.analyze, self.warn = self.checks.analyze, self.checks.warn
+        self.check, self.forget = self.checks.check, self.checks.forget
 
     def map(self, fn: Callable, *batch: Any) -> list[Any]:
         """Return the results of `fn` on each tower, in tower order.
@@ -115,7 +115,6 @@ class TowerBuilder:
             ValueError: another kind of variable, or losses that are not floats of shape `[b]`.
         """
         variables = list(variables)
-        self.check_exactness(self.analyze(loss_fn, *batch))
         sums = self.tower_sums(loss_fn, variables, *batch)
         means = self.gather_sums(sums, variables)
         return (*means, self.gather(gather.join, sums.outputs)) if sums.has_outputs else means

@@ -15,9 +15,9 @@ from towers.builder.replica_scope import SEED_STATE, ReplicaScope
 def assign_once(
     scopes: Sequence[ReplicaScope], policies: Mapping[int, str]
 ) -> list[keras.Variable]:
-    """Make the assignments that closed scopes record; return variables of unknown aggregation.
+    """Make the assignments that closed scopes record; return variables without a policy.
 
-    Floats of unknown aggregation get the mean, others the first tower's value.
+    Floats without a policy get the mean, others the first tower's value.
     Towers' copies of a variable get the value that it gets.
 
     Args:
@@ -85,7 +85,8 @@ def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]
     """Combine the towers' `values` of a variable into one.
 
     Args:
-        policy: "first" tower's; "sum" of the changes; "mean", weighted by examples; "max"; "min".
+        policy: "first" tower's; "sum" of the changes; "mean", weighted by examples, unless all are
+            equal; "max"; "min".
         before: the variable's value before.
         values: of the towers.
         counts: their numbers of examples.
@@ -107,10 +108,13 @@ def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]
             reduce = tf.reduce_max if policy == "max" else tf.reduce_min
         return reduce(tf.stack(values), axis=0)
     if policy == "mean" and values[0].dtype.is_floating:
-        values = [widen(value) for value in values]
-        weights = [tf.cast(count, values[0].dtype) for count in counts]
-        weighted = [tf.math.multiply_no_nan(v, w) for v, w in zip(values, weights, strict=True)]
-        return tf.add_n(weighted) / tf.add_n(weights)
+        wide = [widen(value) for value in values]
+        weights = [tf.cast(count, wide[0].dtype) for count in counts]
+        weighted = [tf.math.multiply_no_nan(v, w) for v, w in zip(wide, weights, strict=True)]
+        mean = tf.add_n(weighted) / tf.add_n(weights)
+        # What all towers agree on, as a counter, is kept to the last digit.
+        agreed = tf.reduce_all(tf.stack(values[1:]) == values[0], axis=0)
+        return tf.where(agreed, tf.cast(values[0], mean.dtype), mean)
     return values[0]
 
 

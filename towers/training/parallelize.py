@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from towers import devices as tower_devices
 from towers import tf_internals
-from towers.builder import attributes, exactness_checks, synthetic_inputs
+from towers.builder import attributes, made_up_rows
 from towers.builder.device_types import HOST, are_remote
 from towers.builder.joined_outputs import CopiesError, Passes, concat
 from towers.builder.replica_context import WeightCopies, integers_on
@@ -236,7 +236,7 @@ class _Steps:
                 self._made = tf.Variable(0, name="made")  # forces the second trace
             joined = fused_update.updates_joined(optimizers_of(self.model), self._update)
             calls = tf_internals.replaced((keras.Layer, "__call__", self._make_call))
-            known = synthetic_inputs.feed_values(args, self._batch)
+            known = made_up_rows.feed_values(args, self._batch)
             plain = tf_internals.convolve_without_xla()  # where layers run on one device, too
             owners = (tf, tf.compat.v1) if self._replicated and not self._is_on_one_device else ()
             taped = tf_internals.replaced(*((o, "gradients", self._taped_only) for o in owners))
@@ -502,8 +502,7 @@ class _Steps:
             for size in sorted(sizes, key=lambda size: size is not None):
                 fn, batch = self._function(layer, arguments, leaves, size)
                 reason = self._reason_against(layer, fn, batch)
-                analysis = self.builder.analyze(fn, *batch, silent=True)
-                lines = [] if reason else exactness_checks.check_on_samples(analysis)
+                lines = [] if reason else self.builder.check(fn, (), *batch)
                 if not reason and not lines:
                     return fn, batch, ""
                 mixing += lines
@@ -521,7 +520,7 @@ class _Steps:
             return "a tf.autodiff.ForwardAccumulator follows its weights"
         if self.builder.num_slices == 1:
             return ""
-        analysis, known = self.builder.analyze(fn, *batch, silent=True), synthetic_inputs.is_known
+        analysis, known = self.builder.analyze(fn, *batch, silent=True), made_up_rows.is_known
         hint = "" if all(map(known, batch)) else "; set shapes in the data set by tf.ensure_shape"
         if analysis.trace is None:
             return f"it cannot be called with another number of examples ({analysis.reason}){hint}"

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder import cross_host, exactness_checks, rng, sync
+from towers.builder import cross_host, rng, sync
 from towers.commands.verify.differences import (
     NUDGE_PART,
     TOLERANCES,
@@ -136,12 +136,6 @@ def _likely_cause(
     even = rows - rows % builder.num_slices or rows  # slices of one size: one graph
     graph, _ = runner.trace(next(iter(batched(batch, even))))
     ops = [(Op(name, op.type, "", ""), op) for name, op in traced_ops(graph)]
-    drawn = [
-        *filter(exactness_checks.is_about_draws, faults),
-        *exactness_checks.random_ops_of(op for op, _ in ops),
-    ]
-    if drawn:
-        return drawn[0]
     if unlike := _unlike_towers(ops):
         if _differs_from_itself(reference, batch):
             return (

@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 from towers import devices, tf_internals
-from towers.builder import exactness_checks
 from towers.builder.sharding import num_rows
 from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
@@ -61,8 +60,7 @@ class Runner:
         lines = []
         with contextlib.suppress(Exception):  # the user's train_step may not call the model so
             fn, arguments = self.tower_function(batch)
-            analysis = self.builder.analyze(fn, *arguments, num_slices=2, silent=True)
-            lines = exactness_checks.check(analysis, tf.nest.flatten(arguments), thorough=True)
+            lines = self.builder.check(fn, (), *arguments)
         return [*lines, *self.diagnostics]
 
 
@@ -212,9 +210,7 @@ class FitRunner(Runner):
         inputs, model = inputs_of(batch), self.model
 
         def fn(*leaves: Any) -> tf.Tensor:
-            return exactness_checks.rows_of(
-                model(tf.nest.pack_sequence_as(inputs, leaves), training=True)
-            )
+            return model(tf.nest.pack_sequence_as(inputs, leaves), training=True)
 
         return fn, tf.nest.flatten(inputs)
 

@@ -1,13 +1,6 @@
-"""Synthetic examples of the types that a tower function is called with.
-
-They include values that the function may treat specially: the constants that its graph compares its
-arguments with, and tokens from the whole table that they index.
-"""
+"""Made-up rows of a batch, for a function whose real rows are not known while it is traced."""
 
 import contextlib
-import dataclasses
-import functools
-import operator
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
@@ -18,17 +11,6 @@ import tensorflow as tf
 
 UNKNOWN_DIM = 4  # stands for an unknown length that is not the batch
 _LONGER = 16, 64  # tried next, for functions that need longer ones
-_COMPARISONS = "Equal NotEqual Less LessEqual Greater GreaterEqual".split()
-_TESTS_OF_NAN = ("IsNan", "IsInf", "IsFinite")
-_MOST_SPECIAL = 8
-
-
-@dataclasses.dataclass
-class Values:
-    """The values to try for an argument."""
-
-    tokens: int = 2  # whole numbers below this
-    special: list[float] = dataclasses.field(default_factory=list)  # may be treated specially
 
 
 def possible_shapes(leaves: Sequence[Any], layers: Sequence[keras.Layer]) -> Iterator[list]:
@@ -92,24 +74,27 @@ def spec_of(leaf: Any, size: int, shape: tf.TensorShape) -> tf.TypeSpec:
     if isinstance(leaf, tf.RaggedTensor):
         shape = [size, *leaf.shape[1:]]
         return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
+    if shape.rank is None:
+        raise ValueError("the shape of an argument is unknown; set it by tf.ensure_shape")
     dims = [UNKNOWN_DIM if dim is None else dim for dim in shape[1:]]
     kind = tf.SparseTensorSpec if isinstance(leaf, tf.SparseTensor) else tf.TensorSpec
     return kind([size, *dims], leaf.dtype)
 
 
-def sample(spec: tf.TypeSpec, random: np.random.Generator, tokens: int) -> Any:
-    """Return a random tensor of a spec: normal floats, uniform whole numbers, numbers as text.
+def sample(spec: tf.TypeSpec, random: np.random.Generator, kind: int = 0) -> Any:
+    """Return a random tensor of a spec.
 
     Args:
         spec: dense, sparse or ragged.
         random: the generator.
-        tokens: whole numbers are below this, as labels must be valid; those of uint8 below 256.
+        kind: 0: normal floats, and 0 and 1; 1: floats between 0 and 1; 2: these, and 1 and 2.
+            Numbers of uint8 are below 256; text is made of numbers.
     """
     shape = [UNKNOWN_DIM if dim is None else dim for dim in spec.shape]
-    if spec.dtype.is_floating:
-        value = random.normal(size=shape)
+    if spec.dtype.is_floating or spec.dtype.is_complex:
+        value = random.normal(size=shape) if kind == 0 else random.random(shape)
     else:
-        value = random.integers(0, 256 if spec.dtype == tf.uint8 else tokens, shape)
+        value = random.integers(0, 256 if spec.dtype == tf.uint8 else 2, shape) + (kind == 2)
     is_text = spec.dtype == tf.string
     value = tf.strings.as_string(value) if is_text else tf.cast(tf.constant(value), spec.dtype)
     if isinstance(spec, tf.RaggedTensorSpec) and spec.ragged_rank == 1:
@@ -194,66 +179,3 @@ def stand_in(captured: tf.Tensor) -> tf.Tensor:
     # A weight of 1, or of 0, would hide what it is the weight of.
     waves = np.sin(1 + 12.9898 * np.arange(np.prod(shape, dtype=int)))
     return tf.cast(0.4 + 0.2 * waves.reshape(shape), captured.dtype)
-
-
-def values_in(graph: tf.Graph, specs: Sequence[tf.TypeSpec]) -> list[Values]:
-    """Return for each argument the values that a traced function may treat specially.
-
-    Args:
-        graph: of the function.
-        specs: of its first arguments.
-    """
-    values = [Values() for _ in specs]
-    components = [tf.nest.flatten(spec, expand_composites=True) for spec in specs]
-    places = [i for i, tensors in enumerate(components) for _ in tensors]
-    # Which arguments each op depends on: ops come after what they use.
-    of_ops = {x.op.name: {i} for i, x in zip(places, graph.inputs, strict=False)}
-    for op in graph.get_operations():
-        of_inputs = [of_ops.get(x.op.name, set()) for x in op.inputs]
-        sources = of_ops.get(op.name) or functools.reduce(operator.or_, of_inputs, set())
-        of_ops[op.name] = sources
-        special, rows = [], 0
-        if op.type in _TESTS_OF_NAN or (op.type in _COMPARISONS and op.inputs[0] is op.inputs[1]):
-            special = [np.nan]
-        elif op.type in _COMPARISONS:
-            special = [x for operand in op.inputs for x in _around(tf.get_static_value(operand))]
-        elif op.type == "GatherV2" and of_inputs[1] and not of_inputs[0]:
-            axis, shape = tf.get_static_value(op.inputs[2]), op.inputs[0].shape
-            rows = (shape[int(axis)] or 0) if axis is not None and shape.rank else 0
-        for i in sources:
-            values[i].special += special
-            if rows:  # of the smallest table
-                values[i].tokens = rows if values[i].tokens == 2 else min(values[i].tokens, rows)
-    inner = list(_special_in_functions(graph))
-    for to_try, spec in zip(values, specs, strict=True):
-        to_try.special = _representable([*to_try.special, *inner], spec.dtype)
-    return values
-
-
-def _around(value: np.ndarray | None) -> list[float]:
-    # A constant of a comparison, numbers beside it, and common padding values.
-    if value is None or value.size != 1 or value.dtype.kind not in "fiu":
-        return []
-    number = float(value.item())
-    return [number, number + 1, number - 1, 0.0, -1.0]
-
-
-def _special_in_functions(graph: tf.Graph) -> Iterator[float]:
-    # Constants of comparisons in branches, loops and other inner functions.
-    for function in graph.as_graph_def().library.function:
-        nodes = {node.name: node for node in function.node_def}
-        for node in function.node_def:
-            for name in node.input if node.op in _COMPARISONS else ():
-                producer = nodes.get(name.split(":")[0])
-                if producer is not None and producer.op == "Const":
-                    yield from _around(tf.make_ndarray(producer.attr["value"].tensor))
-
-
-def _representable(values: Sequence[float], dtype: tf.DType) -> list[float]:
-    # The first few, each once.
-    fit = list(values) if dtype.is_floating else []
-    if dtype.is_integer:
-        low, high = dtype.min, dtype.max
-        fit = [v for v in values if np.isfinite(v) and v == int(v) and low <= v <= high]
-    once = {str(v): v for v in fit}  # NaN is not NaN
-    return list(once.values())[:_MOST_SPECIAL]

@@ -1,0 +1,309 @@
+"""When functions are analyzed and checked, and what is done with what the checks find."""
+
+import dataclasses
+import hashlib
+import re
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import towers
+from towers import tf_internals
+from towers.builder import diagnostics
+from towers.builder.check import Check
+from towers.builder.function_analysis import FunctionAnalysis, analyze, parts_of, unsplit
+from towers.builder.sharding import is_split
+from towers.builder.traces import MOST_ROWS, is_tracing
+from towers.errors import InputError, RunError
+
+_CACHE_SIZE = 8  # analyses: a training and its evaluation have a few functions
+_AGAIN = [10**n for n in range(1, 9)]  # calls or steps after which "always" checks again
+_ONCE_MORE = 100  # step after which "once" checks again
+_SHARE = 0.01  # of the time since the last check, that a check may take
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclasses.dataclass
+class _Entry:
+    """A function that was analyzed."""
+
+    parts: list[Any]
+    graph: Any  # a weak reference to the graph that it is for; None: for all
+    analysis: FunctionAnalysis
+    check: Check | None = None  # None: it needs none
+    is_checked: bool = False
+    calls: int = 0  # while no graph is built
+    is_watched: bool = False  # whether its graph hands over real rows
+    runs: Any = None  # a variable that counts the runs of that graph
+
+
+class Checks:
+    """Analyzes and checks the functions that a builder copies, and reports what is found.
+
+    Attributes:
+        is_deferred: whether whoever makes the steps calls `after_step`.
+        passed: keys of functions that have passed a check, on this code, model and versions.
+        inexact: messages of what differs.
+    """
+
+    def __init__(self, builder: Any, on_warning: Callable[[str], None], when: str, on_inexact: str):
+        """Start with nothing analyzed.
+
+        Args:
+            builder: the `TowerBuilder`.
+            on_warning: called with each message.
+            when: `check` of the builder.
+            on_inexact: of the builder.
+
+        Raises:
+            ValueError: one of the last two is not among its values.
+        """
+        for name, value, allowed in (
+            ("check", when, ("once", "always", "off")),
+            ("on_inexact", on_inexact, ("warn", "stop", "one_device")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
+        self._builder, self._on_warning = builder, on_warning
+        self.when, self.on_inexact = when, on_inexact
+        self.is_deferred = False
+        self.passed: set[str] = set()
+        self.inexact: list[str] = []
+        self.observe: Callable | None = None  # called with the towers' scopes
+        self.slice_sizes: Sequence[int] | None = None  # in place of even ones
+        self._held: FunctionAnalysis | None = None
+        self._warned: set[str] = set()
+        self._entries: list[_Entry] = []  # the newest first
+        self._next_step = 1  # after which a check is due
+        self._last = time.monotonic()
+
+    def hold(self, analysis: FunctionAnalysis, sizes: Sequence[int], observe: Callable) -> None:
+        """Take this analysis for all functions: the builder is that of a check."""
+        self._held, self.slice_sizes, self.observe = analysis, sizes, observe
+
+    def analyze(
+        self, fn: Callable, *batch: Any, num_slices: int | None = None, silent: bool = False
+    ) -> FunctionAnalysis:
+        """Return what towers must know of a function; check it, or leave that to `after_step`.
+
+        The builder's methods call it. A function is analyzed once for each graph that is traced,
+        and without a graph at its 1st, 10th, 100th call. The batch's values are tried if they are
+        known, otherwise made-up ones of its types and shapes.
+
+        Args:
+            fn: the function.
+            *batch: its arguments.
+            num_slices: of the batch, by default as `gradients` splits it; one needs no analysis.
+            silent: report nothing: the function may not run on towers at all. Without a graph,
+                the analysis is that of all graphs to come.
+
+        Raises:
+            RunError: towers differ from one device, and `on_inexact` is "stop".
+        """
+        tf_internals.refuse_fork()
+        if self._held is not None:
+            return self._held
+        if not is_split(batch) or is_tracing():
+            return FunctionAnalysis()
+        if (num_slices or self._builder.num_slices) == 1:
+            return unsplit(fn)
+        entry = self._entry_of(fn, batch, silent)
+        if entry.check and not entry.is_checked and self._is_due(entry, silent):
+            self._make(entry)
+        if not silent:
+            self._report(entry)
+            self._watch(entry)
+            if self._builder.num_slices == 1:  # from here on
+                return unsplit(fn)
+        return entry.analysis
+
+    def check(self, fn: Callable, variables: Iterable[Any], *batch: Any) -> list[str]:
+        """Return messages on how towers would differ from one device on these rows.
+
+        Args:
+            fn: a tower function.
+            variables: whose gradients are compared; none for all.
+            *batch: its arguments.
+        """
+        analysis = analyze(fn, batch)
+        if analysis.trace is None:
+            return [diagnostics.not_checked(analysis.reason)]
+        check = Check(analysis, type(self._builder))
+        values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+        check.weights = set(map(id, values)) or None
+        return check.run()
+
+    def after_step(self, step: int) -> list[str]:
+        """Make the checks that are due after a step; return messages of what differs.
+
+        Args:
+            step: number of steps so far, 1 after the first.
+
+        Raises:
+            RunError: towers differ from one device, and `on_inexact` is "stop".
+        """
+        waiting = [e for e in self._entries if e.check and not e.is_checked]
+        if not waiting and step < self._next_step:
+            return []
+        known, start, idle = len(self.inexact), time.monotonic(), time.monotonic() - self._last
+        for entry in waiting:
+            self._make(entry)
+        if step >= self._next_step:
+            for entry in self._entries:
+                if entry not in waiting and entry.check and not entry.analysis.lines:
+                    self._found(entry, entry.check.again())
+            self._last = time.monotonic()
+            self._next_step = self._step_after(step, self._last - start <= _SHARE * idle)
+        for entry in self._entries:
+            self.warn(entry.analysis.lines)
+        found = self.inexact[known:]
+        if found and self.on_inexact == "stop":
+            raise RunError(found[0])
+        return found
+
+    def _step_after(self, step: int, is_cheap: bool) -> float:
+        """Return the step after which the next check is due."""
+        if self.when == "always":
+            later = [number for number in _AGAIN if number > step]
+            return later[0 if is_cheap or step < _AGAIN[0] else 1]
+        return _ONCE_MORE if self.when == "once" and step < _ONCE_MORE else float("inf")
+
+    def forget(self) -> None:
+        """Forget all analyses, as of a model that was compiled anew."""
+        self._entries.clear()
+
+    def warn(self, lines: Iterable[str]) -> None:
+        """Report lines that have not been reported yet."""
+        for line in lines:
+            if line not in self._warned:
+                self._warned.add(line)
+                self._on_warning(line)
+
+    def _entry_of(self, fn: Callable, batch: Sequence[Any], silent: bool) -> _Entry:
+        parts, eager = parts_of(fn, batch), tf.executing_eagerly()
+        graph = None if eager else tf.compat.v1.get_default_graph()
+        for entry in self._entries:
+            own = entry.graph and entry.graph()
+            suits = entry.graph is None or own is graph
+            if suits and len(parts) == len(entry.parts) and all(map(_is_same, parts, entry.parts)):
+                entry.calls += eager and not silent
+                if not (entry.calls in _AGAIN and eager and not silent):
+                    return entry
+                self._entries.remove(entry)  # what Python holds may be another
+                break
+        else:
+            entry = None
+        analysis = analyze(fn, batch)
+        for_all = graph is None and silent
+        place = None if for_all else weakref.ref(graph) if graph is not None else _no_graph
+        check = Check(analysis, type(self._builder)) if analysis.trace is not None else None
+        new = _Entry(parts, place, analysis, check, calls=entry.calls if entry else 1)
+        if analysis.trace is None:
+            analysis.lines = [diagnostics.not_checked(analysis.reason)]
+        elif self.when == "off" or (self.passed and _key(analysis) in self.passed):
+            new.is_checked = not analysis.needs_check
+        self._entries = [new, *self._entries[: _CACHE_SIZE - 1]]
+        return new
+
+    def _is_due(self, entry: _Entry, silent: bool) -> bool:
+        """Return whether a check cannot wait until the first step is made."""
+        if entry.analysis.needs_check:
+            return True  # towers are made by what it chooses
+        if silent and self.on_inexact == "warn":
+            return False
+        return not self.is_deferred or self.on_inexact != "warn"
+
+    def _make(self, entry: _Entry) -> None:
+        entry.is_checked = True
+        self._found(entry, entry.check.run())
+
+    def _found(self, entry: _Entry, lines: list[str]) -> None:
+        if self.when == "off":
+            lines = []
+        elif not lines:
+            self.passed.add(_key(entry.analysis))
+        entry.analysis.lines = lines
+        self.inexact += [line for line in lines if not diagnostics.is_unchecked(line)]
+
+    def _report(self, entry: _Entry) -> None:
+        """Report what is known of a function that towers are about to call, or refuse it."""
+        analysis = entry.analysis
+        inexact = [line for line in analysis.lines if not diagnostics.is_unchecked(line)]
+        if inexact and self.on_inexact == "stop":
+            raise RunError(inexact[0])
+        if inexact and self.on_inexact == "one_device":
+            if self.is_deferred:  # whoever makes the steps calls it on one device
+                raise InputError(inexact[0])
+            builder = self._builder
+            builder.devices, builder.accumulate_steps = builder.devices[:1], 1
+            builder.num_slices = 1
+            self.warn([diagnostics.on_one_device(inexact[0])])
+            return
+        self.warn(inexact)
+        self.warn(() if self.is_deferred or self.when == "off" else analysis.not_joined)
+
+    def _watch(self, entry: _Entry) -> None:
+        """Let the graph around hand over real rows when it runs, and check the function on these.
+
+        A variable counts the runs, so that all but a few of them do not call Python.
+        """
+        check, graph = entry.check, tf.compat.v1.get_default_graph()
+        made_up = check and check.towers and check.tracer.real is None
+        if not made_up or self.is_deferred or entry.is_watched or entry.analysis.lines:
+            return
+        if tf.executing_eagerly() or self.when == "off" or tf_internals.is_compiled_by_xla(graph):
+            return
+        batch = check.tracer.batch
+        if not batch or not all(isinstance(x, tf.Tensor) and x.graph is graph for x in batch):
+            return
+        entry.is_watched = True
+        due = [1, *_AGAIN] if self.when == "always" else [1, _ONCE_MORE]
+
+        def look(*rows: tf.Tensor) -> None:
+            if not entry.analysis.lines:
+                check.tracer.keep_rows(rows)
+                self._found(entry, check.again())
+                self._report(entry)
+                self.warn(entry.analysis.lines)
+
+        def hand_over() -> tf.Operation:
+            rows = [x[:MOST_ROWS] for x in batch]
+            return tf.group(tf.py_function(look, rows, [], name="check_of_towers"))
+
+        with tf.init_scope(), tf.device("/cpu:0"):
+            entry.runs = tf_internals.make_variable(tf.zeros([], tf.int64))
+        with tf.device("/cpu:0"), tf.name_scope("check"):
+            is_due = tf.reduce_any(entry.runs.assign_add(1) == tf.constant(due, tf.int64))
+            tf.cond(is_due, hand_over, tf.no_op)
+
+
+def _no_graph() -> None:
+    return None
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    # Tensors cannot be compared by ==.
+    return a is b or (isinstance(a, str | int | float) and type(a) is type(b) and a == b)
+
+
+def _key(analysis: FunctionAnalysis) -> str:
+    """Return a key of a function's graph and of the versions that compute it.
+
+    Names in a graph have numbers that depend on what was traced before.
+    """
+    definition = analysis.trace.function.graph.as_graph_def()
+    nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
+    hashed = hashlib.sha256(f"{towers.__version__} {tf.__version__} {keras.__version__}".encode())
+    for node in nodes:
+        hashed.update(f"{_NUMBER.sub('', node.name)} {node.op}".encode())
+        for name in sorted(node.attr):
+            if not node.attr[name].HasField("func"):
+                value = node.attr[name]
+                text = value.SerializeToString(deterministic=True)
+                named = value.HasField("s") and b"__" in value.s  # the name of a function
+                hashed.update(name.encode() + (b"" if named else text))
+    return hashed.hexdigest()[:16]

@@ -1,0 +1,440 @@
+"""A tower function, traced on one device or on two towers, and run on copies of its variables.
+
+Nothing of the user's changes: in each run the variables that a trace reads or assigns are replaced
+by copies, which hold whatever the run begins from.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import tf_internals
+from towers.builder.attributes import Attributes, Place, tensors_at
+from towers.builder.made_up_rows import known_values, possible_shapes, sample, spec_of, stand_in
+from towers.builder.namespaces import Namespace
+from towers.builder.op_names import NO_LAYER
+from towers.builder.replica_scope import ReplicaScope, assign_by_op
+from towers.builder.rng import SEEN
+from towers.builder.sharding import PerTower, as_leaves
+from towers.errors import InputError
+from towers.formatting import first_line
+
+_PRIMES = 7, 11, 13  # numbers of examples: a shape shows which axis is the batch
+_MULTIPLES = 1, 2, 4, 5, 8, 10, 16  # for functions that take even numbers only, and so on
+MOST_ROWS = 32  # of a real batch are kept
+_SECONDS = 20.0  # for a run: a loop may have no end on other examples
+_HERE = threading.local()
+
+# From a variable and its value to what its copy begins from.
+Values = Callable[[tf.Variable, np.ndarray], Any]
+Results = dict[str, list[np.ndarray]]
+
+
+def is_tracing() -> bool:
+    """Return whether this thread traces a function for a check; towers inside are not checked."""
+    return getattr(_HERE, "tracing", False)
+
+
+@dataclasses.dataclass
+class Trace:
+    """A function, traced for a number of examples, on one device or on towers."""
+
+    size: int
+    slice_sizes: Sequence[int] = ()  # of two towers: uneven, the second begins at an odd place
+    function: Any = None
+    captured: Sequence[Any] = ()  # what it captures, variables' handles and tensors
+    ops: Sequence[tuple[str, str]] = ()  # (name, type) of all that it runs
+    float_bytes: int = 8  # of its narrowest floats
+    squeezes: bool = False  # whether it squeezes all axes of 1, also that of one example
+    shapes: list[tf.TensorShape | None] = dataclasses.field(default_factory=list)  # of all results
+    # (op, shape or None, layer) of its random ops, in order.
+    draws: list[tuple[str, list[int | None] | None, str]] = dataclasses.field(default_factory=list)
+    assigned: list[tf.Variable] = dataclasses.field(default_factory=list)
+    states: list[keras.Variable] = dataclasses.field(default_factory=list)  # in "states", see `run`
+    weights: list[tf.Variable] = dataclasses.field(default_factory=list)  # in "weights"
+    layers: list[str] = dataclasses.field(default_factory=list)  # in "layers"
+    losses: list[tuple[str, bool]] = dataclasses.field(default_factory=list)  # (layer, has rows)
+    attributes: list[Place] = dataclasses.field(default_factory=list)  # that it sets
+    attribute_values: list[Any] = dataclasses.field(default_factory=list)  # the tensors in them
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """The variables that it reads or assigns, each once."""
+        found = (*self.function.graph.variables, *self.assigned)
+        return list({id(v.handle): v for v in found}.values())
+
+    @property
+    def not_by_example(self) -> list[bool]:
+        """For each result whether it surely has no row for each example."""
+        known = [x is not None and x.rank is not None for x in self.shapes]
+        pairs = zip(known, self.shapes, strict=True)
+        return [k and (not x.rank or x[0] not in (None, self.size)) for k, x in pairs]
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether towers' results can be joined to those of the batch, and compared."""
+        return self.by_example is not False and not any(self.not_by_example)
+
+    @property
+    def by_example(self) -> bool | None:
+        """Whether a result has a row for each example; None if that is unknown."""
+        known = [x for x in self.shapes if x is not None]
+        if any(x.rank and x[0] == self.size for x in known):
+            return True
+        return None if any(not x.is_fully_defined() for x in known) else False
+
+
+@dataclasses.dataclass
+class Seen:
+    """What is seen while a function is traced, as tensors."""
+
+    losses: list[tf.Tensor] = dataclasses.field(default_factory=list)  # that layers add, summed
+    states: list[list[tf.Tensor]] = dataclasses.field(default_factory=list)  # of each the towers'
+    layers: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    attributes: list[tf.Tensor] = dataclasses.field(default_factory=list)
+
+
+class Tracer:
+    """Traces a function and runs the traces."""
+
+    def __init__(self, fn: Callable, batch: Sequence[Any], reached: Sequence[Namespace]):
+        """Set the function.
+
+        Args:
+            fn: a tower function.
+            batch: its arguments, which may be symbolic.
+            reached: what it can read and set.
+        """
+        self.fn, self.structure, self.reached = fn, batch, reached
+        self.leaves = as_leaves(batch)
+        self.batch = [leaf for leaf in self.leaves if not isinstance(leaf, PerTower)]
+        self.shapes: Sequence[tf.TensorShape] = [leaf.shape for leaf in self.batch]
+        self.real: list[tf.Tensor] | None = None
+        self.keep_rows(known_values(self.batch) if self.batch else None)
+        self.failure = ""  # why the function could not be traced
+        # {id of a variable's handle: (the variable, its value, the copy)}.
+        self._copies: dict[int, tuple[tf.Variable, np.ndarray, tf.Variable]] = {}
+
+    def keep_rows(self, batch: Sequence[tf.Tensor] | None) -> None:
+        """Set the real rows to those of a batch, at most 32, from its first to its last."""
+        if batch and all(map(len, batch)):
+            number = min(int(x.shape[0]) for x in batch)
+            rows = np.linspace(0, number - 1, min(number, MOST_ROWS)).astype(int)
+            with tf.init_scope():
+                self.real = [tf.gather(x, rows) for x in batch]
+
+    def first_trace(self) -> Trace | None:
+        """Return a trace on one device for the fewest examples that the function takes, or None.
+
+        If lengths are unknown, they are those with which all results have rows.
+        """
+        layers = [n.owner for n in self.reached if isinstance(n.owner, keras.Layer)]
+        shapes = [leaf.shape[1:] for leaf in self.batch if leaf.shape.rank]
+        shapes += [v.shape for layer in layers[:1] for v in layer.variables]
+        dims = {dim for shape in shapes for dim in shape if dim}
+        clear = [n for n in _PRIMES if not any(dim % n == 0 for dim in dims)]
+        # The function may take no other number of examples than that of its batch.
+        own = {x.shape[0] for x in self.batch if x.shape.rank}
+        prime = next(n for n in (*clear, *_PRIMES) if n not in own)
+        sizes = [(prime * n, (prime - 2) * n) for n in _MULTIPLES if prime * n not in own]
+        fallback = None
+        for shapes in possible_shapes(self.real or self.batch, layers):
+            self.shapes = shapes
+            traces = (self.traced_or_none(*each) for each in sizes)
+            if trace := next(filter(None, traces), None):
+                if not any(trace.not_by_example):
+                    return trace
+                fallback = fallback or (trace, shapes)
+        trace, self.shapes = fallback or (None, self.shapes)
+        return trace
+
+    def traced_or_none(self, size: int, of_first: int = 0) -> Trace | None:
+        """Return a trace on one device; if the function raises an error, None, and keep why."""
+        try:
+            trace = self.trace(size)
+            trace.slice_sizes = of_first, size - of_first
+            return trace
+        except InputError:
+            raise
+        except Exception as error:  # the user's code may raise any; the towers will raise it again
+            self.failure = first_line(error)
+            return None
+
+    def trace(
+        self,
+        size: int,
+        one: Trace | None = None,
+        call: Callable | None = None,
+        *,
+        backward: bool = False,
+        named: bool = False,
+    ) -> Trace:
+        """Trace the function.
+
+        Args:
+            size: number of examples.
+            one: for towers, the trace on one device.
+            call: calls the function on towers; takes (batch, trace, what is seen).
+            backward: whether the trace returns gradients.
+            named: whether it returns the outputs of layers.
+        """
+        trace = Trace(size, one.slice_sizes if one else ())
+
+        def program(inputs: list, scale: tf.Tensor, counted: tf.Tensor) -> dict[str, Any]:
+            batch = self._batch(inputs, size, each=call is not None)
+            dense = [x for x in tf.nest.flatten(batch) if _is_dense_float(x)]
+            seen = Seen()
+            with tf.device("/cpu:0"), self._recording(trace, seen, one, counted, named):
+                with tf.GradientTape(persistent=True) as tape:
+                    tape.watch(dense)
+                    if call:
+                        returned, updates = call(batch, trace, seen), {}
+                    else:
+                        with ReplicaScope({}, "/cpu:0") as scope:
+                            returned = self.fn(*batch)
+                            scope.close(size)
+                        updates = scope.updates
+                        trace.states = [v for v, _ in updates.values()]
+                        seen.states = [[value] for _, value in updates.values()]
+                        trace.weights = [v for v in tape.watched_variables() if v.dtype.is_floating]
+                leaves = tf.nest.flatten(returned)
+                trace.shapes = trace.shapes or [getattr(x, "shape", None) for x in leaves]
+                joined = [] if call and not one.is_joined else map(_value, leaves)
+                outputs = [x for x in joined if isinstance(x, tf.Tensor) and is_number(x)]
+                gradients: Sequence[Any] = []
+                weights = (one or trace).weights
+                if backward:
+                    targets = [x for x in outputs if x.dtype.is_floating and x.shape.rank != 0]
+                    upstream = [
+                        tf.cast(scale, x.dtype) * tf.stop_gradient(1.5 + tf.asinh(x))
+                        for x in targets
+                    ]
+                    with contextlib.nullcontext() if call else ReplicaScope({}, "/cpu:0"):
+                        gradients = tape.gradient(targets, [*dense, *weights], upstream)
+                for variable, value in updates.values():
+                    trace.assigned.append(tf_internals.value_of(variable))
+                    assign_by_op(trace.assigned[-1], value)
+            pairs = list(zip([*dense, *weights], gradients, strict=False))
+            of_weights = pairs[len(dense) :]
+            return {
+                "outputs": outputs,
+                "inputs": [_or_zeros(g, x) for x, g in pairs[: len(dense)]],
+                "weights": [_or_zeros(g, v) for v, g in of_weights],
+                "squares": [_squares(g) for _, g in of_weights],
+                **{field.name: getattr(seen, field.name) for field in dataclasses.fields(seen)},
+            }
+
+        with tf.init_scope():
+            trace.function = tf.function(program, autograph=False).get_concrete_function(
+                self._specs(size), tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.int32)
+            )
+        trace.captured = list(trace.function.captured_inputs)
+        _read_ops(trace)
+        return trace
+
+    def _batch(self, inputs: Sequence[Any], size: int, each: bool) -> Any:
+        """Return the function's arguments for a trace; `each` tower has the same `PerTower`."""
+        others = iter(map(_with_known_shape, inputs, self._specs(size)))
+        leaves = [
+            next(others) if not isinstance(x, PerTower)
+            else PerTower([x.values[0]] * 2) if each else x.values[0]
+            for x in self.leaves
+        ]  # fmt: skip
+        return tf.nest.pack_sequence_as(self.structure, leaves)
+
+    def _specs(self, size: int) -> list[tf.TypeSpec]:
+        pairs = zip(self.batch, self.shapes, strict=True)
+        return [spec_of(leaf, size, shape) for leaf, shape in pairs]
+
+    @contextlib.contextmanager
+    def _recording(
+        self, trace: Trace, seen: Seen, one: Trace | None, counted: tf.Tensor, named: bool
+    ) -> Iterator[None]:
+        """Record random ops, layers and added losses in the block; restore attributes at its end.
+
+        The added loss of number `counted` counts, the others are replaced by zeros.
+        """
+        calls: list[str] = []  # a stack of layers
+        attributes, graph = Attributes(), tf.compat.v1.get_default_graph()
+
+        def is_outside() -> bool:
+            return tf.compat.v1.get_default_graph() is graph
+
+        def draw(op_name: str, /, shape: Any, **arguments: Any) -> tf.Tensor:
+            arguments.pop("name", None)
+            with tf.name_scope(SEEN):
+                drawn = tf_internals.draw_op(op_name)(shape, **arguments)
+            dims = None if drawn.shape.rank is None else drawn.shape.as_list()
+            trace.draws.append((op_name, dims, calls[-1] if calls else NO_LAYER))
+            return drawn
+
+        def make_call(before: Callable) -> Callable:
+            def call(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+                attributes.save_layers(layer)
+                calls.append(layer.path or layer.name)
+                try:
+                    result = before(layer, *args, **kwargs)
+                    if named and is_outside():
+                        found = [x for x in tf.nest.flatten(result) if isinstance(x, tf.Tensor)]
+                        found = [x for x in found if x.shape.rank and is_number(x)]
+                        seen.layers += found
+                        trace.layers += [calls[-1]] * len(found)
+                    return result
+                finally:
+                    calls.pop()
+
+            return call
+
+        def make_add_loss(before: Callable) -> Callable:
+            def add_loss(layer: keras.Layer, loss: Any) -> None:
+                losses = [tf.convert_to_tensor(value) for value in tf.nest.flatten(loss)]
+                for i, value in enumerate(losses):
+                    if not is_outside():
+                        losses[i] = tf.zeros_like(value)
+                        continue
+                    place = len(trace.losses) % len(one.losses) if one else len(trace.losses)
+                    losses[i] = value * tf.cast(tf.equal(counted, place), value.dtype)
+                    seen.losses.append(tf.cast(tf.reduce_sum(value), tf.float64))
+                    trace.losses.append((layer.path or layer.name, bool(value.shape.rank)))
+                before(layer, losses)
+
+            return add_loss
+
+        before, _HERE.tracing = is_tracing(), True
+        try:
+            for namespace in self.reached:
+                attributes.save(namespace)
+            with (
+                tf_internals.inline_functions(),
+                tf_internals.recording_restarted(),
+                tf_internals.replaced(
+                    (keras.Layer, "add_loss", make_add_loss),
+                    (keras.Layer, "__call__", make_call),
+                    (tf, "print", lambda _: lambda *_, **__: tf.no_op()),
+                ),
+                contextlib.nullcontext() if one else tf_internals.patch_draws(draw),
+            ):
+                yield
+            trace.attributes = one.attributes if one else attributes.changed()
+            trace.attribute_values = tensors_at(trace.attributes)
+            for x in map(_value, trace.attribute_values):
+                known = tf.is_symbolic_tensor(x) and is_number(x)
+                seen.attributes.append(tf.identity(x) if known else tf.zeros([]))
+        finally:
+            _HERE.tracing = before
+            attributes.restore(attributes.changed())
+
+    def inputs(self, size: int, seed: int = 0, kind: int = 0) -> list[Any]:
+        """Return arguments of a trace: real rows if any are known, otherwise made-up ones.
+
+        Args:
+            size: number of examples.
+            seed: 0 for real rows in their order; others shuffle them.
+            kind: of made-up rows, see `made_up_rows.sample`.
+        """
+        random = np.random.default_rng(seed)
+        if not self.real:
+            return [sample(spec, random, kind) for spec in self._specs(size)]
+        number = len(self.real[0])
+        rows = np.resize(np.linspace(0, number - 1, min(size, number)).astype(int), size)
+        return [tf.gather(x, random.permutation(rows) if seed else rows) for x in self.real]
+
+    def run(
+        self,
+        trace: Trace,
+        inputs: Sequence[Any],
+        values: Values,
+        scale: float = 1.0,
+        counted: int = -1,
+    ) -> Results:
+        """Run a trace on copies of the variables.
+
+        Args:
+            trace: of this function.
+            inputs: from `inputs`.
+            values: what each variable begins from.
+            scale: of the gradient that goes back through the function.
+            counted: number of the added loss that counts; -1 for none.
+
+        Returns:
+            Arrays: "outputs"; the gradients "inputs" and "weights", and "squares", the squares of
+            each row of a sparse one; "variables" after the run, as `trace.variables`; and for each
+            tower "losses", "states", "attributes" and "layers".
+        """
+        with tf.init_scope(), tf.device("/cpu:0"):
+            for variable in trace.variables:
+                if id(variable.handle) not in self._copies:
+                    value = variable.read_value()  # once: a step may be changing it
+                    copy = tf_internals.make_variable(value)
+                    self._copies[id(variable.handle)] = variable, value.numpy(), copy
+            own = {key: copy.handle for key, (*_, copy) in self._copies.items()}
+            for variable, value, copy in self._copies.values():
+                copy.assign(values(variable, value))
+            captures = [own[id(c)] if id(c) in own else stand_in(c) for c in trace.captured]
+            trace.function.set_external_captures(captures)
+            number = tf.constant(scale, tf.float64), tf.constant(counted, tf.int32)
+            found = tf_internals.call_for_at_most(_SECONDS, trace.function, list(inputs), *number)
+            found = tf.nest.map_structure(lambda x: x.numpy(), found)
+            copies = [self._copies[id(v.handle)][-1] for v in trace.variables]
+            return found | {"variables": [copy.numpy() for copy in copies]}
+
+    def value_of(self, variable: tf.Variable) -> np.ndarray:
+        """Return the value of a variable that copies begin from."""
+        return self._copies[id(variable.handle)][1]
+
+    def release(self) -> None:
+        """Free the copies of variables; the next run begins from their values of then."""
+        self._copies.clear()
+
+
+def is_number(x: tf.Tensor) -> bool:
+    """Return whether a tensor holds numbers or truth values."""
+    dtype = x.dtype
+    return dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex
+
+
+def _is_dense_float(x: Any) -> bool:
+    return isinstance(x, tf.Tensor) and x.dtype.is_floating
+
+
+def _or_zeros(gradient: Any, like: Any) -> tf.Tensor:
+    return tf.zeros_like(like) if gradient is None else tf.convert_to_tensor(gradient)
+
+
+def _squares(gradient: Any) -> tf.Tensor:
+    # Optimizers square each row of a sparse gradient.
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.zeros([])
+    squares = tf.IndexedSlices(gradient.values**2, gradient.indices, gradient.dense_shape)
+    return tf.convert_to_tensor(squares)
+
+
+def _value(leaf: Any) -> Any:
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.flat_values
+    return leaf.values if isinstance(leaf, tf.SparseTensor) else leaf
+
+
+def _with_known_shape(x: Any, spec: tf.TypeSpec) -> Any:
+    # TensorFlow knows no dimension of a sparse argument, not even the number of examples.
+    if isinstance(x, tf.SparseTensor):
+        return tf.SparseTensor(x.indices, x.values, tf.constant(spec.shape.as_list(), tf.int64))
+    return x
+
+
+def _read_ops(trace: Trace) -> None:
+    """Set the fields of a trace that its ops show."""
+    graph = trace.function.graph
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
+    trace.ops = [(node.name, node.op) for node in nodes]
+    trace.squeezes = any(n.op == "Squeeze" and not n.attr["squeeze_dims"].list.i for n in nodes)
+    outputs = [x for op in graph.get_operations() if op.type != "Const" for x in op.outputs]
+    sizes = {x.dtype.size for x in outputs if x.dtype.is_floating and x.shape.num_elements() != 1}
+    trace.float_bytes = min(sizes, default=8)
