@@ -1,6 +1,9 @@
 """`towers verify`: what passes, what fails, and what is said to be the cause."""
 
+import dataclasses
 import json
+import re
+import traceback
 
 import keras
 import numpy as np
@@ -11,9 +14,12 @@ from tests import tiny
 from towers import cli
 from towers.commands.verify import command as verify
 from towers.commands.verify import differences as comparison
-from towers.commands.verify import report
+from towers.commands.verify import reference, report
 from towers.commands.verify.differences import differences, kind_of
 from towers.commands.verify.runner import TrainRunner
+from towers.training import parallelize
+from towers.training.step import optimizer_step
+from towers.training.step.task import Classifier, Task
 
 pytestmark = pytest.mark.run
 layers = keras.layers
@@ -184,6 +190,157 @@ def test_padding_that_counts_is_found_in_evaluation_alone(capsys, monkeypatch):
     assert all(name.startswith("evaluation/") for name in wrong)
 
 
+# ---------------------------------------------------------------------------- Planted faults
+
+IN_TOWER = []  # not empty while a tower is traced
+
+
+@pytest.fixture
+def in_towers(monkeypatch):
+    """Note in IN_TOWER that a tower is traced."""
+    traced = Task.tower_function
+
+    def noted(task, *batch):
+        IN_TOWER.append(True)
+        try:
+            return traced(task, *batch)
+        finally:
+            IN_TOWER.pop()
+
+    monkeypatch.setattr(Task, "tower_function", noted)
+
+
+@tf.custom_gradient
+def clipped(x, times):
+    """The identity, whose backward pass clips what comes from a loss that is `times` as large."""
+    return tf.identity(x), lambda dy: (tf.clip_by_value(dy * times, -0.02, 0.02) / times, None)
+
+
+def clips(num_classes, image_shape):
+    times = lambda: 7.0 if IN_TOWER else 1.0  # noqa: E731
+    return net(image_shape, num_classes, layers.Lambda(lambda x: clipped(x, times())))
+
+
+def test_a_backward_pass_that_is_not_linear_is_compared_with_plain_keras(capsys, in_towers):
+    """Towers that differentiate the sum of the losses, and divide by their number, clip later."""
+    code, result, _ = command(capsys, "clips", "--num_towers=2,3")
+    assert code == 1 and result["passed"] is False
+    largest = result["max_relative_difference"]
+    assert list(largest) == ["2", "3"] and min(largest.values()) > 1e-3
+    assert result["first_difference"]["name"].startswith("gradient/")
+
+
+def sound(num_classes, image_shape):
+    """Has all that the faults below touch."""
+    middle = (
+        layers.BatchNormalization(),
+        layers.Dropout(0.4),
+        layers.Dense(4, kernel_regularizer="l2"),
+    )
+    return net(image_shape, num_classes, *middle)
+
+
+def wrong_loss(monkeypatch):
+    right = Classifier.losses_of
+    monkeypatch.setattr(Classifier, "losses_of", lambda *args: right(*args) * (1 + 1e-6))
+
+
+def wrong_rules(change):
+    def plant(monkeypatch):
+        rules = Task.update_rules
+        monkeypatch.setattr(Task, "update_rules", lambda task: change(rules(task)))
+
+    return plant
+
+
+def wrong_statistics(monkeypatch):
+    norm = layers.BatchNormalization
+    right = norm.call
+
+    def call(layer, inputs, training=None, mask=None):
+        before, layer.momentum = layer.momentum, 0.98 if IN_TOWER else layer.momentum
+        try:
+            return right(layer, inputs, training=training, mask=mask)
+        finally:
+            layer.momentum = before
+
+    monkeypatch.setattr(norm, "call", call)
+
+
+def wrong_penalty(monkeypatch):
+    none = lambda weights, gradients, rules: ([tf.zeros([])], gradients)  # noqa: E731
+    monkeypatch.setattr(optimizer_step, "_regularise", none)
+
+
+def wrong_masks(monkeypatch):
+    """Those of the examples of a tower in reverse."""
+    right = layers.Dropout.call
+
+    def call(layer, x, training=False):
+        if not IN_TOWER:
+            return right(layer, x, training=training)
+        return tf.reverse(right(layer, tf.reverse(x, [0]), training=training), [0])
+
+    monkeypatch.setattr(layers.Dropout, "call", call)
+
+
+FAULTS = {
+    "the loss": (wrong_loss, "loss"),
+    "weight decay twice": (
+        wrong_rules(lambda r: dataclasses.replace(r, weight_decay=2 * r.weight_decay)), "model/"
+    ),
+    "averages": (
+        wrong_rules(lambda r: dataclasses.replace(r, ema_decay=r.ema_decay / 2)), "average/"
+    ),
+    "statistics": (wrong_statistics, "model/.*moving_mean"),
+    "regularisation": (wrong_penalty, "model/"),
+    "masks": (wrong_masks, "loss"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(capsys, monkeypatch, in_towers, fault):
+    """Without a fault this model passes."""
+    plant, name = FAULTS[fault]
+    plant(monkeypatch)
+    flags = "--ema_decay=0.15 --weight_decay=0.01 --optimizer=momentum".split()
+    code, result, _ = command(capsys, "sound", *flags)
+    first = result["first_difference"]
+    assert code == 1 and result["passed"] is False
+    assert first["step"] == 0 and re.match(name, first["name"])
+
+
+CALLERS = []  # the files on the stack of each call of the layer below
+
+
+class Watches(layers.Layer):
+    def call(self, x):
+        CALLERS.append({frame.filename for frame in traceback.extract_stack()})
+        return x
+
+
+def watched(num_classes, image_shape):
+    return net(image_shape, num_classes, Watches())
+
+
+def watched_table():
+    return keras.Sequential([keras.Input((4,)), layers.Dense(3), Watches(), layers.Dense(1)])
+
+
+@pytest.mark.parametrize(
+    "model, flags, data",
+    [("watched", (), IMAGES), ("watched_table", ["--loss=mean_squared_error"], TABLE)],
+)
+def test_nothing_of_towers_is_around_the_reference(capsys, model, flags, data):
+    CALLERS.clear()
+    assert command(capsys, model, *flags, data=data)[0] == 0
+    plain = [files for files in CALLERS if reference.__file__ in files]
+    ours = {file for files in plain for file in files if "/towers/builder/" in file}
+    assert len(plain) < len(CALLERS) and len(plain) >= 2 and not ours
+    steps = {file for files in plain for file in files if "/towers/training/step/" in file}
+    assert not steps and not any(parallelize.__file__ in files for files in plain)
+
+
 # ---------------------------------------------------------------------------- What train says
 
 TRAIN = "--dataset=tests.tiny:images --augment=none --max_steps=1 --batch_size=7".split()
@@ -226,5 +383,3 @@ def test_differences_are_relative_to_the_array_or_to_its_noise(
     for of_noise, value in (None, relative), ({"gradient/it": noise}, with_noise):
         first, _ = differences(found, expected, 2, 0, of_noise)
         assert first.relative_difference == pytest.approx(value)
-        if value == 0.25:  # units of the last place are those of the largest value
-            assert first.ulps == 0.5 / np.spacing(2.0)

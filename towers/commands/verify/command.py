@@ -5,7 +5,7 @@ rounding cannot hide a fault. `towers.verify` compares runs of `fit` by the same
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,14 @@ from towers import devices
 from towers.builder import device_types
 from towers.commands.verify.differences import TOLERANCE, TOLERANCES, compare
 from towers.commands.verify.options import VerifyOptions
+from towers.commands.verify.reference import PlainRunner
 from towers.commands.verify.report import largest_by_array, largest_by_towers, verify_runners
 from towers.commands.verify.runner import TrainRunner, in_float64, numbers_to_compare
 from towers.devices import remote
 from towers.devices.gpus import precision
 from towers.options.run import Options
 from towers.training.run.process_state import preserve_rng
-from towers.training.run.setup import assemble, load_data
+from towers.training.run.setup import RunContext, assemble, load_data
 from towers.training.step import loss_checks
 
 _NUDGE = 1e-12  # relative change of a weight in float64; else as many units of the last place
@@ -42,7 +43,7 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         of the comparison: float64, or the run's own if the model cannot be trained in that; and
         with `float32` "ulps": {"2": 3.0}.
     """
-    of_run = options.run
+    of_run = dataclasses.replace(options.run, callbacks="")  # they would ask for a batch's accuracy
     devices.configure_run(of_run)
     devices.try_out()
     numbers = numbers_to_compare(options.num_towers, "" if of_run.workers else of_run.devices)
@@ -55,41 +56,41 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         f"verify      {of_run.model} on {dataset.name}: {options.steps} steps of batch size "
         f"{of_run.batch_size} in float64, one device against {','.join(map(str, numbers))} towers"
     )
-    batches = dataset.train.train_batches(of_run.batch_size, seed=of_run.seed).take(options.steps)
-    batch, notes = next(iter(batches)), []
+    source = dataset.train.train_batches(of_run.batch_size, seed=of_run.seed)
+    batches, notes = list(source.take(options.steps)), []
     example, counted = next(iter(dataset.test.eval_batches(of_run.batch_size)))
     padded = tf.range(of_run.batch_size) < max(of_run.batch_size - 1, 1)  # the last one is padding
-    steps = batches, (example, counted * tf.cast(padded, counted.dtype)), options.steps, say
+    steps = batches, (example, counted * tf.cast(padded, counted.dtype)), say
 
-    def runner(options: Options, names: Sequence[str], plain: bool = False) -> TrainRunner:
-        run = assemble(options, names, dataset, loss_scaling=scaled, exact=True)
-        return TrainRunner(run, plain)
+    def towers(options: Options, number: int) -> RunContext:
+        return assemble(options, names[:number], dataset, loss_scaling=scaled, exact=True)
 
-    def one_device(options: Options) -> TrainRunner:
-        options = dataclasses.replace(options, variables="cpu", jit_compile=False)
+    def one_device(options: Options) -> PlainRunner:
         # A plain CPU if CPUs emulate GPUs; other machines are compared with this one.
-        one = ["/cpu:0"] if device_types.stand_in() else names[:1]
-        one = devices.tower_devices(0)[:1] if device_types.are_remote(names) else one
-        reference = runner(options, one, plain=True)
-        notes[:] = loss_checks.check(reference.run.task, batch)
-        return reference
+        one = "/cpu:0" if device_types.stand_in() else names[0]
+        one = devices.tower_devices(0)[0] if device_types.are_remote(names) else one
+        run = towers(options, 1)  # refuses what a run refuses
+        notes[:] = loss_checks.check(run.task, batches[0])
+        return PlainRunner(run, options, one, scaled)
 
     failure = f"{of_run.model} cannot be trained"
-    reference = in_float64(lambda: one_device(exact), batch, failure, say)
+    reference = in_float64(lambda: one_device(exact), batches[0], failure, say)
     if reference is None:
         exact, reference = of_run, one_device(of_run)
         say(f"in {of_run.dtype:9}it is compared, to {TOLERANCES[of_run.dtype]:g}")
     for line in notes:
         say(line)
-    runners = [runner(exact, names[:number]) for number in numbers]
+    runners = [TrainRunner(towers(exact, number)) for number in numbers]
     result = verify_runners(reference, runners, *steps)
     if options.float32:
         for line in precision() if exact.dtype == "float64" else ():
             say(line)
-        nudge = _NUDGE * np.finfo(of_run.input_dtype).eps / np.finfo(np.float64).eps
-        runners = [runner(of_run, names[:number]) for number in numbers]
+        eps = float(np.finfo(of_run.input_dtype).eps)
+        nudge = _NUDGE * eps / float(np.finfo(np.float64).eps)
+        runners = [TrainRunner(towers(of_run, number)) for number in numbers]
         differences = list(compare(one_device(of_run), runners, *steps, TOLERANCE, nudge))
-        result["ulps"] = largest_by_towers(largest_by_array(differences, "ulps"))
+        largest = largest_by_towers(largest_by_array(differences))
+        result["ulps"] = {number: value / eps for number, value in largest.items()}
         for number, ulps in result["ulps"].items():
             say(f"{of_run.dtype:11} {number} towers: {ulps:.1f} units of the last place")
     return result

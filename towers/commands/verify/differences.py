@@ -9,7 +9,7 @@ is the effect of a tiny change of the weights (`_rounding_noise`).
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,22 +37,19 @@ class Difference:
         relative_difference: largest absolute difference, divided by the array's largest value, or
             by its rounding noise if that is known and larger; if both are zero, by a millionth of
             the largest array of its kind.
-        ulps: the same in units of the last place of that divisor, in the array's own precision.
     """
 
     num_towers: int
     step: int
     name: str
     relative_difference: float
-    ulps: float
 
 
 def compare(
     reference: Runner,
     runners: Sequence[Runner],
-    batches: Iterable[Any],
+    batches: Sequence[Any],
     test: Any,
-    num_steps: int,
     say: Callable[[str], None],
     tolerance: float,
     nudge: float,
@@ -66,7 +63,6 @@ def compare(
         runners: the runners to compare with it.
         batches: a batch for each step.
         test: batch to evaluate after the last step, with trained BatchNorm statistics and averages.
-        num_steps: number of batches.
         say: called with a line after the first step.
         tolerance: relative difference above which `_rounding_noise` is measured, too.
         nudge: relative change of the weights for that.
@@ -75,7 +71,7 @@ def compare(
     for runner in runners:
         yield from differences(runner.variables(), expected, runner.num_towers, -1)
     for step, batch in enumerate(batches):
-        arguments = batch, test if step == num_steps - 1 else None
+        arguments = batch, test if step == len(batches) - 1 else None
         reference.assign(expected)  # runners may share variables
         before, expected, noise = expected, _results_of(reference, *arguments), None
         for runner in runners:
@@ -90,7 +86,7 @@ def compare(
                 result = list(differences(actual, expected, runner.num_towers, step, noise))
             yield from result
         if step == 0:
-            say(f"step 0      done on {len(runners) + 1} runs, {num_steps - 1} to come")
+            say(f"step 0      done on {len(runners) + 1} runs, {len(batches) - 1} to come")
 
 
 def _results_of(runner: Runner, batch: Any, test: Any) -> Arrays:
@@ -118,14 +114,12 @@ def differences(
     for name in [*expected, *(actual.keys() - expected.keys())]:
         array, other = expected.get(name), actual.get(name)
         if array is None or other is None or other.shape != array.shape:
-            yield Difference(num_towers, step, name, float("inf"), float("inf"))
+            yield Difference(num_towers, step, name, float("inf"))
             continue
         off = _distance(other, array)
         scale = max(_size(array), noise.get(name, 0.0)) or _ZERO_SCALE * largest[kind_of(name)]
         relative = off / scale if off and scale else off
-        float_type = array.dtype if array.dtype.kind == "f" else np.dtype(np.float64)
-        ulps = off / float(np.spacing(np.asarray(scale, float_type))) if off else 0.0
-        yield Difference(num_towers, step, name, relative, ulps)
+        yield Difference(num_towers, step, name, relative)
 
 
 def _rounding_noise(

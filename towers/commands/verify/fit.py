@@ -144,7 +144,7 @@ def verify(
         batches = list(itertools.islice(itertools.cycle(batches), steps))
         if steps > 1 and rows_in(batches[-1]) == rows_in(batches[0]) > 1:
             batches[-1] = next(iter(batched(batches[-1], rows_in(batches[-1]) - 1)))
-        result = verify_runners(reference, runners, batches, batches[-1], steps, say, tolerance)
+        result = verify_runners(reference, runners, batches, batches[-1], say, tolerance)
     for line in dict.fromkeys(str(warning.message) for warning in warned):
         say(f"warning     {line}")
     return result

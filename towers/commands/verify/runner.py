@@ -1,6 +1,5 @@
 """Runners for verify: a model that trains as `towers train` or as `fit` does."""
 
-import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 from towers.formatting import first_line
 from towers.options.fields import parse_tower_numbers
+from towers.options.run import Options
 from towers.training.parallelize import builder_of, parallelize, traced, unparallelize
 from towers.training.run.model import methods_set_on
 from towers.training.run.setup import RunContext
@@ -29,9 +29,8 @@ class Runner:
     """A model that trains on its own towers, or on one device as plain Keras does.
 
     Subclasses have `make_step(batch)`, which returns "loss", "metric/...", "gradient/..." if
-    known, and all variables; `evaluate(batch)`: "evaluation/..." and "prediction/...";
-    `trace(batch)`: the graph, then loss and metrics of a step that is traced anew; and
-    `tower_function(batch)`: a function that returns a number for each example, and its arguments.
+    known, and all variables; and `evaluate(batch)`: "evaluation/..." and "prediction/...". Those of
+    one device have the graph of a step, `graph(batch)`.
     """
 
     num_towers: int  # 1 for plain Keras, too
@@ -50,44 +49,32 @@ class Runner:
         weights = {id(v) for w in self.model.trainable_variables for v in (w, w.value)}
         return [name for name, variable in self.named.items() if id(variable) in weights]
 
+    def results(self, metrics: Mapping[str, tf.Tensor], gradients: Sequence[Any]) -> Arrays:
+        """Return the arrays of a step: metrics, gradients that are known, and all variables."""
+        pairs = zip(self.model.trainable_variables, gradients, strict=True)
+        named = {f"gradient/{v.path}": tf.convert_to_tensor(g) for v, g in pairs if g is not None}
+        return {name: x.numpy() for name, x in (metrics | named).items()} | self.variables()
+
     def assign(self, values: Mapping[str, np.ndarray]) -> None:
         """Set the variables."""
         for name, variable in self.named.items():
             variable.assign(values[name])
 
-    def exactness_warnings(self, batch: Any) -> list[str]:
-        """Return lines on what towers may compute differently, the likeliest cause first."""
-        lines = []
-        with contextlib.suppress(Exception):  # the user's train_step may not call the model so
-            fn, arguments = self.tower_function(batch)
-            lines = self.builder.check(fn, (), *arguments)
-        return [*lines, *self.diagnostics]
-
 
 class TrainRunner(Runner):
     """A run, as `towers train` makes it of its options. A batch is (example, draws)."""
 
-    def __init__(self, run: RunContext, plain: bool = False):
-        """Trace the step of a run.
-
-        Args:
-            run: built.
-            plain: whether a compiled model's step is Keras' own.
-        """
+    def __init__(self, run: RunContext):
+        """Trace the step of a run, which is built."""
         self.run, self.model, self.builder = run, run.train_state.model, run.builder
         self.num_towers, self.dtype = len(run.builder.devices), run.options.dtype
         self.named, self.diagnostics = run.train_state.variables(), run.diagnostics
-        if plain:
-            unparallelize(self.model)
         batches = run.data.train.train_batches(run.options.batch_size, seed=run.options.seed)
         run.analyze(next(iter(batches)))
-        self._step = self._traced(batches.element_spec)
-
-    def _traced(self, batch: Any) -> Callable:
-        train_step = self.run.train_step()
+        train_step, spec = run.train_step(), batches.element_spec
         step = tf.function(lambda *batch: train_step(*batch), autograph=False)
-        with user_facing_errors(self.run.options), tf_internals.convolve_without_xla():
-            return traced(self.model, lambda: step.get_concrete_function(*batch))
+        with user_facing_errors(run.options), tf_internals.convolve_without_xla():
+            self._step = traced(self.model, lambda: step.get_concrete_function(*spec))
 
     def assign(self, values: Mapping[str, np.ndarray]) -> None:
         """Set the master variables, and their copies."""
@@ -98,35 +85,20 @@ class TrainRunner(Runner):
         """Make a step; the gradients are the gathered ones."""
         with user_facing_errors(self.run.options):
             metrics, gradients = self._step(*batch)
-        arrays = {"loss": metrics["loss"].numpy()}
-        for name, value in metrics.items():
-            if name.startswith("batch/"):
-                arrays[name.replace("batch", "metric", 1)] = value.numpy()
-        for variable, gradient in zip(self.model.trainable_variables, gradients, strict=True):
-            if gradient is not None:
-                arrays[f"gradient/{variable.path}"] = tf.convert_to_tensor(gradient).numpy()
-        return arrays | self.variables()
+        batch_metrics = {n.replace("batch/", "metric/"): v for n, v in metrics.items() if "/" in n}
+        return self.results({"loss": metrics["loss"]} | batch_metrics, gradients)
 
     def evaluate(self, batch: Any) -> Arrays:
         """Return the metrics of an evaluation."""
         with user_facing_errors(self.run.options):
-            metrics = self.run.task.eval_arrays(*batch)
-        dtype = self.run.options.input_dtype  # sums have more bits
-        return {
-            f"evaluation/{name}": value.astype(dtype) if value.dtype.kind == "f" else value
-            for name, value in metrics.items()
-        }
+            return evaluation_arrays(self.run.task.eval_arrays(*batch), self.run.options)
 
-    def trace(self, batch: Any) -> tuple[tf.Graph, list[np.ndarray]]:
-        """Trace and make a step; return its graph, loss and metrics."""
-        step = self._traced(batch)
-        metrics, _ = step(*batch)
-        return step.graph, [value.numpy() for value in metrics.values()]
 
-    def tower_function(self, batch: Any) -> tuple[Callable, Sequence[Any]]:
-        """Return the towers' function, and its arguments."""
-        example, draws = batch
-        return self.run.task.tower_function, (*example, draws)
+def evaluation_arrays(metrics: Mapping[str, Any], options: Options) -> Arrays:
+    """Return the metrics of a run's evaluation as arrays of its precision: sums have more bits."""
+    arrays = {f"evaluation/{name}": np.asarray(value) for name, value in metrics.items()}
+    dtype = options.input_dtype
+    return {n: a.astype(dtype) if a.dtype.kind == "f" else a for n, a in arrays.items()}
 
 
 class FitRunner(Runner):
@@ -198,21 +170,11 @@ class FitRunner(Runner):
                 warnings.warn(reason, stacklevel=2)
         return {name: np.asarray(getattr(x, "flat_values", x)) for name, x in results.items()}
 
-    def trace(self, batch: Any) -> tuple[tf.Graph, list[np.ndarray]]:
-        """Trace and make a step; return its graph, loss and metrics."""
+    def graph(self, batch: Any) -> tf.Graph:
+        """See `Runner`."""
         self.model.reset_metrics()
         step = tf.function(lambda data: self.model.train_step(data), autograph=False)
-        logs = tf.nest.flatten(step(batch))
-        return step.get_concrete_function(batch).graph, list(map(np.asarray, logs))
-
-    def tower_function(self, batch: Any) -> tuple[Callable, Sequence[Any]]:
-        """Return the towers' function, and its arguments."""
-        inputs, model = inputs_of(batch), self.model
-
-        def fn(*leaves: Any) -> tf.Tensor:
-            return model(tf.nest.pack_sequence_as(inputs, leaves), training=True)
-
-        return fn, tf.nest.flatten(inputs)
+        return step.get_concrete_function(batch).graph
 
 
 def numbers_to_compare(asked: str, names: str | Sequence[str]) -> list[int]:
@@ -277,7 +239,11 @@ def copy_of(model: keras.Model, x: Any) -> keras.Model:
     with keras.saving.custom_object_scope(classes):
         copy = type(model).from_config(model.get_config())
         arguments = tf_internals.compile_arguments(model)
-        copy.compile(**{name: _from_config(value) for name, value in arguments.items()})
+        kinds = keras.Loss | keras.Metric | keras.optimizers.Optimizer
+        copied = tf.nest.map_structure(
+            lambda x: type(x).from_config(x.get_config()) if isinstance(x, kinds) else x, arguments
+        )
+        copy.compile(**copied)
     copy(x)
     if not is_built(model):
         copy.optimizer.build(copy.trainable_variables)
@@ -290,16 +256,6 @@ def copy_of(model: keras.Model, x: Any) -> keras.Model:
     for variable, copied in pairs:
         copied.assign(variable.numpy())
     return copy
-
-
-def _from_config(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _from_config(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_from_config, value))
-    if isinstance(value, keras.Loss | keras.Metric | keras.optimizers.Optimizer):
-        return type(value).from_config(value.get_config())
-    return value  # a function or a name
 
 
 def twin_of(model: keras.Model) -> keras.Model:

@@ -197,7 +197,7 @@ def assemble(
     diagnostics: list[str] = []
     # Checkpoints identify variables by name.
     with user_facing_errors(options), tf_internals.named_as_in_a_new_process():
-        network, options = _build(options, dataset, exact)
+        network, options = build_model(options, dataset, exact)
         if not network.trainable_variables:
             raise InputError(
                 f"--model={options.model} has no trainable weights: there is nothing to train"
@@ -248,8 +248,17 @@ def on_first_device(run: RunContext) -> RunContext:
     return dataclasses.replace(alone, left_open=alone.left_open | of_towers)
 
 
-def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:
-    """Return the model, compiled if function or flags say so, and options with its `augment`."""
+def build_model(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:
+    """Return the model, compiled if function or flags say so, and options with its `augment`.
+
+    Args:
+        options: of the run.
+        dataset: what it trains on.
+        exact: see `assemble`.
+
+    Raises:
+        InputError: the options do not fit the model.
+    """
     if options.model == Options.model and dataset.image_shape is None:
         raise InputError(
             f"--dataset={options.dataset} has no images, which {options.model} needs: name a model "
