@@ -134,9 +134,7 @@ def verify(
             f"verify      {model.name}: {steps} steps of fit in {reference.dtype}, one device "
             f"against {','.join(map(str, numbers))} towers"
         )
-        runners = [
-            FitRunner(make_model(), names[:number], how, reference, warned) for number in numbers
-        ]
+        runners = [FitRunner(make_model(), names[:number], how, reference) for number in numbers]
         for runner in runners:
             runner.assign(reference.variables())
         if reference.dtype == "float64":

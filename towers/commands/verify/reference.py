@@ -33,7 +33,7 @@ _STEPS_TO_DOUBLE = 2000  # the loss scale
 class PlainRunner(Runner):
     """A run in plain Keras. A batch is (example, draws), as for `TrainRunner`."""
 
-    num_towers, builder, diagnostics = 1, None, ()
+    num_towers, builder = 1, None
 
     def __init__(self, run: RunContext, options: Options, device: str, loss_scaling: bool):
         """Build the model anew, and trace its step.

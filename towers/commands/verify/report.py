@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from towers import tf_internals
+from towers.builder.diagnostics import is_unchecked
 from towers.builder.op_names import NO_LAYER, layer_of
 from towers.commands.verify.differences import (
     NUDGE_PART,
@@ -137,7 +138,9 @@ def _likely_cause(
                 f"local BatchNorm: {layer.path} takes its moments over a tower's slice, or a part "
                 f"of it; type --{flag}, or in a program give {local}"
             )
-    if lines := likely_causes(runner, batch):
+    fn, arguments = runner.tower_function(batch)
+    lines = builder.check(fn, (), *arguments)
+    if lines and not is_unchecked(lines[0]):
         return lines[0]
     if _differs_from_itself(reference, batch):
         return (
@@ -153,17 +156,7 @@ def _likely_cause(
                 "the comparison is in float64; cast to the layer's compute_dtype instead, and make "
                 "weights by add_weight without dtype"
             )
-    return "unknown: the towers' function is sound, and one device repeats its step"
-
-
-def likely_causes(runner: Runner, batch: Any) -> list[str]:
-    """Return lines on what towers compute differently, the likeliest cause first.
-
-    Args:
-        runner: on towers.
-        batch: of a step.
-    """
-    return list(runner.diagnostics)
+    return [*lines, "unknown: the towers' function is sound, and one device repeats its step"][0]
 
 
 def _differs_from_itself(reference: Runner, batch: Any) -> bool:

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -29,8 +28,9 @@ class Runner:
     """A model that trains on its own towers, or on one device as plain Keras does.
 
     Subclasses have `make_step(batch)`, which returns "loss", "metric/...", "gradient/..." if
-    known, and all variables; and `evaluate(batch)`: "evaluation/..." and "prediction/...". Those of
-    one device have the graph of a step, `graph(batch)`.
+    known, and all variables; and `evaluate(batch)`: "evaluation/..." and "prediction/...". Those on
+    towers have `tower_function(batch)`, the towers' function and its arguments; those on one device
+    the graph of a step, `graph(batch)`.
     """
 
     num_towers: int  # 1 for plain Keras, too
@@ -38,7 +38,6 @@ class Runner:
     model: keras.Model
     builder: TowerBuilder | None  # None for plain Keras
     named: Mapping[str, Any]  # variables that a step changes, by names that all runners share
-    diagnostics: Sequence[str]  # warnings of the builder about the towers' function
 
     def variables(self) -> Arrays:
         """Return the values of the variables."""
@@ -68,7 +67,7 @@ class TrainRunner(Runner):
         """Trace the step of a run, which is built."""
         self.run, self.model, self.builder = run, run.train_state.model, run.builder
         self.num_towers, self.dtype = len(run.builder.devices), run.options.dtype
-        self.named, self.diagnostics = run.train_state.variables(), run.diagnostics
+        self.named = run.train_state.variables()
         batches = run.data.train.train_batches(run.options.batch_size, seed=run.options.seed)
         run.analyze(next(iter(batches)))
         train_step, spec = run.train_step(), batches.element_spec
@@ -93,6 +92,11 @@ class TrainRunner(Runner):
         with user_facing_errors(self.run.options):
             return evaluation_arrays(self.run.task.eval_arrays(*batch), self.run.options)
 
+    def tower_function(self, batch: Any) -> tuple[Callable, Sequence[Any]]:
+        """See `Runner`."""
+        example, draws = batch
+        return self.run.task.tower_function, (*example, draws)
+
 
 def evaluation_arrays(metrics: Mapping[str, Any], options: Options) -> Arrays:
     """Return the metrics of a run's evaluation as arrays of its precision: sums have more bits."""
@@ -110,7 +114,6 @@ class FitRunner(Runner):
         devices: Sequence[str] = (),
         how: Mapping[str, Any] | None = None,
         reference: "FitRunner | None" = None,
-        warned: Sequence[warnings.WarningMessage] = (),
     ):
         """Put the model on towers; without devices, on one as in Keras.
 
@@ -119,9 +122,8 @@ class FitRunner(Runner):
             devices: of the towers.
             how: keyword arguments of `parallelize`.
             reference: names the variables, since Keras numbers some names.
-            warned: the list to which warnings are recorded.
         """
-        self.model, self.num_towers, self._warned = model, max(len(devices), 1), warned
+        self.model, self.num_towers = model, max(len(devices), 1)
         dtypes = {layer.compute_dtype for layer in tf_internals.layers_of(model)}
         floating = [d for d in sorted(dtypes) if d and tf.as_dtype(d).is_floating]
         self.dtype = min(floating, key=lambda d: tf.as_dtype(d).size, default="float32")
@@ -137,12 +139,6 @@ class FitRunner(Runner):
         if devices:
             parallelize(model, devices=list(devices), **how or {})
         self.builder = builder_of(model)
-
-    @property
-    def diagnostics(self) -> list[str]:
-        """Warnings of the builder."""
-        of_builder = [w for w in self._warned if Path(w.filename).parent.name == "builder"]
-        return [str(warning.message) for warning in of_builder]
 
     def make_step(self, batch: Any) -> Arrays:
         """Make a step by `fit`, without gradients."""
@@ -169,6 +165,10 @@ class FitRunner(Runner):
                 reason = f"{part} is left out, it fails on one device: {first_line(error)}"
                 warnings.warn(reason, stacklevel=2)
         return {name: np.asarray(getattr(x, "flat_values", x)) for name, x in results.items()}
+
+    def tower_function(self, batch: Any) -> tuple[Callable, Sequence[Any]]:
+        """See `Runner`."""
+        return lambda x: self.model(x, training=True), [inputs_of(batch)]
 
     def graph(self, batch: Any) -> tf.Graph:
         """See `Runner`."""
