@@ -52,10 +52,7 @@ def dense_block(images):
     return layers.GlobalAveragePooling2D()(x)
 
 
-entry(
-    SAME, "moments of a half, on one device, too", "--accumulate_steps=2",
-    under_fit="local BatchNorm",  # which has no parts on one device
-)(dense_block)  # fmt: skip
+entry("local BatchNorm", "moments of a half", "--accumulate_steps=2")(dense_block)
 
 
 class WeightStandardisedConv(layers.Conv2D):

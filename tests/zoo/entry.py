@@ -8,7 +8,7 @@ MODULES = "tests.zoo"
 CAUSES = (
     "random op", "python code", "ambiguous draw", "state in Python", "tower-dependent branch",
     "local BatchNorm", "mixed examples", "batch size", "place in the batch", "state", "rounding",
-    "added loss", "initial weights", "backward pass",
+    "added loss", "initial weights", "recomputation", "backward pass",
 )  # fmt: skip
 SAME, REFUSED = "same", "refused"
 

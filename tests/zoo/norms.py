@@ -50,7 +50,7 @@ batch_norm_subclass = on_maps(
 )
 
 
-@entry(SAME, "moments of a half, on one device, too", IN_PARTS, under_fit="local BatchNorm")
+@entry("local BatchNorm", "moments of a half", IN_PARTS)
 @of_images(SAME, "two assignments of one statistic in a step")
 def batch_norm_twice(images):
     norm, conv = BatchNorm(), layers.Conv2D(3, 3, padding="same")

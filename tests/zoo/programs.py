@@ -53,8 +53,7 @@ def dropout_in_while(self, x, training):
 
 # Plain Keras does it twice in a step: the loss is of one mask and the gradient of the next, and the
 # moments are moved twice. On towers it is as without recomputation, to the last digit.
-@own(on_features, SAME, "the mask must be the same the second time", under_fit="recomputation",
-     **HELD)  # fmt: skip
+@own(on_features, "recomputation", "the mask must be the same the second time", quick=True, **HELD)
 def dropout_recomputed(self, x, training):
     return keras.remat(lambda x: self.dropout(self.dense(x), training=training))(x)
 
