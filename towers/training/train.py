@@ -63,8 +63,8 @@ def train(
 
     Raises:
         InputError: an option is not possible; nothing was written.
-        RunError: the loss or a weight is not finite, a batch cannot be read, or the folder cannot
-            be written.
+        RunError: the loss or a weight is not finite, a batch cannot be read, the folder cannot be
+            written, or towers differ from one device and `on_inexact` does not allow it.
     """
     start = time.perf_counter() if start is None else start
     options = options_from_call(options, fields)
