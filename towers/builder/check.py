@@ -155,7 +155,8 @@ class Check:
                     if variable.name != SEED_STATE and not averaged:
                         trace.states.append(variable)
                         writers = [s for s in scopes if id(variable) in s.updates]
-                        seen.states.append([tf.identity(s.value_of(variable)) for s in writers])
+                        values = [tf.cast(s.value_of(variable), variable.dtype) for s in writers]
+                        seen.states.append(list(map(tf.identity, values)))
 
             builder.checks.hold(held, analysis.trace.slice_sizes, observe)
             if not one.is_joined:

@@ -379,7 +379,8 @@ class Tracer:
             captures = [own[id(c)] if id(c) in own else stand_in(c) for c in trace.captured]
             trace.function.set_external_captures(captures)
             number = tf.constant(scale, tf.float64), tf.constant(counted, tf.int32)
-            found = tf_internals.call_for_at_most(_SECONDS, trace.function, list(inputs), *number)
+            with _unoptimized():
+                found = tf_internals.call_for_at_most(_SECONDS, trace.function, inputs, *number)
             found = tf.nest.map_structure(lambda x: x.numpy(), found)
             copies = [self._copies[id(v.handle)][-1] for v in trace.variables]
             return found | {"variables": [copy.numpy() for copy in copies]}
@@ -391,6 +392,17 @@ class Tracer:
     def release(self) -> None:
         """Free the copies of variables; the next run begins from their values of then."""
         self._copies.clear()
+
+
+@contextlib.contextmanager
+def _unoptimized() -> Iterator[None]:
+    """Run functions in the block as they are traced: to optimize them takes longer than to run."""
+    before = tf.config.optimizer.get_experimental_options().get("disable_meta_optimizer", False)
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": before})
 
 
 def is_number(x: tf.Tensor) -> bool:
