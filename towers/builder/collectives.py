@@ -29,11 +29,7 @@ def are_used(devices: Sequence[str]) -> bool:
     return apart and are_gpus(devices) and not are_remote(devices)
 
 
-def all_sum(
-    values: Sequence[Sequence[tf.Tensor]],
-    devices: Sequence[str],
-    finish: Callable[[tf.Tensor, int], tf.Tensor] = lambda total, _: total,
-) -> list[list[tf.Tensor]]:
+def all_sum(values: Sequence[Sequence[tf.Tensor]], devices: Sequence[str]) -> list[list[tf.Tensor]]:
     """Return for each tower the sums over all towers, on its own device.
 
     The last tensors of the lists are summed first, as a backward pass computes gradients in that
@@ -43,7 +39,6 @@ def all_sum(
     Args:
         values: for each tower a list of tensors.
         devices: of the towers.
-        finish: elementwise function of (packed sums, number of the tower), applied to the sums.
 
     Raises:
         ValueError: two towers share a device, or the function is not compiled.
@@ -61,7 +56,7 @@ def all_sum(
         for tower, (device, tower_values) in enumerate(zip(devices, values, strict=True)):
             with tf.device(device):
                 total = collective.sum(pack([tower_values[i] for i in bucket]), device)
-                parts = unpack(finish(total, tower), [tower_values[i] for i in bucket])
+                parts = unpack(total, [tower_values[i] for i in bucket])
             for i, part in zip(bucket, parts, strict=True):
                 sums[tower][i] = part
     return sums

@@ -16,8 +16,6 @@ from towers import tf_internals
 from towers.builder import collectives, cross_host
 from towers.builder.device_types import is_gpu
 from towers.builder.flatten import grouped, num_bytes, pack, unpack
-from towers.builder.sharding import PerTower
-from towers.builder.variable_aggregation import widen
 from towers.errors import InputError
 
 
@@ -109,51 +107,35 @@ class GatherPlan:
     of_variables: Sequence[str] | None = None  # for each variable's gradient; None: home
 
 
-def mean_gradients(
-    sums: Any, variables: Sequence[Any], plan: GatherPlan
-) -> tuple[tf.Tensor, list[Any]]:
-    """Return the mean loss, on the gather device, and the mean gradients of variables.
-
-    From GPUs the loss is packed with the gradients.
+def plan_of(builder: Any, variables: Sequence[Any] = ()) -> GatherPlan:
+    """Return where a builder gathers the gradients of these variables or tensors.
 
     Args:
-        sums: the towers' `losses.TowerSums`.
-        variables: of the gradients; the mean of a `PerTower`, which has copies, is a `PerTower`.
-        plan: where the towers are, and where their gradients are added.
+        builder: the `TowerBuilder`.
+        variables: `tf.Variable`s and tensors; none for values that go to the gather device.
     """
-    losses, counts, gradients, add = sums.losses, sums.counts, sums.gradients, plan.add
-    copied = [isinstance(v, PerTower) for v in variables]
-    packs_loss = is_gpu(plan.towers[0])
-    with tf.device(plan.home):
-        count = add(counts)
-        mean_loss = None if packs_loss else _divide(add(losses), count)
-    if packs_loss:
-        gradients = [[*row, loss] for row, loss in zip(gradients, losses, strict=True)]
-        copied.append(False)
-    if any(copied):
-        if packs_loss and tf.is_tensor(count) and len(counts) == len(plan.towers):
-            sums = collectives.all_sum([[tower_count] for tower_count in counts], plan.towers)
-            count = PerTower([total for (total,) in sums])
-        totals = count.values if isinstance(count, PerTower) else [count] * len(plan.towers)
-        by_tower = sum_on_every_tower(gradients, plan, lambda sums, i: _divide(sums, totals[i]))
-        columns = zip(*by_tower, strict=True)
-        means = [
-            PerTower(values) if is_copied else values[0]
-            for values, is_copied in zip(columns, copied, strict=True)
-        ]
-    else:
-        means = reduce_to(gradients, plan, lambda total: _divide(total, count))
-    if not packs_loss:
-        return mean_loss, means
-    with tf.device(plan.home):
-        return tf.identity(means[-1]), means[:-1]
+    of_variables, home = None, builder.gather_device
+    if builder.gather_at_variables:
+        of_variables = [home if isinstance(v, tf.Tensor) else v.device for v in variables]
+    return GatherPlan(builder.devices, home, builder.add, of_variables)
 
 
-def reduce_to(
-    gradients: Sequence[Sequence[Any]],
-    plan: GatherPlan,
-    finish: Callable[[Any], Any] = lambda total: total,
-) -> list[Any]:
+def sum_gradients(
+    gradients: Sequence[Sequence[Any]], plan: GatherPlan, on_every_tower: bool
+) -> list[list[Any]]:
+    """Return the sums of the towers' gradients: for each tower on its device, or else one list.
+
+    Args:
+        gradients: for each tower a list of gradients or other values; None where it has none.
+        plan: where the towers are, and where their gradients are added.
+        on_every_tower: whether each tower gets the sums.
+    """
+    if on_every_tower:
+        return sum_on_every_tower(gradients, plan)
+    return [reduce_to(gradients, plan)]
+
+
+def reduce_to(gradients: Sequence[Sequence[Any]], plan: GatherPlan) -> list[Any]:
     """Return the sums of the towers' gradients, each on the device that `plan` gives.
 
     Gradients from GPUs are packed into few tensors for each type and target.
@@ -161,7 +143,6 @@ def reduce_to(
     Args:
         gradients: for each tower a list of gradients or other values; None where it has none.
         plan: where the towers are, and where each of the gradients is added.
-        finish: elementwise function of a sum, or of packed sums; by default they stay as they are.
     """
     columns = list(zip(*gradients, strict=True))
     targets = [*(plan.of_variables or ()), *[plan.home] * len(columns)]
@@ -174,7 +155,7 @@ def reduce_to(
         if len(group) == 1:
             of_machines = cross_host.sum_by_machine(columns[first], plan)
             with tf.device(targets[first]):
-                sums[first] = finish(plan.add(of_machines))
+                sums[first] = plan.add(of_machines)
             continue
         packed = []
         for device, tower_gradients in zip(plan.towers, gradients, strict=False):
@@ -182,7 +163,7 @@ def reduce_to(
                 packed.append(pack([tower_gradients[i] for i in group]))
         packed = cross_host.sum_by_machine(packed, plan)
         with tf.device(targets[first]):
-            parts = unpack(finish(plan.add(packed)), [columns[i][0] for i in group])
+            parts = unpack(plan.add(packed), [columns[i][0] for i in group])
         for i, part in zip(group, parts, strict=True):
             sums[i] = part
     return sums
@@ -207,11 +188,7 @@ def add_to(totals: Sequence[Any], results: Sequence[Any], plan: GatherPlan) -> l
     return added
 
 
-def sum_on_every_tower(
-    gradients: Sequence[Sequence[Any]],
-    plan: GatherPlan,
-    finish: Callable[[Any, int], Any] = lambda total, _: total,
-) -> list[list[Any]]:
+def sum_on_every_tower(gradients: Sequence[Sequence[Any]], plan: GatherPlan) -> list[list[Any]]:
     """Return the sums of the towers' gradients, for each tower on its device, by collectives.
 
     Gradients that are sparse, complex, or missing in a tower, are gathered by `add_n` and copied
@@ -220,7 +197,6 @@ def sum_on_every_tower(
     Args:
         gradients: of each tower a list like the variables; None where it has none.
         plan: where the towers are.
-        finish: elementwise function of (a sum or packed sums, number of the tower).
     """
     columns, towers = list(zip(*gradients, strict=True)), plan.towers
     full = len(gradients) == len(towers)
@@ -232,13 +208,13 @@ def sum_on_every_tower(
     results: list[list[Any]] = [[None] * len(columns) for _ in towers]
     if packed:
         values = [[tower_gradients[i] for i in packed] for tower_gradients in gradients]
-        for result, sums in zip(results, collectives.all_sum(values, towers, finish), strict=True):
+        for result, sums in zip(results, collectives.all_sum(values, towers), strict=True):
             for i, value in zip(packed, sums, strict=True):
                 result[i] = value
     for i, values in enumerate(columns):
         if i not in packed:
             with tf.device(plan.home):
-                total = finish(plan.add(values), 0)
+                total = plan.add(values)
             for result in results:
                 result[i] = total
     return results
@@ -246,14 +222,6 @@ def sum_on_every_tower(
 
 def _are_dense(values: Sequence[Any]) -> bool:
     return all(isinstance(v, tf.Tensor) and v.shape.is_fully_defined() for v in values)
-
-
-def _divide(gradient: Any, count: tf.Tensor) -> Any:
-    def quotient(values: tf.Tensor) -> tf.Tensor:
-        wide = widen(values)  # 16 bits cannot hold the count
-        return tf.cast(wide / tf.cast(count, wide.dtype), values.dtype)
-
-    return map_values(quotient, gradient)
 
 
 def zero_if_empty(gradient: Any, count: tf.Tensor) -> Any:

@@ -6,7 +6,6 @@ device and is summed by `add_n`.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,54 +13,16 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder import added_losses, attributes, gather
-from towers.builder.function_analysis import FunctionAnalysis
-from towers.builder.losses import gather_plan
+from towers.builder.passes import CopiesError, Passes, TowerGradients
 from towers.builder.replica_context import (
     ReplicaContext,
     Replicas,
-    WeightCopies,
     assign,
     assigned,
     call_copies,
 )
 from towers.builder.sharding import Slice, is_split, num_rows, occupied, rounds, split
 from towers.errors import InputError
-
-
-@dataclasses.dataclass(frozen=True)
-class TowerGradients:
-    """The gradients of one backward pass through the joined towers."""
-
-    counts: Sequence[tf.Tensor]  # of each tower's examples
-    # (each tower's inputs, its outputs) forward and backward; empty for a batch in parts.
-    phases: Sequence[tuple[Sequence[Any], Sequence[Any]]]
-    of_towers: Sequence[Sequence[Any]]  # each tower's gradients of the variables
-    # Their sums, for each tower on its device if towers have copies of the weights; else once.
-    gathered: Sequence[Sequence[Any]]
-
-
-class CopiesError(Exception):
-    """Towers must read the weights themselves, and not variables that are their copies."""
-
-
-@dataclasses.dataclass
-class Passes:
-    """A record of the passes of `concat` while a step is traced."""
-
-    # {id of a Keras variable: (its `tf.Variable`, the value before the first assignment)}.
-    before: dict[int, tuple[tf.Variable, tf.Tensor]] = dataclasses.field(default_factory=dict)
-    gradients: TowerGradients | None = None  # of the last backward pass
-    # Called with the devices of a pass's towers; returns what they read in place of weights.
-    copy: Callable[[Sequence[str]], WeightCopies] | None = None
-
-    def copies(self, builder: Any, slices: Sequence[Slice]) -> WeightCopies:
-        """Return what towers read in place of weights.
-
-        Args:
-            builder: of the towers.
-            slices: one for each tower that takes part.
-        """
-        return self.copy(builder.devices[: len(slices)]) if self.copy else ()
 
 
 def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | None = None) -> Any:
@@ -79,9 +40,9 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | No
         analysis = builder.analyze(fn, *batch, num_slices=len(builder.devices))
         analysis.check_joinable()
     slices = occupied(split(builder, batch, never_empty=True))
-    before = passes.before if passes else None
     copies = passes.copies(builder, slices) if passes else ()
-    results = call_copies(builder, fn, slices, batch, to_join=True, before=before, copies=copies)
+    note = passes and passes.note
+    results = call_copies(builder, fn, slices, batch, to_join=True, note=note, copies=copies)
     return builder.gather(gather.join, results)
 
 
@@ -98,31 +59,42 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
     leaves = tf.nest.flatten(batch)
     dense = [i for i, x in enumerate(leaves) if isinstance(x, tf.Tensor) and x.dtype.is_floating]
     watched = [i for i in dense if tf_internals.is_recording([leaves[i]])]
-    all_slices = rounds(builder, batch)
-    copies = passes.copies(builder, all_slices[0]) if passes else ()
-    parts = [_Part(builder, fn, slices, analysis, watched, copies) for slices in all_slices]
-    captured: list[tf.Tensor] = []
+    parts = rounds(builder, batch)
+    copies = passes.copies(builder, parts[0]) if passes else ()
+    captured: list[tf.Tensor] = []  # other tensors that have gradients
+    states: dict[int, tf.Tensor] = {}  # {id of a variable: the value that towers read}
+
+    def inputs_of(replica: ReplicaContext) -> list[tf.Tensor]:
+        own = tf.nest.flatten(replica.part.batch)
+        return [own[i] for i in watched]
+
+    def on_tower(replica: ReplicaContext) -> tuple[list[tf.Tensor], Any]:
+        known = [*captured, *(x for x in replica.copies.values() if isinstance(x, tf.Tensor))]
+        replica.tape.watch([*inputs_of(replica), *known])
+        with _no_captures([*tf.nest.flatten(replica.part.batch), *known]):
+            result = replica.compiled(lambda: (replica.call(fn), replica.added_losses()))
+            result = replica.unpadded(result)
+        return _values(result), result
+
+    def forward(slices: Sequence[Slice]) -> tuple[Replicas, list[Any]]:
+        replicas = Replicas(builder, slices, analysis, states, analysis.added, copies)
+        return replicas, builder.run(lambda r: builder.forward(on_tower, r), replicas)
+
     while True:
         try:
-            results = [result for part in parts for result in part.forward()]
+            passed, results = zip(*map(forward, parts), strict=True)
             break
         except _CapturedError as error:
             # A tape must watch these before they are used: the passes are traced again.
             captured += error.tensors
-            for part in parts:
-                part.captured = captured
-    outputs = [values for part in parts for values in part.outputs]
-    scopes = [scope for part in parts for scope in part.replicas.scopes]
-    changed = assigned(scopes)
+    replicas = [replica for part in passed for replica in part.contexts]
+    outputs, scopes = [replica.outputs for replica in replicas], [r.scope for r in replicas]
     # A second forward pass, as in tf.recompute_grad, begins with the states before the first.
-    states = {id(variable): tf.identity(variable.value) for variable in changed}
-    for variable in changed if passes else ():
-        passes.before.setdefault(id(variable), (variable.value, states[id(variable)]))
-    for part in parts:
-        part.states = states
+    states |= {id(variable): tf.identity(variable.value) for variable in assigned(scopes)}
+    if passes:
+        passes.note(scopes)
     assign(builder, scopes, analysis.policies)
-    reads = [item for part in parts for by_id in part.reads for item in by_id.items()]
-    variables = [variable for variable, _ in dict(reads).values()]
+    variables = list({id(v): v for replica in replicas for v in replica.read_variables()}.values())
     unsplit = [*captured, *variables]  # each tower reads all of them
     if tf_internals.are_followed(variables) and not builder.checks.observe:
         raise InputError(
@@ -139,23 +111,32 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
             columns = zip(upstream, zip(*outputs, strict=True), strict=True)
             slices = [tf.split(x, list(map(num_rows, outs)), num=len(outs)) for x, outs in columns]
             pieces = iter([list(rows) for rows in zip(*slices, strict=True)])
-        of_inputs, sums = [], []
-        for part in parts:
-            rows = [next(pieces) for _ in part.slices]
-            with gather.after([rows, sums] if len(parts) > 1 else []):
-                if len(parts) > 1:
+        of_inputs, sums, in_parts = [], [], len(parts) > 1
+
+        def back(replica: ReplicaContext) -> list[Any]:
+            by = [*inputs_of(replica), *unsplit]
+            gradients = builder.backward(replica, rows[replica.tower], by)
+            of_inputs.append(
+                [
+                    replica.unpadded(tf.zeros_like(x) if g is None else g)
+                    for x, g in zip(by, gradients, strict=True)
+                ][: len(watched)]
+            )
+            return replica.gradients(gradients[len(watched) :], unsplit)
+
+        for part, slices in zip(passed, parts, strict=True):
+            rows = [next(pieces) for _ in slices]
+            with gather.after([rows, sums] if in_parts else []):
+                if in_parts:
                     with tf_internals.keep_losses():
-                        part.forward()
-                of_slices = part.backward(rows, unsplit)
-            of_inputs += [inputs for inputs, _ in of_slices]
-            sums = gather.add_to(sums, [shared for _, shared in of_slices], gather_plan(builder))
+                        part, _ = forward(slices)
+                of_towers = builder.run(back, part)
+            sums = gather.add_to(sums, of_towers, gather.plan_of(builder))
         with tf.name_scope("gather"):
             with tf.device(builder.gather_device):
                 inputs = [gather.join(rows) for rows in zip(*of_inputs, strict=True)]
-            plan = gather_plan(builder, unsplit)
-            on_all = gather.sum_on_every_tower
-            gathered = on_all(sums, plan) if copies else [gather.reduce_to(sums, plan)]
-        if len(parts) > 1:
+            gathered = gather.sum_gradients(sums, gather.plan_of(builder, unsplit), bool(copies))
+        if in_parts:
             # Grappler drops control edges that delay an update until the last part has read a
             # variable.
             with tf.control_dependencies(gather.tensors([inputs, gathered])):
@@ -163,97 +144,24 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
         if passes:
             of_towers = [tower_sums[len(captured) :] for tower_sums in sums]
             of_variables = [of_tower[len(captured) :] for of_tower in gathered]
-            counts = [tf.convert_to_tensor(part.count) for part in parts[0].slices]
-            for part in parts[1:]:
-                for i, tower_slice in enumerate(part.slices):
-                    counts[i] += tf.cast(tower_slice.count, counts[i].dtype)
-            batches = [tf.nest.flatten(part.batch) for part in parts[0].slices]
-            phases = [(batches, parts[0].outputs), (rows, of_towers)]
-            phases = phases if len(parts) == 1 else []
+            counts = [tf.convert_to_tensor(part.count) for part in parts[0]]
+            for slices in parts[1:]:
+                for i, part in enumerate(slices):
+                    counts[i] += tf.cast(part.count, counts[i].dtype)
+            batches = [tf.nest.flatten(part.batch) for part in parts[0]]
+            phases = [] if in_parts else [(batches, outputs), (rows, of_towers)]
             passes.gradients = TowerGradients(counts, phases, of_towers, of_variables)
         return inputs + gathered[0]
 
     with tf.device(builder.gather_device), tf.name_scope("gather"):
         with tf.control_dependencies(_checks_of_shapes(outputs)):
-            whole = gather.map_towers(gather.join, results)
+            whole = gather.map_towers(gather.join, sum(results, []))
         sources = [leaves[i] for i in watched] + unsplit
         values = tf_internals.record_as_one_op("Towers", _values(whole), sources, backward)
         (whole, sides), added = _with_values(whole, values)
         side_outputs.assign(sides, leaves)
         added_losses.add_to_layers(scopes[0], added)
         return whole
-
-
-class _Part:
-    """A part of the batch, one slice for each tower, with its forward and backward pass."""
-
-    def __init__(
-        self, builder: Any, fn: Callable, slices: Sequence[Slice], analysis: FunctionAnalysis,
-        watched: Sequence[int], copies: WeightCopies,
-    ):  # fmt: skip
-        self.builder, self.fn, self.slices, self.copies = builder, fn, slices, copies
-        self.analysis, self.watched = analysis, watched  # numbers of leaves that have gradients
-        self.captured: Sequence[tf.Tensor] = ()  # other tensors that have gradients
-        self.states: dict[int, tf.Tensor] = {}  # {id of a variable: the value that towers read}
-
-    def forward(self) -> list[Any]:
-        """Return for each slice the function's result and the losses that layers add."""
-        given = self.builder, self.slices, self.analysis, self.states
-        self.replicas = Replicas(*given, self.analysis.added, self.copies)
-        self.reads: list[dict[int, tuple]] = []  # {id of a variable: (it, the tensor on the tape)}
-        self.inputs: list[list[tf.Tensor]] = []
-        self.tapes: list[tf.GradientTape] = []
-        results = self.builder.run(self._forward, self.replicas)
-        self.outputs = list(map(_values, results))
-        return results
-
-    def _forward(self, replica: ReplicaContext) -> Any:
-        leaves, reads = tf.nest.flatten(replica.part.batch), {}
-        inputs = [leaves[i] for i in self.watched]
-
-        def on_read(variable: tf.Variable, value: tf.Tensor) -> None:
-            tape.watch(value)
-            reads[id(variable)] = variable, value
-
-        copies = [(weight.value, values[replica.tower]) for weight, values in self.copies]
-        sent = [value for _, value in copies if isinstance(value, tf.Tensor)]
-        with tf.GradientTape(persistent=True) as tape:  # backward may go through it several times
-            tape.watch([*inputs, *self.captured, *sent])
-            with _no_captures([*leaves, *self.captured, *sent]):
-                result = replica.compiled(
-                    lambda: (replica.call(self.fn), replica.added_losses()), on_read
-                )
-                result = replica.unpadded(result)
-        if not replica.by_xla:
-            reads = {id(v): (v, v) for v in tape.watched_variables()}
-        for weight, value in copies:
-            if isinstance(value, tf.Tensor):
-                reads[id(weight)] = weight, value
-            elif id(value) in reads:
-                reads[id(weight)] = weight, reads.pop(id(value))[1]
-        self.reads.append(reads)
-        self.inputs.append(inputs)
-        self.tapes.append(tape)
-        return result
-
-    def backward(
-        self, upstream: Sequence[Sequence[tf.Tensor]], variables: Sequence[Any]
-    ) -> list[tuple[list, list]]:
-        """Return for each slice the gradients of its inputs and of `variables`."""
-
-        def back(replica: ReplicaContext) -> tuple[list, list]:
-            i, replica.own = replica.tower, self.states
-            inputs, reads = self.inputs[i], [self.reads[i].get(id(v), (v, v))[1] for v in variables]
-            with replica.replaced():  # layers may be called again
-                gradients = self.tapes[i].gradient(self.outputs[i], [*inputs, *reads], upstream[i])
-            of_variables = replica.zero_if_empty(gradients[len(inputs) :])
-            of_inputs = [
-                replica.unpadded(tf.zeros_like(x) if g is None else g)
-                for x, g in zip(inputs, gradients, strict=False)
-            ]
-            return of_inputs, replica.gradients(of_variables, variables)
-
-        return self.builder.run(back, self.replicas)
 
 
 def _identities(gradients: Sequence[Any]) -> list[Any]:

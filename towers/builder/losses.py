@@ -1,7 +1,5 @@
-"""The loss function of a tower: the sum over its slice, and checks of losses and variables."""
+"""Losses made in the towers: their mean over all examples, and its gradients."""
 
-import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,10 +7,11 @@ import keras
 import tensorflow as tf
 
 from towers import tf_internals
+from towers.builder import gather
 from towers.builder.function_analysis import FunctionAnalysis
-from towers.builder.gather import GatherPlan, map_values
-from towers.builder.replica_scope import ReplicaScope
-from towers.builder.sharding import PerTower, Slice
+from towers.builder.passes import Passes, TowerGradients
+from towers.builder.replica_context import ReplicaContext, Replicas, WeightCopies, assign
+from towers.builder.sharding import PerTower, Slice, rounds
 from towers.builder.variable_aggregation import widen
 from towers.errors import InputError
 
@@ -22,34 +21,87 @@ _NO_LOSSES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class TowerSums:
-    """Each tower's sums over its examples; the last towers are missing if they have none."""
+def mean_gradients(
+    builder: Any,
+    loss_fn: Callable,
+    variables: Sequence[Any],
+    batch: Sequence[Any],
+    passes: Passes | None = None,
+) -> tuple[tf.Tensor, list[list[Any]], Any]:
+    """Return the mean loss, its gradients, and joined outputs.
 
-    losses: list[tf.Tensor]  # sums, scalars
-    counts: list[Any]  # numbers of examples, scalar tensors where unknown
-    gradients: list[list[Any]]  # sums: for each tower a list like the variables
-    scopes: list[ReplicaScope]  # what the towers assigned
-    policies: dict[int, str]  # how to aggregate it, see `variable_aggregation.assign_once`
-    outputs: list[Any]  # the other results of `loss_fn` for each slice, in order
-
-    @property
-    def has_outputs(self) -> bool:
-        """Whether `loss_fn` returned more than losses."""
-        return not isinstance(self.outputs[0], tuple) or bool(self.outputs[0])
-
-
-def summed(loss_fn: Callable, part: Slice) -> Callable:
-    """Return a function from a slice's batch to (sum of losses, number of examples, outputs).
+    Each tower goes back from the mean over all examples: its gradients are only added up.
 
     Args:
-        loss_fn: as for `TowerBuilder.gradients`; outputs are () if it returns losses alone.
-        part: the slice, by which the losses are checked.
+        builder: the `TowerBuilder`.
+        loss_fn: as for `TowerBuilder.gradients`; outputs are None if it returns losses alone.
+        variables: as for `TowerBuilder.gradients`; if some are copied, there is a list of gradients
+            for each tower, else one.
+        batch: the arguments of `loss_fn`.
+        passes: gets a record of the passes, if given.
+    """
+    _check_by_example(analysis := builder.analyze(loss_fn, *batch))
+    loss_fn, (masters, copies) = _of_examples(loss_fn), _masters_and_copies(variables)
+    sums, others = [], []
+
+    def forward(replica: ReplicaContext) -> tuple:
+        return builder.forward(loss_fn, replica, masters)
+
+    def backward(replica: ReplicaContext) -> list[Any]:
+        upstream = _upstream(replica.outputs, replica.part, total)
+        return builder.backward(replica, upstream, masters)
+
+    def both(replica: ReplicaContext) -> tuple:
+        return replica.compiled(lambda: (forward(replica), backward(replica)))
+
+    def results(replica: ReplicaContext) -> tuple:
+        (loss, count, *rest), gradients = passed[replica.tower]
+        others.append((replica.close(count), *map(replica.unpadded, rest)))
+        return loss, replica.scope.count, replica.gradients(gradients, masters)
+
+    for slices in rounds(builder, batch):  # `accumulate_steps` rounds
+        replicas = Replicas(builder, slices, analysis, {}, analysis.added, copies)
+        with gather.after(sums):
+            if slices[0].rows:
+                total = slices[0].rows.total
+                passed = builder.run(both, replicas)
+            else:  # nothing is split: towers have as many examples as they return losses
+                there = builder.run(forward, replicas)
+                total = builder.gather(builder.add, [count for _, count, *_ in there])
+                passed = list(zip(there, builder.run(backward, replicas), strict=True))
+            parts = builder.run(results, replicas)
+        sums = gather.add_to(sums, parts, gather.plan_of(builder))  # on each tower
+    losses, counts, gradients = map(list, zip(*sums, strict=True))
+    scopes, outputs, sides = map(list, zip(*others, strict=True))
+    analysis.side_outputs.assign(builder.gather(gather.join, sides) if any(sides) else [], batch)
+    with tf.name_scope("gather"):
+        rows = [[*row, loss] for row, loss in zip(gradients, losses, strict=True)]
+        gathered = gather.sum_gradients(rows, gather.plan_of(builder, masters), bool(copies))
+        loss = [row.pop() for row in gathered][0]
+        with tf.device(builder.gather_device):
+            loss /= tf.cast(total, loss.dtype)
+    if passes:
+        passes.note(scopes)
+        passes.gradients = TowerGradients(counts, [], gradients, gathered, losses)
+    assign(builder, scopes, analysis.policies)
+    has_none = isinstance(outputs[0], tuple) and not outputs[0]
+    return loss, gathered, None if has_none else builder.gather(gather.join, outputs)
+
+
+def _of_examples(loss_fn: Callable) -> Callable:
+    """Return a function for `TowerBuilder.forward`: from a replica to (losses, what it returns).
+
+    It returns the sum of the losses, the number of examples, the outputs of `loss_fn` (() if there
+    are none), and the tensors that are set as attributes.
+
+    Args:
+        loss_fn: as for `TowerBuilder.gradients`.
     """
     loss_fn = tf_internals.converted_as_here(loss_fn)
 
-    def sum_of_losses(*batch: Any) -> tuple[tf.Tensor, Any, Any]:
-        returned = loss_fn(*batch)
+    def losses_of(replica: Any) -> tuple[tf.Tensor, tuple]:
+        part = replica.part
+        returned, side = replica.call(loss_fn)
         losses, outputs = returned if isinstance(returned, tuple) else (returned, ())
         losses = _checked(losses, part)
         total = tf.reduce_sum(losses)
@@ -58,65 +110,27 @@ def summed(loss_fn: Callable, part: Slice) -> Callable:
         count = losses.shape[0] if part.count is None else part.count
         if not isinstance(count, int):
             count = tf.cast(tf.shape(losses)[0] if count is None else count, total.dtype)
-        return total, count, outputs
+        return losses, (total, count, outputs, side)
 
-    return sum_of_losses
+    return lambda replica: replica.compiled(lambda: losses_of(replica))
 
 
-def gradients_of_sum(
-    gradient: Callable, loss: tf.Tensor, variables: Sequence[tf.Variable], replica: Any
-) -> list[Any]:
-    """Return the gradients of a slice's sum of losses.
-
-    Float16 may hold no gradient but that of the mean over the batch: it is taken, then multiplied
-    back to the sum, in float32 at least.
+def _upstream(losses: tf.Tensor, part: Slice, total: Any) -> tf.Tensor:
+    """Return the gradient of the mean over all examples by a tower's losses.
 
     Args:
-        gradient: `gradient` of the tape that has recorded the forward pass.
-        loss: the sum, a scalar.
-        variables: those that the tower reads.
-        replica: the tower's `ReplicaContext`.
+        losses: of the tower, `[b]`.
+        part: the tower's slice.
+        total: number of examples of all towers, an int or a scalar.
     """
-    rows, upstream = replica.part.rows, None
-    if rows is not None and _has_float16(variables):
-        total = tf.cast(rows.total, loss.dtype)
-        upstream = 1.0 / total
-    with replica.replaced():  # layers may be called again
-        gradients = gradient(loss, variables, upstream)
-    gradients = replica.zero_if_empty(gradients)
-    if upstream is None:
-        return gradients
-
-    def times_total(x: tf.Tensor) -> tf.Tensor:
-        return widen(x) * tf.cast(total, widen(x).dtype)
-
-    return [map_values(times_total, g) for g in gradients]
+    share = 1 / tf.cast(tf.maximum(total, 1), losses.dtype)
+    if part.may_be_empty():
+        share *= tf.cast(part.count > 0, share.dtype)
+    known = losses.shape.is_fully_defined()  # then it is a constant, which costs a GPU nothing
+    return tf.fill(losses.shape if known else tf.shape(losses), share)
 
 
-def _has_float16(variables: Sequence[tf.Variable]) -> bool:
-    # The towers' computation is looked for in the graph that it is traced into.
-    ops = [] if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_operations()
-    tensors = itertools.chain.from_iterable(op.outputs for op in ops)
-    return any(x.dtype == tf.float16 for x in (*variables, *tensors))
-
-
-def finish(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """Return gathered gradients in the dtypes of their variables.
-
-    Args:
-        gradients: means over all examples; a `PerTower` for copies.
-        variables: as for `TowerBuilder.gradients`.
-    """
-
-    def cast(gradient: Any, dtype: tf.DType) -> Any:
-        if isinstance(gradient, PerTower):
-            return PerTower([cast(value, dtype) for value in gradient.values])
-        return map_values(lambda x: tf.cast(x, dtype), gradient)
-
-    return [cast(g, v.dtype) for g, v in zip(gradients, masters_of(variables), strict=True)]
-
-
-def check_by_example(analysis: FunctionAnalysis) -> None:
+def _check_by_example(analysis: FunctionAnalysis) -> None:
     """Raise InputError if a loss function's losses or outputs have no row for each example."""
     if analysis.by_example is False:
         shape = next(iter(analysis.trace.shapes), None) if analysis.trace else None
@@ -144,46 +158,24 @@ def _checked(losses: Any, part: Slice) -> tf.Tensor:
     return widen(losses)
 
 
-def variables_and_copies(
-    variables: Sequence[Any], tower: int
-) -> tuple[list[tf.Variable], dict[int, tf.Variable]]:
-    """Return the variables that a tower reads, and {id of the one in `loss_fn`: its own copy}.
+def _masters_and_copies(variables: Sequence[Any]) -> tuple[list[tf.Variable], WeightCopies]:
+    """Return the `tf.Variable`s of a builder's variables, of copies the first; and the copies.
 
     Args:
         variables: as for `TowerBuilder.gradients`.
-        tower: number of the tower.
 
     Raises:
         ValueError: there is something else among them.
     """
-    tower_variables = []
-    for variable in variables:
-        variable = variable.values[tower] if isinstance(variable, PerTower) else variable
+
+    def value_of(variable: Any) -> tf.Variable:
         if not isinstance(variable, keras.Variable | tf.Variable):
             raise ValueError(
                 "variables must be a list of tf.Variables or keras.Variables, but holds "
                 f"{variable!r}"
             )
-        tower_variables.append(variable.value if isinstance(variable, keras.Variable) else variable)
-    pairs = zip(variables, tower_variables, strict=True)
-    return tower_variables, {id(v.values[0]): copy for v, copy in pairs if isinstance(v, PerTower)}
+        return variable.value if isinstance(variable, keras.Variable) else variable
 
-
-def masters_of(variables: Sequence[Any]) -> list[tf.Variable]:
-    """Return the `tf.Variable`s that the first tower reads: of copies, the first."""
-    return variables_and_copies(variables, 0)[0]
-
-
-def gather_plan(builder: Any, variables: Sequence[Any] = ()) -> GatherPlan:
-    """Return where a builder gathers the gradients of these variables or tensors.
-
-    Args:
-        builder: the `TowerBuilder`.
-        variables: none for values that are gathered on the gather device.
-    """
-    of_variables, home = None, builder.gather_device
-    if builder.gather_at_variables:
-        of_variables = [
-            home if isinstance(v, tf.Tensor) else masters_of([v])[0].device for v in variables
-        ]
-    return GatherPlan(builder.devices, home, builder.add, of_variables)
+    copied = [v.values for v in variables if isinstance(v, PerTower)]
+    copies = [(values[0], list(map(value_of, values))) for values in copied]
+    return [value_of(v.values[0] if isinstance(v, PerTower) else v) for v in variables], copies

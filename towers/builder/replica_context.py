@@ -54,9 +54,13 @@ class ReplicaContext:
             function may create variables and assign any (if its analysis allows it).
         copies: the same of weights, see `Replicas`.
         scope: records the assignments of the last call.
+        tape: has recorded the last forward pass of `TowerBuilder.forward`.
+        outputs: of that pass, from which `TowerBuilder.backward` goes back.
     """
 
     scope: ReplicaScope | None = None
+    tape: tf.GradientTape | None = None
+    outputs: Any = None
 
     def __init__(self, replicas: "Replicas", tower: int, part: Slice):
         """Set the tower and its slice.
@@ -68,10 +72,11 @@ class ReplicaContext:
         """
         builder, sync_group = replicas.builder, replicas.sync_group
         self.tower, self.device, self.name = tower, builder.devices[tower], f"tower_{tower}"
-        self.part, self.own, self.copies = part, replicas.own, {}
-        if replicas.copies:
-            self.copies = {id(v): values[tower] for v, values in replicas.copies}
-        self.by_xla = builder.jit_compile and replicas.own is not None
+        self.part, self.own = part, replicas.own
+        self.copies = {id(v): values[tower] for v, values in replicas.copies}
+        self._copied = [(_master(v), values[tower]) for v, values in replicas.copies]
+        self.by_xla, self._is_in_program = builder.jit_compile and replicas.own is not None, False
+        self._read_by_xla: dict[int, tuple[tf.Variable, tf.Tensor]] = {}  # its value outside
         self.rng = ReplicaRng(part.rows, replicas.analysis.draws, builder.jit_compile, self.device)
         self._replicas = replicas
         self._sync = sync_group.handle(tower, self.by_xla) if sync_group else None
@@ -121,21 +126,43 @@ class ReplicaContext:
             return []
         return added_losses.as_rows(self.scope, self.part.rows, self._replicas.added)
 
-    def compiled(self, compute: Callable, on_read: Callable = lambda *_: None) -> Any:
+    def compiled(self, compute: Callable) -> Any:
         """Return the tensors that `compute` returns, compiled by XLA with `jit_compile`.
 
         Args:
             compute: takes nothing, runs `call`, and returns a structure of tensors.
-            on_read: see `xla.compiled`; it is not called without XLA.
         """
-        if not self.by_xla:
+        if not self.by_xla or self._is_in_program:
             return compute()
+        tape = self.tape  # of a forward pass around the program
 
         def program() -> tuple[ReplicaScope, Any]:
+            self._is_in_program = True
             results = compute()
+            self._is_in_program = False
             return self.scope, results
 
+        def on_read(variable: tf.Variable, value: tf.Tensor) -> None:
+            if tape:
+                tape.watch(value)
+                self._read_by_xla[id(variable)] = variable, value
+
         return xla.compiled(program, on_read)[1]
+
+    def read_variables(self) -> list[tf.Variable]:
+        """Return the variables that the last forward pass has read; of copies the masters."""
+        reads = [variable for variable, _ in self._read_by_xla.values()]
+        if not self.by_xla:
+            reads = self.tape.watched_variables()
+        own = {id(copy): master for master, copy in self._copied}
+        sent = [master for master, copy in self._copied if isinstance(copy, tf.Tensor)]
+        return [own.get(id(variable), variable) for variable in reads] + sent
+
+    def sources(self, variables: Sequence[Any]) -> list[Any]:
+        """Return what the tower's tape knows in place of variables: copies, what XLA has read."""
+        copies = {id(master): copy for master, copy in self._copied}
+        own = [copies.get(id(v), v) for v in variables]
+        return [self._read_by_xla.get(id(v), (v, v))[1] for v in own]
 
     def unpadded(self, structure: Any) -> Any:
         """Return results of the slice without padding rows."""
@@ -146,22 +173,19 @@ class ReplicaContext:
         self.scope.count = self.part.count if isinstance(self.part.count, int) else count
         return self.scope
 
-    def zero_if_empty(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return gradients, zeros if the tower has no example: the mean over none is NaN."""
-        if not self.part.may_be_empty():
-            return list(gradients)
-        return [gather.zero_if_empty(g, self.part.count) for g in gradients]
-
     def gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients; mark those that are sparse and have the same rows in each tower.
 
-        With the builder's `dense_gradients` sparse ones become dense where that has fewer bytes.
+        They are zeros if the tower has no example: those of padding may be NaN. With the builder's
+        `dense_gradients` sparse ones become dense where that has fewer bytes.
 
         Args:
             gradients: of the tower; None where there is none.
             variables: of the gradients, masters and not copies.
         """
         static, builder = self._replicas.analysis.static_rows, self._replicas.builder
+        if self.part.may_be_empty():
+            gradients = [gather.zero_if_empty(g, self.part.count) for g in gradients]
 
         def known(gradient: Any, variable: Any) -> Any:
             if not isinstance(gradient, tf.IndexedSlices):
@@ -207,15 +231,15 @@ class Replicas:
             counts = [part.count for part in slices]
             self.sync_group = SyncGroup(counts, builder.devices[: len(slices)])
         self.weight_broadcast = cross_host.WeightBroadcast(builder.devices)
-        self._contexts = [ReplicaContext(self, i, part) for i, part in enumerate(slices)]
+        self.contexts = [ReplicaContext(self, i, part) for i, part in enumerate(slices)]
 
     def __iter__(self) -> Iterator[ReplicaContext]:
         """Yield each tower's context for a pass, then exchange what BatchNorm needs of all."""
         if self.sync_group:
             self.sync_group.is_open = True
-        yield from self._contexts
+        yield from self.contexts
         if self.sync_group:
-            if any(replica.rng.num_guessed for replica in self._contexts):
+            if any(replica.rng.num_guessed for replica in self.contexts):
                 self.builder.warn([diagnostics.UNFORESEEN_DRAW])
             # What could not be checked is said when towers could do it: else they have raised why.
             self.builder.warn(self.analysis.lines)
@@ -224,7 +248,7 @@ class Replicas:
     @property
     def scopes(self) -> list[ReplicaScope]:
         """Scopes of the towers' last calls."""
-        return [replica.scope for replica in self._contexts if replica.scope]
+        return [replica.scope for replica in self.contexts if replica.scope]
 
 
 def call_copies(
@@ -233,7 +257,7 @@ def call_copies(
     slices: Sequence[Slice],
     batch: Sequence[Any],
     to_join: bool = False,
-    before: dict[int, tuple[tf.Variable, tf.Tensor]] | None = None,
+    note: Callable[[Sequence[ReplicaScope]], None] | None = None,
     copies: WeightCopies = (),
 ) -> list[Any]:
     """Call `fn` on each slice, make all towers' assignments once, and return the results.
@@ -244,7 +268,7 @@ def call_copies(
         slices: of the batch.
         batch: the arguments of `fn`.
         to_join: remove padding rows; join the losses that layers add, and add them to the layers.
-        before: gets {id of an assigned Keras variable: (its `tf.Variable`, its value before)}.
+        note: called with the towers' scopes before their assignments are made.
         copies: of weights.
     """
     analysis = builder.analyze(fn, *batch, num_slices=len(builder.devices))
@@ -264,14 +288,17 @@ def call_copies(
     scopes = replicas.scopes
     if not scopes:  # nothing was split, and nothing is assigned
         return results
-    for variable in () if before is None else assigned(scopes):
-        if id(variable) not in before:
-            before[id(variable)] = variable.value, tf.identity(variable.value)
+    if note:
+        note(scopes)
     assign(builder, scopes, analysis.policies)
     analysis.side_outputs.assign(builder.gather(gather.join, sides), batch)
     if to_join:
         added_losses.add_to_layers(scopes[0], builder.gather(gather.join, added))
     return results
+
+
+def _master(weight: Any) -> tf.Variable:
+    return weight.value if isinstance(weight, keras.Variable) else weight
 
 
 def _moments_of(builder: Any) -> str:

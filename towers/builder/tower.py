@@ -18,8 +18,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.builder import checks, gather, joined_outputs, losses, replica_context, sharding, xla
+from towers.builder import checks, gather, joined_outputs, losses, sharding, xla
 from towers.builder.replica_context import ReplicaContext, Replicas, call_copies
+from towers.builder.sharding import PerTower
 
 
 class TowerBuilder:
@@ -84,7 +85,7 @@ class TowerBuilder:
             *batch: the global batch.
         """
         results = call_copies(self, fn, sharding.occupied(sharding.split(self, batch)), batch)
-        return self.gather(gather.add_by_machine(losses.gather_plan(self)), results)
+        return self.gather(gather.add_by_machine(gather.plan_of(self)), results)
 
     def concat(self, fn: Callable, *batch: Any) -> Any:
         """Return the results of `fn` joined along axis 0, in the order of the batch.
@@ -115,59 +116,38 @@ class TowerBuilder:
             ValueError: another kind of variable, or losses that are not floats of shape `[b]`.
         """
         variables = list(variables)
-        sums = self.tower_sums(loss_fn, variables, *batch)
-        means = self.gather_sums(sums, variables)
-        return (*means, self.gather(gather.join, sums.outputs)) if sums.has_outputs else means
+        loss, by_tower, outputs = losses.mean_gradients(self, loss_fn, variables, batch)
+        gradients = [
+            PerTower(values) if isinstance(variable, PerTower) else values[0]
+            for variable, *values in zip(variables, *by_tower, strict=True)
+        ]
+        return (loss, gradients) if outputs is None else (loss, gradients, outputs)
 
-    def tower_sums(self, loss_fn: Callable, variables: Sequence, *batch: Any) -> losses.TowerSums:
-        """Return each tower's sums of losses and gradients; `gather_sums` adds them by `add_n`.
-
-        Args:
-            loss_fn: as for `gradients`.
-            variables: as for `gradients`.
-            *batch: as for `gradients`.
-        """
-        losses.check_by_example(analysis := self.analyze(loss_fn, *batch))
-        masters, totals, not_added = losses.masters_of(variables), [], []
-
-        def on_tower(replica: ReplicaContext) -> tuple:
-            watched, replica.own = losses.variables_and_copies(variables, replica.tower)
-            sum_of_losses = losses.summed(loss_fn, replica.part)
-
-            def compute() -> tuple:
-                with tf.GradientTape(watch_accessed_variables=False) as tape:
-                    tape.watch(watched)
-                    result, side = replica.call(sum_of_losses)
-                gradients = losses.gradients_of_sum(tape.gradient, result[0], watched, replica)
-                return result, side, gradients
-
-            (loss, count, outputs), side, gradients = replica.compiled(compute)
-            unpadded = replica.unpadded(outputs), replica.unpadded(side)
-            not_added.append((replica.close(count), *unpadded))
-            return loss, replica.scope.count, replica.gradients(gradients, masters)
-
-        for slices in sharding.rounds(self, batch):  # the split; `accumulate_steps` rounds
-            with gather.after(totals):
-                results = self.run(on_tower, Replicas(self, slices, analysis, {}, analysis.added))
-            totals = gather.add_to(totals, results, losses.gather_plan(self))  # on each tower
-        sums, counts, gradients = map(list, zip(*totals, strict=True))
-        scopes, outputs, sides = map(list, zip(*not_added, strict=True))
-        analysis.side_outputs.assign(self.gather(gather.join, sides) if any(sides) else [], batch)
-        return losses.TowerSums(sums, counts, gradients, scopes, analysis.policies, outputs)
-
-    def gather_sums(self, sums: losses.TowerSums, variables: Sequence[Any]) -> tuple:
-        """Return the mean loss and its gradients, as `gradients`; make the towers' assignments.
+    def forward(self, fn: Callable, replica: ReplicaContext, variables: Any = None) -> Any:
+        """Call `fn` in a tower, under a tape, from which `backward` goes back once.
 
         Args:
-            sums: from `tower_sums`, of the same variables.
-            variables: as for `gradients`.
+            fn: maps the replica to (the outputs to go back from, a value that is returned).
+            replica: the context of the tower.
+            variables: those to which `backward` goes; None: to all that `fn` reads or the tape
+                watches, any number of times.
         """
-        with tf.name_scope("gather"):
-            plan = losses.gather_plan(self, variables)
-            loss, gradients = gather.mean_gradients(sums, variables, plan)  # by `add`: tf.add_n
-            gradients = losses.finish(gradients, variables)
-        replica_context.assign(self, sums.scopes, sums.policies)
-        return loss, gradients
+        all_read = variables is None
+        with tf.GradientTape(all_read, all_read) as replica.tape:
+            replica.tape.watch(replica.sources(variables or []))
+            replica.outputs, value = fn(replica)
+        return value
+
+    def backward(self, replica: ReplicaContext, upstream: Any, variables: Sequence[Any]) -> list:
+        """Return a tower's gradients of its outputs by variables or tensors.
+
+        Args:
+            replica: the context of the tower, which has gone forward.
+            upstream: the gradients of the loss by the outputs.
+            variables: what to differentiate by.
+        """
+        with replica.replaced():  # layers may be called again
+            return replica.tape.gradient(replica.outputs, replica.sources(variables), upstream)
 
     def run(self, fn: Callable, replicas: Replicas) -> list[Any]:
         """Call `fn` under each tower's `tf.device` and name scope; return the results in order.

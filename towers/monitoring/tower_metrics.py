@@ -18,8 +18,7 @@ import tensorflow as tf
 from towers import tf_internals
 from towers.builder import gather
 from towers.builder.device_types import HOST, is_gpu
-from towers.builder.joined_outputs import TowerGradients
-from towers.builder.losses import TowerSums
+from towers.builder.passes import TowerGradients
 from towers.builder.tower import TowerBuilder
 
 PHASES = ("input_wait_seconds", "compute_seconds", "gather_seconds")
@@ -111,24 +110,21 @@ class GpuIdleBarrier:
 
 def measure(
     start: tf.Tensor,
-    sums: TowerSums,
+    gradients: TowerGradients,
     loss: tf.Tensor,
-    gradients: Sequence[Sequence[Any]],
     builder: TowerBuilder,
     measured: tf.Tensor,
-    loss_scale: tf.Tensor | None,
+    scale: Any,
 ) -> dict[str, tf.Tensor]:
     """Return the seconds of a step up to its gathered gradients, and its towers' losses and norms.
 
     Args:
         start: time before which no tower starts, in seconds.
-        sums: losses, counts and gradients of the towers.
+        gradients: the towers' parts of the mean loss's gradient, and their sums of losses.
         loss: the gathered loss.
-        gradients: gathered gradients of the data loss: one list, or one for each tower on its
-            device.
         builder: builder of the towers.
         measured: bool scalar: whether the step is measured; else norms are 0, and on GPUs all is.
-        loss_scale: scale of the losses; None: 1.
+        scale: scale of the losses; None: 1.
 
     Returns:
         For each tower, [towers], 0 without examples: "tower_seconds" (from the batch to its
@@ -140,25 +136,24 @@ def measure(
     """
 
     def compute(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
-        parts = zip(sums.losses, sums.gradients, builder.devices, strict=False)
+        parts = zip(gradients.losses, gradients.of_towers, builder.devices, strict=False)
         ends = [_end_time((own_loss, own), device) for own_loss, own, device in parts]
-        gathered = time_after((gradients, ends))
-        squares = _squares(sums.gradients, gradients, builder.devices, measured)
+        gathered = time_after((gradients.gathered, ends))
+        norms = _norms(gradients, builder, measured, scale)
         with tf.device(HOST):
             own_seconds = tf.stack(ends) - start
             compute_seconds = tf.reduce_max(own_seconds)
-            counts = tf.cast(tf.stack(sums.counts), tf.float32)
+            counts = tf.cast(tf.stack(gradients.counts), tf.float32)
             with tf.control_dependencies([loss]):  # as in `_squares`
-                losses = tf.cast(tf.stack(sums.losses), tf.float32)
-            scale = 1.0 if loss_scale is None else tf.convert_to_tensor(loss_scale)
+                losses = tf.cast(tf.stack(gradients.losses), tf.float32)
             of_towers = {
                 "tower_seconds": own_seconds,
                 "tower_examples": counts,
-                "tower_loss": tf.math.divide_no_nan(losses, counts * scale),
+                "tower_loss": tf.math.divide_no_nan(losses, counts * _as_float32(scale)),
             }
             return {
                 **_pad(of_towers, builder),
-                **_norms(squares, counts * scale, scale, builder),
+                **norms,
                 "compute_seconds": compute_seconds,
                 "gather_seconds": gathered - start - compute_seconds,
             }
@@ -183,11 +178,9 @@ def measure_joined(
     """
     with tf.device(HOST):
         examples = tf.cast(tf.stack(gradients.counts), tf.float32)
-        share = examples / tf.reduce_sum(examples) * tf.cast(scale, tf.float32)
 
     def compute(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
-        parts = gradients.of_towers, gradients.gathered
-        squares = _squares(*parts, builder.devices, measured)
+        norms = _norms(gradients, builder, measured, scale)
         with tf.device(HOST):
             seconds = tf.zeros_like(examples, tf.float64)
         for before, after in gradients.phases:
@@ -199,7 +192,7 @@ def measure_joined(
                 seconds += tf.maximum(tf.stack(ends) - start, 0.0)
         with tf.device(HOST):
             times = _pad({"tower_step_seconds": tf.cast(seconds, tf.float32)}, builder)
-            return times | _norms(squares, share, tf.cast(scale, tf.float32), builder)
+            return times | norms
 
     with tf.device(HOST):
         metrics = _pad({"tower_examples": examples}, builder)
@@ -257,12 +250,21 @@ def on_current_device(value: tf.Tensor) -> tf.Tensor:
 
 
 def _norms(
-    squares: tf.Tensor, weights: tf.Tensor, scale: Any, builder: TowerBuilder
+    gradients: TowerGradients, builder: TowerBuilder, measured: tf.Tensor | None, scale: Any
 ) -> dict[str, tf.Tensor]:
-    """Return norms; a tower's gradient is its mean gradient times its weight."""
-    own = tf.math.divide_no_nan(tf.sqrt(squares[:-1]), weights)
-    norms = _pad({"tower_gradient_norm": own}, builder)
-    return norms | {"data_gradient_norm": tf.sqrt(squares[-1]) / scale}
+    """Return norms; a tower's gradient is its mean gradient times its share of the examples."""
+    of_towers, gathered = gradients.of_towers, gradients.gathered
+    squares = _squares(of_towers, gathered, builder.devices, measured)
+    with tf.device(HOST):
+        examples = tf.cast(tf.stack(gradients.counts), tf.float32)
+        share = examples / tf.reduce_sum(examples)
+        own = tf.math.divide_no_nan(tf.sqrt(squares[:-1]), share * _as_float32(scale))
+        norms = _pad({"tower_gradient_norm": own}, builder)
+        return norms | {"data_gradient_norm": tf.sqrt(squares[-1]) / _as_float32(scale)}
+
+
+def _as_float32(scale: Any) -> tf.Tensor:
+    return tf.cast(1.0 if scale is None else scale, tf.float32)
 
 
 def _if_measured(

@@ -24,7 +24,8 @@ from towers import devices as tower_devices
 from towers import tf_internals
 from towers.builder import attributes, made_up_rows
 from towers.builder.device_types import HOST, are_remote
-from towers.builder.joined_outputs import CopiesError, Passes, concat
+from towers.builder.joined_outputs import concat
+from towers.builder.passes import CopiesError, Passes
 from towers.builder.replica_context import WeightCopies, integers_on
 from towers.builder.replica_scope import SEED_STATE, ReplicaScope
 from towers.builder.sharding import is_device, slices_of

@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder import gather
 from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.replica_context import integers_on
 from towers.builder.replica_scope import new_value_reason
@@ -165,14 +164,13 @@ class Compiled(Task):
         """See `Task`; clipping and regularisation are the model's own."""
         return UpdateRules(ema_decay=self.options.ema_decay, batch_size=self.options.batch_size)
 
-    def batch_metrics(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
+    def batch_metrics(self, outputs: Any) -> dict[str, tf.Tensor]:
         """See `Task`."""
         if not self._of_batch():
             return {}
         device, model = self.builder.gather_device, self.model
         with tf.device(device), integers_on(device), floatx_of(self.options.dtype):
-            with tf.name_scope("gather"):
-                predicted, *targets = gather.map_towers(gather.join, outputs)
+            predicted, *targets = outputs
             y, weights = [*targets, None, None][:2]
             for metric in model.metrics:  # they are reported of one batch
                 metric.reset_state()

@@ -19,13 +19,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.builder import gather
 from towers.builder.function_analysis import FunctionAnalysis
-from towers.builder.replica_context import assigned, integers_on
+from towers.builder.losses import mean_gradients
+from towers.builder.passes import Passes
+from towers.builder.replica_context import integers_on
 from towers.builder.replica_scope import ReplicaScope
 from towers.builder.sharding import PerTower, num_rows
 from towers.builder.tower import TowerBuilder
-from towers.builder.variable_aggregation import copies_of
 from towers.data import Data, Split, augment
 from towers.monitoring import tower_metrics
 from towers.monitoring.results import parse_monitor
@@ -52,7 +52,6 @@ from towers.training.step.train_state import (
     move_all,
     optimizers_of,
     shard,
-    snapshot,
 )
 
 Stop = Callable[[], bool]
@@ -127,27 +126,18 @@ class Task(abc.ABC):
         def train_step(
             example: Any, draws: tf.Tensor, measured: tf.Tensor | None = None
         ) -> tuple[dict[str, tf.Tensor], list[Any]]:
-            scale, seen = train_state.loss_scale, {}
-            variables = self.weights()
+            scale, seen, passes = train_state.loss_scale, {}, Passes()
             # Without this a tower may finish before the clock is read.
             start = [] if measured is None else [tower_metrics.time_after((example, draws))]
             with tf.control_dependencies(start):
                 with floatx_of(self.options.dtype):  # the backward pass may call layers, too
-                    sums = builder.tower_sums(self.tower_function, variables, *example, draws)
-                statistics = [
-                    (variable, snapshot(variable))
-                    for v in assigned(sums.scopes)
-                    for variable in (v.value, *(copy for copy, _ in copies_of(v, sums.scopes)))
-                ]
-                loss, gradients = builder.gather_sums(sums, variables)
-                gradients = [
-                    [g.values[i] if isinstance(g, PerTower) else g for g in gradients]
-                    for i in range(len(train_state.replicas))
-                ]
+                    loss, gradients, outputs = mean_gradients(
+                        builder, self.tower_function, self.weights(), (*example, draws), passes
+                    )
                 if measured is not None:
                     with tf.name_scope("telemetry"):
                         seen = tower_metrics.measure(
-                            *start, sums, loss, gradients, builder, measured, scale
+                            *start, passes.gradients, loss, builder, measured, scale
                         )
                 if self.on_update:
                     self.on_update(gradients[0], self.model.trainable_variables)
@@ -156,8 +146,8 @@ class Task(abc.ABC):
                         loss = loss / tf.cast(scale, loss.dtype)
                     rates = [self._rate(learning_rate, replica) for replica in train_state.replicas]
                     rows = num_rows(draws)
-                    metrics = update(gradients, rates, statistics, loss, rows)
-                metrics |= self.batch_metrics(sums.outputs)
+                    metrics = update(gradients, rates, list(passes.before.values()), loss, rows)
+                metrics |= self.batch_metrics(outputs)
             return metrics | {"loss": loss, "learning_rate": rates[0]} | seen, gradients[0]
 
         return train_step
@@ -166,8 +156,8 @@ class Task(abc.ABC):
         """Return what an update does beside the optimizer's arithmetic."""
         return rules_of(self.options)
 
-    def batch_metrics(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
-        """Return metrics of a step's batch, from the towers' `metric_inputs`."""
+    def batch_metrics(self, outputs: Any) -> dict[str, tf.Tensor]:
+        """Return metrics of a step's batch, from the towers' joined `metric_inputs`."""
         return {}
 
     def _rate(self, learning_rate: Callable, replica: WeightCopy) -> tf.Tensor:
@@ -476,13 +466,12 @@ class Classifier(Task):
         predicted = tf.argmax(outputs, axis=-1, output_type=labels.dtype)
         return (tf.cast(predicted == labels, tf.float32),)
 
-    def batch_metrics(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
+    def batch_metrics(self, outputs: Any) -> dict[str, tf.Tensor]:
         """See `Task`."""
         if not self._batch_accuracy:
             return {}
         with tf.device(self.builder.gather_device), tf.name_scope("gather"):
-            (right,) = gather.map_towers(gather.join, outputs)
-            return {"batch/accuracy": tf.reduce_mean(right)}
+            return {"batch/accuracy": tf.reduce_mean(outputs[0])}
 
     def describe(self) -> str:
         """See `Task`."""

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder import collectives
-from towers.builder.joined_outputs import CopiesError, TowerGradients
+from towers.builder.passes import CopiesError, TowerGradients
 from towers.builder.replica_context import WeightCopies
 from towers.training.step import fused_update, train_state
 
