@@ -114,15 +114,12 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
         of_inputs, sums, in_parts = [], [], len(parts) > 1
 
         def back(replica: ReplicaContext) -> list[Any]:
-            by = [*inputs_of(replica), *unsplit]
-            gradients = builder.backward(replica, rows[replica.tower], by)
-            of_inputs.append(
-                [
-                    replica.unpadded(tf.zeros_like(x) if g is None else g)
-                    for x, g in zip(by, gradients, strict=True)
-                ][: len(watched)]
-            )
-            return replica.gradients(gradients[len(watched) :], unsplit)
+            own = inputs_of(replica)
+            gradients = builder.backward(replica, rows[replica.tower], [*own, *unsplit])
+            pairs = zip(own, gradients, strict=False)
+            dense = [tf.zeros_like(x) if g is None else g for x, g in pairs]
+            of_inputs.append(list(map(replica.unpadded, dense)))
+            return replica.gradients(gradients[len(own) :], unsplit)
 
         for part, slices in zip(passed, parts, strict=True):
             rows = [next(pieces) for _ in slices]
