@@ -1,4 +1,4 @@
-"""What a builder's own users are told of: examples that see each other, places, tables, clips."""
+"""What the check tells of functions with a planted fault; it tells nothing of sound ones."""
 
 import functools
 import random
@@ -154,43 +154,40 @@ def all_but_the_largest(x, drawn):
 
 
 RANDOM = random.Random(0)
-MIXED, PLACE, NUMBER, PYTHON = (f"{said}: layer suspect" for said in (
-    "mixed examples", "place in the batch", "batch size", "state in Python",
-))  # fmt: skip
-OTHERS = "^state: the variable suspect/number is assigned other values"
-READ, NORM = "^state: the variable suspect/", "mixed examples: layer norm"
-BACKWARD, TABLE = "backward pass: .* weight", "changes a table or a queue"
+LAYER, PYTHON = "^inexact: layer suspect", "^state in Python: layer suspect"
+STATE, NORM = "^inexact: the variable suspect/number", "^inexact: layer .*norm"
+WEIGHT, TABLE = "^inexact: the gradient of the weight suspect/", "changes a table or a queue"
 FUNCTIONS = {
-    "softmax over the batch": (MIXED, of_inputs(lambda x: ops.softmax(x, axis=0))),
-    "the next example": (MIXED, of_inputs(lambda x: x + ops.roll(x, 1, axis=0))),
-    "every other": (PLACE, of_inputs(lambda x: x * np.tile([1, 2], 50)[: x.shape[0], None])),
-    "the first": (PLACE, of_inputs(lambda x: ops.concatenate([x[:1] * 2, x[1:]], axis=0))),
-    "number": (NUMBER, of_inputs(lambda x: x / x.shape[0])),
-    "above five": (NUMBER, of_inputs(lambda x: x * 2 if x.shape[0] > 5 else x)),
+    "softmax over the batch": (LAYER, of_inputs(lambda x: ops.softmax(x, axis=0))),
+    "the next example": (LAYER, of_inputs(lambda x: x + ops.roll(x, 1, axis=0))),
+    "every other": (LAYER, of_inputs(lambda x: x * np.tile([1, 2], 50)[: x.shape[0], None])),
+    "the first": (LAYER, of_inputs(lambda x: ops.concatenate([x[:1] * 2, x[1:]], axis=0))),
+    "number": (LAYER, of_inputs(lambda x: x / x.shape[0])),
+    "above five": (LAYER, of_inputs(lambda x: x * 2 if x.shape[0] > 5 else x)),
     "by Python's random": (PYTHON, of_inputs(lambda x: x * RANDOM.random())),
     "branch at a mean": (
-        MIXED,
+        LAYER,
         of_inputs(lambda x: ops.cond(ops.mean(x) > 3, lambda: -x, lambda: x)),
     ),
-    "loop to a norm": (MIXED, of_inputs(halved_while_large)),
-    "rounded": (OTHERS, assigned("number", lambda v, x: ops.round(ops.mean(x)))),
-    "clipped": (OTHERS, assigned("number", lambda v, x: v / 2 + ops.clip(ops.mean(x), -5, 5))),
-    "mean, read again": (READ + "state", read_again("state", lambda v, x: v / 2 + ops.mean(x, 0))),
-    "first, read again": (READ + "state", read_again("state", lambda v, x: x[0])),
+    "loop to a norm": (LAYER, of_inputs(halved_while_large)),
+    "rounded": (STATE, assigned("number", lambda v, x: ops.round(ops.mean(x)))),
+    "clipped": (STATE, assigned("number", lambda v, x: v / 2 + ops.clip(ops.mean(x), -5, 5))),
+    "mean, read again": (LAYER, read_again("state", lambda v, x: v / 2 + ops.mean(x, 0))),
+    "first, read again": (LAYER, read_again("state", lambda v, x: x[0])),
     "moments of the first two": (NORM, MOMENTS[0]),
     "moments by tf.nn": (NORM, MOMENTS[1]),
     "largest deviation": (NORM, MOMENTS[2]),
     "table": (TABLE, counted),
-    "clipped, of inputs": (BACKWARD, of_inputs(clipped_by_norm)),
-    "normalised, of a weight": (BACKWARD, of_weight(normalised)),
-    "sign, of a weight": (BACKWARD, of_weight(by_sign)),
-    "a mark": (MIXED, shares(lambda x: x != -9)),
-    "token 30": (MIXED, embedded_shares(30)),
-    "NaN, by itself": (MIXED, filled(lambda x: x != x)),
-    "large": (MIXED, rarely(lambda x: x > 40)),
-    "in a branch": (MIXED, in_a_branch),
-    "the share of a drawn mask": (MIXED, drawing(kept_share)),
-    "the largest number drawn": (MIXED, drawing(all_but_the_largest)),
+    "clipped, of inputs": (WEIGHT, of_inputs(clipped_by_norm)),
+    "normalised, of a weight": (WEIGHT, of_weight(normalised)),
+    "sign, of a weight": (WEIGHT, of_weight(by_sign)),
+    "a mark": (LAYER, shares(lambda x: x != -9)),
+    "token 30": (LAYER, embedded_shares(30)),
+    "NaN, by itself": (LAYER, filled(lambda x: x != x)),
+    "large": (LAYER, rarely(lambda x: x > 40)),
+    "in a branch": (LAYER, in_a_branch),
+    "the share of a drawn mask": (LAYER, drawing(kept_share)),
+    "the largest number drawn": (LAYER, drawing(all_but_the_largest)),
 }
 INNOCENT = {
     "plain": of_inputs(ops.tanh),
@@ -236,7 +233,7 @@ def told(fn, tokens=False, compiled=True):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_builder_says_what_towers_cannot_compute(name, float64):
     said, fn = FUNCTIONS[name]
-    (line,) = told(fn, "token" in name)
+    line, *_ = told(fn, "token" in name)
     assert re.search(said, line), line
 
 
@@ -245,32 +242,15 @@ def test_nothing_is_said_of_what_is_exact(name, float64):
     assert told(INNOCENT[name], "token" in name) == []
 
 
+@pytest.mark.extended
+def test_rounding_in_float32_hides_few_faults_and_is_never_taken_for_one():
+    hidden = [n for n, (_, fn) in FUNCTIONS.items() if not told(fn, "token" in n)]
+    assert len(hidden) <= 2, hidden
+    assert [n for n, fn in INNOCENT.items() if told(fn, "token" in n)] == []
+
+
 def test_it_says_so_eagerly(float64):
     assert told(FUNCTIONS["softmax over the batch"][1], compiled=False)
-
-
-def test_a_custom_gradient_is_tried_where_a_tape_goes_back():
-    """An evaluation need not wait for the trial of it."""
-    gone_back, told = [], []
-
-    def clipped(upstream):
-        gone_back.append(upstream)
-        return tf.clip_by_norm(upstream, 1.0)
-
-    layer = Layer(of_inputs(backward(clipped)))
-    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=told.append)
-    x = tf.constant(X, tf.float32)
-    tf.function(lambda: builder.concat(layer, x))()
-    assert (gone_back, told) == ([], [])
-
-    @tf.function
-    def step():
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(builder.concat(layer, x) ** 2)
-        return tape.gradient(loss, [layer.weight.value])
-
-    step()
-    assert len(told) == 1 and "tf.custom_gradient" in told[0]
 
 
 # Only real values, whole numbers of a hundred and more, are treated otherwise.
@@ -304,5 +284,5 @@ def test_fit_tries_a_real_batch(name, own_step):
         model.compile("sgd", "mse")
         return model
 
-    with pytest.warns(UserWarning, match="mixed examples: layer .*suspect"):
+    with pytest.warns(UserWarning, match="inexact: layer .*suspect"):
         fits.fit(build, given, 2, epochs=1)
