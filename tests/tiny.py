@@ -54,6 +54,30 @@ def cnn(num_classes, image_shape, width=4):
     )
 
 
+class Centered(keras.layers.Layer):
+    """Subtracts the mean over the batch, of which a tower has only its slice."""
+
+    def __init__(self, when):
+        super().__init__(name="centered")
+        self.when = when
+
+    def call(self, x, training=False):
+        if self.when == ("training" if training else "inference"):
+            x -= keras.ops.mean(x, axis=0, keepdims=True)
+        return x
+
+
+def mixing(num_classes, image_shape, when="training", compiled=False):
+    """Let examples see each other in training or in inference."""
+    model = dense(num_classes, image_shape)
+    model = keras.Sequential([keras.Input(image_shape), *model.layers[:-1], Centered(when)])
+    model.add(keras.layers.Dense(num_classes))
+    if compiled:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    return model
+
+
 def options(train_dir, **changes):
     """Return the options of a run of a few steps."""
     given = dict(

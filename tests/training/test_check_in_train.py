@@ -1,4 +1,4 @@
-"""When `towers train` checks its towers, and what follows, with stand-ins for the real checks."""
+"""When `towers train` checks its towers, and what follows."""
 
 import json
 import os
@@ -15,6 +15,9 @@ import towers
 from tests import tiny
 from tests.runs import command, result_of
 from tests.worker_processes import ROOT
+from towers import cli
+from towers.builder.check import Check
+from towers.commands.sweep import command as sweep
 from towers.errors import RunError
 from towers.training.callbacks import preemption
 from towers.training.train import train
@@ -28,20 +31,6 @@ FLAGS = (
 ).split()
 
 
-@pytest.fixture
-def made(monkeypatch):
-    """Let checks find nothing; return the steps after which functions were checked."""
-    steps = []
-
-    def after_step(checks, step):
-        if "step" not in checks.passed:
-            steps.append(step)
-            checks.passed.add("step")
-
-    monkeypatch.setattr(CHECKS, "after_step", after_step)
-    return steps
-
-
 def at_steps(monkeypatch, actions):
     """Let a check be due after each step of {step: action(checks)}, or later, once."""
 
@@ -50,18 +39,6 @@ def at_steps(monkeypatch, actions):
             actions.pop(number)(checks)
 
     monkeypatch.setattr(CHECKS, "after_step", after_step)
-
-
-def find_at_once(monkeypatch, action):
-    """Let a difference be found when several towers' function is analyzed."""
-    real = CHECKS.analyze
-
-    def analyze(checks, fn, *batch, **how):
-        if checks.on_inexact != "warn" and (how.get("num_slices") or checks._num_slices) > 1:
-            action(checks)
-        return real(checks, fn, *batch, **how)
-
-    monkeypatch.setattr(CHECKS, "analyze", analyze)
 
 
 def find(checks):
@@ -163,48 +140,65 @@ def test_a_signal_in_a_check_that_ends_stops_the_run_after_it(tmp_path, monkeypa
     assert max(tiny.saved_steps(tmp_path / "run")) == 1
 
 
-# What is done if towers differ
+# What is done if towers differ: real checks of a model that mixes examples, unless "later"
+
+MIXING = dict(model="tests.tiny:mixing")
 
 
-def test_one_device_trains_the_run_of_one_tower_and_says_why(tmp_path, monkeypatch, capsys):
-    find_at_once(monkeypatch, find)
-    given = dict(accumulate_steps=2, on_inexact="one_device", model="tests.tiny:cnn")
-    result = trained(tmp_path / "a", **given)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_device_trains_the_run_of_one_tower_and_says_why(tmp_path, capsys, compiled):
+    given = MIXING | dict(model_args=f"compiled={compiled}")
+    result = trained(tmp_path / "a", on_inexact="one_device", accumulate_steps=2, **given)
     out = capsys.readouterr().out
     assert (result["num_towers"], result["devices"]) == (1, ["/cpu:0"])
-    assert f"one device  {FOUND}: trains on /cpu:0 only, which is exact\n" in out
-    assert out.count(FOUND) == 1 and "exactness: one tower" in out and "towers      2" not in out
+    (line,) = [line for line in out.splitlines() if line.startswith("one device  ")]
+    assert line.startswith("one device  /cpu:0 trains alone, which is exact; ")
+    assert "centered" in line and "warning" not in out and "numbers " not in out
+    assert "exactness: one tower" in out
     flags = (tmp_path / "a/flags.cfg").read_text()
     assert "--num_towers=2\n" in flags and "--accumulate_steps=2\n" in flags
 
-    trained(tmp_path / "b", num_towers=1, model="tests.tiny:cnn")
+    trained(tmp_path / "b", num_towers=1, **given)
     tiny.assert_identical(tiny.saved(tmp_path / "a"), tiny.saved(tmp_path / "b"))
 
 
 def test_a_run_on_one_device_is_resumed_there_until_the_model_is_mended(
     tmp_path, monkeypatch, capsys
 ):
-    with monkeypatch.context() as patch:
-        find_at_once(patch, find)
-        for steps in 5, 8:
-            given = dict(on_inexact="one_device", max_steps=steps, batch_size=6)
-            assert trained(tmp_path / "run", **given)["num_towers"] == 1
+    given = MIXING | dict(on_inexact="one_device", batch_size=6)
+    for steps in 5, 8:
+        assert trained(tmp_path / "run", max_steps=steps, **given)["num_towers"] == 1
     assert "continuing  " in capsys.readouterr().out
-    assert trained(tmp_path / "run", **given | dict(max_steps=10))["num_towers"] == 2
+    monkeypatch.setattr(tiny.Centered, "call", lambda layer, x: x)
+    assert trained(tmp_path / "run", max_steps=10, **given)["num_towers"] == 2
 
 
-def test_one_device_ends_a_run_that_is_found_inexact_later_and_one_tower_continues_it(
-    tmp_path, monkeypatch, capsys
-):
-    at_steps(monkeypatch, {6: find})
-    flags = [*FLAGS, f"--train_dir={tmp_path}/run", "--on_inexact=one_device"]
+def saved_and_ended(capsys, flags, train_dir):
+    """Run a command that ends with code 1; return its last step, which is saved, and its error."""
     code, out, err = command(capsys, "train", *flags)
-    assert code == 1
-    assert f"towers: {FOUND}; the same command with --num_towers=1 continues exactly" in err
+    assert code == 1, err
     (saved,) = re.findall(r"^saved +step (\d+)", out, re.MULTILINE)
-    assert 6 <= int(saved) < 12 and int(saved) in tiny.saved_steps(tmp_path / "run")
-    code, out, err = command(capsys, "train", *flags, "--num_towers=1")
-    assert code == 0 and f"step {saved} of 12" in out, err
+    assert int(saved) in tiny.saved_steps(train_dir)
+    return int(saved), err
+
+
+@pytest.mark.parametrize("in_evaluation", [False, True])
+def test_one_device_ends_a_run_that_is_found_inexact_later_and_one_tower_continues_it(
+    tmp_path, monkeypatch, capsys, in_evaluation
+):
+    flags = [*FLAGS, f"--train_dir={tmp_path}/run", "--on_inexact=one_device"]
+    if in_evaluation:
+        flags += ["--model=tests.tiny:mixing", "--model_args=when=inference"]
+    else:
+        at_steps(monkeypatch, {6: find})
+    step, err = saved_and_ended(capsys, flags, tmp_path / "run")
+    assert step == 12 if in_evaluation else 6 <= step < 12
+    found = "centered" if in_evaluation else "mixer"
+    assert re.search(
+        rf"towers: .*{found}.* same command with --num_towers=1 continues exactly", err
+    )
+    code, _, err = command(capsys, "train", *flags, "--num_towers=1")
+    assert code == 0, err
     assert result_of(tmp_path / "run")["num_towers"] == 1
 
 
@@ -212,64 +206,63 @@ def test_stop_ends_a_run_before_it_writes_or_with_what_it_has_trained(
     tmp_path, monkeypatch, capsys
 ):
     flags = [*FLAGS, f"--train_dir={tmp_path}/run", "--on_inexact=stop"]
-    with monkeypatch.context() as patch:
-        find_at_once(patch, stop)
-        code, _, err = command(capsys, "train", *flags)
-        assert code == 1 and err.endswith(f"towers: {FOUND}\n")
-        assert not (tmp_path / "run").exists()
+    code, out, err = command(capsys, "train", *flags, "--model=tests.tiny:mixing")
+    assert code == 1 and re.search("towers: inexact: .*centered.* --on_inexact=one_device", err)
+    assert not (tmp_path / "run").exists() and "step 0" not in out
     at_steps(monkeypatch, {6: stop})
-    code, out, err = command(capsys, "train", *flags)
-    assert code == 1 and f"towers: {FOUND}\n" in err
-    (saved,) = re.findall(r"^saved +step (\d+)", out, re.MULTILINE)
-    assert 6 <= int(saved) < 12 and int(saved) in tiny.saved_steps(tmp_path / "run")
+    step, err = saved_and_ended(capsys, flags, tmp_path / "run")
+    assert 6 <= step < 12 and f"towers: {FOUND}\n" in err
+
+
+def test_warn_trains_on_and_off_says_nothing(tmp_path, capsys):
+    for check, warnings in ("once", 1), ("off", 0):
+        assert trained(tmp_path / check, check=check, **MIXING)["steps"] == 12
+        out = capsys.readouterr().out
+        assert len(re.findall("^warning .*centered", out, re.MULTILINE)) == warnings, out
+        assert "numbers  " not in out
 
 
 # What is not checked again
 
 
 def test_what_has_passed_is_not_checked_again_by_a_resumed_run_or_an_evaluation(
-    tmp_path, made, monkeypatch
+    tmp_path, monkeypatch
 ):
-    for steps in 5, 10:
-        trained(tmp_path / "run", max_steps=steps)
-    assert made == [1]
-    assert json.loads((tmp_path / "run/manifest.json").read_text())["passed"] == ["step"]
-
-    handed, analyze = [], CHECKS.analyze
-
-    def looked(checks, *args, **how):
-        handed.append(set(checks.passed))
-        return analyze(checks, *args, **how)
-
-    monkeypatch.setattr(CHECKS, "analyze", looked)
+    made, run = [], Check.run
+    monkeypatch.setattr(Check, "run", lambda check: made.append(1) or run(check))
+    trained(tmp_path / "run", max_steps=5, evaluate_every_epochs=0.5)
+    assert len(made) == 2  # of the step and of the evaluation
+    keys = json.loads((tmp_path / "run/manifest.json").read_text())["passed"]
+    assert len(keys) == 2
+    trained(tmp_path / "run", max_steps=10)
     towers.evaluate(train_dir=f"{tmp_path}/run")
-    assert handed and all(keys == {"step"} for keys in handed)
-    trained(tmp_path / "other")  # another run may be of another model
     assert len(made) == 2
+    assert json.loads((tmp_path / "run/manifest.json").read_text())["passed"] == keys
+    trained(tmp_path / "other", max_steps=5)  # another run may be of another model
+    assert len(made) == 4
 
 
 COUNTED = """
-import sys, towers
+import sys
 from towers import cli
+from towers.builder.check import Check
 
-def after_step(checks, step):
-    if "step" not in checks.passed:
-        checks.passed.add("step")
-        with open("checked", "a") as file:
-            file.write(".")
+run = Check.run
 
-type(towers.TowerBuilder(["/cpu:0"]).checks).after_step = after_step
+def counted(check):
+    with open("checked", "a") as file:
+        file.write(".")
+    return run(check)
+
+Check.run = counted
 sys.exit(cli.main(["train", *sys.argv[1:]]))
 """
 
 
 @pytest.mark.process
 def test_the_second_trial_of_a_sweep_checks_nothing_that_the_first_has_passed(folder, monkeypatch):
-    from towers import cli
-    from towers.commands.sweep import command as sweep
-
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     options = cli.parse("sweep", ["--sweep_dir=S", *FLAGS, "--vary=learning_rate:0.1,0.2,0.3"])
     result = sweep.run(options, program=[sys.executable, "-c", COUNTED])
     assert result["finished"] == 3
-    assert (folder / "checked").read_text() == "."
+    assert (folder / "checked").read_text() == ".."  # the step and the evaluation

@@ -27,7 +27,7 @@ from towers.options.run import Options, text_of
 from towers.training.callbacks import nonfinite, user_callbacks
 from towers.training.callbacks.best_checkpoint import BestTracker
 from towers.training.callbacks.evaluator import Evaluator
-from towers.training.callbacks.exactness import ExactnessChecks
+from towers.training.callbacks.exactness import ExactnessChecks, found_on_towers
 from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.callbacks.user_callbacks import Callbacks
 from towers.training.run import checkpoint, manifest
@@ -303,7 +303,7 @@ def _saved_if_it_fails(prepared: PreparedRun, preemption: PreemptionHandler) -> 
         yield
     except nonfinite.NotFinite:
         raise
-    except Exception:
+    except Exception as error:
         step, snapshot = preemption.backup or (int(prepared.run.train_state.step.numpy()), None)
         if (preemption.backup or preemption.consistent) and not prepared.checkpoints.has(step):
             snapshot = snapshot or prepared.checkpoints.snapshot()
@@ -314,6 +314,8 @@ def _saved_if_it_fails(prepared: PreparedRun, preemption: PreemptionHandler) -> 
                 prepared.checkpoints.say(
                     f"saved       step {step}: the same command goes on from there"
                 )
+        if isinstance(error, InputError) and (inexact := found_on_towers(prepared.run)):
+            raise inexact from error
         raise
 
 

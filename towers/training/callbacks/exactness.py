@@ -7,6 +7,7 @@ from towers.monitoring.monitor import Monitor
 from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.run import manifest
 from towers.training.run.prepare_run import PreparedRun
+from towers.training.run.setup import RunContext
 
 
 @dataclasses.dataclass
@@ -34,11 +35,18 @@ class ExactnessChecks:
         run = self.prepared.run
         with self.monitor.pause(), self.preemption.check(step):
             self._checks.after_step(step)
-        if run.options.on_inexact == "one_device" and self._checks.inexact:
-            found = "; ".join(self._checks.inexact)
-            raise RunError(f"{found}; the same command with --num_towers=1 continues exactly")
+        if found_on_towers(run):
+            raise found_on_towers(run)
         for line in run.take_diagnostics():
             self.monitor.say(f"warning     {line}")
         if self._checks.passed != self._recorded:
             self._recorded = set(self._checks.passed)
             manifest.write_passed(run.folder, self._recorded)
+
+
+def found_on_towers(run: RunContext) -> RunError | None:
+    """Return the error for what was found after a run of `--on_inexact=one_device` had begun."""
+    if run.options.on_inexact != "one_device" or not run.builder.checks.inexact:
+        return None
+    found = run.builder.checks.inexact[0]
+    return RunError(f"{found}. The same command with --num_towers=1 continues exactly")

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from towers import devices, files
 from towers.builder.device_types import new_name, shown_name
+from towers.errors import InputError
 from towers.formatting import count
 from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement, short_device_name
@@ -93,6 +94,26 @@ def begin(
         RunError: towers differ from one device, with `--on_inexact=stop`. With "one_device" the
             prepared run is another one, on the first device.
     """
+    try:
+        return _begin(run, lock, restored, preemption, say)
+    except InputError as error:
+        if not run.builder.checks.inexact:
+            raise
+        device = shown_name(run.builder.devices[0])
+        say(f"one device  {device} trains alone, which is exact; towers would not be: {error}")
+    run = on_first_device(run)
+    preemption.checkpoints, restored = restore(run)
+    return _begin(run, lock, restored, preemption, say)
+
+
+def _begin(
+    run: RunContext,
+    lock: files.Lock,
+    restored: int | None,
+    preemption: PreemptionHandler,
+    say: Say,
+) -> PreparedRun:
+    """Begin a run as it is; raise InputError if `--on_inexact=one_device` does not allow it."""
     options, folder, checkpoints = run.options, run.folder, preemption.checkpoints
     with user_facing_errors(options), preemption:
         with preemption.first_batch():
@@ -103,13 +124,8 @@ def begin(
         run.builder.checks.passed |= manifest.passed(folder)
         with preemption.check():
             run.analyze(batch)
-    found, several = run.builder.checks.inexact, run.builder.num_slices > 1
-    if options.on_inexact == "one_device" and several and found:
-        device = shown_name(run.builder.devices[0])
-        say(f"one device  {'; '.join(found)}: trains on {device} only, which is exact")
-        run = on_first_device(run)
-        preemption.checkpoints, restored = restore(run)
-        return begin(run, lock, restored, preemption, say)
+    if options.on_inexact == "one_device" and (found := run.builder.checks.inexact):
+        raise InputError(found[0])
     timetable, train_loop = run.timetable(), run.train_loop()
     if restored is None and options.init_from:
         say(init_from(run.train_state, options.init_from))
