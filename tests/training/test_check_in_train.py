@@ -147,7 +147,7 @@ MIXING = dict(model="tests.tiny:mixing")
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_one_device_trains_the_run_of_one_tower_and_says_why(tmp_path, capsys, compiled):
-    given = MIXING | dict(model_args=f"compiled={compiled}")
+    given = MIXING | dict(model_args=f"compiled={compiled}", learning_rate=0.05)  # the default
     result = trained(tmp_path / "a", on_inexact="one_device", accumulate_steps=2, **given)
     out = capsys.readouterr().out
     assert (result["num_towers"], result["devices"]) == (1, ["/cpu:0"])
@@ -207,7 +207,7 @@ def test_stop_ends_a_run_before_it_writes_or_with_what_it_has_trained(
 ):
     flags = [*FLAGS, f"--train_dir={tmp_path}/run", "--on_inexact=stop"]
     code, out, err = command(capsys, "train", *flags, "--model=tests.tiny:mixing")
-    assert code == 1 and re.search("towers: inexact: .*centered.* --on_inexact=one_device", err)
+    assert code == 1 and re.search("towers: inexact: .*centered.*--on_inexact=one_device", err)
     assert not (tmp_path / "run").exists() and "step 0" not in out
     at_steps(monkeypatch, {6: stop})
     step, err = saved_and_ended(capsys, flags, tmp_path / "run")

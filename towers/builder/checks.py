@@ -154,7 +154,8 @@ class Checks:
             self._make(entry)
         if step >= self._next_step:
             for entry in self._entries:
-                if entry not in waiting and entry.check and not entry.analysis.lines:
+                was_made = entry.check and entry.check.towers  # not if it is off, or passed before
+                if was_made and entry not in waiting and not entry.analysis.lines:
                     self._found(entry, entry.check.again())
             self._last = time.monotonic()
             self._next_step = self._step_after(step, self._last - start <= _SHARE * idle)
