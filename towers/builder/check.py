@@ -418,10 +418,15 @@ class Check:
         return None
 
     def _jittered(self, trial: Trial) -> Iterator[dict]:
-        """Yield what the one device computes if all it begins from changes in the last digits."""
-        ulp = _ULP[self.one.float_bytes]
+        """Yield what the one device computes if its weights change in the last digits.
+
+        Without weights its inputs do. A function may ask whether these are equal to something.
+        """
+        ulp, has_weights = _ULP[self.one.float_bytes], bool(self.one.weights)
         for step in (ulp, -4 * ulp, 16 * ulp) if self.one.float_bytes < 8 else (ulp,):
-            inputs = [_jitter(x, step) if _is_dense_float(x) else x for x in trial.inputs]
+            moves = [_is_dense_float(x) and not has_weights for x in trial.inputs]
+            pairs = zip(trial.inputs, moves, strict=True)
+            inputs = [_jitter(x, step) if is_moved else x for x, is_moved in pairs]
 
             def values(variable: tf.Variable, value: np.ndarray, step: float = step) -> Any:
                 value = trial.values(variable, value)

@@ -78,7 +78,7 @@ class Checks:
         self._held: FunctionAnalysis | None = None
         self._warned: set[str] = set()
         self._entries: list[_Entry] = []  # the newest first
-        self._next_step = 1  # after which a check is due
+        self._next_step = float("inf") if when == "off" else 1  # after which a check is due
         self._last = time.monotonic()
 
     def hold(self, analysis: FunctionAnalysis, sizes: Sequence[int], observe: Callable) -> None:

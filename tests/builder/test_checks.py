@@ -1,0 +1,198 @@
+"""When functions are checked, and what follows from what is found."""
+
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from towers import TowerBuilder
+from towers.builder.check import Check
+from towers.errors import RunError
+
+pytestmark = pytest.mark.run
+DEVICES = ["/cpu:0", "/cpu:1"]
+X = np.random.default_rng(0).normal(size=(7, 3))
+
+
+def mixed(x):
+    return tf.reduce_sum(x - tf.reduce_mean(x, 0), axis=1) ** 2
+
+
+def squares(x):
+    return tf.reduce_sum(x**2, axis=1)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The kinds of checks that are made, in order: "run" traces both sides, "again" does not."""
+    kinds = []
+    for kind in ("run", "again"):
+        before = getattr(Check, kind)
+
+        def noted(check, kind=kind, before=before):
+            kinds.append(kind)
+            return before(check)
+
+        monkeypatch.setattr(Check, kind, noted)
+    return kinds
+
+
+def builder(told, **options):
+    return TowerBuilder(DEVICES, on_warning=told.append, **options)
+
+
+def test_a_check_of_any_rows_returns_messages(float64):
+    towers = TowerBuilder(DEVICES, on_warning=pytest.fail)
+    w = tf.Variable(np.ones((3, 2)), name="matrix")
+    assert towers.check(lambda x: squares(x @ w), [w], tf.constant(X)) == []
+    (line,) = towers.check(lambda x: mixed(x @ w), [w], X)
+    assert line.startswith("inexact: output 0 of the loss function itself")
+    (line,) = towers.check(lambda x: squares(x @ w) / 0.0, [w], X)
+    assert line.startswith("not checked: what it computes is not finite")
+
+
+@pytest.mark.parametrize(
+    "when, expected",
+    [
+        ("once", {1: ["run"], 100: ["again"]}),
+        ("always", {1: ["run"], 10: ["again"], 100: ["again"]}),
+        ("off", {}),
+    ],
+)
+def test_checks_that_are_left_to_steps(made, when, expected):
+    told, found = [], {}
+    towers = builder(told, check=when)
+    towers.checks.is_deferred = True
+    towers.concat(squares, tf.constant(X))
+    assert not made, "the first step comes before the check"
+    for step in range(1, 121):
+        towers.checks._last -= 1e6  # seconds have gone by: a check is cheap
+        towers.checks.after_step(step)
+        if made:
+            found[step], made[:] = list(made), []
+    assert (found, told) == (expected, [])
+
+
+def test_a_check_that_is_not_cheap_is_made_more_rarely(made):
+    towers = builder([], check="always")
+    towers.checks.is_deferred = True
+    towers.concat(squares, tf.constant(X))
+    for step in range(1, 121):
+        towers.checks.after_step(step)
+    assert made == ["run", "again"]
+
+
+def test_what_has_passed_is_not_checked_again(made):
+    first, second, other = builder([]), builder([]), builder([])
+    first.concat(squares, tf.constant(X))
+    assert len(first.checks.passed) == 1 and made == ["run"]
+    for towers in second, other:
+        towers.checks.passed |= first.checks.passed
+    second.concat(lambda x: squares(x), tf.constant(X))  # the same graph
+    assert made == ["run"]
+    other.concat(lambda x: squares(2 * x), tf.constant(X))
+    assert made == ["run", "run"]
+
+
+def test_stop_raises_before_anything_is_computed():
+    calls = []
+
+    def noted(x):
+        calls.extend([] if tf.is_symbolic_tensor(x) else [x])
+        return mixed(x)
+
+    towers = builder([], on_inexact="stop")
+    for run in (towers.concat, tf.function(towers.concat, autograph=False)):
+        with pytest.raises(RunError, match="inexact"):
+            run(noted, tf.constant(X))
+    assert not calls
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_device_is_exact_and_says_so_once(compiled, float64):
+    told, w = [], tf.Variable(np.ones((3, 2)))
+    towers = builder(told, on_inexact="one_device", accumulate_steps=2)
+    step = lambda x: towers.gradients(lambda x: mixed(x @ w), [w], x)  # noqa: E731
+    step = tf.function(step, autograph=False) if compiled else step
+    with tf.GradientTape() as tape:
+        expected = tf.reduce_mean(mixed(X @ w))
+    gradient = tape.gradient(expected, w)
+    for _ in range(2):
+        loss, [found] = step(tf.constant(X))
+        np.testing.assert_allclose(loss, expected, rtol=1e-12)
+        np.testing.assert_allclose(found, gradient, rtol=1e-12)
+    assert len(told) == 1 and "runs on one device" in told[0]
+
+
+def test_a_function_is_checked_on_the_rows_of_its_first_run(float64):
+    """A mask of -1 is in no row that is made up."""
+
+    told, w = [], tf.Variable(np.ones((3, 2)))
+    towers = builder(told)
+
+    @tf.function(autograph=False)
+    def step(x):
+        def masked(x):
+            absent = tf.reduce_sum(tf.cast(x == -1.5, x.dtype))
+            return tf.reduce_sum(x @ w, 1) / (1.0 + absent)
+
+        return towers.concat(masked, x)
+
+    step.get_concrete_function(tf.TensorSpec([7, 3], tf.float64))
+    assert not told
+    step(tf.constant(np.where(X > 0, X, -1.5)))
+    assert len(told) == 1 and told[0].startswith("inexact: ")
+
+
+def test_a_value_that_later_rows_have_is_found_in_a_later_run(float64):
+    told, w = [], tf.Variable(np.ones((3, 2)))
+    towers = builder(told)
+
+    @tf.function(autograph=False)
+    def step(x):
+        return towers.concat(lambda x: tf.where(x == 7.25, tf.reduce_mean(x), x) @ w, x)
+
+    for run in range(1, 101):
+        step(tf.constant(np.where(X > 0, 7.25, X) if run == 100 else X))
+        assert bool(told) == (run == 100)
+
+
+def test_what_is_printed_is_printed_by_the_towers_alone(capfd):
+    def printing(x):
+        tf.print("seen", output_stream=sys.stderr)
+        return squares(x)
+
+    builder([]).concat(printing, tf.constant(X))
+    assert capfd.readouterr().err.count("seen") == len(DEVICES)
+
+
+def test_nothing_of_the_users_changes(float64):
+    told, count = [], keras.Variable(0.0, trainable=False, dtype="float64")
+    w = tf.Variable(np.ones((3, 2)))
+
+    def fn(x):
+        count.assign_add(1.0)
+        return squares(x @ w)
+
+    towers = builder(told)
+    towers.check(fn, [w], X)
+    assert count.numpy() == 0 and np.array_equal(w, np.ones((3, 2)))
+    towers.gradients(fn, [w], tf.constant(X))
+    assert count.numpy() == 1 and not told
+
+
+def test_towers_inside_of_towers_are_not_checked(made):
+    inner = TowerBuilder(["/cpu:0", "/cpu:0"], on_warning=pytest.fail)
+    towers = TowerBuilder(DEVICES, on_warning=pytest.fail)
+    found = towers.concat(lambda x: inner.concat(squares, x), tf.constant(X))
+    np.testing.assert_allclose(found, squares(X), rtol=1e-6)
+    assert made.count("run") <= 3  # of the outer one, and of the inner in each of its towers
+
+
+@pytest.mark.parametrize("wrong", [{"check": "twice"}, {"on_inexact": "go on"}])
+def test_values_are_among_those_allowed(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name}='{value}' must be one of"):
+        TowerBuilder(DEVICES, **wrong)
