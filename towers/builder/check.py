@@ -66,15 +66,18 @@ class Difference:
 class Check:
     """Compares a function on one device with the same on two towers."""
 
-    def __init__(self, analysis: FunctionAnalysis, make_builder: Callable[..., Any]):
+    def __init__(
+        self, analysis: FunctionAnalysis, make_builder: Callable[..., Any], backward: bool = True
+    ):
         """Set the function.
 
         Args:
             analysis: of the function, with a trace. Its policies and layouts are set to those that
                 the trials confirm, and `lines` and `refusal` to what they find.
             make_builder: makes a `TowerBuilder`.
+            backward: whether gradients are compared, too.
         """
-        self.analysis, self.make_builder = analysis, make_builder
+        self.analysis, self.make_builder, self.backward = analysis, make_builder, backward
         self.tracer: Tracer = analysis.tracer
         self.one: Trace | None = None
         self.towers: Trace | None = None
@@ -132,7 +135,7 @@ class Check:
 
     def _with_or_without_gradients(self, size: int) -> Trace:
         try:
-            return self.tracer.trace(size, backward=True)
+            return self.tracer.trace(size, backward=self.backward)
         except LookupError:  # an op has no gradient
             return self.tracer.trace(size)
 

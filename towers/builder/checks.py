@@ -32,13 +32,18 @@ class _Entry:
     """A function that was analyzed."""
 
     parts: list[Any]
-    graph: Any  # a weak reference to the graph that it is for; None: for all
+    graph: Callable | None  # returns the graph that it is for; None: for all
     analysis: FunctionAnalysis
-    check: Check | None = None  # None: it needs none
+    check: Check | None  # None: there is none to make
     is_checked: bool = False
-    calls: int = 0  # while no graph is built
-    is_watched: bool = False  # whether its graph hands over real rows
-    runs: Any = None  # a variable that counts the runs of that graph
+    calls: int = 1  # while no graph is built
+    runs: tf.Variable | None = None  # counts the runs of a graph that hands over real rows
+
+    def serves(self, parts: Sequence[Any], graph: Any) -> bool:
+        """Return whether it is of a function with these parts in a graph; None: in none."""
+        if self.graph is not None and self.graph() is not graph:
+            return False
+        return len(parts) == len(self.parts) and all(map(_is_same, parts, self.parts))
 
 
 class Checks:
@@ -86,7 +91,12 @@ class Checks:
         self._held, self.slice_sizes, self.observe = analysis, sizes, observe
 
     def analyze(
-        self, fn: Callable, *batch: Any, num_slices: int | None = None, silent: bool = False
+        self,
+        fn: Callable,
+        *batch: Any,
+        num_slices: int | None = None,
+        silent: bool = False,
+        backward: bool = True,
     ) -> FunctionAnalysis:
         """Return what towers must know of a function; check it, or leave that to `after_step`.
 
@@ -100,6 +110,7 @@ class Checks:
             num_slices: of the batch, by default as `gradients` splits it; one needs no analysis.
             silent: report nothing: the function may not run on towers at all. Without a graph,
                 the analysis is that of all graphs to come.
+            backward: compare gradients, too.
 
         Raises:
             RunError: towers differ from one device, and `on_inexact` is "stop".
@@ -111,7 +122,7 @@ class Checks:
             return FunctionAnalysis()
         if (num_slices or self._builder.num_slices) == 1:
             return unsplit(fn)
-        entry = self._entry_of(fn, batch, silent)
+        entry = self._entry_of(fn, batch, silent, backward)
         if entry.check and not entry.is_checked and self._is_due(entry, silent):
             self._make(entry)
         if not silent:
@@ -154,11 +165,13 @@ class Checks:
             self._make(entry)
         if step >= self._next_step:
             for entry in self._entries:
-                was_made = entry.check and entry.check.towers  # not if it is off, or passed before
-                if was_made and entry not in waiting and not entry.analysis.lines:
+                if entry.check and entry not in waiting and not entry.analysis.lines:
                     self._found(entry, entry.check.again())
             self._last = time.monotonic()
             self._next_step = self._step_after(step, self._last - start <= _SHARE * idle)
+            if self._next_step == float("inf"):  # the traces of both sides are not needed again
+                for entry in self._entries:
+                    entry.check = None
         for entry in self._entries:
             self.warn(entry.analysis.lines)
         found = self.inexact[known:]
@@ -184,31 +197,28 @@ class Checks:
                 self._warned.add(line)
                 self._on_warning(line)
 
-    def _entry_of(self, fn: Callable, batch: Sequence[Any], silent: bool) -> _Entry:
-        parts, eager = parts_of(fn, batch), tf.executing_eagerly()
+    def _entry_of(self, fn: Callable, batch: Sequence[Any], silent: bool, backward: bool) -> _Entry:
+        eager, parts = tf.executing_eagerly(), [backward, *parts_of(fn, batch)]
         graph = None if eager else tf.compat.v1.get_default_graph()
-        for entry in self._entries:
-            own = entry.graph and entry.graph()
-            suits = entry.graph is None or own is graph
-            if suits and len(parts) == len(entry.parts) and all(map(_is_same, parts, entry.parts)):
-                entry.calls += eager and not silent
-                if not (entry.calls in _AGAIN and eager and not silent):
-                    return entry
-                self._entries.remove(entry)  # what Python holds may be another
-                break
-        else:
-            entry = None
+        entry = next((entry for entry in self._entries if entry.serves(parts, graph)), None)
+        calls = 1
+        if entry is not None:
+            if silent or not eager:
+                return entry
+            calls = entry.calls = entry.calls + 1
+            if calls not in _AGAIN:
+                return entry
+            self._entries.remove(entry)  # what Python holds may be another
         analysis = analyze(fn, batch)
-        for_all = graph is None and silent
-        place = None if for_all else weakref.ref(graph) if graph is not None else _no_graph
-        check = Check(analysis, type(self._builder)) if analysis.trace is not None else None
-        new = _Entry(parts, place, analysis, check, calls=entry.calls if entry else 1)
-        if analysis.trace is None:
+        place = None if silent and eager else (lambda: None) if eager else weakref.ref(graph)
+        check = Check(analysis, type(self._builder), backward) if analysis.trace else None
+        if check is None:
             analysis.lines = [diagnostics.not_checked(analysis.reason)]
         elif self.when == "off" or (self.passed and _key(analysis) in self.passed):
-            new.is_checked = not analysis.needs_check
-        self._entries = [new, *self._entries[: _CACHE_SIZE - 1]]
-        return new
+            check = check if analysis.needs_check else None
+        entry = _Entry(parts, place, analysis, check, calls=calls)
+        self._entries = [entry, *self._entries[: _CACHE_SIZE - 1]]
+        return entry
 
     def _is_due(self, entry: _Entry, silent: bool) -> bool:
         """Return whether a check cannot wait until the first step is made."""
@@ -254,14 +264,13 @@ class Checks:
         """
         check, graph = entry.check, tf.compat.v1.get_default_graph()
         made_up = check and check.towers and check.tracer.real is None
-        if not made_up or self.is_deferred or entry.is_watched or entry.analysis.lines:
+        if not made_up or self.is_deferred or entry.runs is not None or entry.analysis.lines:
             return
         if tf.executing_eagerly() or self.when == "off" or tf_internals.is_compiled_by_xla(graph):
             return
         batch = check.tracer.batch
         if not batch or not all(isinstance(x, tf.Tensor) and x.graph is graph for x in batch):
             return
-        entry.is_watched = True
         due = [1, *_AGAIN] if self.when == "always" else [1, _ONCE_MORE]
 
         def look(*rows: tf.Tensor) -> None:
@@ -280,10 +289,6 @@ class Checks:
         with tf.device("/cpu:0"), tf.name_scope("check"):
             is_due = tf.reduce_any(entry.runs.assign_add(1) == tf.constant(due, tf.int64))
             tf.cond(is_due, hand_over, tf.no_op)
-
-
-def _no_graph() -> None:
-    return None
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -37,7 +37,8 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | No
     if is_split(batch) and tf_internals.is_recording():
         return _as_one_op(builder, fn, batch, passes)
     if is_split(batch):
-        analysis = builder.analyze(fn, *batch, num_slices=len(builder.devices))
+        number = len(builder.devices)
+        analysis = builder.analyze(fn, *batch, num_slices=number, backward=False)
         analysis.check_joinable()
     slices = occupied(split(builder, batch, never_empty=True))
     copies = passes.copies(builder, slices) if passes else ()

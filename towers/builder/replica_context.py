@@ -271,7 +271,8 @@ def call_copies(
         note: called with the towers' scopes before their assignments are made.
         copies: of weights.
     """
-    analysis = builder.analyze(fn, *batch, num_slices=len(builder.devices))
+    options = {"num_slices": len(builder.devices), "backward": tf_internals.is_recording()}
+    analysis = builder.analyze(fn, *batch, **options)
     added_too = analysis.added if to_join else ()
     replicas = Replicas(builder, slices, analysis, added=added_too, copies=copies)
     fn, sides, added = tf_internals.converted_as_here(fn), [], []

@@ -521,7 +521,10 @@ class _Steps:
             return "a tf.autodiff.ForwardAccumulator follows its weights"
         if self.builder.num_slices == 1:
             return ""
-        analysis, known = self.builder.analyze(fn, *batch, silent=True), made_up_rows.is_known
+        analysis = self.builder.analyze(
+            fn, *batch, silent=True, backward=tf_internals.is_recording()
+        )
+        known = made_up_rows.is_known
         hint = "" if all(map(known, batch)) else "; set shapes in the data set by tf.ensure_shape"
         if analysis.trace is None:
             return f"it cannot be called with another number of examples ({analysis.reason}){hint}"
