@@ -16,7 +16,7 @@ from towers.builder import device_types
 from towers.commands.verify.differences import TOLERANCE, TOLERANCES, compare
 from towers.commands.verify.options import VerifyOptions
 from towers.commands.verify.reference import PlainRunner
-from towers.commands.verify.report import largest_by_array, largest_by_towers, verify_runners
+from towers.commands.verify.report import largest_of_all, verify_runners
 from towers.commands.verify.runner import TrainRunner, in_float64, numbers_to_compare
 from towers.devices import remote
 from towers.devices.gpus import precision
@@ -89,9 +89,8 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         eps = float(np.finfo(of_run.input_dtype).eps)
         nudge = _NUDGE * eps / float(np.finfo(np.float64).eps)
         runners = [TrainRunner(towers(of_run, number)) for number in numbers]
-        differences = list(compare(one_device(of_run), runners, *steps, TOLERANCE, nudge))
-        largest = largest_by_towers(largest_by_array(differences))
-        result["ulps"] = {number: value / eps for number, value in largest.items()}
+        found = list(compare(one_device(of_run), runners, *steps, TOLERANCE, nudge))
+        result["ulps"] = {number: off / eps for number, off in largest_of_all(found).items()}
         for number, ulps in result["ulps"].items():
             say(f"{of_run.dtype:11} {number} towers: {ulps:.1f} units of the last place")
     return result

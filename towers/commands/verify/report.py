@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -54,14 +55,11 @@ def verify_runners(
     tolerance = tolerance or TOLERANCES[reference.dtype]
     how = batches, test, say, tolerance, tolerance * NUDGE_PART
     found = list(compare(reference, runners, *how))
-    rows = largest_by_array(found)
-    largest, first_difference = largest_by_towers(rows), None
-    lines = {}
-    for kind in dict.fromkeys(kind_of(d.name) for d in found):
-        group = {name: row for name, row in rows.items() if kind_of(name) == kind}
-        title = kind if len(group) == 1 else f"{kind}, of {len(group)}"
-        lines[title] = largest_by_towers(group)
-    shown = [*lines.items(), *itertools.islice(rows.items(), SHOWN)]
+    rows, kinds, first_difference = largest_by(str, found), largest_by(kind_of, found), None
+    rows = dict(sorted(rows.items(), key=lambda item: -max(item[1].values())))
+    largest, numbers = largest_of_all(found), Counter(map(kind_of, rows))
+    titles = {kind: f"{kind}, of {n}" if n > 1 else kind for kind, n in numbers.items()}
+    shown = [(titles[kind], row) for kind, row in kinds.items()] + list(rows.items())[:SHOWN]
     cells = [[name, *(f"{value:.1e}" for value in row.values())] for name, row in shown]
     for line in table(["largest relative difference, towers:", *largest], cells, widest=100):
         say(f"  {line}")
@@ -87,19 +85,18 @@ def verify_runners(
     }
 
 
-def largest_by_array(differences: Sequence[Difference]) -> dict[str, dict[str, float]]:
-    """Return {name: {"2": its largest difference on two towers}}, the largest first."""
-    numbers, result = dict.fromkeys(str(d.num_towers) for d in differences), {}
-    for d in differences:
-        row = result.setdefault(d.name, dict.fromkeys(numbers, 0.0))
+def largest_by(key: Callable[[str], str], found: Sequence[Difference]) -> dict[str, dict]:
+    """Return {key(name): {"2": the largest difference on two towers}}, in the order of `found`."""
+    numbers, result = dict.fromkeys(str(d.num_towers) for d in found), {}
+    for d in found:
+        row = result.setdefault(key(d.name), dict.fromkeys(numbers, 0.0))
         row[str(d.num_towers)] = max(row[str(d.num_towers)], d.relative_difference)
-    return dict(sorted(result.items(), key=lambda item: -max(item[1].values())))
+    return result
 
 
-def largest_by_towers(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return {"2": the largest difference on two towers} of any array."""
-    numbers = next(iter(rows.values()))
-    return {number: max(row[number] for row in rows.values()) for number in numbers}
+def largest_of_all(found: Sequence[Difference]) -> dict[str, float]:
+    """Return {"2": the largest difference on two towers}."""
+    return largest_by(lambda _: "", found)[""]
 
 
 def _likely_cause(
