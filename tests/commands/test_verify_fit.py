@@ -230,8 +230,8 @@ def guilty(kind="mixed"):
 @pytest.mark.parametrize(
     "make, options, name, cause",
     [
-        rare(guilty, {"dtype": None}, "loss", "mixed examples: layer .*guilty"),
-        rare(lambda: guilty("number"), {}, "loss", "batch size: layer guilty"),
+        rare(guilty, {"dtype": None}, "loss", "inexact: layer .*guilty differs"),
+        rare(lambda: guilty("number"), {}, "loss", "inexact: layer guilty differs"),
         (lambda: net(norm=True), {"batch_norm": "local"}, "loss",
          'local BatchNorm: norm takes its moments.*give batch_norm="sync"$'),
         (lambda: net(metrics=[Counts(name="counts")]), {}, "metric/counts", "metric: "),
