@@ -6,9 +6,8 @@ import json
 MODULES = "tests.zoo"
 # What verify's cause begins with, before a colon, the layer's name and advice.
 CAUSES = (
-    "random op", "python code", "ambiguous draw", "state in Python", "tower-dependent branch",
-    "local BatchNorm", "mixed examples", "batch size", "place in the batch", "state", "rounding",
-    "added loss", "initial weights", "recomputation", "backward pass",
+    "inexact", "random numbers", "random op", "python code", "state in Python", "local BatchNorm",
+    "recomputation", "rounding", "initial weights", "unknown",
 )  # fmt: skip
 SAME, REFUSED = "same", "refused"
 

@@ -64,20 +64,20 @@ def noise_by_numpy_function(_, x):
 # -------------------------------------------------------------------------------- Ambiguous draws
 
 
-@in_training("ambiguous draw", "[B, B]", quick=True)
+@in_training("random numbers", "[B, B]", quick=True)
 def square_draw(self, x):
     num = ops.shape(x)[0]
     return x + ops.mean(random.normal((num, num), dtype=x.dtype, seed=self.seed), 1, keepdims=True)
 
 
-@in_training("ambiguous draw", "[2 * B - 1, C]")
+@in_training("inexact", "[2 * B - 1, C]")
 def one_row_less_than_twice(self, x):
     num = ops.shape(x)[0]
     noise = random.normal((2 * num - 1, x.shape[1]), dtype=x.dtype, seed=self.seed)
     return x + noise[num - 1 :]
 
 
-@in_training("ambiguous draw", "as many as the lengths add up to", on_rows)
+@in_training("random numbers", "as many as the lengths add up to", on_rows)
 def noise_on_ragged(self, x):
     lengths = 1 + tf.cast(tf.argmax(x[:, :, 0], axis=1), tf.int32)
     ragged = tf.RaggedTensor.from_tensor(x, lengths)
@@ -100,12 +100,12 @@ def noise_by_numpy(_, x):
     return x + np.random.normal(size=x.shape[1:]).astype(x.dtype.name)
 
 
-@in_training("tower-dependent branch", "CPU:1")
+@in_training("unknown", "CPU:1", quick=True)
 def reads_its_device(_, x):
     return tf.sin(x) if x.device.endswith(":1") else x
 
 
-@in_training("tower-dependent branch", "a seed made of the scope's name", quick=True)
+@in_training("inexact", "a seed made of the scope's name", quick=True)
 def seed_by_its_name(_, x):
     seed = zlib.crc32(tf.get_current_name_scope().encode()) % 1000
     return x + random.normal(ops.shape(x), dtype=x.dtype, seed=seed)
@@ -129,7 +129,7 @@ def quantised(self, x):
 # ------------------------------------------------------------------- Added losses, initial weights
 
 
-@own(on_features, "added loss", "the spread of a batch is not that of its slices", quick=True)
+@own(on_features, "inexact", "the spread of a batch is not that of its slices", quick=True)
 def added_spread(self, x):
     self.add_loss(-0.1 * ops.mean(ops.std(x, axis=0)))
     return x

@@ -82,7 +82,7 @@ clipped_over_all = computing(
 )
 
 
-@own(on_features, "backward pass", "a kernel's gradient is clipped in each tower", quick=True,
+@own(on_features, "inexact", "a kernel's gradient is clipped in each tower", quick=True,
      kernel=(None, 5))  # fmt: skip
 def kernel_clipped(self, x):
     @tf.custom_gradient

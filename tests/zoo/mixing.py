@@ -6,7 +6,7 @@ import tensorflow as tf
 from tests.zoo.parts import kept, on_features, on_images, on_maps, own, seed
 
 layers, ops = keras.layers, keras.ops
-MIXED = "mixed examples"
+MIXED = "inexact"
 
 
 def computing(cause, why, function, **keywords):
@@ -51,7 +51,9 @@ def _conv():
 
 
 keras_mix_up = on_images(
-    MIXED, "Keras' layer mixes images", lambda: [layers.MixUp(alpha=0.4), _conv()]
+    "random op",
+    "Keras' layer mixes images, by a gamma draw",
+    lambda: [layers.MixUp(alpha=0.4), _conv()],
 )
 
 
@@ -71,7 +73,7 @@ def until_all_are_done(_, x):
 # -------------------------------------------------------------- Where they are, how many there are
 
 
-@own(on_features, "place in the batch", "seeds begin again in each tower")
+@own(on_features, MIXED, "seeds begin again in each tower")
 def draws_one_by_one(_, x, training):
     """Adds noise to each example by itself, by a seed of its place."""
     if not training:
@@ -95,12 +97,12 @@ def _mean_gradient(x):
 
 
 place_as_feature = computing(
-    "place in the batch",
+    MIXED,
     "a tower counts from the first of its slice",
     lambda x: x + 0.1 * tf.cast(tf.range(tf.shape(x)[0]), x.dtype)[:, None],
     quick=True,
 )
-divided_by_number = computing("batch size", "a sum where a mean is meant", lambda x: x / _number(x))
+divided_by_number = computing(MIXED, "a sum where a mean is meant", lambda x: x / _number(x))
 mean_gradient = computing(
-    "batch size", "the gradient alone is divided", lambda x: _mean_gradient(x), quick=True
+    MIXED, "the gradient alone is divided", lambda x: _mean_gradient(x), quick=True
 )

@@ -97,7 +97,7 @@ given_policies = on_features(
 # ------------------------------------------------------------------- What is read after it was set
 
 
-@own(on_features, "state", "a tower has put in its own slice alone", seen=kept())
+@own(on_features, "inexact", "a tower has put in its own slice alone", seen=kept())
 def seen_read_again(self, x, training):
     if training:
         self.seen.assign_add(ops.cast(ops.shape(x)[0], self.seen.dtype))
@@ -113,18 +113,18 @@ def _newest(queue, x):
 
 
 last_example = on_features(
-    "state", "one tower alone has it", lambda: tracked((6,), lambda value, x: x[-1]), quick=True
+    "inexact", "one tower alone has it", lambda: tracked((6,), lambda value, x: x[-1]), quick=True
 )
 moving_variance = on_maps(
-    "state",
+    "inexact",
     "a variance is not the mean of variances",
     lambda: tracked((4,), lambda v, x: 0.9 * v + 0.1 * ops.var(x, axis=(0, 1, 2))),
 )
 rounded = on_features(
-    "state",
+    "inexact",
     "a rounded mean is not the mean of rounded ones",
     lambda: tracked((), lambda v, x: ops.round(30 * ops.mean(x))),
 )
 memory_bank = on_features(
-    "state", "a queue takes from the first tower alone", lambda: tracked((16, 6), _newest)
+    "inexact", "a queue takes from the first tower alone", lambda: tracked((16, 6), _newest)
 )

@@ -153,7 +153,11 @@ def _likely_cause(
                 "the comparison is in float64; cast to the layer's compute_dtype instead, and make "
                 "weights by add_weight without dtype"
             )
-    return [*lines, "unknown: the towers' function is sound, and one device repeats its step"][0]
+    unknown = (
+        "unknown: two towers on one device compute the same, and one device repeats its step; "
+        "perhaps something knows its device, or the loss keeps state in Python"
+    )
+    return [*lines, unknown][0]
 
 
 def _differs_from_itself(reference: Runner, batch: Any) -> bool:
