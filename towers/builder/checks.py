@@ -186,9 +186,10 @@ class Checks:
             return later[0 if is_cheap or step < _AGAIN[0] else 1]
         return _ONCE_MORE if self.when == "once" and step < _ONCE_MORE else float("inf")
 
-    def forget(self) -> None:
-        """Forget all analyses, as of a model that was compiled anew."""
-        self._entries.clear()
+    def forget(self, graph: tf.Graph | None = None) -> None:
+        """Forget the analyses for a graph that was given up, or all, as of a model compiled anew."""
+        kept = [e for e in self._entries if graph and not (e.graph and e.graph() is graph)]
+        self._entries = kept
 
     def warn(self, lines: Iterable[str]) -> None:
         """Report lines that have not been reported yet."""

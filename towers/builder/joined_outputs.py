@@ -13,7 +13,9 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder import added_losses, attributes, gather
+from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.passes import CopiesError, Passes, TowerGradients
+from towers.builder.python_values import PythonValues
 from towers.builder.replica_context import (
     ReplicaContext,
     Replicas,
@@ -36,6 +38,7 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | No
     """
     if is_split(batch) and tf_internals.is_recording():
         return _as_one_op(builder, fn, batch, passes)
+    analysis, values = FunctionAnalysis(), PythonValues()
     if is_split(batch):
         number = len(builder.devices)
         analysis = builder.analyze(fn, *batch, num_slices=number, backward=False)
@@ -43,8 +46,8 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | No
     slices = occupied(split(builder, batch, never_empty=True))
     copies = passes.copies(builder, slices) if passes else ()
     note = passes and passes.note
-    results = call_copies(builder, fn, slices, batch, to_join=True, note=note, copies=copies)
-    return builder.gather(gather.join, results)
+    results = call_copies(builder, fn, slices, batch, values, note=note, copies=copies)
+    return values.put_into(builder.gather(gather.join, results), builder, batch, analysis)
 
 
 @attributes.joins_towers
@@ -56,7 +59,8 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
     """
     analysis = builder.analyze(fn, *batch)
     analysis.check_joinable()
-    fn, side_outputs = tf_internals.converted_as_here(fn), analysis.side_outputs
+    values, side_outputs = PythonValues(), analysis.side_outputs
+    fn = values.taken_from(tf_internals.converted_as_here(fn))
     leaves = tf.nest.flatten(batch)
     dense = [i for i, x in enumerate(leaves) if isinstance(x, tf.Tensor) and x.dtype.is_floating]
     watched = [i for i in dense if tf_internals.is_recording([leaves[i]])]
@@ -155,11 +159,11 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
         with tf.control_dependencies(_checks_of_shapes(outputs)):
             whole = gather.map_towers(gather.join, sum(results, []))
         sources = [leaves[i] for i in watched] + unsplit
-        values = tf_internals.record_as_one_op("Towers", _values(whole), sources, backward)
-        (whole, sides), added = _with_values(whole, values)
+        recorded = tf_internals.record_as_one_op("Towers", _values(whole), sources, backward)
+        (whole, sides), added = _with_values(whole, recorded)
         side_outputs.assign(sides, leaves)
         added_losses.add_to_layers(scopes[0], added)
-        return whole
+    return values.put_into(whole, builder, batch, analysis)
 
 
 def _identities(gradients: Sequence[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from towers.builder.replica_context import WeightCopies, assigned
 from towers.builder.replica_scope import ReplicaScope
-from towers.builder.sharding import Slice
+from towers.builder.sharding import Slice, num_rows
 from towers.builder.variable_aggregation import copies_of
 
 
@@ -23,6 +23,18 @@ class TowerGradients:
     # Their sums, for each tower on its device if towers have copies of the weights; else once.
     gathered: Sequence[Sequence[Any]]
     losses: Sequence[tf.Tensor] = ()  # each tower's sum, if towers have losses
+
+    @classmethod
+    def of_one_tower(cls, batch: Any, gradients: Sequence[Any]) -> "TowerGradients":
+        """Return what the first tower has, if it is called without the builder.
+
+        Args:
+            batch: structure of tensors.
+            gradients: that an optimizer gets.
+        """
+        rows = [x for x in tf.nest.flatten(batch) if tf.is_tensor(x) and x.shape.rank != 0]
+        count = tf.convert_to_tensor(num_rows(rows[0]))
+        return cls([count], [([rows], [gradients])], [gradients], [gradients])
 
 
 class CopiesError(Exception):
@@ -52,6 +64,10 @@ class Passes:
         """Note the values of what the towers' scopes assign, before these assignments are made."""
         for master in assigned(scopes):
             for variable in (master.value, *(copy for copy, _ in copies_of(master, scopes))):
-                if id(variable) not in self.before:
-                    with tf.device(variable.device):
-                        self.before[id(variable)] = variable, tf.identity(variable)
+                self.note_value(variable)
+
+    def note_value(self, variable: tf.Variable) -> None:
+        """Note the value of a variable before its first assignment."""
+        if id(variable) not in self.before:
+            with tf.device(variable.device):
+                self.before[id(variable)] = variable, tf.identity(variable)

@@ -256,7 +256,7 @@ def call_copies(
     fn: Callable,
     slices: Sequence[Slice],
     batch: Sequence[Any],
-    to_join: bool = False,
+    to_join: Any = None,
     note: Callable[[Sequence[ReplicaScope]], None] | None = None,
     copies: WeightCopies = (),
 ) -> list[Any]:
@@ -267,7 +267,8 @@ def call_copies(
         fn: the towers' function.
         slices: of the batch.
         batch: the arguments of `fn`.
-        to_join: remove padding rows; join the losses that layers add, and add them to the layers.
+        to_join: the `PythonValues` of results that will be joined: they are taken out of these, and
+            padding rows are removed; the losses that layers add are joined and added to the layers.
         note: called with the towers' scopes before their assignments are made.
         copies: of weights.
     """
@@ -276,6 +277,7 @@ def call_copies(
     added_too = analysis.added if to_join else ()
     replicas = Replicas(builder, slices, analysis, added=added_too, copies=copies)
     fn, sides, added = tf_internals.converted_as_here(fn), [], []
+    fn = to_join.taken_from(fn) if to_join else fn
 
     def on_tower(replica: ReplicaContext) -> Any:
         result, side = replica.call(fn)

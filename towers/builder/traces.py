@@ -204,7 +204,9 @@ class Tracer:
                         seen.states = [[value] for _, value in updates.values()]
                         trace.weights = [v for v in tape.watched_variables() if v.dtype.is_floating]
                 leaves = tf.nest.flatten(returned)
-                trace.shapes = trace.shapes or [getattr(x, "shape", None) for x in leaves]
+                trace.shapes = trace.shapes or [
+                    x.shape if tf.is_tensor(x) else None for x in leaves
+                ]
                 joined = [] if call and not one.is_joined else map(_value, leaves)
                 outputs = [x for x in joined if isinstance(x, tf.Tensor) and is_number(x)]
                 gradients: Sequence[Any] = []

@@ -22,16 +22,16 @@ import tensorflow as tf
 
 from towers import devices as tower_devices
 from towers import tf_internals
-from towers.builder import attributes, made_up_rows
+from towers.builder import attributes, batch_norm, made_up_rows
 from towers.builder.device_types import HOST, are_remote
 from towers.builder.joined_outputs import concat
-from towers.builder.passes import CopiesError, Passes
+from towers.builder.passes import CopiesError, Passes, TowerGradients
 from towers.builder.replica_context import WeightCopies, integers_on
 from towers.builder.replica_scope import SEED_STATE, ReplicaScope
 from towers.builder.sharding import is_device, slices_of
 from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
-from towers.formatting import count
+from towers.formatting import count, first_line
 from towers.graphs.placement import short_device_name
 from towers.training.step import fused_update, train_state
 from towers.training.step.train_state import optimizers_of
@@ -49,7 +49,9 @@ _PROBABILITIES = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}  # Keras l
 _CONSTANTS = (bool, int, float, str, type(None))
 _MAKERS = ("make_train_function", "make_test_function", "make_predict_function")
 _CallbackList = keras.callbacks.CallbackList
-_CALLS = ("fit", "train_on_batch", "evaluate", "predict")
+_CALLS = (
+    "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch",
+)  # fmt: skip
 
 
 def parallelize(
@@ -62,6 +64,8 @@ def parallelize(
     batch_norm: str = "sync",
     accumulate_steps: int = 1,
     jit_compile: bool = False,
+    check: str = "once",
+    on_inexact: str = "warn",
 ) -> keras.Model:
     """Run `fit`, `evaluate` and `predict` of a model on towers; return the model.
 
@@ -71,8 +75,9 @@ def parallelize(
     The model, built or not, compiled or not, is changed in place. Losses, metrics and weights are
     those of one device without XLA, up to rounding, if layers compute each example from itself
     (BatchNorm is synchronized); otherwise a warning names the layer. Layers that cannot be called
-    with a part of the batch run on one device, with a warning, and so does a model that runs
-    eagerly. Direct calls, saved files, copies and pickles are those of the plain model.
+    with a part of the batch run on one device, with a warning, and so do a step that fails on
+    towers and a model that runs eagerly. Direct calls, saved files, copies and pickles are those
+    of the plain model.
 
     Args:
         model: any Keras model, also with its own `train_step` or `compute_loss`.
@@ -88,6 +93,9 @@ def parallelize(
         accumulate_steps: number of parts that a batch is computed in, one after the other, to save
             memory; the forward pass is computed twice, and BatchNorm's moments are those of a part.
         jit_compile: whether XLA compiles each tower.
+        check: when towers are compared with one device, on rows of the batch: "once", "always" or
+            "off".
+        on_inexact: what to do if they differ: "warn", "stop", or train on "one_device".
 
     Raises:
         InputError: an argument is out of range, or there is no such device.
@@ -115,6 +123,8 @@ def parallelize(
         batch_norm=batch_norm,
         accumulate_steps=accumulate_steps,
         jit_compile=jit_compile,
+        check=check,
+        on_inexact=on_inexact,
     )
     return put_on(model, builder, variables == "replicated")
 
@@ -170,19 +180,19 @@ def method_of(model: keras.Model, name: str) -> Callable:
 
 
 def traced(model: keras.Model, trace: Callable[[], Any]) -> Any:
-    """Trace a step; trace it again on one device, with a warning, if towers refuse it.
+    """Trace a step; trace it again on one device, with a warning, if it fails on towers.
 
     Args:
         model: the model of the step; it may be on no towers.
         trace: traces the step, or calls a function that does; returns any value.
     """
     steps = vars(model).get("_tower_steps")
-    try:
-        return trace()
-    except Exception:
-        if steps is None or not (steps.give_up_copies() or steps.run_on_one_device()):
-            raise
-    return trace()
+    while True:
+        try:
+            return trace()
+        except Exception:
+            if steps is None or not (steps.give_up_copies() or steps.give_up_towers()):
+                raise
 
 
 def passes_of(model: keras.Model) -> Passes:
@@ -212,8 +222,10 @@ class _Steps:
         self._placed: set[int] = set()  # ids of variables
         self._batch: Any = None  # real, while a function is traced for the first time
         self._makes_variables = self._is_dropped = False  # the next trace; this one, for that
-        self._refused: tuple[str, InputError] | None = None  # a step that was traced, and why
-        self._on_one_device: set[str] = set()  # steps
+        self._failed: tuple[str, Exception] | None = None  # a step that was traced on towers
+        self._on_one_device: dict[str, str] = {}  # {step: why}
+        self._num_steps = {True: 0, False: 0}  # that were made: whether of training
+        self._may_be_due = False  # a check of them
         self._is_on_one_device = False  # the step that is traced
         self._functions: dict[tuple, Callable] = {}  # each is analyzed once
 
@@ -222,7 +234,7 @@ class _Steps:
         of_class = functools.partial(getattr(type(self.model), name), self.model)
         return self.of_instance.get(name, of_class)
 
-    def outermost_on_towers(self, fn: Callable, name: str = "") -> Callable:
+    def outermost_on_towers(self, fn: Callable, name: str) -> Callable:
         """Return a function, step `name` of the model, with its outermost layers on towers."""
 
         def with_towers(*args: Any) -> Any:
@@ -235,7 +247,9 @@ class _Steps:
             self._is_dropped, self._makes_variables = self._makes_variables, False
             if self._is_dropped:
                 self._made = tf.Variable(0, name="made")  # forces the second trace
-            joined = fused_update.updates_joined(optimizers_of(self.model), self._update)
+            self._failed, fits = None, not (self._is_dropped or tf.executing_eagerly())
+            update = functools.partial(self._update, args)
+            joined = fused_update.updates_joined(optimizers_of(self.model), update)
             calls = tf_internals.replaced((keras.Layer, "__call__", self._make_call))
             known = made_up_rows.feed_values(args, self._batch)
             plain = tf_internals.convolve_without_xla()  # where layers run on one device, too
@@ -250,10 +264,14 @@ class _Steps:
                         result = fn(*args)
                     attributes.refuse_uses()
                 except Exception as error:
-                    if refusal := _found_in(error, InputError):
-                        self._refused = name, refusal
+                    if not self._on_one_device.pop(name, "") and fits:
+                        self._failed = name, error
+                        self.builder.forget(self._graph)
                     self._must_give_up = _found_in(error, CopiesError) is not None
                     raise
+            if self._is_on_one_device:
+                why = self._on_one_device[name]
+                self.builder.warn([f"{name} of model {self.model.name} runs on one device: {why}"])
             return result
 
         return with_towers
@@ -278,17 +296,27 @@ class _Steps:
             self._kept = None
         return given_up
 
-    def run_on_one_device(self) -> bool:
-        """Run the step that towers have just refused on one device; return whether there is one."""
-        name, error = self._refused or ("", None)
-        self._refused = None
-        if not name or name in self._on_one_device:
-            return False
-        self._on_one_device.add(name)
-        self.builder.warn([f"{name} of model {self.model.name} runs on one device: {error}"])
-        return True
+    def give_up_towers(self) -> bool:
+        """Trace the step that has just failed on towers on one device; return if there is one."""
+        failed, self._failed = self._failed, None
+        if failed:
+            name, error = failed
+            self._on_one_device[name] = _reason(error)
+        return failed is not None
 
-    def _update(self, optimizer: keras.optimizers.Optimizer, *args: Any) -> None:
+    def run_on_one_device(self, step: str, reason: str) -> None:
+        """Run a step that was made on one device from its next call on, with a warning.
+
+        Args:
+            step: "train_step", "test_step" or "predict_step".
+            reason: end of the warning.
+        """
+        function = step.replace("step", "function")
+        if getattr(self.model, function):
+            getattr(self.model, f"make_{function}")(force=True)
+            self._on_one_device[step] = reason
+
+    def _update(self, batch: Any, optimizer: keras.optimizers.Optimizer, *args: Any) -> None:
         """Make an optimizer's update; in a dropped trace, only that of a class of the user's."""
         gradients, weights, update = args
         inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -297,6 +325,9 @@ class _Steps:
                 update()
         if self._traced and not self._is_dropped:
             self._traced.update(optimizer, gradients, weights, self.passes.gradients)
+        is_here = tf.compat.v1.get_default_graph() is self._graph
+        if self.passes.gradients is None and is_here and not self._is_dropped:
+            self.passes.gradients = TowerGradients.of_one_tower(batch, gradients)
 
     @contextlib.contextmanager
     def _assignments_checked(self) -> Iterator[None]:
@@ -338,7 +369,7 @@ class _Steps:
             if function is before:
                 return function
             self._functions.clear()  # a stage of the model's own may be another
-            self._on_one_device.discard(name.removeprefix("make_").replace("function", "step"))
+            self._on_one_device.pop(attribute.replace("function", "step"), None)
             self.builder.forget()
             new = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
             self._place([v for part in (model, *model.metrics, *new) for v in part.variables])
@@ -349,6 +380,10 @@ class _Steps:
             @functools.wraps(function)
             def placed(*args: Any) -> Any:
                 nonlocal is_first
+                if trains:
+                    self._check_if_due()  # Keras has shown the step before
+                    if (instead := getattr(model, attribute)) not in (None, placed):
+                        return instead(*args)
                 if is_first and self.builder.num_slices > 1:
                     args = tuple(map(self._with_first_batch_kept, args))
                 self._makes_variables = is_first and self._will_make_variables(name)
@@ -357,10 +392,15 @@ class _Steps:
                 # single step nothing is copied to the host.
                 if trains and self._kept and self._are_old:
                     self._kept.set()
+                deferred, self.builder.checks.is_deferred = self.builder.checks.is_deferred, True
                 try:
                     with tf.device(HOST if model.steps_per_execution > 1 else self._device):
-                        return traced(model, lambda: function(*args))
+                        result = traced(model, lambda: function(*args))
+                    self._num_steps[trains] += model.steps_per_execution
+                    self._may_be_due = True
+                    return result
                 finally:
+                    self.builder.checks.is_deferred = deferred
                     self._batch, self._makes_variables = None, False
                     self._are_old = not (trains and self._is_undisturbed)
 
@@ -387,11 +427,21 @@ class _Steps:
             before, self._is_undisturbed = self._is_undisturbed, is_undisturbed
             try:
                 with tf.device(first) if is_second else contextlib.nullcontext():
-                    return self.method(name)(*args, **kwargs)
+                    result = self.method(name)(*args, **kwargs)
+                self._check_if_due()
+                return result
             finally:
                 self._is_undisturbed, self._are_old = before, True
 
         return call
+
+    def _check_if_due(self) -> None:
+        """Make the checks that are due after the steps that were made since the last ones."""
+        may_be_due, self._may_be_due = self._may_be_due, False
+        checks = self.builder.checks
+        found = may_be_due and checks.after_step(self._num_steps[True] or self._num_steps[False])
+        for step in _STEPS if found and checks.on_inexact == "one_device" else ():
+            self.run_on_one_device(step, found[0])
 
     def _with_boundaries(self, *args: Any, **kwargs: Any) -> tuple[bool, tuple, dict]:
         """Return whether only Keras' code runs between steps, and arguments of `fit` to know it."""
@@ -464,18 +514,34 @@ class _Steps:
         self._build(layer, *self._function(layer, arguments, leaves))
         self._place(layer.variables)
         if self._is_dropped or self._is_on_one_device:
-            with self._plain():
-                return layer(*arguments[0], **arguments[1])
+            return self._call_alone(layer, arguments)
+        if self.builder.num_slices == 1 and not self.builder.jit_compile:
+            tower = self.builder.devices[0]
+            fused = batch_norm.over_all_towers(None, "local", tower)
+            with tf.device(tower), tf.name_scope("tower_0"), integers_on(tower), fused:
+                return self._call_alone(layer, arguments)
         fn, batch, reason = self._divided(layer, arguments, leaves)
         if reason:
-            with tf.device(self._device), self._plain():
-                outputs = layer(*arguments[0], **arguments[1])
+            with tf.device(self._device):
+                outputs = self._call_alone(layer, arguments)
             # Last: a call that Keras refuses, too, as of a wrong shape, fails for that reason.
             self.builder.warn([f"layer {layer.name} runs on one device: {reason}"])
             return outputs
         self.passes.copy = functools.partial(self._weights_of_towers, layer)
         with self._assignments_known():
             return _with_logits(*concat(self.builder, fn, batch, self.passes))
+
+    def _call_alone(self, layer: keras.Layer, arguments: tuple) -> Any:
+        """Call a layer as Keras does; note the values before its assignments, as towers do."""
+
+        def assign(before: Callable, variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
+            with self._graph.as_default():
+                self.passes.note_value(variable)
+            return before(variable, *args, **kwargs)
+
+        noted = tf_internals.patch_assignments(lambda _: lambda b: functools.partial(assign, b))
+        with self._plain(), noted:
+            return layer(*arguments[0], **arguments[1])
 
     def _weights_of_towers(self, layer: keras.Layer, devices: Sequence[str]) -> WeightCopies:
         """Return what towers on these devices read in place of a layer's weights."""
@@ -529,7 +595,7 @@ class _Steps:
         if analysis.trace is None:
             return f"it cannot be called with another number of examples ({analysis.reason}){hint}"
         if analysis.unjoinable_reason:
-            return f"{analysis.unjoinable_reason}{hint}"
+            return f"{analysis.unjoinable_reason}{hint or '; compute that outside of it'}"
         number = next((x.shape[0] for x in batch if x.shape[0]), 1)
         slices = slices_of(number, len(self.builder.devices), self.builder.accumulate_steps)
         return analysis.single_example_reason if any(size == 1 for _, size in slices) else ""
@@ -556,10 +622,14 @@ class _Steps:
         """Build layers as Keras does, in a trace that is dropped: towers create no variables."""
         if all(below.built for below in tf_internals.layers_of(layer)):
             return
+
+        def build(*tensors: Any) -> None:
+            fn(*tensors)  # which may return more than tensors
+
         following, known = tf_internals.recording_restarted(), self._assignments_known()
         with tf.init_scope(), tf.device(self._device), self._plain(), following, known:
             specs = map(tf.type_spec_from_value, batch)
-            tf.function(fn, autograph=False).get_concrete_function(*specs)
+            tf.function(build, autograph=False).get_concrete_function(*specs)
 
     def _plain(self) -> contextlib.AbstractContextManager:
         """Call layers in the block as Keras does."""
@@ -589,6 +659,13 @@ class _Steps:
                 f"{where}, because a function that was traced before reads them. Results are the "
                 "same, but steps copy more: call towers.parallelize first"
             ])  # fmt: skip
+
+
+def _reason(error: Exception) -> str:
+    """Return why towers cannot run a step whose trace has raised an error."""
+    if refusal := _found_in(error, InputError):
+        return str(refusal)
+    return f"on towers it raises {type(error).__name__}: {first_line(error)}"
 
 
 def _found_in(error: BaseException | None, kind: type) -> Any:

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder.function_analysis import FunctionAnalysis
+from towers.builder.passes import TowerGradients
 from towers.builder.replica_context import integers_on
 from towers.builder.replica_scope import new_value_reason
 from towers.builder.tower import TowerBuilder
@@ -205,11 +206,12 @@ class Compiled(Task):
                     stack.enter_context(guard.record_losses(model))
                     logs = scalars(model.train_step(self._data(example, draws)))
                 passes, seen = passes_of(model), {}
-                if measured is not None and passes.gradients:
+                gradients = passes.gradients
+                if gradients is None and guard.gradients:  # the first device has made them
+                    gradients = TowerGradients.of_one_tower(example, guard.gradients)
+                if measured is not None and gradients:
                     with tf.name_scope("telemetry"):
-                        seen = tower_metrics.measure_joined(
-                            passes.gradients, builder, measured, scale
-                        )
+                        seen = tower_metrics.measure_joined(gradients, builder, measured, scale)
                 known = {id(variable) for variable, _ in before}
                 before += [pair for pair in passes.before.values() if id(pair[0]) not in known]
                 names = "loss", *(name for name in logs if "loss" in name), *logs

@@ -36,6 +36,7 @@ class NonFiniteGuard:
     def __post_init__(self) -> None:
         """Belong to the step that is being traced."""
         self.graph = tf.compat.v1.get_default_graph()
+        self.gradients: Sequence[Any] = ()  # of the last update
         self._losses: list[tf.Tensor] = []
         self._finite: list[tf.Tensor] = []
         self._scales: list[tf.Tensor] = []  # before the step
@@ -67,6 +68,7 @@ class NonFiniteGuard:
         if not self._is_here():
             update()
             return
+        self.gradients = gradients
         scale = getattr(optimizer, "dynamic_scale", None)
         if scale is not None:
             scale = tf.convert_to_tensor(scale.value)
