@@ -83,17 +83,19 @@ def first_of(texts: Sequence[str], most: int = 5) -> str:
 _AROUND = re.compile(
     r'(?m)^Graph execution error.*|^Detected at node.*\n(\s*(File ".*", line \d+.*)?\n)*|^<stack.*'
     r"|.*root error\(s\) found.*|\(\d\) [A-Z_]+:|\[\[\{\{.*?\}\}\]\]|\{\{.*?\}\} *"
+    r"|^Exception encountered when .*|^Arguments received by .*|\x1b\[\d+m"
 )
 
 
 def first_line(error: BaseException, widest: int = 200) -> str:
-    """Return the first line of an error's message that is not TensorFlow's, or its class.
+    """Return the first line of an error's message that is not TensorFlow's or Keras', or its class.
 
     Args:
-        error: of TensorFlow or of others.
+        error: of TensorFlow, of Keras or of others.
         widest: how many characters are returned at most.
     """
-    lines = _AROUND.sub("", str(error)).splitlines()
+    text = error.args[0] if isinstance(error, KeyError) and error.args else error  # else quoted
+    lines = _AROUND.sub("", str(text)).splitlines()
     return next(filter(None, map(str.strip, lines)), type(error).__name__)[:widest]
 
 

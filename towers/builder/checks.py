@@ -187,7 +187,7 @@ class Checks:
         return _ONCE_MORE if self.when == "once" and step < _ONCE_MORE else float("inf")
 
     def forget(self, graph: tf.Graph | None = None) -> None:
-        """Forget the analyses for a graph that was given up, or all, as of a model compiled anew."""
+        """Forget the analyses for a graph that was given up, or all: the model is another."""
         kept = [e for e in self._entries if graph and not (e.graph and e.graph() is graph)]
         self._entries = kept
 

@@ -110,4 +110,4 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return "a tensor" if value is _TENSOR else repr(value)[:60]
+    return "a tensor" if value is _TENSOR else " ".join(repr(value).split())[:60]

@@ -30,7 +30,7 @@ from towers.builder.replica_context import WeightCopies, integers_on
 from towers.builder.replica_scope import SEED_STATE, ReplicaScope
 from towers.builder.sharding import is_device, slices_of
 from towers.builder.tower import TowerBuilder
-from towers.errors import InputError
+from towers.errors import InputError, RunError
 from towers.formatting import count, first_line
 from towers.graphs.placement import short_device_name
 from towers.training.step import fused_update, train_state
@@ -247,7 +247,7 @@ class _Steps:
             self._is_dropped, self._makes_variables = self._makes_variables, False
             if self._is_dropped:
                 self._made = tf.Variable(0, name="made")  # forces the second trace
-            self._failed, fits = None, not (self._is_dropped or tf.executing_eagerly())
+            self._failed, can_fail = None, not (self._is_dropped or tf.executing_eagerly())
             update = functools.partial(self._update, args)
             joined = fused_update.updates_joined(optimizers_of(self.model), update)
             calls = tf_internals.replaced((keras.Layer, "__call__", self._make_call))
@@ -264,7 +264,8 @@ class _Steps:
                         result = fn(*args)
                     attributes.refuse_uses()
                 except Exception as error:
-                    if not self._on_one_device.pop(name, "") and fits:
+                    refused = _found_in(error, RunError)  # by a check, for on_inexact="stop"
+                    if not self._on_one_device.pop(name, "") and can_fail and not refused:
                         self._failed = name, error
                         self.builder.forget(self._graph)
                     self._must_give_up = _found_in(error, CopiesError) is not None
