@@ -97,7 +97,7 @@ class Check:
     def again(self) -> list[str]:
         """Make the trials with the variables of now; return messages as `run`."""
         with tf.init_scope():
-            return self._try()
+            return self._try() if self.towers else self._run()  # it has passed in another run
 
     def _run(self) -> list[str]:
         analysis, size = self.analysis, self.analysis.trace.size
