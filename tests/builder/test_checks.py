@@ -196,3 +196,16 @@ def test_values_are_among_those_allowed(wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(ValueError, match=f"{name}='{value}' must be one of"):
         TowerBuilder(DEVICES, **wrong)
+
+
+def test_ordinary_layers_leave_the_check_to_steps(made):
+    """Nothing has to be chosen for them before the first step."""
+    layers = keras.layers
+    model = keras.Sequential(
+        [keras.Input((4, 3)), layers.GRU(4, dropout=0.2, return_sequences=True)]
+        + [layers.BatchNormalization(), layers.Dropout(0.1), layers.Flatten(), layers.Dense(1)]
+    )
+    towers = builder([])
+    towers.checks.is_deferred = True
+    tf.function(lambda x: towers.concat(lambda x: model(x, training=True), x))(tf.ones([7, 4, 3]))
+    assert not made

@@ -15,6 +15,7 @@ from towers import tf_internals
 from towers.builder import diagnostics, rng_layout
 from towers.builder.added_losses import AddedLoss
 from towers.builder.attributes import ROWS, SideOutputs, description, tensors_at
+from towers.builder.batch_norm import averages_of
 from towers.builder.namespaces import reached_by
 from towers.builder.replica_scope import SEED_STATE
 from towers.builder.rng import DrawInfo
@@ -45,8 +46,11 @@ class FunctionAnalysis:
 
     @property
     def states(self) -> list[keras.Variable]:
-        """The variables that it assigns and whose policy is not declared."""
-        found = self.trace.states if self.trace else []
+        """The variables that it assigns and whose policy is neither declared nor known."""
+        layers = [namespace.owner for namespace in self.tracer.reached] if self.trace else []
+        norms = [x for x in layers if isinstance(x, keras.layers.BatchNormalization) and x.built]
+        averages = {key for norm in norms for key in averages_of(norm)}
+        found = [v for v in (self.trace.states if self.trace else ()) if id(v) not in averages]
         return [v for v in found if v.name != SEED_STATE and policy_of(v) in (None, "sum")]
 
     @property
