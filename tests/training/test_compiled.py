@@ -207,6 +207,26 @@ def test_a_train_step_of_the_models_own_is_made_on_towers_and_resumed(tmp_path, 
     tiny.assert_identical(state, saved)
 
 
+@runs.by_the_clock
+def test_a_step_of_outputs_on_one_tower_is_measured():
+    def build():
+        model = plain()
+        model.compile("sgd", of_all)
+        return model
+
+    loop = loop_of(model=build, num_towers=1)
+    ((x, y), _) = next(iter(loop.run.data.train.train_batches(10, seed=loop.run.options.seed)))
+    model = loop.train_state.model
+    with tf.GradientTape() as tape:
+        loss = of_all(tf.cast(y, tf.float32), model(tf.cast(x, tf.float32)))
+    norm = tf.linalg.global_norm(tape.gradient(loss, model.trainable_variables))
+    values = loop.loop(loop.batches, tf.constant(1))
+    assert values["tower_examples"].numpy().tolist() == [10]
+    np.testing.assert_allclose(values["tower_gradient_norm"], [norm], rtol=1e-5)
+    assert float(values["data_gradient_norm"]) == pytest.approx(float(norm), rel=1e-5)
+    assert float(values["compute_seconds"]) > 0
+
+
 def test_a_test_step_that_runs_on_one_device_is_told_by_train_and_evaluate(tmp_path, capsys):
     class Mapped(keras.Sequential):
         def test_step(self, data):

@@ -105,6 +105,13 @@ NAME = __name__
 OWN = dict(model=f"{NAME}:own", learning_rate=0.05)  # the flag's default: it has its own
 
 
+def of_means(num_classes):
+    """Return a model whose loss is no mean of examples' losses, so that its outputs are joined."""
+    model = network(num_classes)
+    model.compile("adam", lambda y, outputs: tf.reduce_mean(cross_entropy(y, outputs)))
+    return model
+
+
 def shrinking(num_classes):
     spectral = keras.layers.SpectralNormalization(keras.layers.Dense(5))
     layers = [Refusing("output"), spectral, keras.layers.Dense(num_classes)]
@@ -124,6 +131,7 @@ KINDS = {
     "XLA": dict(jit_compile=True, batch_norm="local"),
     "a kernel that its layer assigns": dict(model=f"{NAME}:shrinking", variables="replicated"),
     "own step, gradient": OWN | dict(model_args="where=gradient", variables="replicated"),
+    "one tower": dict(num_towers=1, model=f"{NAME}:of_means", learning_rate=0.05),
     "GPUs": dict(devices="/cpu:1,/cpu:2", variables="replicated"),
 }
 
@@ -139,7 +147,7 @@ class Loop(tiny.Loop):
 
 
 RELEASE = (
-    "cpu", "own step, gradient", "a kernel that its layer assigns",
+    "cpu", "one tower", "own step, gradient", "a kernel that its layer assigns",
 )  # fmt: skip
 
 
