@@ -209,3 +209,11 @@ def test_ordinary_layers_leave_the_check_to_steps(made):
     towers.checks.is_deferred = True
     tf.function(lambda x: towers.concat(lambda x: model(x, training=True), x))(tf.ones([7, 4, 3]))
     assert not made
+
+
+def test_a_difference_is_reported_once_whatever_its_size(float64):
+    told, w = [], tf.Variable(np.ones((3, 2)))
+    towers = builder(told)
+    for times in 1.0, 2.0:
+        towers.concat(lambda x, times=times: (x - times * tf.reduce_mean(x, 0)) @ w, tf.constant(X))
+    assert len(told) == 1

@@ -22,7 +22,7 @@ def test_the_rule_book_in_full():
         "length      12 steps, 84 examples, 1.4 epochs",
         "saved       at the end, and when stopped",
         "rules, the same at any number of towers:",
-        "  1 loss and gradients: mean over the global batch; towers give sums, add_n gathers them",
+        "  1 loss and gradients: mean over the global batch; add_n adds the towers' parts",
         "  2 regularisation: once, on the master weights; weight decay 0 (L2), and the layers' own",
         "  3 finite test: on the loss and the gathered gradient; else stop",
         "  4 clipping: none, after the gather; then update, then EMA",

@@ -192,10 +192,11 @@ class Checks:
         self._entries = kept
 
     def warn(self, lines: Iterable[str]) -> None:
-        """Report lines that have not been reported yet."""
+        """Report lines that have not been reported yet, whatever the size of a difference."""
         for line in lines:
-            if line not in self._warned:
-                self._warned.add(line)
+            what = line.partition(" differs between ")[0]
+            if what not in self._warned:
+                self._warned.add(what)
                 self._on_warning(line)
 
     def _entry_of(self, fn: Callable, batch: Sequence[Any], silent: bool, backward: bool) -> _Entry:

@@ -42,7 +42,7 @@ def run_summary(run: RunContext) -> list[str]:
         f"length      {_length(run)}",
         f"saved       {regularly if every else ''}at the end, and when stopped",
         "rules, the same at any number of towers:",
-        "  1 loss and gradients: mean over the global batch; towers give sums, add_n gathers them",
+        "  1 loss and gradients: mean over the global batch; add_n adds the towers' parts",
         f"  2 regularisation: once, on the master weights; {update['decay']}, and the layers' own",
         f"  3 finite test: on the loss and the gathered gradient{update['scale']}; else "
         f"{options.on_nan}",
