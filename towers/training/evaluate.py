@@ -10,14 +10,12 @@ from towers.errors import InputError
 from towers.formatting import count
 from towers.options.flags import options_from_call
 from towers.options.run import Options
-from towers.training.load import assign, read_weights
+from towers.training.load import KINDS, assign, read_weights
 from towers.training.run import manifest
 from towers.training.run.model import check_data
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import prepare
 from towers.training.run.tensorflow_errors import user_facing_errors
-
-_KINDS = "model/", "average/"  # of variables
 
 
 @preserve_rng()
@@ -35,7 +33,7 @@ def evaluate(
             have to be given again.
 
     Returns:
-        The figures of an `Evaluation`, the checkpoint's "step", and "num_towers".
+        The metrics of an `Evaluation`, "examples", the checkpoint's "step", and "num_towers".
 
     Raises:
         InputError: there is no checkpoint, or it is of another model.
@@ -47,7 +45,7 @@ def evaluate(
 
 
 def _evaluate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
-    weights = read_weights(Path(options.train_dir))
+    step, values = read_weights(Path(options.train_dir))
     recorded = manifest.read(Path(options.train_dir))
     task = recorded.get("task", {})
     changes = dict(variables="default", jit_compile=False, on_inexact="warn")
@@ -61,11 +59,9 @@ def _evaluate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     warnings = [f"warning     {line}" for line in manifest.differences(now, recorded)]
     for line in [*warnings, *run.data.notes]:
         say(line)
-    variables = {n: v for n, v in run.train_state.variables().items() if n.startswith(_KINDS)}
-    values = {f"model/{name}": value for name, value in weights.model.items()}
-    values |= {f"average/{name}": value for name, value in weights.averages.items()}
+    variables = {n: v for n, v in run.train_state.variables().items() if n.startswith(KINDS)}
     try:
-        assign(options, step := weights.step, variables, values)
+        assign(options, step, variables, values)
     except InputError:
         check_data(run.data, options, task, number=True)  # why shapes are others
         raise
@@ -78,4 +74,4 @@ def _evaluate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     heading = f"step {step}, {result.examples} test examples, {count(num_towers, 'tower')}"
     for line in [*devices.report(run.builder.devices), heading, *result.table()]:
         say(line)
-    return result.figures() | {"step": step, "num_towers": num_towers}
+    return {**result.metrics, "examples": result.examples, "step": step, "num_towers": num_towers}

@@ -24,14 +24,8 @@ from towers.training.run.setup import load_data
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step.train_state import by_unique_name, move_all, variables_of
 
-
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """A checkpoint's values of a model's variables, by name; no averages without EMA."""
-
-    step: int
-    model: dict[str, np.ndarray]
-    averages: dict[str, np.ndarray]
+KINDS = "model/", "average/"  # of a checkpoint's variables, with which their names begin
+Values = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +131,8 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
     Raises:
         InputError: see `load`.
     """
-    weights = read_weights(Path(options.train_dir), step)
-    if averages and not weights.averages:
+    found, values = read_weights(Path(options.train_dir), step)
+    if averages and not averages_in(values):
         raise InputError(
             f"--train_dir={options.train_dir} has no moving averages: take its weights, or train "
             "with --ema_decay"
@@ -162,13 +156,13 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
         if (options.loss or options.metrics) and not inline:  # inline objects have no name to load
             compile_from_flags.compile_from_flags(network, options)
     variables = by_unique_name((v.path, v) for v in variables_of(network))
-    assign(options, weights.step, variables, weights.model | (weights.averages if averages else {}))
-    return TrainedModel(options, task, network, weights.step, averages)
+    values |= averages_in(values) if averages else {}
+    own = {n.removeprefix("model/"): x for n, x in values.items() if n.startswith("model/")}
+    assign(options, found, variables, own)
+    return TrainedModel(options, task, network, found, averages)
 
 
-def assign(
-    options: Options, step: int, variables: Mapping[str, Any], values: Mapping[str, np.ndarray]
-) -> None:
+def assign(options: Options, step: int, variables: Mapping[str, Any], values: Values) -> None:
     """Assign the values of a checkpoint to the variables of a run's model.
 
     Args:
@@ -191,8 +185,14 @@ def assign(
         variable.assign(values[name])
 
 
-def read_weights(train_dir: Path, step: int | None = None) -> Weights:
-    """Return the weights of a run's checkpoint.
+def averages_in(values: Values) -> Values:
+    """Return {"model/dense/kernel": its moving average} of a checkpoint, {} without EMA."""
+    names = [name for name in values if name.startswith("average/")]
+    return {name.replace("average/", "model/", 1): values[name] for name in names}
+
+
+def read_weights(train_dir: Path, step: int | None = None) -> tuple[int, Values]:
+    """Return the step of a run's checkpoint, and its values of the variables of `KINDS`, by name.
 
     Args:
         train_dir: the folder of the run.
@@ -215,9 +215,9 @@ def read_weights(train_dir: Path, step: int | None = None) -> Weights:
             f"{', '.join(map(str, steps))}"
         )
 
-    def read(_: str, reader: Any) -> list[dict[str, np.ndarray]]:
-        return [checkpoint.values_of(reader, beginning) for beginning in ("model/", "average/")]
+    def read(_: str, reader: Any) -> Values:
+        keys = checkpoint.keys_of(reader).items()
+        return {name: reader.get_tensor(key) for name, key in keys if name.startswith(KINDS)}
 
     wanted = step_of(train_dir) if step is None else step
-    found, values = checkpoint.read_newest(folder, read, None, wanted)
-    return Weights(found, *values)
+    return checkpoint.read_newest(folder, read, None, wanted)

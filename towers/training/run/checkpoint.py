@@ -90,20 +90,6 @@ def read_newest(
     return None
 
 
-def values_of(reader: Any, beginning: str) -> dict[str, np.ndarray]:
-    """Return {name without `beginning`: value} of the variables whose names begin with it.
-
-    Args:
-        reader: of a checkpoint, from `open_reader`.
-        beginning: such as "model/".
-    """
-    return {
-        name.removeprefix(beginning): reader.get_tensor(key)
-        for name, key in keys_of(reader).items()
-        if name.startswith(beginning)
-    }
-
-
 def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, Any]) -> None:
     """Write a checkpoint atomically.
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from towers.errors import InputError
 from towers.formatting import first_line, first_of
-from towers.training.load import read_weights
+from towers.training.load import averages_in, read_weights
 from towers.training.step.train_state import TrainState, by_unique_name, restore_after, variables_of
 
 _MOST_NAMES = 10  # weights that the line names
@@ -55,15 +55,14 @@ def init_from(train_state: TrainState, source: str) -> str:
 def _from_run(folder: Path, model: keras.Model) -> tuple[str, list[Any]]:
     """Return a description of a run's checkpoint, and the value of each weight, None if absent."""
     try:
-        weights = read_weights(folder)
+        step, values = read_weights(folder)
     except InputError as error:
         raise InputError(str(error).replace("--train_dir", "--init_from", 1)) from None
-    there = weights.model | weights.averages
-    names = by_unique_name((v.path, v) for v in variables_of(model))
+    averages = averages_in(values)
+    names = by_unique_name((f"model/{v.path}", v) for v in variables_of(model))
     shapes = {n: tuple(v.shape) for n, v in names.items()}
-    fitting = {id(names[n]): x for n, x in there.items() if shapes.get(n) == x.shape}
-    kind = "its averages" if weights.averages else "its weights"
-    description = f"{folder}, {kind} at step {weights.step}"
+    fitting = {id(names[n]): x for n, x in (values | averages).items() if shapes.get(n) == x.shape}
+    description = f"{folder}, its {'averages' if averages else 'weights'} at step {step}"
     return description, [fitting.get(id(v)) for v in model.weights]
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -22,10 +21,6 @@ class Evaluation:
     # model; those of the moving averages end in "_ema".
     metrics: Mapping[str, float | None]
     examples: int  # their number
-
-    def figures(self) -> dict[str, Any]:
-        """Return the JSON of `towers evaluate`."""
-        return {**self.metrics, "examples": self.examples}
 
     def table(self) -> list[str]:
         """Return the metrics as the lines of a table."""
