@@ -108,7 +108,7 @@ def test_what_is_there_is_kept_unless_told(trained, tmp_path, capsys):
 
 
 def test_what_computes_something_else_is_not_kept(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(export, "eval_images", lambda images, kind, dtype: images[:, 2:, 2:] / 2)
+    monkeypatch.setattr(export, "_eval_images", lambda images, kind, dtype: images[:, 2:, 2:] / 2)
     code, out, _ = export_of(capsys, trained("classes"), f"--output={tmp_path}/a.keras")
     assert code == 1 and out.startswith("failed      nothing is kept")
     assert list(tmp_path.iterdir()) == []
@@ -144,7 +144,7 @@ def test_a_layer_that_keras_cannot_save_is_named(tmp_path, monkeypatch, make, ki
 def test_what_is_inside_prepares_images_as_an_evaluation_does(kind, dtype):
     images = tiny.arrays(5, seed=9)[0].astype(dtype)
     model_input = keras.Input(images.shape[1:], dtype=dtype)
-    model = keras.Model(model_input, export.eval_images(model_input, kind, "float64"))
+    model = keras.Model(model_input, export._eval_images(model_input, kind, "float64"))
     np.testing.assert_allclose(model(images), augment.eval_images(images, kind, "float64"))
 
 

@@ -138,7 +138,7 @@ def check_versions() -> Iterator[Check]:
         return
     yield Check("towers", OK, f"{metadata['Version']}, from {ROOT}")
     python = f"Python{metadata['Requires-Python']}"
-    yield check_version(python, platform.python_version(), "install a newer Python")
+    yield _check_version(python, platform.python_version(), "install a newer Python")
     for line in metadata.get_all("Requires-Dist", []):
         if (needed := Requirement(line)).marker:  # an extra
             continue
@@ -147,17 +147,11 @@ def check_versions() -> Iterator[Check]:
         except importlib.metadata.PackageNotFoundError:  # tensorflow-cpu provides tensorflow, too
             others = importlib.metadata.packages_distributions().get(needed.name)
             version = importlib.metadata.version(others[0]) if others else None
-        yield check_version(line, version, f"type python -m pip install '{line}'")
+        yield _check_version(line, version, f"type python -m pip install '{line}'")
 
 
-def check_version(requirement: str, version: str | None, remedy: str) -> Check:
-    """Check a package's version.
-
-    Args:
-        requirement: as in setup.py, "keras>=3.15,<3.16".
-        version: the installed version, None if there is none.
-        remedy: what to do if it does not fit.
-    """
+def _check_version(requirement: str, version: str | None, remedy: str) -> Check:
+    """Check the version of a package, None if it is not installed: "keras>=3.15,<3.16"."""
     needed = Requirement(requirement)
     if version and needed.specifier.contains(version, prereleases=True):
         return Check(needed.name, OK, version)

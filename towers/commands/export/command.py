@@ -98,18 +98,12 @@ def _raw_model(trained: TrainedModel) -> keras.Model:
         return keras.Model(inputs, model(inputs, training=False))
     with floatx_of(trained.options.dtype):
         images = keras.Input(spec.shape, dtype=spec.dtype.name, name="images")
-        inputs = eval_images(images, task["augment"], trained.options.input_dtype)
+        inputs = _eval_images(images, task["augment"], trained.options.input_dtype)
         return keras.Model(images, model(inputs))
 
 
-def eval_images(images: keras.KerasTensor, kind: str, dtype: str) -> keras.KerasTensor:
-    """Return `augment.eval_images` by Keras ops alone, which a Keras file can hold.
-
-    Args:
-        images: `[B, H, W, C]`, as stored.
-        kind: a value of --augment.
-        dtype: dtype of the result.
-    """
+def _eval_images(images: keras.KerasTensor, kind: str, dtype: str) -> keras.KerasTensor:
+    """Return `augment.eval_images` by Keras ops alone, which a Keras file can hold."""
 
     def standardise(images: keras.KerasTensor) -> keras.KerasTensor:
         centred = images - ops.mean(images, [1, 2, 3], keepdims=True)

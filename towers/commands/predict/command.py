@@ -21,7 +21,7 @@ from towers.commands.predict.options import PredictOptions
 from towers.formatting import count, first_of
 from towers.training.load import Classes, TrainedModel, load_run
 from towers.training.run.model import floatx_of
-from towers.training.run.process_state import suppress_retracing_warnings
+from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import tower_devices
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step.output_activation import logits_of
@@ -55,7 +55,7 @@ def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
     say(f"step {trained.step}, {kind}, {count(num, 'example')}, {towers}")
     rows = _rows(trained, builder, parts, min(num, run_options.batch_size))
     write = _write_json if run_options.json else _write_csv
-    with user_facing_errors(run_options), suppress_retracing_warnings():
+    with user_facing_errors(run_options), preserve_rng():
         write(rows, Classes.of(trained))
     return {}
 

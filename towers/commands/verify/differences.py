@@ -90,7 +90,6 @@ def compare(
 
 
 def _results_of(runner: Runner, batch: Any, test: Any) -> Arrays:
-    """Make a step, then evaluate `test` unless it is None; return all results."""
     return runner.make_step(batch) | (runner.evaluate(test) if test is not None else {})
 
 

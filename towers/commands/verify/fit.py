@@ -177,7 +177,6 @@ def not_fused() -> Iterator[None]:
 
 
 def _wide(batch: Any) -> Any:
-    """Return a batch with its floating tensors in float64."""
     return tf.nest.map_structure(
         lambda x: tf.cast(x, tf.float64) if x.dtype.is_floating else x,
         batch,

@@ -140,11 +140,8 @@ class PlainRunner(Runner):
 
     def _update(self, loss: tf.Tensor, gradients: Sequence[Any]) -> bool:
         """Penalise, clip and apply the gradients if loss and gradients are finite; return if so."""
-        options, scale, weights = (
-            self.options,
-            self.state.loss_scale,
-            self.model.trainable_variables,
-        )
+        options, scale = self.options, self.state.loss_scale
+        weights = self.model.trainable_variables
         with tf.GradientTape() as tape:
             penalties = self._penalties()
             if options.weight_decay and options.optimizer not in DECAY_APART:

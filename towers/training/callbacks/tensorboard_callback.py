@@ -175,5 +175,4 @@ class TowerBoard(keras.callbacks.Callback):
 
 
 def _numbers(logs: Any) -> dict[str, float]:
-    """Return the scalars in Keras' logs."""
     return {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}

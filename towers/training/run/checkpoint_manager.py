@@ -131,7 +131,6 @@ class CheckpointManager:
         return None
 
     def _write_or_raise(self, step: int, snapshot: Snapshot) -> None:
-        """Write a snapshot; raise RunError if that fails."""
         with self._writing:
             self.check_folder()
             try:

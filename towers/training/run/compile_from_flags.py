@@ -56,7 +56,6 @@ def compile_from_flags(model: keras.Model, options: Options) -> None:
 
 
 def _with_decay(decay: float, own: Callable | None, weight: Any) -> tf.Tensor:
-    """Return L2 of a weight, added to its own regulariser."""
     value = tf.convert_to_tensor(weight)
     penalty = tf.cast(decay, value.dtype) * tf.nn.l2_loss(value)
     return penalty if own is None else penalty + own(value)

@@ -195,6 +195,5 @@ def _hash(variables: Mapping[str, tf.Variable]) -> str:
 
 
 def _shorten(value: Any) -> str:
-    """Return a value as text, checksums shortened."""
     text = str(value)
     return f"{text[:12]}..." if len(text) in (40, 64) and text.isalnum() else text[:100]
