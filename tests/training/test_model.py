@@ -1,6 +1,7 @@
 """Building a model from its name: what the function is given, and what it must return."""
 
 import re
+import types
 
 import keras
 import numpy as np
@@ -73,7 +74,8 @@ def build(function, keywords=None, image_shape=SHAPE, **given):
     of_run = Options(model=function, model_args=arguments, augment="off", **given)
     x = tf.TensorSpec(image_shape, of_run.input_dtype)
     built = model.build_for(of_run, num_classes=10, x=x, image_shape=image_shape)
-    model.check_classifier(built, of_run.model, 10, x)
+    about = {"num_classes": 10, "no_classes": "", "spec": (x,), "image_shape": image_shape}
+    model.check_classifier(built, of_run, types.SimpleNamespace(**about))
     return built
 
 

@@ -5,16 +5,18 @@ import math
 import pytest
 import tensorflow as tf
 
-from towers.options.parts import SCHEDULES
-from towers.training.step.schedules import schedule
+from towers.options.parts import SCHEDULES, UpdateOptions
+from towers.training.step.schedules import learning_rate
 
 pytestmark = pytest.mark.unit
 EPOCHS = [0.0, 1e-6, 0.5, 1.0, 2.4999, 2.5, 4.0, 5.0, 7.5, 9.999, 10.0, 12.0]
 
 
-def rates(kind, epochs, *, peak=0.1, total_epochs=10.0, **options):
-    rate = schedule(kind, peak=peak, total_epochs=total_epochs, **options)
-    results = [rate(tf.constant(epoch, tf.float64)) for epoch in epochs]
+def rates(kind, epochs, *, peak=0.1, total_epochs=10.0, decay_epochs=(), **options):
+    options |= {"learning_rate": peak, "decay_epochs": ",".join(map(str, decay_epochs))}
+    options = UpdateOptions(schedule=kind, **options)
+    epochs = [tf.constant(epoch, tf.float64) for epoch in epochs]
+    results = [learning_rate(options, total_epochs, epoch) for epoch in epochs]
     assert all(result.dtype == tf.float64 and result.shape == () for result in results)
     return [float(result) for result in results]
 

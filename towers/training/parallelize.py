@@ -114,12 +114,11 @@ def parallelize(
     device_names = tower_devices.tower_devices(num_towers, devices)
     if variables == "default":
         at_host = bool(gather_device) and not is_device(device_names[0], gather_device)
-        at_host |= are_remote(device_names)
-        variables = "cpu" if at_host else train_state.default_placement(device_names)
-    train_state.check_placement(variables, device_names)
+        variables = "cpu" if at_host or are_remote(device_names) else variables
+    variables, home = train_state.placement(variables, device_names)
     builder = TowerBuilder(
         device_names,
-        gather_device or train_state.default_device(variables, device_names),
+        gather_device or home,
         batch_norm=batch_norm,
         accumulate_steps=accumulate_steps,
         jit_compile=jit_compile,
@@ -472,9 +471,8 @@ class _Steps:
         eager = self.model.run_eagerly or tf.config.functions_run_eagerly()  # nothing is traced
         if eager or name == "make_predict_function":
             return False
-        new = [optimizer for optimizer in optimizers_of(self.model) if not optimizer.built]
-        trains = name == "make_train_function"
-        return tf_internals.will_make_metrics(self.model) or (trains and any(map(_has_slots, new)))
+        new = not all(optimizer.built for optimizer in optimizers_of(self.model))
+        return tf_internals.will_make_metrics(self.model) or (new and name == "make_train_function")
 
     def _with_first_batch_kept(self, iterator: Any) -> Any:
         """Keep the first batch for the analysis; return an iterator of one call's batches."""
@@ -674,16 +672,6 @@ def _found_in(error: BaseException | None, kind: type) -> Any:
     while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
     return error
-
-
-def _has_slots(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Return whether an optimizer makes variables for a weight; plain SGD does not."""
-    with contextlib.suppress(Exception):  # a class of the user's that has no config
-        like = type(optimizer).from_config(optimizer.get_config())
-        before = len(like.variables)
-        like.build([keras.Variable(0.0)])
-        return len(like.variables) > before
-    return True
 
 
 def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> Callable:

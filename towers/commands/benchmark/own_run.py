@@ -103,7 +103,8 @@ def make_control(run: RunContext) -> Callable[[tf.Tensor], tf.Tensor]:
             tf.GradientTape(watch_accessed_variables=False) as tape,
         ):
             tape.watch(weights)
-            loss = tf.reduce_sum(run.task.loss(*part))
+            losses, *_ = tf.nest.flatten(run.task.tower_function(*part))
+            loss = tf.reduce_sum(losses)
         with keras.StatelessScope():  # recomputed layers may assign again
             results = [loss, *tape.gradient(loss, weights)]
         # Use every result: TensorFlow prunes ops whose values are unused, even with a control

@@ -69,7 +69,7 @@ class TrainRunner(Runner):
         self.num_towers, self.dtype = len(run.builder.devices), run.options.dtype
         self.named = run.train_state.variables()
         batches = run.data.train.train_batches(run.options.batch_size, seed=run.options.seed)
-        run.analyze(next(iter(batches)))
+        run.task.analyze(*next(iter(batches)))
         train_step, spec = run.train_step(), batches.element_spec
         step = tf.function(lambda *batch: train_step(*batch), autograph=False)
         with user_facing_errors(run.options), tf_internals.convolve_without_xla():

@@ -56,7 +56,7 @@ def build_for(
             f"--model={name} is a model, and not the function that returns it: write "
             f"`def build(): return ...` around it, and type --model={name.partition(':')[0]}:build"
         )
-    x = input_specs(options, x, image_shape)
+    x = _input_specs(options, x, image_shape)
     from_data: dict[str, Any] = {"num_classes": num_classes} if num_classes else {}
     if image_shape is not None:
         from_data["image_shape"] = tuple(x.shape)
@@ -79,44 +79,36 @@ def build_for(
     return model
 
 
-def input_specs(options: Options, x: Any, image_shape: Sequence[int] | None) -> Any:
-    """Return the specs of the model's inputs for one example; see `build_for`.
-
-    Args:
-        options: of the run, with `augment` resolved.
-        x: specs of one example as it is stored.
-        image_shape: (height, width, channels) of a stored image; None: x is no image.
-    """
+def _input_specs(options: Options, x: Any, image_shape: Sequence[int] | None) -> Any:
+    """Return the specs of the model's inputs for one example; see `build_for`."""
     if image_shape is None:
         return x
     shape = augment.output_shape(tuple(image_shape), options.augment)
     return tf.TensorSpec(shape, options.input_dtype)
 
 
-def check_classifier(
-    model: keras.Model, name: str, num_classes: int, x: Any, no_classes: str = ""
-) -> None:
+def check_classifier(model: keras.Model, options: Options, data: Data) -> None:
     """Raise InputError unless an uncompiled model returns logits of the data's classes.
 
     Args:
         model: built.
-        name: of the model function, for messages.
-        num_classes: of the data set; 0: targets are no classes.
-        x: specs of the model's inputs for one example, see `input_specs`.
-        no_classes: why integer targets are no classes, if so; see `Data`.
+        options: of the run, with `augment` resolved.
+        data: of the run.
     """
+    name, num_classes = options.model, data.num_classes
     if overrides(model, "train_step"):
         raise InputError(
             f"--model={name} has a train_step of its own, and is not compiled: call its compile in "
             f"{name.rpartition(':')[2]}"
         )
     if not num_classes:
-        reason = no_classes or "the targets are not classes, one whole number for each example"
+        reason = data.no_classes
+        reason = reason or "the targets are not classes, one whole number for each example"
         raise InputError(
             f"--model={name} is not compiled, so it is a classifier, and {reason}: type "
             "--loss=mean_squared_error, or return the model compiled"
         )
-    outputs = _call_on(model, name, x)
+    outputs = _call_on(model, name, _input_specs(options, data.spec[0], data.image_shape))
     shape = getattr(outputs, "shape", None)
     if shape is None or tuple(shape[1:]) != (num_classes,):
         actual = type(outputs).__name__ if shape is None else f"shape {tuple(shape)}"

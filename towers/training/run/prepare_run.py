@@ -123,7 +123,7 @@ def _begin(
         run.builder.checks.is_deferred = True  # `ExactnessChecks` calls them after steps
         run.builder.checks.passed |= manifest.passed(folder)
         with preemption.check():
-            run.analyze(batch)
+            run.task.analyze(*batch)
     if options.on_inexact == "one_device" and (found := run.builder.checks.inexact):
         raise InputError(found[0])
     timetable, train_loop = run.timetable(), run.train_loop()

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from towers import data, devices, tf_internals
 from towers.builder import xla
-from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split, augment
 from towers.data.device_cache import DeviceCache, cache_on_devices
@@ -23,19 +22,12 @@ from towers.options.run import Options
 from towers.options.triggers import Timetable
 from towers.training.run import compile_from_flags, model
 from towers.training.run.tensorflow_errors import user_facing_errors
-from towers.training.step import compiled
+from towers.training.step import compiled, schedules
 from towers.training.step.optimizers import check_own
 from towers.training.step.output_activation import check_rows
-from towers.training.step.schedules import schedule
 from towers.training.step.task import Classifier, Task
 from towers.training.step.train_loop import make_train_loop
-from towers.training.step.train_state import (
-    VARIABLES,
-    TrainState,
-    check_placement,
-    default_device,
-    default_placement,
-)
+from towers.training.step.train_state import VARIABLES, TrainState, placement
 
 DEFAULT_EPOCHS = 10.0
 
@@ -67,8 +59,7 @@ class RunContext:
 
     def train_loop(self, *, telemetry: bool = True) -> Callable:
         """Return the run's `TrainLoop`."""
-        parts = self.builder, self.train_step(), self.task.step_names, self.train_state
-        return make_train_loop(*parts, telemetry=telemetry)
+        return make_train_loop(self.task, self.train_step(), telemetry=telemetry)
 
     @functools.cached_property
     def on_towers(self) -> DeviceCache | None:
@@ -104,23 +95,8 @@ class RunContext:
 
     def learning_rate(self, examples: tf.Tensor) -> tf.Tensor:
         """Return the learning rate after a number of examples, a float64 scalar."""
-        rate_at = schedule(
-            self.options.schedule,
-            peak=self.options.learning_rate,
-            total_epochs=self.total_epochs,
-            warmup_epochs=self.options.warmup_epochs,
-            decay_epochs=self.options.decay_boundaries(),
-            decay_factor=self.options.decay_factor,
-        )
-        return rate_at(tf.cast(examples, tf.float64) / self.data.train.size)
-
-    def analyze(self, batch: Any) -> FunctionAnalysis:
-        """Analyze the towers' function on a batch.
-
-        Call it before the step is traced, which would analyze it on synthetic examples.
-        """
-        example, draws = batch
-        return self.task.analyze(*example, draws)
+        epoch = tf.cast(examples, tf.float64) / self.data.train.size
+        return schedules.learning_rate(self.options, self.total_epochs, epoch)
 
     def timetable(self) -> Timetable:
         """Return the timetable from the step of the train state to the end of the run."""
@@ -205,13 +181,12 @@ def assemble(
         if loss_scaling is None:
             loss_scaling = options.dtype == "mixed_float16"
         left_open = {"variables": "default"} if options.variables == "default" else {}
-        placement = default_placement(device_names) if left_open else options.variables
-        check_placement(placement, device_names)
-        if placement in VARIABLES:
-            options = dataclasses.replace(options, variables=placement)
+        place, home = placement(options.variables, device_names)
+        if place in VARIABLES:
+            options = dataclasses.replace(options, variables=place)
         builder = TowerBuilder(
             device_names,
-            default_device(placement, device_names),
+            home,
             batch_norm=options.batch_norm,
             accumulate_steps=options.accumulate_steps,
             jit_compile=options.jit_compile,
@@ -219,7 +194,7 @@ def assemble(
             check=options.check,
             on_inexact=options.on_inexact,
         )
-        of_step = dataclasses.replace(options.part(StepOptions), variables=placement)
+        of_step = dataclasses.replace(options.part(StepOptions), variables=place)
         if network.compiled:
             task = compiled.Compiled(builder, network, of_step, dataset)
         else:
@@ -281,9 +256,7 @@ def build_model(options: Options, dataset: Data, exact: bool) -> tuple[keras.Mod
         with model.floatx_of(options.dtype):  # the loss and the metrics compute in it
             compile_from_flags.compile_from_flags(network, options)
     else:
-        resolved = dataclasses.replace(options, augment=kind)
-        x = model.input_specs(resolved, dataset.spec[0], dataset.image_shape)
-        model.check_classifier(network, options.model, dataset.num_classes, x, dataset.no_classes)
+        model.check_classifier(network, dataclasses.replace(options, augment=kind), dataset)
     if options.test_time_flip:
         if dataset.image_shape is None:
             raise InputError(

@@ -7,6 +7,7 @@ its calls on towers (`parallelize`), as its `test_step` is in evaluation.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,6 @@ from towers.options.parts import StepOptions
 from towers.training.parallelize import builder_of, method_of, passes_of, put_on
 from towers.training.run.model import floatx_of, overrides
 from towers.training.step import fused_update, loss_checks
-from towers.training.step.optimizer_step import UpdateRules
 from towers.training.step.optimizers import CLIPS, describe_flags, describe_scale, is_own
 from towers.training.step.output_activation import mirrored
 from towers.training.step.skip_nonfinite import NonFiniteGuard
@@ -92,7 +92,7 @@ class Compiled(Task):
                     figures[:] = scalars(method_of(model, "test_step")(data))
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(loss_checks.translate_loss_errors(self, self.recorder, batches))
+            stack.enter_context(loss_checks.translate_loss_errors(self, batches))
             stack.enter_context(floatx_of(options.dtype))
             for optimizer in optimizers_of(model):
                 stack.enter_context(tf_internals.slots_beside_weights(optimizer))
@@ -141,7 +141,7 @@ class Compiled(Task):
         def train_step(
             example: Any, draws: tf.Tensor, measured: tf.Tensor | None = None
         ) -> tuple[dict[str, tf.Tensor], list[Any]]:
-            self.analyze(*example, draws)
+            self.analyze(example, draws)
             make = of_examples if self.by_example and builder_of(self.model) else of_outputs
             metrics, _ = make(example, draws, measured)
             return metrics, [None] * len(self.model.trainable_variables)
@@ -161,9 +161,9 @@ class Compiled(Task):
                 analysis = super().analyze(*batch)
         return analysis
 
-    def update_rules(self) -> UpdateRules:
+    def update_rules(self) -> StepOptions:
         """See `Task`; clipping and regularisation are the model's own."""
-        return UpdateRules(ema_decay=self.options.ema_decay, batch_size=self.options.batch_size)
+        return dataclasses.replace(self.options, weight_decay=0.0, **dict.fromkeys(CLIPS, 0.0))
 
     def batch_metrics(self, outputs: Any) -> dict[str, tf.Tensor]:
         """See `Task`."""
@@ -295,16 +295,6 @@ class Compiled(Task):
     def metric_inputs(self, outputs: Any, targets: Sequence[Any]) -> Any:
         """See `Task`."""
         return (outputs, *self.cast(targets)) if self._of_batch() else ()
-
-    def loss(self, *batch: Any) -> tf.Tensor:
-        """Return the loss of the model, a scalar."""
-        *example, draws = batch
-        with floatx_of(self.options.dtype):
-            data = self._data(example, draws)
-            x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-            return self.model.compute_loss(
-                x, y, self.model(x, training=True), weights, training=True
-            )
 
     def describe(self) -> str:
         """See `Task`."""

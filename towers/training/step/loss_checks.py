@@ -16,7 +16,7 @@ import tensorflow as tf
 from towers import tf_internals
 from towers.errors import InputError
 from towers.training.run.model import overrides
-from towers.training.step.output_activation import OutputActivation, final_activation, output_ending
+from towers.training.step.output_activation import output_ending
 from towers.training.step.task import Task
 
 _SPARSE = "sparse_categorical_crossentropy"
@@ -60,7 +60,7 @@ class LossRecorder:
 
     def __init__(self, model: keras.Model):
         """Record nothing yet."""
-        self.model, self.inputs = model, []  # of `LossInput`
+        self.inputs: list[LossInput] = []
         # Whether each loss is Keras' own, and a mean or sum of separate examples' losses.
         self.of_examples = False
         # Else the training step is the user's, and is not checked.
@@ -174,17 +174,16 @@ def check(task: Task, batch: Any) -> list[str]:
             "trainable=False); for draws keep a keras.random.SeedGenerator in the layer"
             for name in task.unsaved
         ]
-        lines += _check_losses(task, recorder, example) if recorder.is_keras else []
+        lines += _check_losses(task, example) if recorder.is_keras else []
     return [f"warning     {line}" for line in dict.fromkeys(lines)]
 
 
 @contextlib.contextmanager
-def translate_loss_errors(task: Task, recorder: LossRecorder, batches: Any) -> Iterator[None]:
+def translate_loss_errors(task: Task, batches: Any) -> Iterator[None]:
     """Raise errors of Keras' own losses and metrics in the block as InputError of one line.
 
     Args:
-        task: of the compiled model.
-        recorder: of the model's losses, in use in the block.
+        task: of the compiled model, whose `recorder` is in use in the block.
         batches: (example, draws), the first of which is looked at after an error.
 
     Raises:
@@ -204,10 +203,10 @@ def translate_loss_errors(task: Task, recorder: LossRecorder, batches: Any) -> I
         if raised is None or isinstance(error, InputError):
             raise
         example, _ = next(iter(batches))
-        if recorder.is_keras and not raised:
-            _check_losses(task, recorder, example)
+        if task.recorder.is_keras and not raised:
+            _check_losses(task, example)
         names = getattr(task.model, "output_names", None)
-        outputs = [shape_of(inputs.outputs) for inputs in recorder.inputs] or names or ["unknown"]
+        outputs = [shape_of(each.outputs) for each in task.recorder.inputs] or names or ["unknown"]
         given = [
             f"targets {_shapes_of(example[1]) if len(example) > 1 else 'none'}",
             f"outputs {', '.join(outputs)}",
@@ -227,7 +226,7 @@ def _check_classifier(task: Task, example: Any) -> list[str]:
                 f"--dataset={task.options.dataset}: sample weights of shape {_shapes_of(weights)}; "
                 "a classifier takes one number for each example"
             )
-    final = final_activation(task.model)
+    final, _ = output_ending(task.model)
     if final not in ("softmax", "sigmoid"):
         return []
     return [
@@ -236,18 +235,17 @@ def _check_classifier(task: Task, example: Any) -> list[str]:
     ]
 
 
-def _check_losses(task: Task, recorder: LossRecorder, example: Any) -> list[str]:
-    """Check the targets and outputs of each recorded loss; return warnings."""
+def _check_losses(task: Task, example: Any) -> list[str]:
     leaves = tf.nest.flatten(example[1]) if len(example) > 1 else []
-    ending = output_ending(task.model)
+    activation, layer = output_ending(task.model)
     lines = []
-    for inputs in recorder.inputs:
+    for inputs in task.recorder.inputs:
         values = None if inputs.target is None else leaves[inputs.target].numpy()
         if values is not None and not (values.size and values.dtype.kind in "iufb"):
             values = None
-        alone = len(recorder.inputs) == 1 and inputs.kind
+        alone = len(task.recorder.inputs) == 1 and inputs.kind
         wrong = _wrong_shapes(inputs) if inputs.kind in _ELEMENTWISE else ""
-        wrong = wrong or (_wrong_ending(inputs, ending) if alone else "")
+        wrong = wrong or (_wrong_ending(inputs, activation, layer) if alone else "")
         if not wrong and values is not None and inputs.kind == _SPARSE:
             about = (task.data.num_classes, task.data.no_classes) if len(leaves) == 1 else (0, "")
             wrong = _wrong_classes(inputs, values, *about)
@@ -256,12 +254,12 @@ def _check_losses(task: Task, recorder: LossRecorder, example: Any) -> list[str]
             wrong = _outside_of_0_to_1(values, inputs.kind)
         if wrong:
             raise InputError(f"{_flag_of(task)}: {wrong}")
-        final = ending.activation if alone and getattr(inputs.loss, "from_logits", False) else ""
-        if final in ("softmax", "sigmoid"):
+        twice = alone and getattr(inputs.loss, "from_logits", False)
+        if twice and activation in ("softmax", "sigmoid"):
             lines.append(
-                f"{_flag_of(task)}: the output ends in a {final}, and the loss has "
-                f"from_logits=True, so it applies one itself and learns badly: take the {final} "
-                "off the last layer, or from_logits=True off the loss"
+                f"{_flag_of(task)}: the output ends in a {activation}, and the loss has "
+                "from_logits=True, so it applies one itself and learns badly: take the "
+                f"{activation} off the last layer, or from_logits=True off the loss"
             )
     return lines
 
@@ -287,19 +285,19 @@ def _wrong_shapes(inputs: LossInput) -> str:
     )
 
 
-def _wrong_ending(inputs: LossInput, ending: OutputActivation) -> str:
+def _wrong_ending(inputs: LossInput, activation: str | None, layer: str) -> str:
     """Return what is wrong with the output's activation, else ""."""
     kind, wanted = inputs.kind, _PROBABILITIES.get(inputs.kind)
-    if ending.activation == "softmax" and inputs.outputs[1:][-1:] == (1,):
+    if activation == "softmax" and inputs.outputs[1:][-1:] == (1,):
         return (
             "the output is a softmax of 1 unit, which always gives 1: take "
             'activation="sigmoid", or more units'
         )
-    if not wanted or getattr(inputs.loss, "from_logits", False) or ending.activation != "linear":
+    if not wanted or getattr(inputs.loss, "from_logits", False) or activation != "linear":
         return ""
     name = "".join(part.title() for part in kind.split("_"))
     return (
-        f"the output, of layer {ending.layer}, has no activation, and {kind} takes probabilities: "
+        f"the output, of layer {layer}, has no activation, and {kind} takes probabilities: "
         f'give it activation="{wanted}", or the loss from_logits=True: '
         f"keras.losses.{name}(from_logits=True)"
     )

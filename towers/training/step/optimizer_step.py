@@ -5,7 +5,6 @@ a step on the weights' devices, never in a tower. Copies of the weights get the 
 make the same update. A `FlatVariable` may stand for several weights on a GPU.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,24 +15,13 @@ import tensorflow as tf
 from towers.builder.device_types import is_gpu
 from towers.builder.flatten import grouped, num_bytes
 from towers.builder.gather import map_values
+from towers.options.parts import StepOptions
 from towers.training.step import fused_update
 from towers.training.step.train_state import TrainState, WeightCopy
 
 # A loss scale doubles after this many steps without overflow (Micikevicius et al. 2018).
 STEPS_TO_DOUBLE = 2000
 EMA_EXAMPLES = 128  # per which `ema_decay` applies: the tutorial's batch size
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdateRules:
-    """What an update does beside the optimizer's arithmetic; 0 is off."""
-
-    weight_decay: float = 0.0  # factor of the L2 loss of kernels
-    clip_norm: float = 0.0  # maximum norm of each gradient
-    clip_value: float = 0.0  # maximum absolute value in a gradient
-    clip_global_norm: float = 0.0  # maximum norm of all gradients together
-    ema_decay: float = 0.0  # of the moving averages, per EMA_EXAMPLES
-    batch_size: int = EMA_EXAMPLES  # examples of a step
 
 
 def is_decayed(weight: keras.Variable) -> bool:
@@ -43,7 +31,7 @@ def is_decayed(weight: keras.Variable) -> bool:
 
 def make_update(
     train_state: TrainState,
-    rules: UpdateRules,
+    rules: StepOptions,
     rate_is_set: bool = True,
     squares_rows: bool = False,
 ) -> Callable:
@@ -61,7 +49,7 @@ def make_update(
 
     Args:
         train_state: the variables that the step changes.
-        rules: weight decay, clipping and averages.
+        rules: weight decay, clipping and averages, see `optimizers.rules_of`.
         rate_is_set: whether `learning_rates` are assigned to the optimizers.
         squares_rows: see `Task`.
     """
@@ -228,7 +216,7 @@ def _replica_update(
     gradients: list[Any],
     learning_rate: tf.Tensor | None,
     loss_scale: tf.Variable | None,
-    rules: UpdateRules,
+    rules: StepOptions,
     squares_rows: bool,
 ) -> tuple[tf.Tensor, tf.Tensor, Callable]:
     """Return the regularisation loss, the gradients' norm, and `apply(finite)`, the update."""
@@ -240,7 +228,7 @@ def _replica_update(
     gradients, weights = parts
     if loss_scale is not None:
         # A power of 2: nothing is rounded.
-        gradients = _each(lambda g, _: scaled(g, 1.0 / loss_scale), gradients, weights)
+        gradients = _each(lambda g, _: _scaled(g, 1.0 / loss_scale), gradients, weights)
     with tf.device(replica.device):
         penalties, gradients = _regularise(weights, gradients, rules)
         used = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
@@ -275,7 +263,7 @@ def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variab
 
 
 def _regularise(
-    weights: Sequence[keras.Variable], gradients: list[Any], rules: UpdateRules
+    weights: Sequence[keras.Variable], gradients: list[Any], rules: StepOptions
 ) -> tuple[list[tf.Tensor], list[Any]]:
     """Return the terms of the regularisation loss, and the gradients with its gradients added."""
     total = []
@@ -307,7 +295,7 @@ def _regularise(
     return total, sums
 
 
-def _is_penalised(rules: UpdateRules, weight: Any) -> bool:
+def _is_penalised(rules: StepOptions, weight: Any) -> bool:
     return rules.weight_decay > 0 and is_decayed(weight)
 
 
@@ -333,7 +321,7 @@ def _widest(values: Sequence[Any]) -> tf.DType:
 
 
 def _clip(
-    gradients: list[Any], weights: Sequence[keras.Variable], norm: tf.Tensor, rules: UpdateRules
+    gradients: list[Any], weights: Sequence[keras.Variable], norm: tf.Tensor, rules: StepOptions
 ) -> list[Any]:
     """Return the clipped gradients; `norm` is their global norm."""
     if limit := rules.clip_norm:
@@ -344,7 +332,7 @@ def _clip(
         # As tf.clip_by_global_norm, which takes gradients of one type only; NaN if not finite.
         factor = limit * tf.minimum(1.0 / norm, 1.0 / tf.constant(limit, norm.dtype))
         factor += norm - norm
-        return _each(lambda g, _: scaled(g, factor), gradients, weights)
+        return _each(lambda g, _: _scaled(g, factor), gradients, weights)
     return gradients
 
 
@@ -358,7 +346,7 @@ def _clip_by_norm(gradient: Any, weight: Any, limit: float) -> Any:
 
 
 def update_averages(
-    train_state: TrainState, rules: UpdateRules, finite: tf.Tensor | None = None
+    train_state: TrainState, rules: StepOptions, finite: tf.Tensor | None = None
 ) -> None:
     """Move each average towards its variable, which has just been updated.
 
@@ -390,11 +378,5 @@ def update_averages(
                 fused_update.set_value(average, tf.where(finite, average + change, average))
 
 
-def scaled(gradient: Any, factor: tf.Tensor) -> Any:
-    """Return a gradient times a scalar.
-
-    Args:
-        gradient: dense, sparse or None.
-        factor: a scalar of any type.
-    """
+def _scaled(gradient: Any, factor: tf.Tensor) -> Any:
     return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)

@@ -1,5 +1,6 @@
 """The optimizer that the flags name, and its description in the run's summary."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from towers.errors import InputError
 from towers.options.functions import call_without_arguments
 from towers.options.parts import StepOptions, UpdateOptions
 from towers.training.step.muon import Muon
-from towers.training.step.optimizer_step import UpdateRules, is_decayed
+from towers.training.step.optimizer_step import is_decayed
 
 MOST_SKIPPED = 10  # steps in a row that are not finite, with --on_nan=skip
 
@@ -65,21 +66,10 @@ def make_optimizer(
     return optimizer
 
 
-def rules_of(options: StepOptions) -> UpdateRules:
-    """Return the flags' weight decay, clipping and averages."""
-    return UpdateRules(
-        weight_decay=0.0 if options.optimizer in DECAY_APART else options.weight_decay,
-        clip_norm=options.clip_norm,
-        clip_value=options.clip_value,
-        clip_global_norm=options.clip_global_norm,
-        ema_decay=options.ema_decay,
-        batch_size=options.batch_size,
-    )
-
-
-def limit_of(options: UpdateOptions) -> int:
-    """Return the number of non-finite steps in a row that ends the run."""
-    return MOST_SKIPPED if options.on_nan == "skip" else 1
+def rules_of(options: StepOptions) -> StepOptions:
+    """Return the options without a weight decay that the optimizer makes itself."""
+    is_apart = options.optimizer in DECAY_APART
+    return dataclasses.replace(options, weight_decay=0.0) if is_apart else options
 
 
 def is_own(options: UpdateOptions) -> bool:

@@ -1,6 +1,5 @@
 """The final activation of a model's outputs, and the cross entropy of logits."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,27 +13,19 @@ from towers.errors import InputError
 _LINEAR = keras.activations.linear
 
 
-@dataclasses.dataclass(frozen=True)
-class OutputActivation:
-    """The final activation of an output, and the layer that has it."""
+def output_ending(model: keras.Model) -> tuple[str | None, str]:
+    """Return the final activation of a model's single output, and the layer that has it.
 
-    activation: str | None = None  # "softmax", "sigmoid", "linear"; None: unknown or another
-    layer: str = ""
-
-
-def output_ending(model: keras.Model) -> OutputActivation:
-    """Return how the single output of a model ends; unknown for a model with several.
-
-    Activations inside of a user's own layer or of a subclassed model's `call` are not found, except
-    that of the layer that was made last.
+    It is "softmax", "sigmoid", "linear", or None: another, or unknown, as that of a model with
+    several outputs. Activations inside of a user's own layer or of a subclassed model's `call` are
+    not found, except that of the layer that was made last.
     """
     outputs = getattr(model, "outputs", None)
     if not outputs:  # a subclassed model
         layer = model.layers[-1] if model.layers else None
         if isinstance(layer, keras.Model):
             return output_ending(layer)
-        name = _name(getattr(layer, "activation", layer))
-        return OutputActivation(name if name in ("softmax", "sigmoid") else None)
+        return _name(getattr(layer, "activation", layer)), ""
     tensor = outputs[0]
     while len(outputs) == 1:
         layer, place, inputs = tf_internals.maker_of(tensor)
@@ -46,14 +37,8 @@ def output_ending(model: keras.Model) -> OutputActivation:
         elif isinstance(inner, keras.layers.Activation) and inner.activation is _LINEAR:
             tensor = inputs[0]
         else:
-            return OutputActivation(_activation(inner), inner.name)
-    return OutputActivation()
-
-
-def final_activation(model: keras.Model) -> str | None:
-    """Return "softmax" or "sigmoid" if a model's single output ends so, else None."""
-    activation = output_ending(model).activation
-    return activation if activation in ("softmax", "sigmoid") else None
+            return _activation(inner), inner.name
+    return None, ""
 
 
 def _activation(layer: keras.Operation) -> str | None:
@@ -63,12 +48,12 @@ def _activation(layer: keras.Operation) -> str | None:
         return "linear" if getattr(layer, "kernel_constraint", None) is None else None
     if activation is layer and getattr(layer, "axis", -1) != -1:
         return None
-    name = _name(activation)
+    return _name(activation)
+
+
+def _name(activation: object) -> str | None:
+    name = getattr(activation, "__name__", type(activation).__name__).lower()
     return name if name in ("softmax", "sigmoid") else None
-
-
-def _name(activation: object) -> str:
-    return getattr(activation, "__name__", type(activation).__name__).lower()
 
 
 def logits_of(model: keras.Model, inputs: Any, flips: bool) -> Any:

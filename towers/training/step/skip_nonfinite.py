@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder.device_types import is_gpu
+from towers.options.parts import StepOptions
 from towers.training.step.optimizer_step import (
-    UpdateRules,
     end_step,
     finite_now,
     global_norm,
@@ -91,7 +91,7 @@ class NonFiniteGuard:
         loss: tf.Tensor,
         before: Sequence[tuple[tf.Variable, tf.Tensor]],
         num_examples: tf.Tensor,
-        rules: UpdateRules,
+        rules: StepOptions,
     ) -> None:
         """Count the step and move the averages; restore `before` if the step was not finite.
 

@@ -35,11 +35,11 @@ from towers.training.parallelize import traced
 from towers.training.run.model import floatx_of
 from towers.training.step.evaluation import AVERAGED, Evaluation, MetricState
 from towers.training.step.fused_update import can_follow
-from towers.training.step.optimizer_step import UpdateRules, make_update
+from towers.training.step.optimizer_step import make_update
 from towers.training.step.optimizers import (
+    MOST_SKIPPED,
     describe_flags,
     is_own,
-    limit_of,
     make_optimizer,
     rules_of,
 )
@@ -47,7 +47,7 @@ from towers.training.step.output_activation import cross_entropy, logits_of
 from towers.training.step.train_state import (
     TrainState,
     WeightCopy,
-    copies_on,
+    copy_on,
     move,
     move_all,
     optimizers_of,
@@ -95,10 +95,10 @@ class Task(abc.ABC):
         self, *optimizers: keras.optimizers.Optimizer, like: Callable, loss_scaling: bool = False
     ) -> TrainState:
         """Return the state of training; `like(weights)` makes the optimizer of other copies."""
-        copies, names = [], self.builder.devices
+        copies, weights = [], self.model.trainable_variables
         keeps_copies = self.keeps_copies and self.options.variables == "replicated"
-        if keeps_copies and all(map(can_follow, self.model.trainable_variables)):
-            copies = copies_on(names[1:], self.model.trainable_variables, like)
+        if keeps_copies and all(map(can_follow, weights)):
+            copies = [copy_on(name, weights, like) for name in self.builder.devices[1:]]
             self.builder.dense_gradients = not self.squares_rows
         return TrainState(
             self.model,
@@ -107,7 +107,7 @@ class Task(abc.ABC):
             loss_scaling=loss_scaling,
             device=self.builder.gather_device,
             copies=copies,
-            limit=limit_of(self.options),
+            limit=MOST_SKIPPED if self.options.on_nan == "skip" else 1,
         )
 
     def make_train_step(self, learning_rate: Callable) -> Callable:
@@ -152,7 +152,7 @@ class Task(abc.ABC):
 
         return train_step
 
-    def update_rules(self) -> UpdateRules:
+    def update_rules(self) -> StepOptions:
         """Return what an update does beside the optimizer's arithmetic."""
         return rules_of(self.options)
 
@@ -174,8 +174,9 @@ class Task(abc.ABC):
         return [PerTower(copies) for copies in zip(*(r.weights for r in replicas), strict=True)]
 
     def analyze(self, *batch: Any) -> FunctionAnalysis:
-        """Analyze the towers' function on (*example, draws)."""
-        return self.builder.analyze(self.tower_function, *batch, silent=True)
+        """Analyze the towers' function on (example, draws), before steps are traced without any."""
+        example, draws = batch
+        return self.builder.analyze(self.tower_function, *example, draws, silent=True)
 
     @property
     @abc.abstractmethod
@@ -203,18 +204,12 @@ class Task(abc.ABC):
         """Finalize the weights after the last step; return whether any changed."""
         return False
 
-    def tower_function(self, *batch: Any) -> Any:
+    def tower_function(self, x: Any, *rest: Any) -> Any:
         """Return one tower's losses `[b]` for (*example, draws), times the loss scale if any.
 
         Losses added by layers (`add_loss`, activity regularisers) are added to each example's. If
         the step has metrics, a tuple (losses, `metric_inputs`) is returned.
         """
-        losses, outputs = self._losses_and_outputs(*batch)
-        if (scale := self.train_state.loss_scale) is not None:
-            losses *= tf.cast(scale, losses.dtype)
-        return (losses, outputs) if outputs != () else losses
-
-    def _losses_and_outputs(self, x: Any, *rest: Any) -> tuple[tf.Tensor, Any]:
         *targets, draws = rest
         inputs, before = self.inputs(x, draws), len(added_losses())
         with floatx_of(self.options.dtype):
@@ -223,7 +218,10 @@ class Task(abc.ABC):
         # They are of the tower's batch: the mean over all examples weighs each by its size.
         for added in added_losses()[before:]:
             losses += tf.reduce_sum(tf.cast(added, losses.dtype))
-        return losses, self.metric_inputs(outputs, targets)
+        if (scale := self.train_state.loss_scale) is not None:
+            losses *= tf.cast(scale, losses.dtype)
+        measured = self.metric_inputs(outputs, targets)
+        return losses if measured == () else (losses, measured)
 
     @abc.abstractmethod
     def losses_of(self, outputs: Any, *targets: Any) -> tf.Tensor:
@@ -237,10 +235,6 @@ class Task(abc.ABC):
             targets: y and, if there are any, sample weights.
         """
         return ()
-
-    @abc.abstractmethod
-    def loss(self, *batch: Any) -> tf.Tensor:
-        """Return the loss of (*example, draws) on one device: a scalar, or `[b]`."""
 
     # Evaluation.
 
@@ -418,15 +412,9 @@ class Classifier(Task):
         loss_scaling: bool = False,
         batch_accuracy: bool = False,
     ):
-        """Create all variables that a step needs.
+        """See `Task`; with `loss_scaling` the loss is scaled.
 
-        Args:
-            builder: of the towers.
-            model: returns logits.
-            options: of the run.
-            data: of the run.
-            loss_scaling: whether the loss is scaled.
-            batch_accuracy: whether a step returns the accuracy of its batch.
+        With `batch_accuracy` a step also returns the accuracy of its batch.
         """
         super().__init__(builder, model, options, data)
         self._batch_accuracy, names = batch_accuracy, ("accuracy", "loss")
@@ -446,10 +434,6 @@ class Classifier(Task):
     def rate_is_set(self) -> bool:
         """See `Task`."""
         return not is_own(self.options)
-
-    def loss(self, *batch: Any) -> tf.Tensor:
-        """See `Task`: of each example."""
-        return self._losses_and_outputs(*batch)[0]
 
     def losses_of(self, outputs: Any, labels: tf.Tensor, *weights: tf.Tensor) -> tf.Tensor:
         """See `Task`."""

@@ -1,39 +1,31 @@
 """The compiled loop: several steps of a task in one call of TensorFlow."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from towers.builder.device_types import HOST
-from towers.builder.tower import TowerBuilder
 from towers.monitoring import tower_metrics
+from towers.training.step.task import Task
 from towers.training.step.train_state import TrainState, counter
 
 
-def make_train_loop(
-    builder: TowerBuilder,
-    train_step: Callable,
-    names: Sequence[str],
-    train_state: TrainState,
-    *,
-    telemetry: bool = True,
-) -> "TrainLoop":
+def make_train_loop(task: Task, train_step: Callable, *, telemetry: bool = True) -> "TrainLoop":
     """Return a `TrainLoop`: `train_loop(iterator, num_steps)` makes `num_steps` steps in one call.
 
-    It returns the scalars `names` of its last step. With telemetry it also returns those of a
-    measured step, and sums of seconds over its steps: those of the train step,
+    It returns the scalars `task.step_names` of its last step, and "stuck": whether the limit of
+    non-finite steps is reached, from where on steps change nothing. With telemetry it also returns
+    the scalars of a measured step, and sums of seconds over its steps: those of the train step,
     "input_wait_seconds", and "update_seconds", the remainder.
 
     Args:
-        builder: of the towers.
+        task: of the run.
         train_step: see `Task.make_train_step`.
-        names: of the scalars that every step returns.
-        train_state: the loop also returns "stuck": whether its limit of non-finite steps is
-            reached, from where on steps change nothing.
         telemetry: whether steps are measured.
     """
+    builder = task.builder
     num_towers, barrier = len(builder.devices), None
     if telemetry and tower_metrics.on_gpus(builder):
         barrier = tower_metrics.GpuIdleBarrier(builder)
@@ -41,7 +33,7 @@ def make_train_loop(
     sums = tower_metrics.timed_shapes(num_towers) if telemetry else {}
     # Loop variables pass through the host; these stay on their device until they are read.
     with tf.device(builder.gather_device):
-        scalars = {name: tf.Variable(0.0, trainable=False, name=name) for name in names}
+        scalars = {name: tf.Variable(0.0, trainable=False, name=name) for name in task.step_names}
     requested, received = counter("requested", HOST), counter("received", HOST)
 
     def next_step(iterator: tf.data.Iterator, measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
@@ -93,7 +85,7 @@ def make_train_loop(
                     values["update_seconds"] = seconds - tf.add_n(phases)
         return values
 
-    return TrainLoop(train_loop, scalars, barrier, train_state, (requested, received))
+    return TrainLoop(train_loop, scalars, barrier, task.train_state, (requested, received))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -216,41 +216,27 @@ def _optimizers_in(value: Any) -> Iterator[keras.optimizers.Optimizer]:
 # Placing.
 
 
-def default_placement(devices: Sequence[str]) -> str:
-    """Return where weights are, "spread" or one of VARIABLES, if nobody chooses.
+def placement(variables: str, devices: Sequence[str]) -> tuple[str, str]:
+    """Return where weights are, "spread" or one of VARIABLES, and the device for all the rest.
 
     Args:
+        variables: "default" or one of VARIABLES.
         devices: of the towers.
-    """
-    if are_remote(devices):
-        return "spread"
-    return "replicated" if are_gpus(devices) and len(set(devices)) == len(devices) else "cpu"
 
-
-def check_placement(variables: str, devices: Sequence[str]) -> None:
-    """Raise InputError for copies of the weights that towers on these devices cannot have.
-
-    Args:
-        variables: where weights are.
-        devices: of the towers.
+    Raises:
+        InputError: towers on these devices cannot each have a copy of the weights.
     """
     distinct = len(set(devices)) == len(devices)
+    if variables == "default":
+        variables = "replicated" if are_gpus(devices) and distinct else "cpu"
+        variables = "spread" if are_remote(devices) else variables
     if variables == "replicated" and (are_remote(devices) or not distinct):
         raise InputError(
             "--variables=replicated needs a device for each tower, all on this machine: type "
             "--variables=cpu, or call "
             f"towers.devices.tower_devices({len(devices)}) before anything creates a tensor"
         )
-
-
-def default_device(variables: str, devices: Sequence[str]) -> str:
-    """Return the device for gathering, and for all variables but the weights.
-
-    Args:
-        variables: one of VARIABLES.
-        devices: of the towers.
-    """
-    return devices[0] if variables == "replicated" and are_gpus(devices) else HOST
+    return variables, devices[0] if variables == "replicated" and are_gpus(devices) else HOST
 
 
 def move_all(variables: Iterable[keras.Variable], device: str) -> list[keras.Variable]:
@@ -265,22 +251,17 @@ def move_all(variables: Iterable[keras.Variable], device: str) -> list[keras.Var
     return move([(v, device) for v in variables if tf_internals.value_of(v).dtype not in on_host])
 
 
-def copies_on(
-    devices: Sequence[str], weights: Sequence[keras.Variable], make_optimizer: Callable
-) -> list[WeightCopy]:
-    """Return a copy of the weights on each device, with an optimizer of its own.
+def copy_on(device: str, weights: Sequence[keras.Variable], like: Callable) -> WeightCopy:
+    """Return a copy of the weights on a device, with an optimizer of its own.
 
     Args:
-        devices: one for each copy.
+        device: of the copy.
         weights: the master weights.
-        make_optimizer: returns the optimizer for a copy's weights.
+        like: returns the optimizer for a copy's weights.
     """
-    copies = []
-    for name in devices:
-        twins = copy(weights, name)
-        with tf.device(name):
-            copies.append(WeightCopy(twins, make_optimizer(twins), name, counter("examples", name)))
-    return copies
+    twins = copy(weights, device)
+    with tf.device(device):
+        return WeightCopy(twins, like(twins), device, counter("examples", device))
 
 
 def counter(name: str, device: str) -> tf.Variable:

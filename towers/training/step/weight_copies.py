@@ -20,6 +20,7 @@ from towers import tf_internals
 from towers.builder import collectives
 from towers.builder.passes import CopiesError, TowerGradients
 from towers.builder.replica_context import WeightCopies
+from towers.training.run.model import overrides
 from towers.training.step import fused_update, train_state
 
 _BATCH_HOOKS = (
@@ -40,13 +41,9 @@ def send(weights: Sequence[keras.Variable], devices: Sequence[str]) -> WeightCop
     columns = []
     for device, received in zip(devices, collectives.broadcast(values, devices), strict=True):
         with tf.device(device):  # the gradient of a gradient is that of the weights, too
-            to_weights = tf_internals.record_as_one_op("Sent", received, masters, _as_list)
-        columns.append(to_weights)
+            sent = tf_internals.record_as_one_op("Sent", received, masters, lambda *dy: list(dy))
+        columns.append(sent)
     return list(zip(weights, zip(*columns, strict=True), strict=True))
-
-
-def _as_list(*gradients: Any) -> list[Any]:
-    return list(gradients)
 
 
 class KeptCopies:
@@ -61,10 +58,7 @@ class KeptCopies:
         """
         self._first, *self._devices = devices
         self._optimizer = model.optimizer
-        kind, keras_kind = type(model), keras.Model
-        self._adds_penalties = (
-            kind.compute_loss is keras_kind.compute_loss and kind.losses is keras_kind.losses
-        )
+        self._adds_penalties = not overrides(model, "compute_loss", "losses")
         self._twins: dict[int, tuple[keras.Variable, list[keras.Variable]]] = {}
         self._optimizers: list[keras.optimizers.Optimizer] = []
 
