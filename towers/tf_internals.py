@@ -866,7 +866,12 @@ def number_of_place(graph: tf.Graph, numbers: Iterator[int]) -> tf.Tensor:
 
 
 def captured_as(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor | None:
-    """Return a function's own name for a tensor that it captures. Public: none of captures."""
+    """Return a function's own placeholder of a tensor that it captures, or None. Public: none.
+
+    Args:
+        graph: of the function.
+        tensor: of another graph, or eager.
+    """
     return next((inner for outer, inner in graph.captures if outer is tensor), None)
 
 

@@ -187,7 +187,12 @@ def new_value_reason(variable: keras.Variable) -> str:
 
 
 def assign_by_op(variable: tf.Variable, value: Any) -> None:
-    """Assign to a variable by the op itself: `variables_refused` patches the methods."""
+    """Assign to a variable by the op itself: `variables_refused` patches the methods.
+
+    Args:
+        variable: any.
+        value: its new value.
+    """
     value = tf.cast(value, variable.dtype)
     tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value, name=STAND_IN_WRITES)
 

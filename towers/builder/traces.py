@@ -155,7 +155,12 @@ class Tracer:
         return trace
 
     def traced_or_none(self, size: int, of_first: int = 0) -> Trace | None:
-        """Return a trace on one device; if the function raises an error, None, and keep why."""
+        """Return a trace on one device; if the function raises an error, None, and keep why.
+
+        Args:
+            size: number of examples.
+            of_first: of them in the first of two slices.
+        """
         try:
             trace = self.trace(size)
             trace.slice_sizes = of_first, size - of_first

@@ -86,7 +86,12 @@ def verify_runners(
 
 
 def largest_by(key: Callable[[str], str], found: Sequence[Difference]) -> dict[str, dict]:
-    """Return {key(name): {"2": the largest difference on two towers}}, in the order of `found`."""
+    """Return {key(name): {"2": the largest difference on two towers}}, in the order of `found`.
+
+    Args:
+        key: from the name of an array to that of its row.
+        found: the differences.
+    """
     numbers, result = dict.fromkeys(str(d.num_towers) for d in found), {}
     for d in found:
         row = result.setdefault(key(d.name), dict.fromkeys(numbers, 0.0))

@@ -49,7 +49,12 @@ class Runner:
         return [name for name, variable in self.named.items() if id(variable) in weights]
 
     def results(self, metrics: Mapping[str, tf.Tensor], gradients: Sequence[Any]) -> Arrays:
-        """Return the arrays of a step: metrics, gradients that are known, and all variables."""
+        """Return the arrays of a step, and all variables after it.
+
+        Args:
+            metrics: of the step.
+            gradients: in the order of the trainable variables, None where they are not known.
+        """
         pairs = zip(self.model.trainable_variables, gradients, strict=True)
         named = {f"gradient/{v.path}": tf.convert_to_tensor(g) for v, g in pairs if g is not None}
         return {name: x.numpy() for name, x in (metrics | named).items()} | self.variables()
@@ -99,7 +104,12 @@ class TrainRunner(Runner):
 
 
 def evaluation_arrays(metrics: Mapping[str, Any], options: Options) -> Arrays:
-    """Return the metrics of a run's evaluation as arrays of its precision: sums have more bits."""
+    """Return the metrics of an evaluation as arrays of the run's precision: sums have more bits.
+
+    Args:
+        metrics: numbers by their names.
+        options: of the run.
+    """
     arrays = {f"evaluation/{name}": np.asarray(value) for name, value in metrics.items()}
     dtype = options.input_dtype
     return {n: a.astype(dtype) if a.dtype.kind == "f" else a for n, a in arrays.items()}
