@@ -343,6 +343,11 @@ def test_programs_that_towers_cannot_follow_run_on_one_device_with_a_line(why):
     assert differences == {} and re.search("runs? on one device", line) and re.search(why, line)
 
 
+@pytest.mark.parametrize("why", ON_ONE_DEVICE)
+def test_one_tower_is_one_device_of_which_nothing_is_said(why):
+    assert fits.compare(*ON_ONE_DEVICE[why], 1) == ({}, [])
+
+
 @pytest.mark.filterwarnings("ignore:.*unbuilt state:UserWarning")  # it has no build()
 def test_a_length_that_nothing_tells_is_asked_for(float64):
     model = towers.parallelize(in_windows_of_five(), devices=["/cpu:0", "/cpu:1"])

@@ -269,9 +269,8 @@ class _Steps:
                         self.builder.forget(self._graph)
                     self._must_give_up = _found_in(error, CopiesError) is not None
                     raise
-            if self._is_on_one_device:
-                why = self._on_one_device[name]
-                self.builder.warn([f"{name} of model {self.model.name} runs on one device: {why}"])
+            if why := self._on_one_device.get(name):
+                self._warn(f"{name} of model {self.model.name} runs on one device: {why}")
             return result
 
         return with_towers
@@ -496,17 +495,21 @@ class _Steps:
                 return keras_call(layer, *args, **kwargs)
             if any(isinstance(leaf, tf.experimental.ExtensionType) for leaf in leaves):
                 reason = "an argument is an ExtensionType; call it with a dict of its tensors"
-                self.builder.warn([f"layer {layer.name} runs on one device: {reason}"])
+                self._warn(f"layer {layer.name} runs on one device: {reason}")
                 with self._plain():
                     return keras_call(layer, *args, **kwargs)
             if not any(map(_is_batch, leaves)):
                 return keras_call(layer, *args, **kwargs)
             if tf.executing_eagerly():  # towers would run one after the other
-                self.builder.warn(["run_eagerly=True: all steps run on one device"])
+                self._warn("run_eagerly=True: all steps run on one device")
                 return keras_call(layer, *args, **kwargs)
             return self._call_on_towers(layer, (args, kwargs))
 
         return call
+
+    def _warn(self, line: str) -> None:
+        """Report what runs on one device, unless there is one tower anyway."""
+        self.builder.warn([line] if self.builder.num_slices > 1 else [])
 
     def _call_on_towers(self, layer: keras.Layer, arguments: tuple) -> Any:
         leaves = tf.nest.flatten(arguments)
@@ -524,7 +527,7 @@ class _Steps:
             with tf.device(self._device):
                 outputs = self._call_alone(layer, arguments)
             # Last: a call that Keras refuses, too, as of a wrong shape, fails for that reason.
-            self.builder.warn([f"layer {layer.name} runs on one device: {reason}"])
+            self._warn(f"layer {layer.name} runs on one device: {reason}")
             return outputs
         self.passes.copy = functools.partial(self._weights_of_towers, layer)
         with self._assignments_known():
