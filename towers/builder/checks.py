@@ -36,6 +36,7 @@ class _Entry:
     analysis: FunctionAnalysis
     check: Check | None  # None: there is none to make
     is_checked: bool = False
+    is_on_towers: bool = False  # otherwise one device may be all that calls it
     calls: int = 1  # while no graph is built
     runs: tf.Variable | None = None  # counts the runs of a graph that hands over real rows
 
@@ -132,6 +133,7 @@ class Checks:
         if entry.check and not entry.is_checked and self._is_due(entry, silent):
             self._make(entry)
         if not silent:
+            entry.is_on_towers = True
             self._report(entry)
             self._watch(entry)
             if self._builder.num_slices == 1:  # from here on
@@ -163,14 +165,15 @@ class Checks:
         Raises:
             RunError: towers differ from one device, and `on_inexact` is "stop".
         """
-        waiting = [e for e in self._entries if e.check and not e.is_checked]
+        entries = [e for e in self._entries if e.is_on_towers]
+        waiting = [e for e in entries if e.check and not e.is_checked]
         if not waiting and step < self._next_step:
             return []
         known, start, idle = len(self.inexact), time.monotonic(), time.monotonic() - self._last
         for entry in waiting:
             self._make(entry)
         if step >= self._next_step:
-            for entry in self._entries:
+            for entry in entries:
                 if entry.check and entry not in waiting and not entry.analysis.lines:
                     self._found(entry, entry.check.again())
             self._last = time.monotonic()
@@ -178,7 +181,7 @@ class Checks:
             if self._next_step == float("inf"):  # the traces of both sides are not needed again
                 for entry in self._entries:
                     entry.check = None
-        for entry in self._entries:
+        for entry in entries:
             self.warn(entry.analysis.lines)
         found = self.inexact[known:]
         if found and self.on_inexact == "stop":
