@@ -319,7 +319,7 @@ def of_fit(build: Callable[[], keras.Model], batches: Any, num_towers: int, **op
     with device_types.cpus_for_gpus(), tf.device("/cpu:1"):  # where Keras makes them with a GPU
         model = build()
         if num_towers:
-            given = options | {"devices": devices.tower_devices(num_towers, "cpu")}
+            given = {"devices": devices.tower_devices(num_towers, "cpu"), "check": "off"} | options
             towers.parallelize(model, **given)
         model.make_train_function()
         call, depth = model.train_function, int(model.steps_per_execution == 1)
@@ -337,7 +337,7 @@ def step_of(name: str, num_towers: int, by: str, variables: str, dtype: str) -> 
     (function, dataset, shape), size = MODELS[name], EXAMPLES * max(num_towers, 1)
     if by == "train":
         given = dict(model=function, dataset=dataset, batch_size=size, dtype=dtype)
-        return of_train(Options(**given, variables=variables), num_towers)
+        return of_train(Options(**given, variables=variables, check="off"), num_towers)
 
     def build() -> keras.Model:
         keras.config.set_dtype_policy(dtype)

@@ -61,14 +61,16 @@ def measure(shape: tuple[int, int], way: str, gpus: int, options: dict[str, Any]
         module.net, module.data = net, lambda: ((x, y), (x, y))
         sys.modules["dense"] = module  # by which the options name both
         given = dict(model="dense:net", dataset="dense:data", batch_size=size, num_towers=gpus)
-        run_options = Options(**given, variables="replicated", optimizer="adam", **options)
+        run_options = Options(
+            **given, variables="replicated", optimizer="adam", check="off", **options
+        )
         run = assemble(run_options, devices.tower_devices(gpus), load_data(run_options))
         model, loop, batches = run.train_state.model, run.train_loop(), iter(run.batches(0, 0))
         step = lambda: loop(batches, tf.constant(3))["loss"].numpy()  # noqa: E731
     else:
         model = net()
         if way == "fit":
-            towers.parallelize(model, num_towers=gpus)
+            towers.parallelize(model, num_towers=gpus, check="off")
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(**options), loss, jit_compile=False)
         step = lambda: model.fit(x, y, batch_size=size, verbose=0)  # noqa: E731

@@ -118,7 +118,8 @@ SIGNATURES = {
     tf.GradientTape: {"__enter__": "self"},
     tf: {
         "gradients": "ys xs grad_ys name gate_gradients aggregation_method stop_gradients "
-        "unconnected_gradients"
+        "unconnected_gradients",
+        "print": "*inputs **kwargs",
     },
     tf.autodiff.ForwardAccumulator: {"__enter__": "self"},
     type(tf.distribute.get_strategy().extended): {"update": "self var fn args kwargs group"},
