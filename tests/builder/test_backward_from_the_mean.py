@@ -125,6 +125,42 @@ def test_fit_is_that_of_keras(num_towers, parts):
     assert_close(weights[1], weights[0])
 
 
+def test_float16_keeps_what_it_keeps_on_one_device(num_towers):
+    """Of 500 examples: the gradients of some losses underflow in float16, on one device, too."""
+    x = tf.constant(np.random.default_rng(4).normal(size=(500, 6)), tf.float16)
+    scales = tf.constant(10.0 ** np.random.default_rng(5).uniform(-6, 3, size=(500, 1)), tf.float32)
+    layer = keras.layers.Dense(2, dtype="mixed_float16", use_bias=False)
+    layer.build((None, 6))
+
+    def loss_fn(x, scales):
+        return tf.reduce_sum(tf.cast(layer(x), tf.float32) * scales, axis=-1)
+
+    with tf.GradientTape() as tape:
+        mean = tf.reduce_mean(loss_fn(x, scales))
+    builder = TowerBuilder(DEVICES[:num_towers])
+    _, [found] = tf.function(lambda *batch: builder.gradients(loss_fn, [layer.kernel], *batch))(
+        x, scales
+    )
+    np.testing.assert_allclose(found, tape.gradient(mean, layer.kernel.value), rtol=2e-3)
+
+
+def test_fit_in_float16_is_that_of_keras(num_towers):
+    weights = []
+    for on_towers in False, True:
+        keras.utils.set_random_seed(3)
+        with_floats = keras.layers.Dense(4, "tanh", dtype="mixed_float16")
+        last = keras.layers.Dense(2, dtype="mixed_float16")
+        model = keras.Sequential([keras.Input((6,), dtype="float32"), with_floats, last])
+        if on_towers:
+            parallelize(model, num_towers)
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e3))
+        model.compile(optimizer, "mse", loss_weights=[1e-7])
+        model.fit(X.astype("float32"), Y.astype("float32"), 7, 3, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for a, b in zip(*weights, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-6)
+
+
 # Of runs.
 
 
