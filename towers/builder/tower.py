@@ -124,27 +124,28 @@ class TowerBuilder:
         return (loss, gradients) if outputs is None else (loss, gradients, outputs)
 
     def forward(self, fn: Callable, replica: ReplicaContext, variables: Any = None) -> Any:
-        """Call `fn` in a tower, under a tape, from which `backward` goes back once.
+        """Call `fn` in a tower, under the tape by which `backward` goes back.
 
         Args:
             fn: maps the replica to (the outputs to go back from, a value that is returned).
-            replica: the context of the tower.
-            variables: those to which `backward` goes; None: to all that `fn` reads or the tape
-                watches, any number of times.
+            replica: the context of the tower, which keeps the tape and the outputs.
+            variables: what `backward` goes back to, once. None: to whatever `fn` reads or watches,
+                any number of times.
         """
-        all_read = variables is None
-        with tf.GradientTape(all_read, all_read) as replica.tape:
-            replica.tape.watch(replica.sources(variables or []))
+        anything = variables is None
+        tape = tf.GradientTape(persistent=anything, watch_accessed_variables=anything)
+        with tape as replica.tape:
+            tape.watch(replica.sources(variables or []))
             replica.outputs, value = fn(replica)
         return value
 
     def backward(self, replica: ReplicaContext, upstream: Any, variables: Sequence[Any]) -> list:
-        """Return a tower's gradients of its outputs by variables or tensors.
+        """Return a tower's part of the gradients, to be added to the parts of the others.
 
         Args:
-            replica: the context of the tower, which has gone forward.
-            upstream: the gradients of the loss by the outputs.
-            variables: what to differentiate by.
+            replica: the context of the tower, after `forward`.
+            upstream: the gradient of the loss of the whole batch by the tower's outputs.
+            variables: variables, of copies the first, and tensors.
         """
         with replica.replaced():  # layers may be called again
             return replica.tape.gradient(replica.outputs, replica.sources(variables), upstream)
