@@ -90,13 +90,13 @@ class Check:
 
         One message says so if the function could not be tried.
         """
-        with tf.init_scope():
+        with tf.init_scope(), np.errstate(all="ignore"):  # 16 bits overflow in trials
             return self._run()
 
     @tf.autograph.experimental.do_not_convert
     def again(self) -> list[str]:
         """Make the trials with the variables of now; return messages as `run`."""
-        with tf.init_scope():
+        with tf.init_scope(), np.errstate(all="ignore"):
             return self._try() if self.towers else self._run()  # it has passed in another run
 
     def _run(self) -> list[str]:
