@@ -29,6 +29,7 @@ _PRIMES = 7, 11, 13  # numbers of examples: a shape shows which axis is the batc
 _MULTIPLES = 1, 2, 4, 5, 8, 10, 16  # for functions that take even numbers only, and so on
 MOST_ROWS = 32  # of a real batch are kept
 _SECONDS = 20.0  # for a run: a loop may have no end on other examples
+_IN_16_BITS = "float16", "bfloat16"
 _HERE = threading.local()
 
 # From a variable and its value to what its copy begins from.
@@ -118,6 +119,7 @@ class Tracer:
         self.real: list[tf.Tensor] | None = None
         self.keep_rows(known_values(self.batch) if self.batch else None)
         self.failure = ""  # why the function could not be traced
+        self.in_float32 = False  # whether layers of 16 bits compute in float32 in the next traces
         # {id of a variable's handle: (the variable, its value, the copy)}.
         self._copies: dict[int, tuple[tf.Variable, np.ndarray, tf.Variable]] = {}
 
@@ -134,7 +136,7 @@ class Tracer:
 
         If lengths are unknown, they are those with which all results have rows.
         """
-        layers = [n.owner for n in self.reached if isinstance(n.owner, keras.Layer)]
+        layers = self._layers()
         shapes = [leaf.shape[1:] for leaf in self.batch if leaf.shape.rank]
         shapes += [v.shape for layer in layers[:1] for v in layer.variables]
         dims = {dim for shape in shapes for dim in shape if dim}
@@ -237,13 +239,18 @@ class Tracer:
                 **{field.name: getattr(seen, field.name) for field in dataclasses.fields(seen)},
             }
 
-        with tf.init_scope():
+        layers = self._layers() if self.in_float32 else []
+        quiet = np.errstate(all="ignore")  # Keras' constants may not fit into 16 bits
+        with tf.init_scope(), quiet, _computing_in_float32(layers):
             trace.function = tf.function(program, autograph=False).get_concrete_function(
                 self._specs(size), tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.int32)
             )
         trace.captured = list(trace.function.captured_inputs)
         _read_ops(trace)
         return trace
+
+    def _layers(self) -> list[keras.Layer]:
+        return [n.owner for n in self.reached if isinstance(n.owner, keras.Layer)]
 
     def _batch(self, inputs: Sequence[Any], size: int, each: bool) -> Any:
         """Return the function's arguments for a trace; `each` tower has the same `PerTower`."""
@@ -399,6 +406,21 @@ class Tracer:
     def release(self) -> None:
         """Free the copies of variables; the next run begins from their values of then."""
         self._copies.clear()
+
+
+@contextlib.contextmanager
+def _computing_in_float32(layers: Sequence[keras.Layer]) -> Iterator[None]:
+    """Let those of the layers that compute in 16 bits compute in float32 in the block."""
+    before = [(layer, layer.dtype_policy) for layer in layers]
+    try:
+        for layer, policy in before:
+            if type(policy) is keras.DTypePolicy and policy.compute_dtype in _IN_16_BITS:
+                layer.dtype_policy = "float32"
+        yield
+    finally:
+        for layer, policy in before:
+            if layer.dtype_policy is not policy:
+                layer.dtype_policy = policy
 
 
 @contextlib.contextmanager
