@@ -13,3 +13,5 @@ class InputError(ValueError):
 
 class RunError(RuntimeError):
     """A run cannot continue, as when the loss is NaN; one line, exit code 1."""
+
+    __init__ = Exception.__init__  # else AutoGraph converts it to a StagingError

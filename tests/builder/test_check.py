@@ -1,85 +1,166 @@
-"""The check of towers beside one device accuses no sound model."""
-
-import warnings
+"""What the check finds on the user's rows, and what becomes of it."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers import TowerBuilder
+from towers import RunError, TowerBuilder
 
 pytestmark = pytest.mark.run
-ROWS = np.random.default_rng(0).normal(size=(16, 8))
-L = keras.layers
+X = np.random.default_rng(0).normal(size=(8, 4))
+MARKED = np.where(np.arange(8)[:, None] % 3 == 0, -1.0, X)
+LABELS = (np.arange(8) % 4 + 5).astype("int32")
+ops = keras.ops
 
 
-def told(fn, *batch):
-    """Return all that a user sees of a check."""
-    lines = []
-    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=lines.append)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        lines += builder.check(fn, (), *map(tf.constant, batch))
-    return lines + [str(each.message) for each in caught]
+class State(keras.layers.Layer):
+    """Calls a function with a weight, a number, a count and a vector."""
 
+    def __init__(self, fn):
+        super().__init__(name="suspect")
+        self.fn = fn
+        self.weight = self.add_weight(shape=(4, 4), name="weight")
+        self.number = self.add_weight(shape=(), name="number", initializer="zeros", trainable=False)
+        self.steps = self.add_weight(
+            shape=(), name="steps", dtype="int32", initializer="zeros", trainable=False
+        )
+        self.state = self.add_weight(shape=(4,), name="state", trainable=False)
+        self.seed = keras.random.SeedGenerator(1)
 
-def of_layers(policy, *layers):
-    """Return a built model of layers that are made under a policy."""
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(policy)
-    keras.utils.set_random_seed(3)
-    try:
-        model = keras.Sequential([make() for make in layers])
-        model.build((None, *ROWS.shape[1:]))
-        return model
-    finally:
-        keras.config.set_dtype_policy(before)
-
-
-def test_a_gradient_that_normalisations_make_vanish_is_rounding():
-    """One far example among zeros: each BatchNorm divides what goes back by its distance."""
-    blocks = [lambda: L.Dense(16), L.BatchNormalization, L.ReLU] * 8
-    model = of_layers("float64", *blocks, lambda: L.Dense(4))
-    assert told(lambda x: model(x, training=True), ROWS) == []
-
-
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_sums_in_16_bits_may_be_rough(policy):
-    """On a CPU the gradient of a bias in bfloat16 stops growing at 256 terms."""
-    layers = [lambda: L.Reshape((8, 1)), lambda: L.UpSampling1D(32), lambda: L.Dense(4)]
-    model = of_layers(policy, *layers, L.GlobalAveragePooling1D, L.UnitNormalization)
-    assert told(lambda x: model(x, training=True), ROWS.astype("float32")) == []
-    assert {layer.dtype_policy.name for layer in model.layers} == {policy}  # as before
-
-
-class CastsItself(keras.layers.Layer):
     def call(self, x):
-        return x * keras.ops.cast(keras.ops.exp(keras.ops.cast(x, "float32")), "bfloat16")
+        return self.fn(self, ops.matmul(x, self.weight))
 
 
-class AddsIn16Bits(keras.layers.Layer):
-    def call(self, x):
-        return tf.add(x, tf.ones_like(x, tf.bfloat16))  # of no other type than its own
+def centered_if(condition):
+    return lambda layer, x: ops.where(condition(layer), x - ops.mean(x, 0), x)
 
 
-@pytest.mark.parametrize("make", [CastsItself, AddsIn16Bits])
-def test_layers_may_cast_to_16_bits_themselves(make):
-    model = of_layers("mixed_bfloat16", lambda: L.Dense(4), make, lambda: L.Dense(2))
-    assert told(lambda x: model(x, training=True), ROWS.astype("float32")) == []
+def backward(change):
+    return tf.custom_gradient(lambda x: (tf.identity(x), change))
 
 
-def test_a_mixing_is_told_in_16_bits():
-    mixing = lambda: L.Lambda(lambda x: x - keras.ops.mean(x, axis=0))  # noqa: E731
-    model = of_layers("mixed_float16", lambda: L.Dense(4), mixing)
-    (line,) = told(lambda x: model(x, training=True), ROWS.astype("float32"))
-    assert line.startswith("inexact: layer ") and "lambda" in line
+def assigned_every_third_step(layer, x):
+    layer.steps.assign(layer.steps + 1)
+    layer.state.assign(ops.where(ops.equal(layer.steps % 3, 0), ops.median(x, 0), layer.state))
+    return x
 
 
-def test_the_message_says_why_a_layer_cannot_be_called():
-    def refuse(x):
-        raise ValueError("rows are too short")
+FAULTS = {
+    "stage 1": centered_if(lambda layer: ops.equal(layer.steps, 1)),
+    "below 0": lambda layer, x: x + ops.relu(-layer.number - 0.3) * ops.mean(x, 0),
+    "assigned every third step": assigned_every_third_step,
+    "random numbers of a backward pass": lambda _, x: backward(
+        lambda upstream: upstream + tf.random.normal(tf.shape(upstream), dtype=upstream.dtype)
+    )(x),
+    "small gradients": lambda layer, x: ops.matmul(
+        x,
+        backward(lambda upstream: upstream * tf.cast(tf.abs(upstream) > 2e-3, upstream.dtype))(
+            layer.weight.value
+        ),
+    ),
+    "text": lambda _, x: (x, tf.strings.as_string(tf.argsort(x[:, 0]))),
+}
 
-    model = keras.Sequential([L.Dense(4)])
-    (line,) = told(lambda x: L.Lambda(refuse)(model(x)), ROWS)
-    assert line.startswith("not checked: rows are too short")
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_check_finds(name, float64):
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"])
+    assert builder.check(State(FAULTS[name]), (), tf.constant(X))
+
+
+def centered(x):
+    return x - tf.reduce_mean(x, axis=0)
+
+
+def mean_of_unmarked(x):
+    mask = tf.cast(x[:, :1] != -1, x.dtype)
+    return x * mask / tf.reduce_mean(mask)
+
+
+def test_a_mark_in_real_rows_is_not_taken_for_rounding(float64):
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"])
+    assert builder.check(mean_of_unmarked, (), tf.constant(MARKED))
+
+
+def loss_of_labels(layer, mixes):
+    def loss_fn(x, labels):
+        with tf.control_dependencies([tf.debugging.assert_greater_equal(labels, 5)]):
+            labels = labels - 5
+        x = layer(x)
+        x -= tf.reduce_mean(x, axis=0) if mixes else 0
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, x)
+
+    return loss_fn
+
+
+def step_of(builder, loss_fn, layer):
+    signature = [tf.TensorSpec([None, 4], tf.float64), tf.TensorSpec([None], tf.int32)]
+
+    @tf.function(input_signature=signature)
+    def step(x, labels):
+        loss, gradients = builder.gradients(loss_fn, layer.trainable_variables, x, labels)
+        layer.weight.assign_sub(gradients[0])
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_real_rows_are_tried_if_made_up_ones_do_not_suit(mixes, float64):
+    told, layer = [], State(lambda _, x: x)
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=told.append)
+    step_of(builder, loss_of_labels(layer, mixes), layer)(tf.constant(X), tf.constant(LABELS))
+    assert [line.startswith("inexact: ") for line in told] == [True] * mixes
+
+
+@pytest.mark.parametrize("on_inexact", ["stop", "one_device"])
+def test_nothing_is_trained_if_real_rows_show_it(on_inexact, float64):
+    layer = State(lambda _, x: x)
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_inexact=on_inexact, on_warning=lambda _: None)
+    before = layer.weight.numpy()
+    step = step_of(builder, loss_of_labels(layer, True), layer)
+    with pytest.raises(tf.errors.OpError, match="inexact: .* made for towers"):
+        step(tf.constant(X), tf.constant(LABELS))
+    assert np.array_equal(layer.weight.numpy(), before)
+
+
+def test_a_step_of_the_users_stops_with_a_run_error(float64):
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_inexact="stop")
+
+    @tf.function
+    def step(x):
+        return builder.concat(centered, x)
+
+    with pytest.raises(RunError, match="inexact"):
+        step(tf.constant(X))
+
+
+def test_a_state_that_only_real_rows_explain_is_told(float64):
+    """Towers are made before, and take a mean."""
+
+    def largest(layer, x):
+        layer.state.assign(ops.maximum(layer.state, ops.max(x, 0)))
+        return x
+
+    told, layer = [], State(largest)
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=told.append)
+    step_of(builder, loss_of_labels(layer, False), layer)(tf.constant(X), tf.constant(LABELS))
+    assert [line.startswith("inexact: the variable suspect/state") for line in told] == [True]
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (7, 11, 4)])
+@pytest.mark.parametrize("number", [None, 8])
+def test_random_numbers_of_seven_rows_need_not_be_those_of_examples(shape, number, float64):
+    """The check is traced for seven examples."""
+    told = []
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=told.append)
+
+    def fn(x):
+        drawn = tf.random.stateless_normal(shape, [1, 2], dtype=x.dtype)
+        return x + tf.reduce_sum(tf.reshape(drawn, [-1, 4]), axis=0)
+
+    signature = [tf.TensorSpec([number, 4], tf.float64)]
+    joined = tf.function(lambda x: builder.concat(fn, x), input_signature=signature)(X)
+    assert np.allclose(joined, fn(tf.constant(X)), rtol=1e-12)
+    assert told == []

@@ -1,6 +1,7 @@
 """When functions are checked, and what follows from what is found."""
 
 import sys
+import threading
 
 import keras
 import numpy as np
@@ -216,4 +217,43 @@ def test_a_difference_is_reported_once_whatever_its_size(float64):
     towers = builder(told)
     for times in 1.0, 2.0:
         towers.concat(lambda x, times=times: (x - times * tf.reduce_mean(x, 0)) @ w, tf.constant(X))
+    assert len(told) == 1
+
+
+def test_rows_of_other_lengths_than_those_made_up_are_checked(float64):
+    told, w = [], tf.Variable(np.ones((3, 2)))
+    towers = builder(told)
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, None, 3], tf.float64)])
+    def step(x):
+        return towers.concat(lambda x: tf.where(x == 7.25, tf.reduce_mean(x), x) @ w, x)
+
+    step(tf.constant(np.stack([X] * 6, axis=1)))
+    assert not told
+    other = builder(told)
+    rows = np.stack([np.where(X > 0, 7.25, X)] * 6, axis=1)
+    again = tf.function(
+        lambda x: other.concat(lambda x: tf.where(x == 7.25, tf.reduce_mean(x), x) @ w, x),
+        input_signature=[tf.TensorSpec([None, None, 3], tf.float64)],
+        autograph=False,
+    )
+    again(tf.constant(rows))
+    assert len(told) == 1 and told[0].startswith("inexact: ")
+
+
+def test_a_check_does_not_wait_for_the_thread_that_it_holds(float64, monkeypatch):
+    """TensorFlow may have a single thread that runs ops; then the step goes on meanwhile."""
+    monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: 1)
+    told, w, threads = [], tf.Variable(np.ones((3, 2))), []
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: threads.append(thread))
+    towers = builder(told)
+
+    @tf.function(autograph=False)
+    def step(x):
+        return towers.concat(lambda x: tf.where(x == 7.25, tf.reduce_mean(x), x) @ w, x)
+
+    step(tf.constant(np.where(X > 0, 7.25, X)))
+    (thread,) = [thread for thread in threads if not thread.daemon]
+    assert not told
+    thread.run()
     assert len(told) == 1

@@ -320,12 +320,9 @@ def ragged_tokens():
 
 
 ON_ONE_DEVICE = {
-    "how long": (of_outputs(
+    "fixed size": (of_outputs(
         lambda self, x: self.table(x.to_tensor()), table=lambda: keras.layers.Embedding(9, 3)
     ), ragged_tokens),
-    "how many rows": (of_outputs(
-        lambda self, x: tf.boolean_mask(self.out(x), x[:, 0] > 0), out=lambda: dense(1)
-    ), in_tf_data),
     "axis=-1": (of_outputs(
         lambda self, x: keras.ops.squeeze(self.out(x)), out=lambda: dense(1)
     ), in_tf_data),
@@ -343,6 +340,13 @@ def test_programs_that_towers_cannot_follow_run_on_one_device_with_a_line(why):
     assert differences == {} and re.search("runs? on one device", line) and re.search(why, line)
 
 
+def test_rows_that_values_select_are_joined_in_order():
+    select = of_outputs(
+        lambda self, x: tf.boolean_mask(self.out(x), x[:, 0] > 0), out=lambda: dense(1)
+    )
+    assert fits.compare(select, in_tf_data, 3) == ({}, [])
+
+
 @pytest.mark.parametrize("why", ON_ONE_DEVICE)
 def test_one_tower_is_one_device_of_which_nothing_is_said(why):
     assert fits.compare(*ON_ONE_DEVICE[why], 1) == ({}, [])
@@ -358,7 +362,7 @@ def test_a_length_that_nothing_tells_is_asked_for(float64):
 
 def test_sparse_inputs_have_the_numbers_of_one_device_under_sgd_and_are_told_of():
     expected = fits.fit(of_sparse, sparse())
-    with pytest.warns(UserWarning, match="sparse gradient: the weight .*SGD does not"):
+    with pytest.warns(UserWarning, match="sparse gradient of the weight .*SGD does not"):
         found = fits.fit(of_sparse, sparse(), 3)
     assert fits.differences(expected, found) == {}
 

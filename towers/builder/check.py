@@ -38,6 +38,7 @@ _ULP = {8: 2.0**-52, 4: 2.0**-22, 2: 2.0**-8, 1: 2.0**-2}
 _EPS_OF_GRADIENTS = 0.02
 _TIMES_ROUNDING = 10.0  # a difference counts if it is above so many times the measured rounding
 _SURE = 0.1  # a gradient that differs by less is reported if it differs in two trials
+_PERIOD = 4093  # of noise: a prime, so that rows of a weight get different numbers
 _GRADIENTS = ("gradient", "rows", "input")
 _POLICIES = ("mean", "sum", "max", "min")
 
@@ -83,6 +84,8 @@ class Check:
         self.towers: Trace | None = None
         self.weights: set[int] | None = None  # ids of those whose gradients are compared; None: all
         self._possible: dict[Any, list[str]] = {}  # policies that all trials so far confirm
+        self.needs_other_rows = False  # whether it cannot be called with those of the last trials
+        self._is_made = False  # whether there are towers, of the policies that were chosen
 
     @tf.autograph.experimental.do_not_convert
     def run(self) -> list[str]:
@@ -96,8 +99,9 @@ class Check:
     @tf.autograph.experimental.do_not_convert
     def again(self) -> list[str]:
         """Make the trials with the variables of now; return messages as `run`."""
+        self._is_made = True
         with tf.init_scope(), np.errstate(all="ignore"):
-            return self._try() if self.towers else self._run()  # it has passed in another run
+            return self._try() if self.towers else self._run()  # there may be no traces
 
     def _run(self) -> list[str]:
         analysis, size = self.analysis, self.analysis.trace.size
@@ -111,6 +115,8 @@ class Check:
             return [diagnostics.not_checked(f"it would have effects ({', '.join(effects)})")]
         try:
             self.one = self._trace_on_one_device(size)
+            if drawn := diagnostics.random_ops(self.one.ops):  # of a backward pass
+                return drawn
             self.towers = self._trace_on_towers()
         except Exception as error:  # any of the user's code, called with a part of the batch
             analysis.refusal = f"towers raise an error ({first_line(error)})"
@@ -191,6 +197,7 @@ class Check:
     def _try_all(self) -> list[str]:
         one, start = self.one, time.monotonic()
         rows, found = self._rows_to_try()
+        self.needs_other_rows = found is None
         if found is None:
             return [diagnostics.not_checked(rows)]
         self._possible.clear()
@@ -226,15 +233,17 @@ class Check:
         reason = ""
         for kind in range(1 if self.tracer.real else 3):
             rows = self.tracer.inputs(self.one.size, kind=kind)
-            trial = Trial("", rows, as_it_is, self._small_scale())
+            trial = Trial("", rows, _as_it_is, self._small_scale())
             found = self._result(self.one, trial)
             if found is None:
                 reason = reason or self.tracer.failure
                 continue
             if again := self._result(self.one, trial):
-                pairs = zip(found["outputs"], again["outputs"], strict=True)
-                if any(_distance(x, y) > _EPS[self.one.float_bytes] * _size(x) for x, y in pairs):
-                    return "one device itself computes something else each time", None
+                for key in ("outputs", "weights", "inputs"):
+                    # Of a gradient that is zero in theory, the order of additions tells.
+                    allowed = _EPS[self.one.float_bytes] * max(map(_size, found[key]), default=0.0)
+                    if any(map(lambda x, y: _distance(x, y) > allowed, found[key], again[key])):
+                        return "one device itself computes something else each time", None
             return kind, found
         return reason, None
 
@@ -244,18 +253,22 @@ class Check:
 
         small, big = self._small_scale(), 1e3 if self.one.float_bytes >= 4 else 1.0
         loose = 1.0 if self.one.float_bytes == 8 else 10.0
-        yield Trial("on these examples", rows(0), as_it_is, small)
-        yield Trial("with noise on the variables", rows(1), noisy, small)
-        yield Trial("with noise on the variables", rows(2), noisy, big)
-        yield Trial("on these examples", rows(3), as_it_is, small)  # in another order
-        yield Trial("after many steps", rows(0), late, small)
+        yield Trial("on these examples", rows(0), _as_it_is, small)
+        yield Trial("with noise on the variables", rows(1), _noisy, small)
+        yield Trial("with noise on the variables", rows(2), _noisy, big)
+        yield Trial("on these examples", rows(3), _as_it_is, small)  # in another order
+        yield Trial("after many steps", rows(0), _late, small)
         for part in range(2):  # a large counter hides what is added to it
             yield Trial("after many steps", rows(0), self._partly_late(part), small)
-        yield Trial("with one far example", rows(2, _far(100.0)), noisy, small, loose)
-        yield Trial("with one far example", rows(1, _far(-100.0, 0.0)), noisy, big, loose)
-        yield Trial("with missing values (NaN)", rows(0, _with_nan), noisy, small)
+        for values in (_a_step_before, _in_mode(1, 0.5), _in_mode(2, -0.5)):
+            yield Trial("in a later step", rows(0), values, small)
+        for share in (1e-3, 1e-2):
+            yield Trial("with small gradients", rows(1), _noisy, share * small)
+        yield Trial("with one far example", rows(2, _far(100.0)), _noisy, small, loose)
+        yield Trial("with one far example", rows(1, _far(-100.0, 0.0)), _noisy, big, loose)
+        yield Trial("with missing values (NaN)", rows(0, _with_nan), _noisy, small)
         for seed, factor in enumerate((30.0, 3.0, -3.0, 10.0, -10.0, -30.0), 3):
-            yield Trial("with large inputs", rows(seed, _scaled(factor)), noisy, small, loose)
+            yield Trial("with large inputs", rows(seed, _scaled(factor)), _noisy, small, loose)
 
     def _small_scale(self) -> float:
         """Return that of a mean over examples; 16 bits overflow soon."""
@@ -267,7 +280,7 @@ class Check:
         def values(variable: tf.Variable, value: np.ndarray) -> Any:
             key = id(variable.handle)
             is_late = key in states and states.index(key) % 2 == part
-            return late(variable, value) if is_late else value
+            return _late(variable, value) if is_late else value
 
         return values
 
@@ -340,10 +353,12 @@ class Check:
         """Set the analysis' policies to the first that all trials confirm; return messages."""
         analysis, lines = self.analysis, []
         for variable in self.towers.states:
-            possible = self._possible.get(("state", id(variable)))
-            if possible:
-                analysis.policies[id(variable)] = possible[0]
-            elif possible is not None:
+            key, used = id(variable), analysis.policies.get(id(variable), policy_of(variable))
+            if ("state", key) not in self._possible:
+                continue
+            if policy := self._first_possible(("state", key), used or "mean"):
+                analysis.policies[key] = policy
+            else:
                 lines.append(diagnostics.unknown_aggregation(variable))
         added = list(analysis.added)
         for place, loss in enumerate(added):
@@ -361,14 +376,19 @@ class Check:
         policies = list(analysis.side_outputs.policies)
         for place, policy in enumerate(policies):
             if policy != ROWS:
-                policies[place] = next(iter(self._possible.get(("attribute", place), ())), None)
+                policies[place] = self._first_possible(("attribute", place), policy)
         analysis.side_outputs.policies = policies
         return lines
+
+    def _first_possible(self, key: Any, used: str | None) -> str | None:
+        """Return the first policy that all trials confirm: that of towers, if there are any."""
+        possible = self._possible.get(key, ())
+        return next((p for p in possible if p == used or not self._is_made), None)
 
     def _uses_rows(self, place: int) -> bool:
         """Return whether the function uses each row of an added loss for that example alone."""
         rows = self.tracer.inputs(self.one.size)
-        trial = Trial("", rows, noisy, 1.0 / self.one.size)
+        trial = Trial("", rows, _noisy, 1.0 / self.one.size)
         runs = [
             self._result(trace, trial, counted=counted)
             for trace in (self.one, self.towers)
@@ -415,7 +435,10 @@ class Check:
         """Return the first array that differs by more than rounding."""
         one, eps = self.one, _EPS[self.one.float_bytes] * trial.loose
         expected, actual = self._arrays(one, a), self._arrays(self.towers, b)
-        largest = max(map(_size, a["weights"]), default=0.0)
+        # A gradient, or a mean of what is normalized, may be zero in theory.
+        gradients, states = a["weights"], [x for x in a["variables"] if x.dtype.kind == "f"]
+        largest = dict.fromkeys(("gradient", "input"), max(map(_size, gradients), default=0.0))
+        largest["state"] = max(map(_size, states), default=0.0)
         jittered: list[dict] = []
         for key, x in expected.items():
             kind, name, _ = key
@@ -426,7 +449,7 @@ class Check:
                 if trial.loose > 1:
                     continue  # far from where it learns, such a gradient is rounding
                 allowed = max(eps, _EPS_OF_GRADIENTS)
-            floor = 1e-3 * largest if kind in ("gradient", "input") else 0.0
+            floor = 1e-3 * largest.get(kind, 0.0)
             change = _distance(x, y)
             if change <= allowed * max(_size(x), floor):
                 continue
@@ -442,7 +465,8 @@ class Check:
         Without weights its inputs do. A function may ask whether these are equal to something.
         """
         ulp, has_weights = _ULP[self.one.float_bytes], bool(self.one.weights)
-        for step in (ulp, -4 * ulp, 16 * ulp) if self.one.float_bytes < 8 else (ulp,):
+        steps = {8: (ulp,), 4: (ulp, -4 * ulp, 16 * ulp)}.get(self.one.float_bytes, (ulp, -4 * ulp))
+        for step in steps:
             moves = [_is_dense_float(x) and not has_weights for x in trial.inputs]
             pairs = zip(trial.inputs, moves, strict=True)
             inputs = [_jitter(x, step) if is_moved else x for x, is_moved in pairs]
@@ -492,24 +516,24 @@ class Check:
 # What a copy of a variable begins from.
 
 
-def as_it_is(_: tf.Variable, value: np.ndarray) -> Any:
+def _as_it_is(_: tf.Variable, value: np.ndarray) -> Any:
     """Return the variable's value."""
     return value
 
 
-def noisy(variable: tf.Variable, value: np.ndarray) -> Any:
+def _noisy(variable: tf.Variable, value: np.ndarray) -> Any:
     """Return a float's value with noise: a weight of zero would hide what it is the weight of."""
     if not variable.dtype.is_floating:
         return value
-    waves = np.sin(1.0 + 12.9898 * np.arange(value.size)).reshape(value.shape)
+    waves = _waves(1.0, 12.9898, value.shape)
     # Others than weights stay positive, as a variance must be.
     noise = 0.1 * waves if variable.trainable else 0.05 + 0.05 * np.abs(waves)
     return (np.asarray(value, np.float64) + noise).astype(value.dtype)
 
 
-def late(variable: tf.Variable, value: np.ndarray) -> Any:
+def _late(variable: tf.Variable, value: np.ndarray) -> Any:
     """Return what a counter, an average or a flag may be after many steps."""
-    value = noisy(variable, value)
+    value = _noisy(variable, value)
     if (variable.trainable and variable.dtype.is_floating) or SEED_STATE in variable.name:
         return value
     if value.dtype == bool:
@@ -519,6 +543,29 @@ def late(variable: tf.Variable, value: np.ndarray) -> Any:
         return (np.asarray(value, np.float64) + more).astype(value.dtype)
     more = 1000 if variable.dtype.size >= 4 else 50
     return value if value.shape else value + np.asarray(more, value.dtype)
+
+
+def _a_step_before(variable: tf.Variable, value: np.ndarray) -> Any:
+    """Return a counter's value from which the next step is a round number."""
+    if not _is_number(variable, value) or (variable.trainable and variable.dtype.is_floating):
+        return _noisy(variable, value)
+    return np.asarray(999 if variable.dtype.size >= 4 else 99, value.dtype)
+
+
+def _in_mode(number: int, amount: float) -> Values:
+    """Return values with each single number a little more: a stage, or how far a gate is open."""
+
+    def values(variable: tf.Variable, value: np.ndarray) -> Any:
+        if not _is_number(variable, value):
+            return _noisy(variable, value)
+        more = amount if variable.dtype.is_floating else number
+        return (_wide(value) + more).astype(value.dtype)
+
+    return values
+
+
+def _is_number(variable: tf.Variable, value: np.ndarray) -> bool:
+    return not (value.shape or value.dtype == bool or SEED_STATE in variable.name)
 
 
 # Rows that are changed. Whole numbers stay: they may be classes or indices.
@@ -551,10 +598,18 @@ def _far(factor: float, rest: float = 1.0) -> Callable:
 
 
 def _jitter(value: Any, step: float) -> Any:
+    """Return a value with other last digits. Whole numbers stay: they may be marks, as of -1."""
     array = np.asarray(value)
-    signs = np.sign(np.sin(7.0 + 1e6 * step + 78.233 * np.arange(array.size))).reshape(array.shape)
-    signs[_wide(array) % 1 == 0] = 0.0  # a whole number is exact, and a function may ask for it
-    return (_wide(array) * (1 + step * signs)).astype(array.dtype)
+    moved = _wide(array) * (1 + step * np.sign(_waves(7.0 + 1e6 * step, 78.233, array.shape)))
+    # A whole number is exact, and a function may ask for it.
+    return np.where(np.rint(array) == array, array, moved).astype(array.dtype)
+
+
+def _waves(phase: float, frequency: float, shape: Sequence[int]) -> np.ndarray:
+    """Return numbers from -1 to 1, which repeat: many sines would take longer than a trial."""
+    size = int(np.prod(shape))
+    waves = np.sin(phase + frequency * np.arange(min(size, _PERIOD)))
+    return np.resize(waves, size).reshape(shape)
 
 
 def _is_dense_float(x: Any) -> bool:
@@ -565,8 +620,10 @@ def _is_dense_float(x: Any) -> bool:
 
 
 def _wide(x: Any) -> np.ndarray:
+    """Return an array in which differences can be computed."""
     x = np.asarray(x)
-    return x if x.dtype.kind == "c" else x.astype(np.float64)
+    is_wide = x.dtype.kind == "c" or (x.dtype.kind == "f" and x.dtype.itemsize >= 4)
+    return x if is_wide else x.astype(np.float64)
 
 
 def _size(x: Any) -> float:
@@ -580,9 +637,13 @@ def _distance(a: Any, b: Any) -> float:
     a, b = _wide(a), _wide(b)
     if a.shape != b.shape:
         return np.inf
-    alike = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore", over="ignore"):
-        change = np.where(alike, 0.0, np.abs(a - b))
+        change = np.abs(a - b)
+    largest = float(np.max(change, initial=0.0))
+    if np.isfinite(largest):
+        return largest
+    alike = (a == b) | (np.isnan(a) & np.isnan(b))
+    change = np.where(alike, 0.0, change)
     return float(np.max(np.where(np.isnan(change), np.inf, change), initial=0.0))
 
 

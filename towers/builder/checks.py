@@ -1,11 +1,14 @@
 """When functions are analyzed and checked, and what is done with what the checks find."""
 
+import contextlib
 import dataclasses
 import hashlib
+import os
 import re
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -224,7 +227,8 @@ class Checks:
         place = None if silent and eager else (lambda: None) if eager else weakref.ref(graph)
         check = Check(analysis, type(self._builder), backward) if analysis.trace else None
         if check is None:
-            analysis.lines = [diagnostics.not_checked(analysis.reason)]
+            reasons = [] if self.when == "off" else [analysis.reason]
+            analysis.lines = list(map(diagnostics.not_checked, reasons))
         elif self.when == "off" or (self.passed and _key(analysis) in self.passed):
             check = check if analysis.needs_check else None
         entry = _Entry(parts, place, analysis, check, calls=calls)
@@ -251,10 +255,13 @@ class Checks:
         entry.analysis.lines = lines
         self.inexact += [line for line in lines if not diagnostics.is_unchecked(line)]
 
+    def _inexact_of(self, entry: _Entry) -> list[str]:
+        return [line for line in entry.analysis.lines if not diagnostics.is_unchecked(line)]
+
     def _report(self, entry: _Entry) -> None:
         """Report what is known of a function that towers are about to call, or refuse it."""
         analysis = entry.analysis
-        inexact = [line for line in analysis.lines if not diagnostics.is_unchecked(line)]
+        inexact = self._inexact_of(entry)
         if inexact and self.on_inexact == "stop":
             raise RunError(inexact[0])
         if inexact and self.on_inexact == "one_device":
@@ -275,24 +282,39 @@ class Checks:
         """
         check, graph = entry.check, tf.compat.v1.get_default_graph()
         made_up = check and check.towers and check.tracer.real is None
-        if not made_up or self.is_deferred or entry.runs is not None or entry.analysis.lines:
+        is_known = entry.analysis.lines and not (check and check.needs_other_rows)
+        if not made_up or self.is_deferred or entry.runs is not None or is_known:
             return
         if tf.executing_eagerly() or self.when == "off" or tf_internals.is_compiled_by_xla(graph):
             return
         batch = check.tracer.batch
         if not batch or not all(isinstance(x, tf.Tensor) and x.graph is graph for x in batch):
             return
+        entry.analysis.lines = []  # real rows may suit the function
         due = [1, *_AGAIN] if self.when == "always" else [1, _ONCE_MORE]
 
+        def compare(*rows: tf.Tensor) -> None:
+            if not check.tracer.keep_rows(rows):
+                check.towers = None  # both sides are traced again
+            self._found(entry, check.again())
+            self.warn(entry.analysis.lines)
+
         def look(*rows: tf.Tensor) -> None:
-            if not entry.analysis.lines:
-                check.tracer.keep_rows(rows)
-                self._found(entry, check.again())
-                self._report(entry)
-                self.warn(entry.analysis.lines)
+            if entry.analysis.lines:
+                return
+            with _one_of_tensorflows_threads() as is_spare:
+                if is_spare:
+                    compare(*rows)
+                else:
+                    threading.Thread(target=compare, args=rows, daemon=False).start()
+            if self.on_inexact != "warn" and self._inexact_of(entry):
+                raise RunError(diagnostics.made_for_towers(self._inexact_of(entry)[0]))
 
         def hand_over() -> tf.Operation:
             rows = [x[:MOST_ROWS] for x in batch]
+            if self.on_inexact != "warn":  # updates wait for what reads
+                for variable in check.one.variables:
+                    variable.read_value()
             return tf.group(tf.py_function(look, rows, [], name="check_of_towers"))
 
         with tf.init_scope(), tf.device("/cpu:0"):
@@ -300,6 +322,23 @@ class Checks:
         with tf.device("/cpu:0"), tf.name_scope("check"):
             is_due = tf.reduce_any(entry.runs.assign_add(1) == tf.constant(due, tf.int64))
             tf.cond(is_due, hand_over, tf.no_op)
+
+
+_BUSY: list[int] = []  # an entry for each of TensorFlow's threads in which a check runs
+
+
+@contextlib.contextmanager
+def _one_of_tensorflows_threads() -> Iterator[bool]:
+    """Yield whether a check can run in this one of them: it needs another, and would wait for ever.
+
+    Python that a graph calls holds one of the threads that run ops.
+    """
+    number = tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1
+    _BUSY.append(1)
+    try:
+        yield len(_BUSY) < number
+    finally:
+        _BUSY.pop()
 
 
 def _is_same(a: Any, b: Any) -> bool:

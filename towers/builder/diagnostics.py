@@ -175,3 +175,11 @@ def is_unchecked(line: str) -> bool:
 def on_one_device(line: str) -> str:
     """Return the message for a function that runs on one device because towers would differ."""
     return f"runs on one device, as on_inexact asks for: {line}"
+
+
+def made_for_towers(line: str) -> str:
+    """Return the message for a tf.function that was traced for towers before they differed."""
+    return (
+        f"{line}. Only real rows show it, and the tf.function is already made for towers: make it "
+        "with a TowerBuilder of one device"
+    )

@@ -14,7 +14,7 @@ import tensorflow as tf
 from towers import tf_internals
 from towers.builder import diagnostics, rng_layout
 from towers.builder.added_losses import AddedLoss
-from towers.builder.attributes import ROWS, SideOutputs, description, tensors_at
+from towers.builder.attributes import ROWS, SideOutputs
 from towers.builder.batch_norm import averages_of
 from towers.builder.namespaces import reached_by
 from towers.builder.replica_scope import SEED_STATE
@@ -73,9 +73,8 @@ class FunctionAnalysis:
     @property
     def not_joined(self) -> list[str]:
         """Lines on tensors that the function leaves and that cannot be joined."""
-        places, policies = self.side_outputs.places, self.side_outputs.policies
-        holders = [description(x) for x in places for _ in tensors_at([x])]
-        pairs = zip(holders, policies, strict=False)
+        holders = self.trace.holders if self.trace else ()
+        pairs = zip(holders, self.side_outputs.policies, strict=False)
         return [diagnostics.not_joined(holder) for holder, policy in pairs if policy is None]
 
     def check_joinable(self) -> None:

@@ -60,6 +60,7 @@ class DrawInfo:
     dims: tuple[tuple[int, int] | None, ...] | None  # (constant, factor of the number of examples)
     layout: BatchAxis | None
     layer: str = ""
+    shape: list[int] | None = None  # where it was analyzed
 
     @property
     def is_folded(self) -> bool:
@@ -75,12 +76,17 @@ class DrawInfo:
         # Whether a draw for `size` examples has this op and a matching shape.
         if op != self.op or self.dims is None or shape.rank != len(self.dims):
             return False
-        known = not tf.is_tensor(size)
+        # A dimension that is known although the number of examples is not does not grow with it.
         return all(
-            actual is None or dim is None or (dim[1] and not known)
-            or actual == dim[0] + dim[1] * (size if dim[1] else 0)
+            actual is None or dim is None
+            or (not dim[1] and actual == dim[0])
+            or (not tf.is_tensor(size) and actual == dim[0] + dim[1] * size)
             for actual, dim in zip(shape, self.dims, strict=True)
         )  # fmt: skip
+
+    def _is_fixed(self, op: str, shape: tf.TensorShape) -> bool:
+        # Whether a draw for another number of examples has the shape that was analyzed.
+        return op == self.op and shape.rank is not None and shape.as_list() == self.shape
 
 
 class ReplicaRng:
@@ -153,6 +159,8 @@ class ReplicaRng:
         layouts = {drawn.layout for drawn in candidates if drawn._fits(name, static, size)}
         if len(layouts) == 1 and None not in layouts:
             return layouts.pop()
+        if any(drawn._is_fixed(name, static) for drawn in candidates or self.known or ()):
+            return WHOLE
         if not candidates or None not in {drawn.layout for drawn in candidates}:
             self.num_guessed += 1
         return _guess(static, size)

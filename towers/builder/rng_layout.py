@@ -21,7 +21,7 @@ def from_one_size(trace: Trace) -> list[DrawInfo] | None:
             return None
         layout = BatchAxis(dims.index(size)) if multiples else WHOLE
         known = tuple((0, 1) if dim == size else (dim, 0) for dim in dims)
-        infos.append(DrawInfo(op, known, layout, layer))
+        infos.append(DrawInfo(op, known, layout, layer, dims))
     return infos
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.attributes import Attributes, Place, tensors_at
+from towers.builder.attributes import Attributes, Place, description, tensors_at
 from towers.builder.made_up_rows import known_values, possible_shapes, sample, spec_of, stand_in
 from towers.builder.namespaces import Namespace
 from towers.builder.op_names import NO_LAYER
@@ -63,6 +63,7 @@ class Trace:
     losses: list[tuple[str, bool]] = dataclasses.field(default_factory=list)  # (layer, has rows)
     attributes: list[Place] = dataclasses.field(default_factory=list)  # that it sets
     attribute_values: list[Any] = dataclasses.field(default_factory=list)  # the tensors in them
+    holders: list[str] = dataclasses.field(default_factory=list)  # where each of these is
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -123,13 +124,20 @@ class Tracer:
         # {id of a variable's handle: (the variable, its value, the copy)}.
         self._copies: dict[int, tuple[tf.Variable, np.ndarray, tf.Variable]] = {}
 
-    def keep_rows(self, batch: Sequence[tf.Tensor] | None) -> None:
-        """Set the real rows to those of a batch, at most 32, from its first to its last."""
-        if batch and all(map(len, batch)):
-            number = min(int(x.shape[0]) for x in batch)
-            rows = np.linspace(0, number - 1, min(number, MOST_ROWS)).astype(int)
-            with tf.init_scope():
-                self.real = [tf.gather(x, rows) for x in batch]
+    def keep_rows(self, batch: Sequence[tf.Tensor] | None) -> bool:
+        """Set the real rows to those of a batch, at most 32, from its first to its last.
+
+        Return whether traces that were made take them: lengths may have been unknown.
+        """
+        if not batch or not all(map(len, batch)):
+            return True
+        number = min(int(x.shape[0]) for x in batch)
+        rows = np.linspace(0, number - 1, min(number, MOST_ROWS)).astype(int)
+        with tf.init_scope():
+            self.real = [tf.gather(x, rows) for x in batch]
+        before, self.shapes = self.shapes, [x.shape for x in self.real]
+        pairs = zip(before, self.shapes, strict=True)
+        return all(a.rank and a[1:].as_list() == b[1:].as_list() for a, b in pairs)
 
     def first_trace(self) -> Trace | None:
         """Return a trace on one device for the fewest examples that the function takes, or None.
@@ -337,6 +345,7 @@ class Tracer:
                 yield
             trace.attributes = one.attributes if one else attributes.changed()
             trace.attribute_values = tensors_at(trace.attributes)
+            trace.holders = [description(x) for x in trace.attributes for _ in tensors_at([x])]
             for x in map(_value, trace.attribute_values):
                 known = tf.is_symbolic_tensor(x) and is_number(x)
                 seen.attributes.append(tf.identity(x) if known else tf.zeros([]))
@@ -458,8 +467,11 @@ def _squares(gradient: Any) -> tf.Tensor:
 
 def _value(leaf: Any) -> Any:
     if isinstance(leaf, tf.RaggedTensor):
-        return leaf.flat_values
-    return leaf.values if isinstance(leaf, tf.SparseTensor) else leaf
+        leaf = leaf.flat_values
+    elif isinstance(leaf, tf.SparseTensor):
+        leaf = leaf.values
+    is_text = isinstance(leaf, tf.Tensor) and leaf.dtype == tf.string
+    return tf.strings.to_hash_bucket_fast(leaf, 2**62) if is_text else leaf
 
 
 def _with_known_shape(x: Any, spec: tf.TypeSpec) -> Any:
@@ -476,6 +488,8 @@ def _read_ops(trace: Trace) -> None:
     nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
     trace.ops = [(node.name, node.op) for node in nodes]
     trace.squeezes = any(n.op == "Squeeze" and not n.attr["squeeze_dims"].list.i for n in nodes)
-    outputs = [x for op in graph.get_operations() if op.type != "Const" for x in op.outputs]
+    # Keras casts a model's inputs; what is only cast is not computed with.
+    computing = [op for op in graph.get_operations() if op.type not in ("Const", "Cast")]
+    outputs = [x for op in computing for x in op.outputs]
     sizes = {x.dtype.size for x in outputs if x.dtype.is_floating and x.shape.num_elements() != 1}
     trace.float_bytes = min(sizes, default=8)

@@ -26,6 +26,7 @@ _NOT_OF_A_TOWER = frozenset(
     "NextIteration ReadVariableOp VarHandleOp ResourceGather".split()
 )
 _RECEIVES = ("_Recv", "_HostRecv")
+_ADDED = re.compile(r"/_\d+$")  # a node that TensorFlow adds where it cuts a graph by device
 _IN_BRANCH = re.compile(r"/(?:then|else)/_\d+/")
 
 
@@ -108,6 +109,8 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
         raise ValueError("the function has run before: read its placement at its first call")
     ops, transfers, programs, takers = [], [], {}, _takers(graphs)
     for node in (node for graph in graphs for node in graph.node):
+        if node.op == "Identity" and _ADDED.search(node.name):
+            continue  # it receives what only orders ops of two devices
         name = traced_name(node.name, traced)
         requested = traced[name].device if name in traced else ""
         ops.append(Op(name, node.op, short_device_name(requested), short_device_name(node.device)))

@@ -470,8 +470,9 @@ class _Steps:
         eager = self.model.run_eagerly or tf.config.functions_run_eagerly()  # nothing is traced
         if eager or name == "make_predict_function":
             return False
-        new = not all(optimizer.built for optimizer in optimizers_of(self.model))
-        return tf_internals.will_make_metrics(self.model) or (new and name == "make_train_function")
+        new = [optimizer for optimizer in optimizers_of(self.model) if not optimizer.built]
+        trains = name == "make_train_function"
+        return tf_internals.will_make_metrics(self.model) or (trains and any(map(_has_slots, new)))
 
     def _with_first_batch_kept(self, iterator: Any) -> Any:
         """Keep the first batch for the analysis; return an iterator of one call's batches."""
@@ -661,6 +662,16 @@ class _Steps:
                 f"{where}, because a function that was traced before reads them. Results are the "
                 "same, but steps copy more: call towers.parallelize first"
             ])  # fmt: skip
+
+
+def _has_slots(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Return whether an optimizer makes variables for a weight; plain SGD does not."""
+    with contextlib.suppress(Exception):  # a class of the user's that has no config
+        like = type(optimizer).from_config(optimizer.get_config())
+        before = len(like.variables)
+        like.build([keras.Variable(0.0)])
+        return len(like.variables) > before
+    return True
 
 
 def _reason(error: Exception) -> str:
