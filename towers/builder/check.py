@@ -601,7 +601,6 @@ def _jitter(value: Any, step: float) -> Any:
     """Return a value with other last digits. Whole numbers stay: they may be marks, as of -1."""
     array = np.asarray(value)
     moved = _wide(array) * (1 + step * np.sign(_waves(7.0 + 1e6 * step, 78.233, array.shape)))
-    # A whole number is exact, and a function may ask for it.
     return np.where(np.rint(array) == array, array, moved).astype(array.dtype)
 
 
@@ -637,8 +636,7 @@ def _distance(a: Any, b: Any) -> float:
     a, b = _wide(a), _wide(b)
     if a.shape != b.shape:
         return np.inf
-    with np.errstate(invalid="ignore", over="ignore"):
-        change = np.abs(a - b)
+    change = np.abs(a - b)
     largest = float(np.max(change, initial=0.0))
     if np.isfinite(largest):
         return largest

@@ -43,6 +43,11 @@ class _Entry:
     calls: int = 1  # while no graph is built
     runs: tf.Variable | None = None  # counts the runs of a graph that hands over real rows
 
+    @property
+    def inexact(self) -> list[str]:
+        """The messages on what differs."""
+        return [line for line in self.analysis.lines if not diagnostics.is_unchecked(line)]
+
     def serves(self, parts: Sequence[Any], graph: Any) -> bool:
         """Return whether it is of a function with these parts in a graph; None: in none."""
         if self.graph is not None and self.graph() is not graph:
@@ -253,15 +258,11 @@ class Checks:
         elif not lines:
             self.passed.add(_key(entry.analysis))
         entry.analysis.lines = lines
-        self.inexact += [line for line in lines if not diagnostics.is_unchecked(line)]
-
-    def _inexact_of(self, entry: _Entry) -> list[str]:
-        return [line for line in entry.analysis.lines if not diagnostics.is_unchecked(line)]
+        self.inexact += entry.inexact
 
     def _report(self, entry: _Entry) -> None:
         """Report what is known of a function that towers are about to call, or refuse it."""
-        analysis = entry.analysis
-        inexact = self._inexact_of(entry)
+        analysis, inexact = entry.analysis, entry.inexact
         if inexact and self.on_inexact == "stop":
             raise RunError(inexact[0])
         if inexact and self.on_inexact == "one_device":
@@ -307,8 +308,8 @@ class Checks:
                     compare(*rows)
                 else:
                     threading.Thread(target=compare, args=rows, daemon=False).start()
-            if self.on_inexact != "warn" and self._inexact_of(entry):
-                raise RunError(diagnostics.made_for_towers(self._inexact_of(entry)[0]))
+            if self.on_inexact != "warn" and entry.inexact:
+                raise RunError(diagnostics.made_for_towers(entry.inexact[0]))
 
         def hand_over() -> tf.Operation:
             rows = [x[:MOST_ROWS] for x in batch]

@@ -402,7 +402,8 @@ class Tracer:
             captures = [own[id(c)] if id(c) in own else stand_in(c) for c in trace.captured]
             trace.function.set_external_captures(captures)
             number = tf.constant(scale, tf.float64), tf.constant(counted, tf.int32)
-            with _unoptimized():
+            # To optimize a trace takes longer than to run it.
+            with optimizer_set("disable_meta_optimizer", True, otherwise=False):
                 found = tf_internals.call_for_at_most(_SECONDS, trace.function, inputs, *number)
             found = tf.nest.map_structure(lambda x: x.numpy(), found)
             copies = [self._copies[id(v.handle)][-1] for v in trace.variables]
@@ -433,14 +434,20 @@ def _computing_in_float32(layers: Sequence[keras.Layer]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unoptimized() -> Iterator[None]:
-    """Run functions in the block as they are traced: to optimize them takes longer than to run."""
-    before = tf.config.optimizer.get_experimental_options().get("disable_meta_optimizer", False)
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+def optimizer_set(option: str, value: bool, otherwise: bool) -> Iterator[None]:
+    """Set an option of TensorFlow's graph optimizer in the block.
+
+    Args:
+        option: its name.
+        value: in the block.
+        otherwise: what TensorFlow takes if it is not set.
+    """
+    before = tf.config.optimizer.get_experimental_options().get(option, otherwise)
+    tf.config.optimizer.set_experimental_options({option: value})
     try:
         yield
     finally:
-        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": before})
+        tf.config.optimizer.set_experimental_options({option: before})
 
 
 def is_number(x: tf.Tensor) -> bool:

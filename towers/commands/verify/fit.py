@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from towers import devices as tower_devices
 from towers import tf_internals
+from towers.builder.traces import optimizer_set
 from towers.commands.verify.report import verify_runners
 from towers.commands.verify.runner import (
     FitRunner,
@@ -162,18 +163,12 @@ def _build(model: keras.Model, batch: Any) -> None:
         )
 
 
-@contextlib.contextmanager
-def not_fused() -> Iterator[None]:
+def not_fused() -> contextlib.AbstractContextManager[None]:
     """Keep TensorFlow from fusing ops in the block.
 
     Fusions differ between CPUs and GPUs; in float64 there are none, and a warning at each op.
     """
-    before = tf.config.optimizer.get_experimental_options().get("remapping", True)
-    tf.config.optimizer.set_experimental_options({"remapping": False})
-    try:
-        yield
-    finally:
-        tf.config.optimizer.set_experimental_options({"remapping": before})
+    return optimizer_set("remapping", False, otherwise=True)
 
 
 def _wide(batch: Any) -> Any:
