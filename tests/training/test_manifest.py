@@ -18,7 +18,7 @@ pytestmark = pytest.mark.graph
 
 PARTS = {
     "format", "time", "step", "command", "folder", "flags", "versions", "git", "code", "data",
-    "task", "sessions", "final",
+    "task", "overwrite", "sessions", "final",
 }  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def test_a_step_that_nobody_looks_at_sends_nothing_to_the_host():
 def test_the_default_place_of_variables(tmp_path):
     options = tiny.options(tmp_path, num_towers=2)
     run = prepare(options)
-    assert run.options.variables == "replicated" and run.left_open == {"variables": "default"}
+    assert run.options.variables == "replicated" and run.given.variables == "default"
     assert assemble(options, ["/gpu:0", "/gpu:0"], run.data).options.variables == "cpu"
     compiled = dataclasses.replace(options, loss="sparse_categorical_crossentropy")
     assert assemble(compiled, run.builder.devices, run.data).options.variables == "replicated"

@@ -239,6 +239,27 @@ def test_a_finished_run_says_so_and_is_left_alone_until_it_is_to_go_on(
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_what_overwrite_has_begun_is_gone_on_with_by_the_same_command_alone(
+    tmp_path, monkeypatch, capsys
+):
+    folder = tmp_path / "run"
+
+    def stopped(**changes):
+        runs.at_step(monkeypatch, {6: lambda: os.kill(os.getpid(), signal.SIGTERM)})
+        assert train(tiny.options(folder, overwrite=True, **changes)) is None
+        assert tiny.saved_steps(folder)[0] == 0 < (step := tiny.saved_steps(folder)[-1]) < 12
+        return step, sorted(path.name for path in tmp_path.iterdir())
+
+    train(tiny.options(folder, max_steps=1))
+    step, names = stopped()
+    assert names == ["run", "run.1"]
+    capsys.readouterr()
+    assert train(tiny.options(folder, overwrite=True))["steps"] == 12  # a job that is queued again
+    assert f"continuing  {folder} at step {step} of 12" in capsys.readouterr().out
+    for number, changes in (2, {}), (3, {"seed": 1}):  # finished; of other flags
+        assert stopped(**changes)[1][-1] == f"run.{number}"
+
+
 def test_a_run_is_not_ended_by_a_length_that_it_has_passed(tmp_path):
     given = dict(train_dir=tmp_path, model=tiny.dense, dataset=tiny.images, batch_size=6)
     towers.train(**given, max_steps=9)

@@ -39,7 +39,9 @@ class _RunOptions:
         "runs/train", "Folder of the run: checkpoints, events, flags.cfg, result.json."
     )
     overwrite: bool = _run(
-        False, "Move an existing train_dir aside and start anew; else it is continued."
+        False,
+        "Move an existing train_dir aside and start anew; else it is continued. A run that this "
+        "very command has begun, and that was stopped, is continued.",
     )
     seed: int = _run(
         0, "Seed of initial weights, shuffling and augmentation.", affects="result", minimum=0,

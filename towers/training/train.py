@@ -68,6 +68,8 @@ def train(
     """
     start = time.perf_counter() if start is None else start
     options = options_from_call(options, fields)
+    if options.overwrite and manifest.overwrite_began(options):  # a job that is queued again
+        options = dataclasses.replace(options, overwrite=False)
     out = sys.stderr if options.json else sys.stdout
 
     def say(line: str) -> None:

@@ -11,6 +11,7 @@
     task             arguments of the model function, see `towers.training.run.model.task_of`
     passed           keys of the functions that towers compute as one device does; they are not
                      checked again, here or in other runs of the same sweep
+    overwrite        null, or the sha256 of the flags with which --overwrite began the run
     sessions         one for each start: the same parts, from time to data; the first never changes
     final            null until the run ends; then step, weights: the sha256 of the model's
                      variables, and state: that of all master variables, slots and averages too
@@ -32,6 +33,7 @@ import tensorflow as tf
 from towers import files
 from towers.data.pipeline import digest
 from towers.devices import host
+from towers.monitoring.results import read_result
 from towers.options.functions import load_function
 from towers.options.inline_objects import PREFIX
 from towers.options.run import Options
@@ -71,11 +73,23 @@ def write(run: RunContext, folder: Path, restored: int | None) -> list[str]:
     manifest = {} if restored is None else read(folder)
     lines = differences(now, manifest)
     if not manifest:
-        task = task_of(run.data, run.options)
-        manifest = {"format": _FORMAT, **now, "task": task, "sessions": []}
+        manifest = {"format": _FORMAT, **now, "task": task_of(run.data, run.options)}
+        begun = _digest_of(run.given) if run.given.overwrite else None
+        manifest |= {"overwrite": begun, "sessions": []}
     manifest["sessions"].append(now)
     files.write_json(folder / NAME, manifest | {"final": None})
     return [f"warning     {line}" for line in lines]
+
+
+def overwrite_began(options: Options) -> bool:
+    """Return whether `--overwrite` with these options began the run that is there, unfinished."""
+    folder = Path(options.train_dir)
+    begun = files.read_json(folder / NAME).get("overwrite")
+    return begun == _digest_of(options) and not read_result(folder)
+
+
+def _digest_of(options: Options) -> str:
+    return hashlib.sha256(options.to_flagfile().encode()).hexdigest()
 
 
 def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:

@@ -147,8 +147,7 @@ def _begin(
     lock.take(folder)
     if restored is None:
         checkpoints.save_now(0)
-    flags = dataclasses.replace(options, **run.left_open).to_flagfile()
-    files.write_text(folder / "flags.cfg", code_trust.signed(flags))
+    files.write_text(folder / "flags.cfg", code_trust.signed(run.to_flagfile()))
     if options.log_device_placement:
         placement_report.write_tsv(folder / "placement.tsv", placement)
     for line in manifest.write(run, folder, restored):

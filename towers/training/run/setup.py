@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from towers.training.step.train_loop import make_train_loop
 from towers.training.step.train_state import VARIABLES, TrainState, placement
 
 DEFAULT_EPOCHS = 10.0
+OF_TOWERS = "num_towers", "accumulate_steps"  # which `on_first_device` sets to 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +44,13 @@ class RunContext:
     task: Task
     total_epochs: float  # the length of schedules
     total_examples: int  # where the run ends, unless `max_steps` ends it earlier
+    given: Options  # before "auto", "default" and a fall back to one device were resolved
     diagnostics: list[str] = dataclasses.field(default_factory=list)  # of the towers' function
-    # Options that each process decides anew, as they were given.
-    left_open: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def to_flagfile(self) -> str:
+        """Return the run's flags.cfg, in which each process decides anew what it may."""
+        left_open = {n: getattr(self.given, n) for n in ("variables", *OF_TOWERS)}
+        return dataclasses.replace(self.options, **left_open).to_flagfile()
 
     @property
     def folder(self) -> Path:
@@ -170,7 +175,7 @@ def assemble(
         InputError: the options do not fit the model, or it has no trainable weights.
     """
     check_own(options)
-    diagnostics: list[str] = []
+    given, diagnostics = options, []
     # Checkpoints identify variables by name.
     with user_facing_errors(options), tf_internals.named_as_in_a_new_process():
         network, options = build_model(options, dataset, exact)
@@ -180,7 +185,6 @@ def assemble(
             )
         if loss_scaling is None:
             loss_scaling = options.dtype == "mixed_float16"
-        left_open = {"variables": "default"} if options.variables == "default" else {}
         place, home = placement(options.variables, device_names)
         if place in VARIABLES:
             options = dataclasses.replace(options, variables=place)
@@ -210,17 +214,14 @@ def assemble(
         total_epochs = total_examples / size
 
     parts = options, builder, dataset, task.train_state, task
-    return RunContext(*parts, total_epochs, total_examples, diagnostics, left_open)
+    return RunContext(*parts, total_epochs, total_examples, given, diagnostics)
 
 
 def on_first_device(run: RunContext) -> RunContext:
     """Return a run anew with one tower, on the first device, which takes each batch as a whole."""
-    given = dataclasses.replace(run.options, **run.left_open)
-    one = dataclasses.replace(given, num_towers=1, accumulate_steps=1)
+    one = dataclasses.replace(run.given, **dict.fromkeys(OF_TOWERS, 1))
     alone = assemble(one, run.builder.devices[:1], run.data)
-    # The next process decides anew: the model may have been mended.
-    of_towers = {name: getattr(given, name) for name in ("num_towers", "accumulate_steps")}
-    return dataclasses.replace(alone, left_open=alone.left_open | of_towers)
+    return dataclasses.replace(alone, given=run.given)
 
 
 def build_model(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:
