@@ -37,6 +37,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 def pytest_addoption(parser):
     parser.addoption("--keep-durations", action="store_true", help=f"write {_DURATIONS.name}")
+    parser.addoption("--checked", action="store_true", help="check the towers of all tests")
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -191,6 +192,23 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def unchecked(request, monkeypatch):
+    """Check no towers, which takes as long as a first step, but in tests that are marked so."""
+    if request.node.get_closest_marker("checked") or request.config.getoption("checked"):
+        return
+    if dict(request.node.user_properties)["tier"] == "unit":
+        return  # there are none
+    from towers.builder.checks import Checks
+
+    make = Checks.__init__
+
+    def make_unchecked(self, builder, on_warning, when, on_inexact):
+        make(self, builder, on_warning, "off" if when == "once" else when, on_inexact)
+
+    monkeypatch.setattr(Checks, "__init__", make_unchecked)
 
 
 @pytest.fixture

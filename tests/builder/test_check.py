@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from towers import RunError, TowerBuilder
 
-pytestmark = pytest.mark.run
+pytestmark = [pytest.mark.run, pytest.mark.checked]
 X = np.random.default_rng(0).normal(size=(8, 4))
 MARKED = np.where(np.arange(8)[:, None] % 3 == 0, -1.0, X)
 LABELS = (np.arange(8) % 4 + 5).astype("int32")

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from towers import TowerBuilder
 
-pytestmark = pytest.mark.run
+pytestmark = [pytest.mark.run, pytest.mark.checked]
 ROWS = np.random.default_rng(0).normal(size=(16, 8))
 L = keras.layers
 

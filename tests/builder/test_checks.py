@@ -12,7 +12,7 @@ from towers import TowerBuilder
 from towers.builder.check import Check
 from towers.errors import RunError
 
-pytestmark = pytest.mark.run
+pytestmark = [pytest.mark.run, pytest.mark.checked]
 DEVICES = ["/cpu:0", "/cpu:1"]
 X = np.random.default_rng(0).normal(size=(7, 3))
 

@@ -13,7 +13,7 @@ from tests import fits
 from tests.runs import rare
 from towers import TowerBuilder
 
-pytestmark = pytest.mark.run
+pytestmark = [pytest.mark.run, pytest.mark.checked]
 X = np.random.default_rng(0).normal(size=(7, 4))
 ops = keras.ops
 

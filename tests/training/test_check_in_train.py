@@ -22,7 +22,7 @@ from towers.errors import RunError
 from towers.training.callbacks import preemption
 from towers.training.train import train
 
-pytestmark = pytest.mark.run
+pytestmark = [pytest.mark.run, pytest.mark.checked]
 CHECKS = type(towers.TowerBuilder(["/cpu:0"]).checks)
 FOUND = "mixed examples: layer mixer lets the examples of a batch see each other"
 FLAGS = (
