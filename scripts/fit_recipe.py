@@ -28,9 +28,9 @@ from towers import files  # noqa: E402
 from towers.errors import InputError, RunError  # noqa: E402
 from towers.options import code_trust, flags  # noqa: E402
 from towers.options.run import Options  # noqa: E402
-from towers.training.run.compile_from_flags import compile_from_flags  # noqa: E402
-from towers.training.run.model import floatx_of  # noqa: E402
+from towers.training.run.model import compile_from_flags  # noqa: E402
 from towers.training.run.setup import RunContext, prepare  # noqa: E402
+from towers.training.step.keras_model import floatx_of  # noqa: E402
 from towers.training.step.optimizer_step import EMA_EXAMPLES  # noqa: E402
 from towers.training.step.optimizers import is_own  # noqa: E402
 

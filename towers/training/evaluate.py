@@ -12,7 +12,6 @@ from towers.options.flags import options_from_call
 from towers.options.run import Options
 from towers.training.load import KINDS, assign, read_weights
 from towers.training.run import manifest
-from towers.training.run.model import check_data
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import prepare
 from towers.training.run.tensorflow_errors import user_facing_errors
@@ -51,7 +50,7 @@ def _evaluate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     changes = dict(variables="default", jit_compile=False, on_inexact="warn")
     run = prepare(dataclasses.replace(options, **changes))
     run.builder.checks.passed |= manifest.passed(run.folder)
-    check_data(run.data, options, task)
+    manifest.check_data(run.data, options, task)
     now: dict[str, Any] = {"code": manifest.code(options)}
     same = recorded.get("flags", {}).get("dataset") == options.dataset
     if same or run.data.test_is_held_out:
@@ -63,7 +62,7 @@ def _evaluate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     try:
         assign(options, step, variables, values)
     except InputError:
-        check_data(run.data, options, task, number=True)  # why shapes are others
+        manifest.check_data(run.data, options, task, number=True)  # why shapes are others
         raise
     run.train_state.set_copies()
     with user_facing_errors(options):

@@ -18,7 +18,7 @@ from towers.options.flags import options_from_call
 from towers.options.inline_objects import PREFIX
 from towers.options.run import Options
 from towers.training.callbacks.best_checkpoint import step_of
-from towers.training.run import checkpoint, compile_from_flags, manifest, model
+from towers.training.run import checkpoint, manifest, model
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import load_data
 from towers.training.run.tensorflow_errors import user_facing_errors
@@ -33,14 +33,14 @@ class TrainedModel:
     """The model of a run with the weights of a checkpoint."""
 
     options: Options
-    task: dict[str, Any]  # see `model.task_of`
+    task: dict[str, Any]  # see `manifest.task_of`
     model: keras.Model
     step: int
     averaged: bool  # whether the weights are moving averages
 
     def spec(self) -> tuple:
         """Return the structure of `tf.TensorSpec`s of one example."""
-        return tuple(model.spec_of(part) for part in self.task["spec"])
+        return tuple(manifest.spec_of(part) for part in self.task["spec"])
 
     def inputs(self, x: Any) -> Any:
         """Return the model's inputs for a batch of x as the data set stores it."""
@@ -144,17 +144,17 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
     if not task:  # the manifest is older or lost
         data = load_data(options)
         kind = augment.resolve(options.augment, data, compiled=False)
-        task = model.task_of(data, dataclasses.replace(options, augment=kind))
+        task = manifest.task_of(data, dataclasses.replace(options, augment=kind))
     with user_facing_errors(options), tf_internals.named_as_in_a_new_process():
         network = model.build_for(
             dataclasses.replace(options, augment=task["augment"]),
             num_classes=task["num_classes"],
-            x=model.spec_of(task["spec"][0]),
+            x=manifest.spec_of(task["spec"][0]),
             image_shape=task["image_shape"],
         )
         inline = PREFIX in f"{options.loss}{options.metrics}{options.optimizer}"
         if (options.loss or options.metrics) and not inline:  # inline objects have no name to load
-            compile_from_flags.compile_from_flags(network, options)
+            model.compile_from_flags(network, options)
     variables = by_unique_name((v.path, v) for v in variables_of(network))
     values |= averages_in(values) if averages else {}
     own = {n.removeprefix("model/"): x for n, x in values.items() if n.startswith("model/")}

@@ -31,7 +31,6 @@ from towers.training.callbacks.exactness import ExactnessChecks, found_on_towers
 from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.callbacks.user_callbacks import Callbacks
 from towers.training.run import checkpoint, manifest
-from towers.training.run.model import check_data
 from towers.training.run.prepare_run import PreparedRun, begin, restore
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import RunContext, prepare
@@ -94,10 +93,10 @@ def train(
                 checkpoints, restored = restore(run)
         except InputError:
             # Another number of classes may be why shapes differ.
-            check_data(run.data, options, task, trains=True, number=True)
+            manifest.check_data(run.data, options, task, trains=True, number=True)
             raise
         if restored is not None:
-            check_data(run.data, options, task, trains=True)
+            manifest.check_data(run.data, options, task, trains=True)
             if options.init_from:
                 say(f"init_from   the run has its own weights: {options.init_from} is not read")
         if result := _finished(run):

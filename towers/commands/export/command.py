@@ -22,7 +22,7 @@ from towers.errors import InputError, RunError
 from towers.formatting import first_line, first_of
 from towers.options.functions import SHIPPED
 from towers.training.load import Classes, TrainedModel, load_run
-from towers.training.run.model import floatx_of
+from towers.training.step.keras_model import floatx_of
 
 _NUM_COMPARED = 4  # examples
 # Allowed difference, relative to the largest output. ResNet-20 had 9e-16 and 3e-7 by rounding;

@@ -31,8 +31,8 @@ from towers.commands.verify.runner import (
     twin_of,
 )
 from towers.errors import InputError
-from towers.training.run.model import overrides
 from towers.training.run.process_state import preserve_rng
+from towers.training.step.keras_model import overrides
 from towers.training.step.train_state import optimizers_of, restore_after
 
 

@@ -17,11 +17,12 @@ from towers.commands.verify.runner import Arrays, Runner, evaluation_arrays
 from towers.data import augment
 from towers.errors import RunError
 from towers.options.run import Options
-from towers.training.run.model import floatx_of
-from towers.training.run.setup import RunContext, build_model
+from towers.training.run.model import build_model
+from towers.training.run.setup import RunContext
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step.compiled import scalars
 from towers.training.step.evaluation import AVERAGED
+from towers.training.step.keras_model import floatx_of
 from towers.training.step.optimizers import DECAY_APART, is_own, make_optimizer
 from towers.training.step.output_activation import mirrored
 from towers.training.step.train_state import TrainState, move_all, optimizers_of, restore_after

@@ -8,7 +8,7 @@
     git              commit ids of the current folder and of towers, null without a repository
     code             {"model": sha256 of the model function's file, null without a file}
     data             {"train": "test":} kind, sha256 and size, see `towers.data.Split.checksum`
-    task             arguments of the model function, see `towers.training.run.model.task_of`
+    task             arguments of the model function, see `task_of`
     passed           keys of the functions that towers compute as one device does; they are not
                      checked again, here or in other runs of the same sweep
     overwrite        null, or the sha256 of the flags with which --overwrite began the run
@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import hashlib
 import inspect
+import re
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -31,13 +32,16 @@ from typing import Any
 import tensorflow as tf
 
 from towers import files
+from towers.data import Data
 from towers.data.pipeline import digest
 from towers.devices import host
+from towers.errors import InputError
+from towers.formatting import first_of
 from towers.monitoring.results import read_result
+from towers.options.augmentation import parse
 from towers.options.functions import load_function
 from towers.options.inline_objects import PREFIX
 from towers.options.run import Options
-from towers.training.run.model import is_task, task_of
 from towers.training.run.setup import RunContext
 
 NAME = "manifest.json"
@@ -211,3 +215,78 @@ def _hash(variables: Mapping[str, tf.Variable]) -> str:
 def _shorten(value: Any) -> str:
     text = str(value)
     return f"{text[:12]}..." if len(text) in (40, 64) and text.isalnum() else text[:100]
+
+
+def task_of(data: Data, options: Options) -> dict[str, Any]:
+    """Return what a manifest records of the data, to build the model without them.
+
+    Args:
+        data: of the run.
+        options: of the run, with `augment` resolved.
+    """
+    return {
+        "num_classes": data.num_classes,
+        "class_names": list(data.class_names),
+        "image_shape": data.image_shape and list(data.image_shape),
+        "augment": parse(options.augment).base,  # which is all that evaluation uses
+        "spec": tf.nest.map_structure(lambda s: f"{s.dtype.name}{s.shape.as_list()}", data.spec),
+    }
+
+
+def spec_of(recorded: Any) -> Any:
+    """Return the structure of `tf.TensorSpec`s that a task's `spec` records."""
+    if isinstance(recorded, str):
+        dtype, shape = re.fullmatch(r"(\w+)\[(.*)\]", recorded).groups()
+        sizes = [None if size == "None" else int(size) for size in shape.split(", ") if size]
+        return tf.TensorSpec(sizes, dtype)
+    if isinstance(recorded, dict):
+        return {name: spec_of(part) for name, part in recorded.items()}
+    return [spec_of(part) for part in recorded]
+
+
+def is_task(task: Mapping[str, Any]) -> bool:
+    """Return whether a manifest's task can be one; raise an error of some kind or return False."""
+    kinds = {"num_classes": int | None, "class_names": list, "augment": str, "spec": list}
+    sizes = task["image_shape"]
+    known = [isinstance(task[name], kind) for name, kind in kinds.items()]
+    known += [isinstance(size, int) for size in ([] if sizes is None else list(sizes))]
+    return all(known) and bool(spec_of(task["spec"]))
+
+
+def check_data(
+    data: Data,
+    options: Options,
+    task: Mapping[str, Any],
+    number: bool = False,
+    trains: bool = False,
+) -> None:
+    """Check that data have the classes, and to train on the image shape, of a run.
+
+    Args:
+        data: the data.
+        options: of the run.
+        task: of the run's manifest.
+        number: whether the number of classes has to be the same, too.
+        trains: whether the run is to be resumed.
+
+    Raises:
+        InputError: they have others; these are named.
+    """
+    dataset, now = options.dataset, list(data.class_names)
+    then, remedy = task.get("class_names", now), f"--init_from={options.train_dir}"
+    if now[: len(then)] != then[: len(now)] or (number and len(now) != len(then)):
+        named = {"new": sorted({*now} - {*then}), "missing": sorted({*then} - {*now})}
+        changes = [f"{word}: {first_of(names)}" for word, names in named.items() if names]
+        raise InputError(
+            f"--dataset={dataset} has other classes than the run was trained on "
+            f"({'; '.join(changes) or 'in another order'}): give data of the same classes, or "
+            f"train in another --train_dir with {remedy}, which loads the weights that fit"
+        )
+    shapes = data.image_shape, task.get("image_shape")
+    if trains and all(shapes) and list(shapes[0]) != shapes[1]:
+        here, there = ("x".join(map(str, shape)) for shape in shapes)
+        raise InputError(
+            f"--dataset={dataset} has images of {here}, and the run was trained on {there}: type "
+            f"--image_size={there.rpartition('x')[0]}, or train in another --train_dir with "
+            f"{remedy}"
+        )

@@ -1,10 +1,12 @@
-"""Builds the user's Keras model from its name, and records what is needed to build it again."""
+"""Builds the user's Keras model from its name, compiled if its function or the flags say so."""
 
 import contextlib
+import dataclasses
+import functools
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -12,14 +14,62 @@ import tensorflow as tf
 
 from towers.data import Data, augment
 from towers.errors import InputError
-from towers.formatting import first_of
-from towers.options.augmentation import parse
-from towers.options.functions import load_function
-from towers.options.run import Options
-from towers.tf_internals import floatx_set, force_float64
+from towers.options.functions import call_without_arguments, load_function
+from towers.options.run import OF_COMPILED, Options
+from towers.tf_internals import force_float64
+from towers.training.step.keras_model import floatx_of, overrides
+from towers.training.step.optimizer_step import is_decayed
+from towers.training.step.optimizers import DECAY_APART, clips_of, make_optimizer
+from towers.training.step.output_activation import check_rows
 
-_OF_A_STEP = ("call", "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics",
-              "make_train_function", "make_test_function", "make_predict_function")  # fmt: skip
+
+def build_model(
+    options: Options, dataset: Data, exact: bool = False
+) -> tuple[keras.Model, Options]:
+    """Return the model, compiled if function or flags say so, and options with its `augment`.
+
+    Args:
+        options: of the run.
+        dataset: what it trains on.
+        exact: see `build_for`.
+
+    Raises:
+        InputError: the options do not fit the model.
+    """
+    if options.model == Options.model and dataset.image_shape is None:
+        raise InputError(
+            f"--dataset={options.dataset} has no images, which {options.model} needs: name a model "
+            "of your own with --model=my_net:build"
+        )
+    # "auto" depends on whether the model is compiled; the image shape does not.
+    resolved = dataclasses.replace(
+        options, augment=augment.resolve(options.augment, dataset, compiled=False)
+    )
+    network = build_for(
+        resolved,
+        num_classes=dataset.num_classes,
+        x=dataset.spec[0],
+        image_shape=dataset.image_shape,
+        exact=exact,
+        no_classes=dataset.no_classes,
+    )
+    if network.compiled:
+        _refuse_overridden(options)
+        kind = augment.resolve(options.augment, dataset, compiled=True)
+        resolved = dataclasses.replace(options, augment=kind)
+    elif options.loss or options.metrics:
+        with floatx_of(options.dtype):  # the loss and the metrics compute in it
+            compile_from_flags(network, options)
+    else:
+        check_classifier(network, resolved, dataset)
+    if options.test_time_flip:
+        if dataset.image_shape is None:
+            raise InputError(
+                f"--test_time_flip is for images, and {dataset.name} has none; leave it out"
+            )
+        for output in getattr(network, "outputs", None) or []:
+            check_rows(output)
+    return network, resolved
 
 
 def build_for(
@@ -120,106 +170,33 @@ def check_classifier(model: keras.Model, options: Options, data: Data) -> None:
         raise InputError(f"--model={name} gives outputs of type {outputs.dtype}; logits are floats")
 
 
-def overrides(model: keras.Model, *names: str) -> bool:
-    """Return whether a model or its class overrides a method of `keras.Model`.
+def compile_from_flags(model: keras.Model, options: Options) -> None:
+    """Compile a model as --loss, --metrics and the flags of the update say.
 
     Args:
-        model: any Keras model; methods that towers replace do not count.
-        *names: names of methods; one that is overridden is enough.
-    """
-    of_class = (getattr(type(model), name) is not getattr(keras.Model, name) for name in names)
-    return any(of_class) or not methods_set_on(model).keys().isdisjoint(names)
-
-
-def methods_set_on(model: keras.Model) -> dict[str, Callable]:
-    """Return {name: method} of a step that were set on the model itself, not by towers."""
-    methods, steps = vars(model), vars(model).get("_tower_steps")
-    if steps:
-        methods = {n: x for n, x in methods.items() if n not in steps.REPLACED} | steps.of_instance
-    return {name: methods[name] for name in _OF_A_STEP if name in methods}
-
-
-@contextlib.contextmanager
-def floatx_of(dtype: str) -> Iterator[None]:
-    """Make float64 Keras' default type, if `dtype` is float64, where layers are built or called."""
-    keras.config.dtype_policy()  # if none is set, Keras takes it from floatx and keeps it
-    with floatx_set(dtype) if dtype == "float64" else contextlib.nullcontext():
-        yield
-
-
-def task_of(data: Data, options: Options) -> dict[str, Any]:
-    """Return what a manifest records of the data, to build the model without them.
-
-    Args:
-        data: of the run.
-        options: of the run, with `augment` resolved.
-    """
-    return {
-        "num_classes": data.num_classes,
-        "class_names": list(data.class_names),
-        "image_shape": data.image_shape and list(data.image_shape),
-        "augment": parse(options.augment).base,  # which is all that evaluation uses
-        "spec": tf.nest.map_structure(lambda s: f"{s.dtype.name}{s.shape.as_list()}", data.spec),
-    }
-
-
-def spec_of(recorded: Any) -> Any:
-    """Return the structure of `tf.TensorSpec`s that a task's `spec` records."""
-    if isinstance(recorded, str):
-        dtype, shape = re.fullmatch(r"(\w+)\[(.*)\]", recorded).groups()
-        sizes = [None if size == "None" else int(size) for size in shape.split(", ") if size]
-        return tf.TensorSpec(sizes, dtype)
-    if isinstance(recorded, dict):
-        return {name: spec_of(part) for name, part in recorded.items()}
-    return [spec_of(part) for part in recorded]
-
-
-def is_task(task: Mapping[str, Any]) -> bool:
-    """Return whether a manifest's task can be one; raise an error of some kind or return False."""
-    kinds = {"num_classes": int | None, "class_names": list, "augment": str, "spec": list}
-    sizes = task["image_shape"]
-    known = [isinstance(task[name], kind) for name, kind in kinds.items()]
-    known += [isinstance(size, int) for size in ([] if sizes is None else list(sizes))]
-    return all(known) and bool(spec_of(task["spec"]))
-
-
-def check_data(
-    data: Data,
-    options: Options,
-    task: Mapping[str, Any],
-    number: bool = False,
-    trains: bool = False,
-) -> None:
-    """Check that data have the classes, and to train on the image shape, of a run.
-
-    Args:
-        data: the data.
+        model: built. Weight decay is added to the regularisers of its kernels.
         options: of the run.
-        task: of the run's manifest.
-        number: whether the number of classes has to be the same, too.
-        trains: whether the run is to be resumed.
 
     Raises:
-        InputError: they have others; these are named.
+        InputError: a flag names nothing that can be used, or --label_smoothing is given.
     """
-    dataset, now = options.dataset, list(data.class_names)
-    then, remedy = task.get("class_names", now), f"--init_from={options.train_dir}"
-    if now[: len(then)] != then[: len(now)] or (number and len(now) != len(then)):
-        named = {"new": sorted({*now} - {*then}), "missing": sorted({*then} - {*now})}
-        changes = [f"{word}: {first_of(names)}" for word, names in named.items() if names]
+    if options.label_smoothing:
         raise InputError(
-            f"--dataset={dataset} has other classes than the run was trained on "
-            f"({'; '.join(changes) or 'in another order'}): give data of the same classes, or "
-            f"train in another --train_dir with {remedy}, which loads the weights that fit"
+            f"--label_smoothing={options.label_smoothing:g} is the classifier's own: with --loss "
+            "or --metrics give a loss that smooths, as module:function"
         )
-    shapes = data.image_shape, task.get("image_shape")
-    if trains and all(shapes) and list(shapes[0]) != shapes[1]:
-        here, there = ("x".join(map(str, shape)) for shape in shapes)
-        raise InputError(
-            f"--dataset={dataset} has images of {here}, and the run was trained on {there}: type "
-            f"--image_size={there.rpartition('x')[0]}, or train in another --train_dir with "
-            f"{remedy}"
-        )
+    loss: Any = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    if options.loss:
+        loss = _resolve("loss", options.loss, keras.losses.get)
+    names = filter(None, options.metrics.split(","))
+    metrics = [_resolve("metrics", name, keras.metrics.get) for name in names]
+    weights = model.trainable_variables
+    if options.weight_decay and options.optimizer not in DECAY_APART:
+        for weight in filter(is_decayed, weights):
+            own = weight.regularizer
+            weight.regularizer = functools.partial(_with_decay, options.weight_decay, own)
+    optimizer = make_optimizer(weights, options, **clips_of(options))
+    model.compile(optimizer, loss, metrics=metrics)
 
 
 def _arguments(
@@ -293,3 +270,45 @@ def _call_on(model: keras.Model, name: str, x: Any) -> Any:
         inner = [p for p in parts if not p.startswith(("Exception encountered", "Could not auto"))]
         reason = " ".join((inner or parts or ["it raised an error"])[0].split())[:200]
         raise InputError(f"--model={name} cannot take {example}: {reason}") from None
+
+
+def _refuse_overridden(options: Options) -> None:
+    """Raise InputError for a flag that would override a setting of a compiled model."""
+    for name in OF_COMPILED:
+        value, default = getattr(options, name), getattr(Options, name)
+        if value != default:
+            raise InputError(
+                f"--{name}={value}, but {options.model} returns a compiled model, which has its "
+                f"own: leave --{name} out, or return the model without compile"
+            )
+
+
+def _with_decay(decay: float, own: Callable | None, weight: Any) -> tf.Tensor:
+    value = tf.convert_to_tensor(weight)
+    penalty = tf.cast(decay, value.dtype) * tf.nn.l2_loss(value)
+    return penalty if own is None else penalty + own(value)
+
+
+def _resolve(flag: str, name: str, get: Callable) -> Any:
+    """Return Keras' loss or metric of a name, or the user's own module:function.
+
+    A class, or a function without arguments, is called.
+    """
+    if ":" in name:
+        resolved = load_function(flag, name)
+        if isinstance(resolved, type) or not inspect.signature(resolved).parameters:
+            resolved = call_without_arguments(flag, name)
+        if not callable(resolved):
+            raise InputError(
+                f"--{flag}={name} returned {type(resolved).__name__}; a function of targets and "
+                f"outputs, or a Keras {'loss' if flag == 'loss' else 'metric'}, is needed"
+            )
+        return resolved
+    try:
+        resolved = get(name)
+        return name if flag == "metrics" else resolved  # "accuracy" has many meanings, mae its name
+    except ValueError:
+        raise InputError(
+            f"--{flag}={name}: Keras has nothing of that name; give one, such as "
+            f"{'mean_squared_error' if flag == 'loss' else 'mae'}, or module:function"
+        ) from None

@@ -1,15 +1,17 @@
-"""Starts a run: builds and restores it, places its graph, and only then writes to its folder."""
+"""Starts a run: restores it, places its graph, says its rules, and then writes to its folder."""
 
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from towers import devices, files
 from towers.builder.device_types import new_name, shown_name
+from towers.data import augment
 from towers.errors import InputError
 from towers.formatting import count
 from towers.graphs import placement_report
@@ -22,14 +24,12 @@ from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.parallelize import traced
 from towers.training.run import checkpoint, manifest
 from towers.training.run.checkpoint_manager import CheckpointManager
-from towers.training.run.run_summary import run_summary
 from towers.training.run.setup import RunContext, on_first_device
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.run.warm_start import init_from
 from towers.training.step import loss_checks
 
 Say = Callable[[str], None]
-Batch = tuple[Any, tf.Tensor]  # (example, draws), see `data.Split`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,9 @@ class PreparedRun:
     timetable: Timetable
     train_loop: Callable  # traced
     batches: Iterator  # for the train loop
-    first_batch: Batch  # of the run, for pictures
+    first_batch: tuple[Any, tf.Tensor]  # of the run, for pictures: (example, draws)
+    placement: Placement  # of the graph of a step
+    report: Mapping[str, list[str]]  # {"rules", "placement": lines}
 
     def steps_done(self) -> int:
         """Return the number of updates so far."""
@@ -95,117 +97,188 @@ def begin(
             prepared run is another one, on the first device.
     """
     try:
-        return _begin(run, lock, restored, preemption, say)
+        prepared = _prepare(run, restored, preemption, say)
     except InputError as error:
         if not run.builder.checks.inexact:
             raise
         device = shown_name(run.builder.devices[0])
         say(f"one device  {device} trains alone, which is exact; towers would not be: {error}")
-    run = on_first_device(run)
-    preemption.checkpoints, restored = restore(run)
-    return _begin(run, lock, restored, preemption, say)
+        run = on_first_device(run)
+        preemption.checkpoints, restored = restore(run)
+        prepared = _prepare(run, restored, preemption, say)
 
-
-def _begin(
-    run: RunContext,
-    lock: files.Lock,
-    restored: int | None,
-    preemption: PreemptionHandler,
-    say: Say,
-) -> PreparedRun:
-    """Begin a run as it is; raise InputError if `--on_inexact=one_device` does not allow it."""
-    options, folder, checkpoints = run.options, run.folder, preemption.checkpoints
-    with user_facing_errors(options), preemption:
-        with preemption.first_batch():
-            of_start = run.data.train.train_batches(options.batch_size, seed=options.seed)
-            batch = next(iter(of_start))
-        of_losses = loss_checks.check(run.task, batch)
-        run.builder.checks.is_deferred = True  # `ExactnessChecks` calls them after steps
-        run.builder.checks.passed |= manifest.passed(folder)
-        with preemption.check():
-            run.task.analyze(*batch)
-    if options.on_inexact == "one_device" and (found := run.builder.checks.inexact):
-        raise InputError(found[0])
-    timetable, train_loop = run.timetable(), run.train_loop()
-    if restored is None and options.init_from:
-        say(init_from(run.train_state, options.init_from))
-    step, examples = timetable.first_step, timetable.first_examples
-    rules = run_summary(run)
-    batches = iter(run.batches(step, examples))
-    if run.on_towers:
-        say(f"data        {run.on_towers}")
-    for line in [*rules, *of_losses, *devices.report(run.builder.devices)]:
-        say(line)
-    placement, lines = _build_graph(run, train_loop, batches, say)
-    lines += _report_diagnostics(run, say)
     # Nothing was written until here. The checkpoint comes first, so that a folder that cannot be
     # written, or a full disk, is found now and not after an hour.
+    options, folder = run.options, run.folder
     if options.overwrite and (aside := files.move_aside(folder)):
         say(f"moved aside {folder} to {aside}")
     with contextlib.suppress(OSError):  # saving the checkpoint raises a better message
         folder.mkdir(parents=True, exist_ok=True)
     lock.take(folder)
     if restored is None:
-        checkpoints.save_now(0)
+        prepared.checkpoints.save_now(0)
     files.write_text(folder / "flags.cfg", code_trust.signed(run.to_flagfile()))
     if options.log_device_placement:
-        placement_report.write_tsv(folder / "placement.tsv", placement)
+        placement_report.write_tsv(folder / "placement.tsv", prepared.placement)
     for line in manifest.write(run, folder, restored):
         say(line)
-    summary: list[str] = []
-    run.train_state.model.summary(line_length=100, print_fn=lambda line, **_: summary.append(line))
-    texts = {
-        "rules": rules,
-        "placement": [*lines, "", *placement_report.table(placement)],
-        "model": "\n".join(summary).splitlines(),
-    }
-    graph = train_loop.get_concrete_function(batches, tf.constant(0)).graph
-    best_known, _ = run.task.objective()
-    names = sorted(run.task.metric_directions(), key=lambda n: (n != best_known, n == "loss"))
-    parts = ["validation", "test"] if run.data.validation else ["test"]
-    figures = [f"{part}_{name}" for part in parts for name in names]
-    dashboard.open_root(folder, run.options, run.builder.devices, texts, placement, graph, figures)
+    _open_dashboard(prepared)
     lock.take(folder)  # its subfolders, too, which exist now
-    return PreparedRun(run, checkpoints, restored, timetable, train_loop, batches, batch)
+    return prepared
 
 
-def _build_graph(
-    run: RunContext, train_loop: Callable, batches: Iterator, say: Say
-) -> tuple[Placement, list[str]]:
-    """Build the graph of a step; return the placement of its ops, and the report on it."""
-    options, towers = run.options, run.builder.devices
-    say(f"building    the graph of {count(len(towers), 'tower')} ...")
+def _prepare(
+    run: RunContext, restored: int | None, preemption: PreemptionHandler, say: Say
+) -> PreparedRun:
+    """Prepare a run as it is; raise InputError if `--on_inexact=one_device` does not allow it."""
+    options, checks = run.options, run.builder.checks
+    with user_facing_errors(options), preemption:
+        with preemption.first_batch():
+            of_start = run.data.train.train_batches(options.batch_size, seed=options.seed)
+            batch = next(iter(of_start))
+        of_losses = loss_checks.check(run.task, batch)
+        checks.is_deferred = True  # `ExactnessChecks` calls them after steps
+        checks.passed |= manifest.passed(run.folder)
+        with preemption.check():
+            run.task.analyze(*batch)
+    if options.on_inexact == "one_device" and checks.inexact:
+        raise InputError(checks.inexact[0])
+    timetable, train_loop = run.timetable(), run.train_loop()
+    if restored is None and options.init_from:
+        say(init_from(run.train_state, options.init_from))
+    batches = iter(run.batches(timetable.first_step, timetable.first_examples))
+    rules = run_summary(run)
+    cached = [f"data        {run.on_towers}"] if run.on_towers else []
+    for line in [*cached, *rules, *of_losses, *devices.report(run.builder.devices)]:
+        say(line)
+    say(f"building    the graph of {count(len(run.builder.devices), 'tower')} ...")
     with user_facing_errors(options):
-        placement = traced(
-            run.train_state.model, lambda: read_placement(train_loop, batches, tf.constant(0))
-        )
+        model = run.train_state.model
+        placement = traced(model, lambda: read_placement(train_loop, batches, tf.constant(0)))
+    report = {"rules": rules, "placement": _report_placement(run, placement, say)}
+    state = preemption.checkpoints, restored, timetable, train_loop, batches, batch
+    return PreparedRun(run, *state, placement, report)
+
+
+def _report_placement(run: RunContext, placement: Placement, say: Say) -> list[str]:
+    """Report where a step's ops run, and what may depend on the number of towers; return that."""
+    options, towers = run.options, run.builder.devices
     of_weights = towers if run.builder.gather_at_variables else []
     if options.variables == "replicated":
         of_weights = towers[:1]
     stray = placement_report.strays(
         placement, towers, run.train_state.variables(), [run.builder.gather_device, *of_weights]
     )
-    lines = placement_report.report(placement, stray)
-    more = []
+    lines, mapping = placement_report.report(placement, stray), []
     if options.log_device_placement:
-        there = tf.config.list_logical_devices()
-        everything = [new_name(short_device_name(device.name)) for device in there]
-        more = ["  device mapping:", *(f"  {row}" for row in devices.describe(everything))]
-        more += placement_report.table(placement)
-    for line in [*lines, *more]:
+        there = [new_name(short_device_name(d.name)) for d in tf.config.list_logical_devices()]
+        mapping = ["  device mapping:", *(f"  {row}" for row in devices.describe(there))]
+        mapping += placement_report.table(placement)
+    for line in [*lines, *mapping]:
         say(line)
     if options.placement == "strict":
         placement_report.check_strict(stray)
-    return placement, lines
-
-
-def _report_diagnostics(run: RunContext, say: Say) -> list[str]:
-    """Report what is known to depend on the number of towers; return the lines."""
-    lines = run.take_diagnostics()
-    if lines:
-        on_one = all(" runs on one device: " in line for line in lines)
+    if found := run.take_diagnostics():
+        on_one = all(" runs on one device: " in line for line in found)
         may_depend = "may depend on the number of towers"
         say(f"numbers     {'are those of one device' if on_one else may_depend}:")
-    for line in lines:
+    for line in found:
         say(f"  {line}")
-    return lines
+    return lines + found
+
+
+def _open_dashboard(prepared: PreparedRun) -> None:
+    """Write what TensorBoard shows of the run beside its curves."""
+    run, model = prepared.run, []
+    run.train_state.model.summary(line_length=100, print_fn=lambda line, **_: model.append(line))
+    lines = [*prepared.report["placement"], "", *placement_report.table(prepared.placement)]
+    texts = {
+        "rules": prepared.report["rules"],
+        "placement": lines,
+        "model": "\n".join(model).splitlines(),
+    }
+    graph = prepared.train_loop.get_concrete_function(prepared.batches, tf.constant(0)).graph
+    best_known, _ = run.task.objective()
+    names = sorted(run.task.metric_directions(), key=lambda n: (n != best_known, n == "loss"))
+    parts = ["validation", "test"] if run.data.validation else ["test"]
+    figures = [f"{part}_{name}" for part in parts for name in names]
+    dashboard.open_root(
+        run.folder, run.options, run.builder.devices, texts, prepared.placement, graph, figures
+    )
+
+
+def run_summary(run: RunContext) -> list[str]:
+    """Return the rules as lines with this run's numbers."""
+    options, size = run.options, run.data.train.size
+    towers = len(run.builder.devices)
+    small, more = divmod(options.batch_size, towers)
+    slices = Counter(small + (i < more) for i in range(towers))
+    per_tower = " and ".join(f"{n} x {examples}" for examples, n in slices.items())
+    weights = sum(v.value.shape.num_elements() for v in run.train_state.model.trainable_variables)
+    update = run.task.describe_update()
+    every = options.checkpoint_every_steps
+    regularly = f"every {every} steps{' or 5 minutes' if every else ''}, "
+    moments = "the global batch" if options.batch_norm == "sync" else "a tower's slice"
+    validation = run.data.validation
+    held = f"{validation.size} validation, " if validation else ""
+    parts = f" in {options.accumulate_steps} parts" if options.accumulate_steps > 1 else ""
+    gather = f"gather on {shown_name(run.builder.gather_device)}"
+    if options.variables == "replicated" and towers > 1:
+        gather = "gradients are summed by collectives, each tower has its variables"
+    elif run.builder.gather_at_variables:
+        gather = "each gradient is gathered on its variable's tower"
+    as_stored = options.augment == "off" and run.task.model.compiled
+    dtype = None if as_stored else options.input_dtype
+    return [
+        f"towers      {towers}: {', '.join(map(shown_name, run.builder.devices))}; {gather}",
+        f"batch size  {options.batch_size} global ({per_tower} per tower), {options.dtype}",
+        f"data        {run.data.name}: {size} training examples per epoch, {held}"
+        f"{run.data.test.size} test; {size / options.batch_size:.1f} steps per epoch",
+        *run.data.notes,
+        *augment.describe(run.data, options.augment, dtype),
+        f"model       {options.model}({options.model_args}): {weights} trainable weights",
+        f"task        {run.task.describe()}",
+        f"length      {_length(run)}",
+        f"saved       {regularly if every else ''}at the end, and when stopped",
+        "rules, the same at any number of towers:",
+        "  1 loss and gradients: mean over the global batch; add_n adds the towers' parts",
+        f"  2 regularisation: once, on the master weights; {update['decay']}, and the layers' own",
+        f"  3 finite test: on the loss and the gathered gradient{update['scale']}; else "
+        f"{options.on_nan}",
+        f"  4 clipping: {update['clips'] or 'none'}, after the gather; then update, then EMA",
+        "  5 shuffling, augmentation, dropout: by (seed, step, place in the global batch), "
+        f"seed {options.seed}",
+        f"  6 BatchNorm: {options.batch_norm}, moments over {moments}{parts}; statistics "
+        "gathered, assigned once a step",
+        f"  7 clock: {update['clock']}, EMA {options.ema_decay or 'none'}",
+        "  8 the loss that is printed is that of all towers",
+        f"  9 exactness: {_checks(run)}",
+    ]
+
+
+def _checks(run: RunContext) -> str:
+    """Return when towers are compared with one device, and what happens if they differ."""
+    options = run.options
+    if run.builder.num_slices == 1:
+        return "one tower, nothing to compare"
+    if options.check == "off":
+        return "towers are not compared with one device (--check=off)"
+    first = "after step 1" if options.on_inexact == "warn" else "before step 1"
+    later = "after step 100" if options.check == "once" else "after steps 10, 100, ..."
+    otherwise = {"warn": "a warning", "stop": "stop", "one_device": "train on one device"}
+    return (
+        f"towers are compared with one device {first} and {later}; if they differ: "
+        f"{otherwise[options.on_inexact]}"
+    )
+
+
+def _length(run: RunContext) -> str:
+    """Return the length of the run, and why it differs from the requested epochs, if so."""
+    timetable, size = run.timetable(), run.data.train.size
+    seen = timetable.examples(timetable.last_step)
+    line = f"{count(timetable.last_step, 'step')}, {count(seen, 'example')}, "
+    line += f"{seen / size:.4g} epochs"
+    if seen == run.total_examples:
+        return line
+    why = "--max_steps comes first" if seen < run.total_examples else "all batches are full"
+    return f"{line} instead of {run.total_epochs:g}: {why}"

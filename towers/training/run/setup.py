@@ -7,24 +7,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from towers import data, devices, tf_internals
 from towers.builder import xla
 from towers.builder.tower import TowerBuilder
-from towers.data import Data, Split, augment
+from towers.data import Data, Split
 from towers.data.device_cache import DeviceCache, cache_on_devices
 from towers.devices import remote
 from towers.errors import InputError
 from towers.options.parts import DueOptions, StepOptions
 from towers.options.run import Options
 from towers.options.triggers import Timetable
-from towers.training.run import compile_from_flags, model
+from towers.training.run.model import build_model
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step import compiled, schedules
 from towers.training.step.optimizers import check_own
-from towers.training.step.output_activation import check_rows
 from towers.training.step.task import Classifier, Task
 from towers.training.step.train_loop import make_train_loop
 from towers.training.step.train_state import VARIABLES, TrainState, placement
@@ -222,50 +220,6 @@ def on_first_device(run: RunContext) -> RunContext:
     one = dataclasses.replace(run.given, **dict.fromkeys(OF_TOWERS, 1))
     alone = assemble(one, run.builder.devices[:1], run.data)
     return dataclasses.replace(alone, given=run.given)
-
-
-def build_model(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:
-    """Return the model, compiled if function or flags say so, and options with its `augment`.
-
-    Args:
-        options: of the run.
-        dataset: what it trains on.
-        exact: see `assemble`.
-
-    Raises:
-        InputError: the options do not fit the model.
-    """
-    if options.model == Options.model and dataset.image_shape is None:
-        raise InputError(
-            f"--dataset={options.dataset} has no images, which {options.model} needs: name a model "
-            "of your own with --model=my_net:build"
-        )
-    # "auto" depends on whether the model is compiled; the image shape does not.
-    kind = augment.resolve(options.augment, dataset, compiled=False)
-    network = model.build_for(
-        dataclasses.replace(options, augment=kind),
-        num_classes=dataset.num_classes,
-        x=dataset.spec[0],
-        image_shape=dataset.image_shape,
-        exact=exact,
-        no_classes=dataset.no_classes,
-    )
-    if network.compiled:
-        compile_from_flags.refuse_overridden(options)
-        kind = augment.resolve(options.augment, dataset, compiled=True)
-    elif options.loss or options.metrics:
-        with model.floatx_of(options.dtype):  # the loss and the metrics compute in it
-            compile_from_flags.compile_from_flags(network, options)
-    else:
-        model.check_classifier(network, dataclasses.replace(options, augment=kind), dataset)
-    if options.test_time_flip:
-        if dataset.image_shape is None:
-            raise InputError(
-                f"--test_time_flip is for images, and {dataset.name} has none; leave it out"
-            )
-        for output in getattr(network, "outputs", None) or []:
-            check_rows(output)
-    return network, dataclasses.replace(options, augment=kind)
 
 
 def _check_validation(options: Options, dataset: Data) -> None:

@@ -26,8 +26,8 @@ from towers.errors import InputError
 from towers.monitoring import tower_metrics
 from towers.options.parts import StepOptions
 from towers.training.parallelize import builder_of, method_of, passes_of, put_on
-from towers.training.run.model import floatx_of, overrides
 from towers.training.step import fused_update, loss_checks
+from towers.training.step.keras_model import floatx_of, overrides
 from towers.training.step.optimizers import CLIPS, describe_flags, describe_scale, is_own
 from towers.training.step.output_activation import mirrored
 from towers.training.step.skip_nonfinite import NonFiniteGuard

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.errors import InputError
-from towers.training.run.model import overrides
+from towers.training.step.keras_model import overrides
 from towers.training.step.output_activation import output_ending
 from towers.training.step.task import Task
 

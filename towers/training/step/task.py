@@ -32,9 +32,9 @@ from towers.monitoring.results import parse_monitor
 from towers.options.parts import StepOptions
 from towers.tf_internals import added_losses, slots_of, value_of
 from towers.training.parallelize import traced
-from towers.training.run.model import floatx_of
 from towers.training.step.evaluation import AVERAGED, Evaluation, MetricState
 from towers.training.step.fused_update import can_follow
+from towers.training.step.keras_model import floatx_of
 from towers.training.step.optimizer_step import make_update
 from towers.training.step.optimizers import (
     MOST_SKIPPED,

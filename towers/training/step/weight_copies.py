@@ -20,8 +20,8 @@ from towers import tf_internals
 from towers.builder import collectives
 from towers.builder.passes import CopiesError, TowerGradients
 from towers.builder.replica_context import WeightCopies
-from towers.training.run.model import overrides
 from towers.training.step import fused_update, train_state
+from towers.training.step.keras_model import overrides
 
 _BATCH_HOOKS = (
     "on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end",

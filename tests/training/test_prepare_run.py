@@ -3,7 +3,7 @@
 import pytest
 
 from tests import tiny
-from towers.training.run.run_summary import run_summary
+from towers.training.run.prepare_run import run_summary
 from towers.training.run.setup import prepare
 
 pytestmark = pytest.mark.graph
