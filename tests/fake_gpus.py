@@ -18,7 +18,7 @@ import tensorflow as tf
 from towers import tf_internals
 from towers.builder import device_types
 from towers.devices import gpus
-from towers.options.gpu import GpuOptions
+from towers.options.parts import GpuOptions
 
 MIB = 2**20
 VARIABLES = (

@@ -8,7 +8,6 @@ the reader of the output has ended.
 import contextlib
 import dataclasses
 import difflib
-import errno
 import faulthandler
 import json
 import os
@@ -30,8 +29,7 @@ from towers.options import flags
 from towers.options.code_trust import CODE
 from towers.options.error_origin import describe_origin
 from towers.options.functions import check_function, shadowing_file
-from towers.options.gpu import GpuOptions
-from towers.options.parts import MACHINES_OPTION, PLACEMENT
+from towers.options.parts import MACHINES_OPTION, PLACEMENT, GpuOptions
 from towers.options.run import Options
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_PIPE = 1, 2, signals.EXIT_STOPPED, 141
@@ -97,16 +95,6 @@ _VERBS = (
           takes=("address", *_GPU_FLAGS), tensorflow="import", stopping=_ended),
 )  # fmt: skip
 VERBS = {verb.name: verb for verb in _VERBS}
-_FOREIGN_VERBS = {  # names of verbs in other programs
-    "fit": "train",
-    "resume": "train --train_dir=RUN goes on with a run",
-    "continue": "train --train_dir=RUN goes on with a run",
-    "finetune": "train --init_from=RUN begins with the weights of a run",
-    "test": "evaluate",
-    "eval": "evaluate",
-    "infer": "predict",
-    "save": "export",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,33 +105,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             for stream in filter(None, (sys.stdout, sys.stderr)):
                 stream.flush()
             return code
-        except OSError as error:
-            if (code := _end_of_output(error)) is None:
+        except BrokenPipeError:
+            if not _reader_has_ended():
                 raise
-            return code
+            return EXIT_PIPE
 
 
-def _end_of_output(error: OSError) -> int | None:
-    """Return the exit code if standard output failed, else None; discard further output.
-
-    Its reader may have ended, as `head` does, or the disk is full.
-    """
-    if isinstance(error, BrokenPipeError):
-        poll = select.poll()
-        for descriptor in (1, 2):
-            poll.register(descriptor, 0)
-        left = [descriptor for descriptor, event in poll.poll(0) if event & select.POLLERR]
-        for descriptor in left:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)  # else Python complains at exit
-        return EXIT_PIPE if left else None
-    if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
-        return None
-    try:
-        os.write(1, b"\n")
-        return None
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains at exit
-        return _fail(f"standard output cannot be written: {error.strerror}", EXIT_FAILED)
+def _reader_has_ended() -> bool:
+    """Return whether the reader of the output has ended, as `head` does; discard further output."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    left = [descriptor for descriptor, event in poll.poll(0) if event & select.POLLERR]
+    for descriptor in left:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)  # else Python complains at exit
+    return bool(left)
 
 
 def _main(argv: Sequence[str], listener: signals.Listener) -> int:
@@ -154,13 +130,12 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
     if argv[0] in ("--version", "-version"):
         print(f"towers {towers.__version__}")
         return 0
-    name, rest, named = argv[0], argv[1:], {}
+    name, rest = argv[0], argv[1:]
     try:
         if name not in VERBS:
             close = difflib.get_close_matches(name, VERBS, n=1)
-            hint = _FOREIGN_VERBS.get(name.lower().replace("-", "")) or "".join(close)
-            usage = f"towers {hint}" if hint else f"towers {'|'.join(VERBS)} --flag=value ..."
-            usage = f"did you mean {usage}?" if hint in VERBS else usage
+            usage = f"towers {'|'.join(VERBS)} --flag=value ..."
+            usage = f"did you mean towers {close[0]}?" if close else usage
             raise InputError(f"there is no verb {name!r}: {usage}")
         listener.stopping = VERBS[name].stopping or listener.stopping
         if VERBS[name].tensorflow == "import":  # its objects take seconds to delete, or abort
@@ -168,11 +143,7 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
         if {"--help", "-h", "-help"} & set(rest):
             print(flags.verb_help(VERBS[name]), end="")
             return 0
-        options = parse(name, rest)
-        named = dict(_named_functions(options))
-        if "model" in named and (arguments := _values(options).get("model_args")):
-            named["model"] += f" --model_args={arguments}"
-        return _run(VERBS[name], options, start)
+        return _run(VERBS[name], parse(name, rest), start)
     except InputError as error:
         return _fail(error, EXIT_USAGE)
     except RunError as error:
@@ -182,23 +153,17 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
     except KeyboardInterrupt:
         return _end(listener)
     except (Exception, SystemExit, GeneratorExit) as error:  # sys.exit() of own code, too
-        if isinstance(error, OSError) and (code := _end_of_output(error)):
-            return code
+        if isinstance(error, BrokenPipeError) and _reader_has_ended():
+            return EXIT_PIPE
         if listener.asked:  # libraries may turn it into other errors at import
             return _end(listener)
         traceback.print_exception(type(error), error, error.__traceback__)
-        return _fail(describe_origin(error, named), EXIT_FAILED)
+        return _fail(describe_origin(error), EXIT_FAILED)
 
 
 def parse(name: str, argv: Sequence[str]) -> Any:
     """Return the options of a verb's arguments, like `flags.parse`."""
     return flags.parse(argv, VERBS[name])
-
-
-def _named_functions(options: Any) -> list[tuple[str, str]]:
-    values = _values(options)
-    pairs = [(flag, n) for flag in CODE for n in str(values.get(flag, "")).split(",")]
-    return [(flag, name) for flag, name in pairs if ":" in name or (flag == "model" and name)]
 
 
 def _values(options: Any) -> dict[str, Any]:
@@ -238,8 +203,6 @@ def _run(verb: Entry, options: Any, start: float) -> int:
         with quiet_start(3 if getattr(options, MACHINES_OPTION, "") else 2):
             by_options = verb.tensorflow == "options"
             _start(run_options if by_options else dataclasses.replace(run_options, devices="cpu"))
-        if verb.tensorflow == "options":
-            _warn_of_cpu_towers(options, say)
     default = f"towers.commands.{verb.name}.command:run"
     function = pkgutil.resolve_name(verb.function or default)
     result = function(options, start if verb.name == "train" else say)
@@ -256,8 +219,10 @@ def _run(verb: Entry, options: Any, start: float) -> int:
 
 def _check_names(options: Any, data: bool) -> None:
     """Raise InputError for unknown names, as far as that needs no TensorFlow."""
-    for flag, name in _named_functions(options):
-        if data or flag != "dataset":
+    values = _values(options)
+    named = [(flag, name) for flag in CODE for name in str(values.get(flag, "")).split(",")]
+    for flag, name in named:
+        if (":" in name or flag == "model") and (data or flag != "dataset"):
             check_function(flag, name)
             if user_file := shadowing_file(name):
                 signals.print_error(
@@ -268,24 +233,8 @@ def _check_names(options: Any, data: bool) -> None:
         return
     from towers.data import registry
 
-    values = _values(options)
     if values["dataset"] != "synthetic":
         registry.locate(values["dataset"], values["data_dir"])
-
-
-def _warn_of_cpu_towers(options: Any, say: Callable[[str], None]) -> None:
-    import tensorflow as tf
-
-    from towers.devices import nvml
-
-    values = _values(options)
-    number = max(int(n) for n in str(values["num_towers"] or 0).split(","))
-    elsewhere = values["devices"] or values[MACHINES_OPTION] or tf.config.get_visible_devices("GPU")
-    if number > 1 and not elsewhere and not nvml.gpus():  # else CPUs are an error, or asked for
-        say(
-            f"towers      {number} on the CPU, there is no GPU here; --num_gpus={number} would be "
-            "an error, and --devices=cpu says that it is meant"
-        )
 
 
 def _start(options: Options) -> None:

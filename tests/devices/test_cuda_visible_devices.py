@@ -7,7 +7,7 @@ from towers.devices import cuda_visible_devices
 from towers.devices.cuda_visible_devices import visible_in
 from towers.devices.nvml import DriverGpu
 from towers.errors import InputError
-from towers.options.gpu import GpuOptions
+from towers.options.parts import GpuOptions
 
 pytestmark = pytest.mark.unit
 

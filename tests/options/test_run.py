@@ -9,7 +9,7 @@ import itertools
 import pytest
 
 from tests import runs
-from towers.options.gpu import GpuOptions
+from towers.options.parts import GpuOptions
 from towers.options.run import Options, names_that_affect
 
 pytestmark = pytest.mark.unit

@@ -10,7 +10,7 @@ from tests import runs, tiny
 from towers import tf_internals
 from towers.devices.selection import tower_devices
 from towers.errors import InputError
-from towers.options.inline_objects import option_text
+from towers.options.functions import option_text
 from towers.training.run.setup import prepare
 
 pytestmark = pytest.mark.run

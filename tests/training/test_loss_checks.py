@@ -10,7 +10,7 @@ from tests.runs import refusal
 from towers import devices
 from towers.data import ArraySplit, Data
 from towers.errors import InputError
-from towers.options.inline_objects import option_text
+from towers.options.functions import option_text
 from towers.options.run import Options
 from towers.training.run.setup import assemble, prepare
 from towers.training.step import loss_checks

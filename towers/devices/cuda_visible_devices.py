@@ -12,7 +12,7 @@ from pathlib import Path
 
 from towers.devices.nvml import DriverGpu
 from towers.errors import InputError
-from towers.options.gpu import GpuOptions
+from towers.options.parts import GpuOptions
 
 _NO_GPU = ("", "-1", "none", "nodevfiles")  # values that hide all GPUs; the last is Slurm's
 _PINNED = Path(__file__).resolve().parents[2] / "scripts/cuda-constraints.txt"  # of a checkout

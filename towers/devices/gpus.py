@@ -15,7 +15,7 @@ from towers.devices import cuda_visible_devices, nvml, self_test
 from towers.devices.cuda_visible_devices import FORCED_GROWTH
 from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError, RunError
-from towers.options.gpu import GpuOptions
+from towers.options.parts import GpuOptions
 
 _THREAD_MODE = "TF_GPU_THREAD_MODE"
 _in_force = GpuOptions()  # set once, before TensorFlow starts
@@ -30,7 +30,7 @@ def configure(*, devices: str | Sequence[str] = "", **options: Any) -> None:
 
     Args:
         devices: of the towers, as for `tower_devices`; GPUs that it leaves out are hidden.
-        **options: fields of `towers.options.gpu.GpuOptions`: `visible_gpus`,
+        **options: fields of `towers.options.parts.GpuOptions`: `visible_gpus`,
             `per_process_gpu_memory_fraction`, `gpu_memory_limit_mib`, `allow_growth`,
             `allow_soft_placement`, `tf32`, `deterministic`.
 

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from towers.errors import InputError
-from towers.options.functions import is_shipped
-from towers.options.inline_objects import PREFIX
+from towers.options.functions import PREFIX, is_shipped
 from towers.options.parts import MACHINES_OPTION
 
 # Options that may name a function.

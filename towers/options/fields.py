@@ -3,26 +3,10 @@
 import dataclasses
 import difflib
 import numbers
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from towers.errors import InputError
-
-_FOREIGN_VALUES = {  # common values of other programs
-    "amp": "mixed_float16", "bf16": "mixed_bfloat16", "bfloat16": "mixed_bfloat16",
-    "double": "float64", "float": "float32", "float16": "mixed_float16", "fp16": "mixed_float16",
-    "fp32": "float32", "nag": "nesterov", "one_cycle": "onecycle", "multistep": "step",
-    "auto": "default", "mirrored": "replicated", "sharded": "replicated",
-    "error": "stop", "raise": "stop", "false": "off", "never": "off",
-}  # fmt: skip
-FOREIGN_NAMES = {  # common options of other programs, whose names here are no near match
-    "amp": "dtype", "bs": "batch_size", "config": "flagfile", "depth": "model_args",
-    "ema": "ema_decay", "epochs": "num_epochs", "gpus": "num_gpus", "grad_clip": "clip_global_norm",
-    "gradient_accumulation_steps": "accumulate_steps", "logdir": "train_dir",
-    "lr": "learning_rate", "max_grad_norm": "clip_global_norm", "output_dir": "train_dir",
-    "precision": "dtype", "resume": "train_dir", "scheduler": "schedule", "steps": "max_steps",
-    "sync_bn": "batch_norm", "warmup": "warmup_epochs", "wd": "weight_decay", "xla": "jit_compile",
-}  # fmt: skip
 
 # Groups of options of which at most one may be set.
 EXCLUSIVE = (
@@ -84,10 +68,8 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
     """
     choices, takes_function = field.metadata.get("choices"), field.metadata.get("own")
     if choices and value not in choices and not (takes_function and ":" in value):
-        usual = _FOREIGN_VALUES.get(str(value).lower())
         close = difflib.get_close_matches(str(value), choices, n=1)
-        usual = usual if usual in choices else "".join(close)
-        hint = f"; did you mean {usual}?" if usual else ""
+        hint = f"; did you mean {close[0]}?" if close else ""
         allowed = [*choices, *(["module:function"] if takes_function else [])]
         raise InputError(f"--{field.name}={value}: allowed are {', '.join(allowed)}{hint}")
     if field.type in (int, float):
@@ -124,18 +106,6 @@ def _check_number(field: dataclasses.Field, value: Any) -> None:
         example = field.metadata.get("example")
         such_as = f", as --{field.name}={example}" if example else ""
         raise InputError(f"--{field.name}={value}: {kind} {limits} is needed{such_as}")
-
-
-def likely_name(name: str, known: Collection[str]) -> str:
-    """Return the known option that a misspelling or another program's name means, or "".
-
-    Args:
-        name: as it was typed.
-        known: the names of the options that there are.
-    """
-    usual = FOREIGN_NAMES.get(name.lower().replace("-", "_"))
-    close = [usual] if usual in known else difflib.get_close_matches(name, known, n=1)
-    return close[0] if close else ""
 
 
 def parse_tower_numbers(text: str) -> list[int]:

@@ -13,6 +13,7 @@ imported, so help and usage errors are printed at once.
 
 import contextlib
 import dataclasses
+import difflib
 import os
 import pkgutil
 import re
@@ -25,10 +26,9 @@ from absl import flags
 
 from towers import files
 from towers.errors import InputError, RunError
-from towers.formatting import is_number
 from towers.options import augmentation, code_trust
-from towers.options.fields import EXCLUSIVE, check_value, likely_name
-from towers.options.inline_objects import may_be_same_object, option_text
+from towers.options.fields import EXCLUSIVE, check_value
+from towers.options.functions import may_be_same_object, option_text
 from towers.options.parts import MACHINES_OPTION, MANY_MACHINES
 from towers.options.run import Options, text_of
 
@@ -65,31 +65,17 @@ class Command:
 _TRAIN = Command("train")
 _RUN_FIELDS = {field.name: field for field in dataclasses.fields(Options)}
 _ALIASES = {f.metadata["alias"]: name for name, f in _RUN_FIELDS.items() if "alias" in f.metadata}
-_PARSERS = {  # with the words of their error
-    bool: (flags.BooleanParser(), "true or false"),
-    int: (flags.IntegerParser(), "a whole number"),
-    float: (flags.FloatParser(), "a number"),
-    str: (flags.ArgumentParser(), "text"),
+_DEFINE = {
+    bool: flags.DEFINE_bool,
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    str: flags.DEFINE_string,
+    tuple: flags.DEFINE_multi_string,
 }
 # Another value of these makes another run, whose checkpoints do not fit.
 IDENTITY = ("model", "model_args", "loss", "augment", "dataset")
 OF_MODEL = ("model", "model_args", "augment")  # those that an evaluation cannot change either
 _OF_MACHINES = {f.name for f in dataclasses.fields(Options) if f.metadata["group"] == MANY_MACHINES}
-
-
-class _Aliased(str):
-    """A value that was typed under an alias, as --num_gpus."""
-
-
-class _Alias(flags.ArgumentParser):
-    """Sets the flag that an alias stands for: the last one of both wins."""
-
-    def __init__(self, flag: flags.Flag):
-        self._flag = flag
-
-    def parse(self, text: str) -> str:
-        self._flag.value = _Aliased(text)
-        return text
 
 
 def parse(argv: Sequence[str], verb: Command = _TRAIN) -> Any:
@@ -148,10 +134,8 @@ def options_from_call(
         InputError: an option does not exist, a value is not allowed, or there is no run.
     """
     values = {option_name(name): value for name, value in fields.items()}
-    if {"num_gpus", "num_towers"} <= fields.keys():
-        raise InputError("num_gpus and num_towers exclude each other: give one of them")
     if fields.get("num_gpus"):
-        _take_gpus_only(fields["num_gpus"], values)
+        _take_gpus_only(values)
     if isinstance(options, Options):
         return dataclasses.replace(options, **values)
     if options is not None:
@@ -170,7 +154,9 @@ def option_name(flag: str) -> str:
     """Return the option that a flag or alias sets; raise InputError if there is none."""
     name = _ALIASES.get(flag, flag)
     if name not in _RUN_FIELDS:
-        raise InputError(_unknown_flag(flag, _TRAIN))
+        close = difflib.get_close_matches(flag, [*_RUN_FIELDS, *_ALIASES], n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise InputError(f"there is no option {flag}{hint}")
     return name
 
 
@@ -181,46 +167,34 @@ def parse_value(name: str, text: str) -> Any:
         name: of the option.
         text: the value as typed.
     """
-    return _parse_typed(_RUN_FIELDS[name], text)
+    return _read_argv([f"--{name}={text}"], _TRAIN)[name]
 
 
 def _check_taken(argv: Sequence[str], verb: Command) -> None:
-    """Raise InputError for an argument that the verb would ignore; flagfiles may contain it."""
-    typed_as: dict[str, str] = {}
+    """Raise InputError for a flag that the verb would ignore; flagfiles may contain it."""
     for argument in argv:
-        flag = argument.partition("=")[0].lstrip("-") if argument.startswith("-") else ""
-        name = flag if flag in _RUN_FIELDS else flag.removeprefix("no")
-        typed, name = name, _ALIASES.get(name, name)
-        if typed_as.setdefault(name, typed) != typed and name in _RUN_FIELDS:
-            raise InputError(
-                f"--{typed_as[name]} and --{typed} exclude each other: type one of them"
-            )
+        name = argument.partition("=")[0].lstrip("-") if argument.startswith("-") else ""
+        name = _ALIASES.get(name, name)
+        name = name if name in _RUN_FIELDS else name.removeprefix("no")
         reason = verb.refuses.get(name, "")
         if verb.takes is not None and name in _RUN_FIELDS and name not in verb.takes:
             reason = f"it takes {', '.join(f'--{taken}' for taken in verb.takes)}"
             reason += ", and the rest from the run's flags.cfg" if verb.run_flags else ""
         if reason:
-            raise InputError(f"towers {verb.name} takes no --{typed}: {reason}")
+            raise InputError(f"towers {verb.name} takes no --{name}: {reason}")
 
 
 class _Flags(flags.FlagValues):
-    """absl's flags, with errors in one line.
+    """absl's flags. If `foreign` is a dict, flagfiles of other users' runs are left out.
 
-    If `foreign` is a dict, flagfiles from other users' runs are skipped and added to it as
-    {path: text}.
+    They are added to it as {path: text}.
     """
 
     foreign: dict[str, str] | None = None
 
     def _get_flag_file_lines(self, filename: str, *args: Any, **kwargs: Any) -> list[str]:
-        if filename in [name for stack in (*args, *kwargs.values()) for name in stack or ()]:
-            raise InputError(f"--flagfile={filename} includes itself: leave that line out of it")
-        try:
-            lines = super()._get_flag_file_lines(filename, *args, **kwargs)
-        except UnicodeDecodeError:
-            raise InputError(f"--flagfile={filename} is no text in UTF-8: write it so") from None
-        lines = [line.removeprefix("\ufeff") for line in lines]
-        if self.foreign is not None and os.path.exists(filename):
+        lines = super()._get_flag_file_lines(filename, *args, **kwargs)
+        if self.foreign is not None:
             text = _read_text(filename)
             if code_trust.is_of_run(filename, text) and not code_trust.is_own(text):
                 self.foreign[filename] = text
@@ -238,74 +212,40 @@ def _read_argv(
     defined.set_gnu_getopt()
     for name, field in fields.items():
         if name != positional:
-            define = {bool: flags.DEFINE_bool, tuple: flags.DEFINE_multi_string}
-            define.get(field.type, flags.DEFINE_string)(name, None, "", flag_values=defined)
+            _DEFINE[field.type](name, None, "", flag_values=defined)
     for alias, name in _ALIASES.items():
         if name in fields:
-            flags.DEFINE(_Alias(defined[name]), alias, None, "", defined)
+            flags.DEFINE_alias(alias, name, flag_values=defined)
     try:
         others = defined(["towers", *argv])[1:]
-    except flags.UnrecognizedFlagError as error:
-        raise InputError(_unknown_flag(error.flagname, verb)) from None
-    except flags.CantOpenFlagFileError as error:
-        file = error.__context__
-        raise InputError(f"--flagfile={file.filename}: {file.strerror.lower()}") from None
-    except flags.IllegalFlagValueError as error:  # of a boolean: absl takes the others as text
-        typed = str(error).removeprefix("flag ").partition(": (")[0]
-        raise InputError(f"{typed}: true or false is needed") from None
     except (flags.Error, ValueError) as error:
         raise InputError(str(error)) from None
-    except RecursionError:
-        raise InputError("--flagfile: files name each other too deeply") from None
     if others and not positional:
-        given, hint = others[0], "flags are written --name=value"
-        for flag, is_kind in ("flagfile", os.path.isfile), ("train_dir", os.path.isdir):
-            hint = f"type --{flag}={given}" if is_kind(given) else hint
-        raise InputError(f"unexpected argument {given!r}: {hint}")
-    texts = {name: defined[name].value for name in fields if name != positional}
-    values = {n: _parse_typed(fields[n], value) for n, value in texts.items() if value is not None}
-    number = texts.get("num_towers")
-    if isinstance(number, _Aliased) and number != "0":
-        _take_gpus_only(number, values)
+        raise InputError(f"unexpected argument {others[0]!r}: flags are written --name=value")
+    given = {name: defined[name].value for name in fields if name != positional}
+    values = {n: fields[n].type(value) for n, value in given.items() if value is not None}
+    for name in values.keys() & {"train_dir", "sweep_dir"}:
+        values[name] = os.path.expanduser(values[name])  # which a shell leaves alone after =
+    if (
+        "num_gpus" in defined
+        and defined["num_gpus"].present
+        and text_of(values["num_towers"]) != "0"
+    ):
+        _take_gpus_only(values)
     if others:
         values[positional] = tuple(map(os.path.expanduser, others))
     return values
 
 
-def _take_gpus_only(number: str | int, values: dict[str, Any]) -> None:
+def _take_gpus_only(values: dict[str, Any]) -> None:
     """Set the option `devices` as --num_gpus asks for; raise InputError if it names CPUs."""
     if values.get("devices", "any") == "any":
         values["devices"] = "gpu"
     if "cpu" in str(values["devices"]).lower():
         raise InputError(
-            f"--num_gpus={number} and --devices={values['devices']} exclude each other: type "
-            f"--num_towers={number} for towers on the CPU"
+            f"--num_gpus and --devices={values['devices']} exclude each other: type "
+            f"--num_towers={values['num_towers']} for towers on the CPU"
         )
-
-
-def _parse_typed(field: dataclasses.Field, typed: Any) -> Any:
-    if field.type is tuple:
-        return tuple(typed)
-    if field.name in ("train_dir", "sweep_dir"):
-        typed = os.path.expanduser(typed)  # a shell leaves the ~ of --train_dir=~/runs alone
-    parser, kind = _PARSERS[field.type]
-    try:
-        return parser.parse(typed)
-    except ValueError:
-        several = typed.count(",") and all(map(is_number, typed.split(",")))
-        hint = f"; for several, towers sweep --vary={field.name}:{typed}" if several else ""
-        raise InputError(f"--{field.name}={typed}: {kind} is needed{hint}") from None
-
-
-def _unknown_flag(flag: str, verb: Command) -> str:
-    if flag == "help":
-        return f"--help has no value: type towers {verb.name} --help"
-    if flag == "flagfile":
-        return "--flagfile is for command lines; in Python give its flags by name, num_towers=2"
-    known = [*verb.fields(), *_ALIASES, "flagfile"]
-    meant = likely_name(flag, known)
-    hint = f"did you mean --{meant}?" if meant else f"see towers {verb.name} --help"
-    return f"there is no flag --{flag}; {hint}"
 
 
 def _positional(fields: Mapping[str, dataclasses.Field]) -> str | None:
@@ -324,24 +264,14 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
         is_run, has_flags = files.is_run(Path(train_dir)), path.exists()
     except OSError as error:
         raise InputError(f"--train_dir={train_dir}: {error.strerror}") from None
-    # With a model or data of its own, the folder of a run to come may be typed, as for train.
-    to_come = verb.run_flags == "if_typed" and ("model" in given or "dataset" in given)
-    if not is_run and verb.run_flags != "if_any" and not to_come:
-        if "train_dir" not in given:
-            raise InputError(
-                f"there is no run in {train_dir}, which is meant where no --train_dir is given: "
-                "train first, or type --train_dir=RUN"
-            )
-        other = "leave it out" if verb.run_flags == "if_typed" else "train first"
+    if not is_run and verb.run_flags != "if_any":
         raise InputError(
-            f"--train_dir={train_dir}: there is no run; {other}, or name the folder of a run"
+            f"--train_dir={train_dir}: there is no run; train first, or name the folder of a run"
         )
     if not has_flags:
         return {}
     try:
         of_run = _read_argv([f"--flagfile={path}"], _TRAIN)
-        if not _read_text(path).strip():
-            raise InputError("it is empty")
         Options(**of_run)
     except InputError as error:
         raise InputError(

@@ -1,4 +1,11 @@
-"""Finds and loads functions that the command line names as module:function."""
+"""Functions and data that options name as module:function, or that a program passes itself.
+
+    towers.train(model=build, dataset=((x, y), (x_test, y_test)))
+
+The option is still a string, for `flags.cfg`: "my_net:build" if an import finds the function
+there, else "given_in_python:build". The string carries the objects, so that no global table keeps
+them alive or confuses two functions of one name.
+"""
 
 import contextlib
 import difflib
@@ -6,22 +13,22 @@ import importlib
 import importlib.util
 import inspect
 import os
-import pkgutil
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from towers.errors import InputError
-from towers.formatting import first_of
 from towers.options import search_path
-from towers.options.inline_objects import PREFIX
 
+PREFIX = "given_in_python:"
+SHIPPED = "towers_models"  # the name under which the models of the checkout are imported
 _CHECKOUT = Path(search_path.CHECKOUT)  # unless the package was installed without it
-SHIPPED = "towers_models"  # the name under which its models are imported
 _STDLIB = [folder := sysconfig.get_path("stdlib"), os.path.join(folder, "lib-dynload")]
+_DATA = {"dataset": "data", "callbacks": "callbacks"}  # options that take other objects, too
 
 
 def load_function(flag: str, name: str) -> Callable:
@@ -34,7 +41,7 @@ def load_function(flag: str, name: str) -> Callable:
         name: the value of the flag.
 
     Raises:
-        InputError: there is no such function, or it is one of unknown signature.
+        InputError: there is no such function.
     """
     if name.startswith(PREFIX):
         function = getattr(name, "objects", {}).get(name)
@@ -43,16 +50,23 @@ def load_function(flag: str, name: str) -> Callable:
                 f"--{flag}={name} was given in Python: give it to this call, too, as {flag}=..., "
                 "or name it as module:function"
             )
-    else:
-        function = _import(flag, name)
+        return function
+    module_name, function_name = _split_name(flag, name)
     try:
-        inspect.signature(function)
-    except (TypeError, ValueError):
-        raise InputError(
-            f"--{flag}={name} does not tell which arguments it takes, as some that are not written "
-            "in Python: name a function of your own that calls it"
-        ) from None
-    return function
+        if shipped := _shipped(name):
+            module = _import_shipped(module_name, shipped)
+        else:
+            with _current_folder_searched(module_name):
+                module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):  # a module that it imports
+            raise
+        raise _no_module(flag, name) from None
+    if callable(function := getattr(module, function_name, None)):
+        return function
+    close = difflib.get_close_matches(function_name, vars(module), n=1)
+    hint = f"; did you mean {module_name}:{close[0]}?" if close else ""
+    raise InputError(f"--{flag}={name}: {module_name} has no function {function_name}{hint}")
 
 
 def call_without_arguments(flag: str, name: str) -> object:
@@ -107,30 +121,88 @@ def _shipped(name: str) -> Path | None:
     return path if re.search(rf"^def {re.escape(function_name)}\(", source, re.M) else None
 
 
-def _import(flag: str, name: str) -> Callable:
-    module_name, function_name = _split_name(flag, name)
-    try:
-        if shipped := _shipped(name):
-            module = _import_shipped(module_name, shipped)
-        else:
-            with _current_folder_searched(module_name):
-                module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):  # a module that it imports
-            raise
-        raise _no_module(flag, name) from None
-    if callable(function := getattr(module, function_name, None)):
-        return function
-    if function is not None and function_name.isidentifier():
+class InlineObject(str):
+    """An option's string with an attribute `objects`: {name in the string: object}."""
+
+    objects: Mapping[str, Any]
+
+    def __new__(cls, text: str, objects: Mapping[str, Any]) -> "InlineObject":
+        """Return `text` with these objects."""
+        instance = super().__new__(cls, text)
+        instance.objects = objects
+        return instance
+
+    def split(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Return the parts, with the same objects."""
+        return [InlineObject(part, self.objects) for part in super().split(*args, **kwargs)]
+
+    def __deepcopy__(self, memo: dict) -> "InlineObject":
+        """Return self: an object may be a large data set."""
+        return self
+
+
+def option_text(option: str, value: Any) -> Any:
+    """Return the string for a value that a program passes for an option.
+
+    A list becomes its items, separated by commas. Other values are returned unchanged, for the
+    caller to reject.
+
+    Args:
+        option: name of the option.
+        value: what the program passes.
+
+    Raises:
+        InputError: the value is a model or an optimizer instead of a function that builds it.
+    """
+    objects: dict[str, Any] = {}
+    if isinstance(value, list | tuple):
+        if option not in _DATA or all(isinstance(item, str | os.PathLike) for item in value):
+            texts = [_item_text(item, objects) for item in value]
+            return value if None in texts else InlineObject(",".join(texts), objects)
+    elif isinstance(value, int | float | None):
+        return value
+    keras = sys.modules.get("keras")  # unless it is imported, there are no such values
+    if keras and isinstance(value, keras.Model | keras.optimizers.Optimizer):
+        kind, is_model = type(value).__name__, isinstance(value, keras.Model)
+        example = "build" if is_model else f"lambda: keras.optimizers.{kind}(...)"
         raise InputError(
-            f"--{flag}={name}: {function_name} is of type {type(function).__name__}, and a "
-            f"function is needed: write `def make(): return {function_name}`, and type "
-            f"--{flag}={module_name}:make"
+            f"{option}={kind}(...) is already built: give the function that builds it, such as "
+            f"{option}={example}; each run builds its own"
         )
-    public = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
-    close = difflib.get_close_matches(function_name, public, n=1)
-    hint = f"; did you mean {module_name}:{close[0]}?" if close else ""
-    raise InputError(f"--{flag}={name}: {module_name} has no function {function_name}{hint}")
+    if option in _DATA and not callable(value) and not isinstance(value, str | os.PathLike):
+        text = f"{PREFIX}{_DATA[option]}"
+        return InlineObject(text, {text: lambda: value})
+    text = _item_text(value, objects)
+    return value if text is None else text
+
+
+def may_be_same_object(before: str, now: str) -> bool:
+    """Return whether an option that was an object is now a name, perhaps of the same object.
+
+    Args:
+        before: text of the option, as in a run's flags.cfg.
+        now: text of the option that is given now.
+    """
+    return before.startswith(PREFIX) and ":" in now and not now.startswith(PREFIX)
+
+
+def _item_text(value: Any, objects: dict[str, Any]) -> str | None:
+    """Return a value's string, and add its object to `objects`."""
+    if isinstance(value, str | os.PathLike):
+        return os.fspath(value)
+    if not callable(value):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return str(value) if is_number else None
+    python_name = getattr(value, "__name__", type(value).__name__).strip("<>")  # <lambda>
+    module = getattr(value, "__module__", "")
+    if module != "__main__" and getattr(sys.modules.get(module), python_name, None) is value:
+        return InlineObject(f"{module}:{python_name}", objects)  # found by any process
+    name, number = f"{PREFIX}{python_name}", 1
+    while objects.get(name, value) is not value:
+        number += 1
+        name = f"{PREFIX}{python_name}_{number}"
+    objects[name] = value
+    return InlineObject(name, objects)
 
 
 def _import_shipped(module_name: str, path: Path) -> object:
@@ -177,52 +249,14 @@ def _current_folder_searched(module_name: str) -> Iterator[None]:
 def _split_name(flag: str, name: str) -> tuple[str, str]:
     module_name, colon, function_name = name.partition(":")
     if not (colon and function_name and all(module_name.split("."))):
-        usual = "build" if flag == "model" else "make"
-        hint = f", such as {'models.cnn:cnn' if flag == 'model' else f'my_{flag}:{usual}'}"
-        *modules, last = name.split(".")
-        if all(map(str.isidentifier, [*modules, last])):
-            shipped = filter(is_shipped, (f"models.{name}:{name}", f"{name}:{last}"))
-            defined = []
-            if not modules or last == "py":
-                modules = modules or [last]
-                defined = _functions_in(Path(*modules).with_suffix(".py"))
-                last = defined[0] if defined and usual not in defined else usual
-            own = f"{'.'.join(modules)}:{last}"  # what is in the current folder is meant first
-            hint = f"; did you mean {own if defined else next(shipped, own)}?"
-            if flag == "callbacks" and (kind := name.rpartition(".")[2])[0].isupper():
-                hint = (
-                    f": write `def make(): return [keras.callbacks.{kind}(...)]` in my_callbacks.py"
-                    ", and type --callbacks=my_callbacks:make"
-                )
-        raise InputError(f"--{flag}={name} must be module:function{hint}")
+        example = "my_net:build" if flag == "model" else f"my_{flag}:make"
+        raise InputError(f"--{flag}={name} must be module:function, such as {example}")
     return module_name, function_name
 
 
-def _functions_in(path: Path) -> list[str]:
-    """Return the names of the public functions that a file of Python defines."""
-    try:
-        return re.findall(r"^def ([a-zA-Z]\w*)", path.read_text(encoding="utf-8"), re.M)
-    except (OSError, ValueError):
-        return []
-
-
 def _no_module(flag: str, name: str) -> InputError:
-    module_name, _, function_name = name.partition(":")
-    shipped = _functions_in(_CHECKOUT.joinpath(*module_name.split(".")).with_suffix(".py"))
-    if module_name.startswith("models.") and shipped:
-        return InputError(
-            f"--{flag}={name}: {module_name} has no function {function_name}; it has "
-            f"{first_of(shipped)}"
-        )
-    modules = [module.name for module in pkgutil.iter_modules([os.getcwd()])]
-    for package in ["models", *modules]:
-        folders = [os.path.join(folder, package) for folder in (os.getcwd(), _CHECKOUT)]
-        modules += [module.name for module in pkgutil.iter_modules(folders, f"{package}.")]
-    meant = module_name.removesuffix(".py").replace("/", ".")
-    close = difflib.get_close_matches(meant, modules, n=1, cutoff=0.7)
-    hint = f"go to the folder in which {module_name.partition('.')[0]} lies"
-    hint = f"did you mean {close[0]}:{function_name}?" if close else hint
+    module_name = name.partition(":")[0]
     return InputError(
         f"--{flag}={name}: there is no module {module_name} in the current folder or the installed "
-        f"packages; {hint}"
+        f"packages; go to the folder in which {module_name.partition('.')[0]} lies"
     )

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 from towers.errors import InputError
 from towers.options import augmentation
-from towers.options.fields import check_values, group, likely_name
-from towers.options.gpu import GpuOptions
-from towers.options.inline_objects import option_text
+from towers.options.fields import check_values, group
+from towers.options.functions import option_text
 from towers.options.parts import (
     DataOptions,
     DeviceOptions,
     DueOptions,
+    GpuOptions,
     ModelOptions,
     UpdateOptions,
 )
@@ -66,16 +66,6 @@ class Options(  # a dataclass has the fields of its last base first
 
     Functions and data may be passed in place of their names.
     """
-
-    def __new__(cls, *_: Any, **fields: Any) -> "Options":
-        """Raise InputError for a name that is no option, with one that may be meant."""
-        known = cls.__dataclass_fields__
-        aliases = {f.metadata["alias"]: n for n, f in known.items() if "alias" in f.metadata}
-        for given in fields.keys() - known.keys():
-            meant = given if given in aliases else likely_name(given, [*known, *aliases])
-            hint = f"; did you mean {aliases.get(meant, meant)}?" if meant else ""
-            raise InputError(f"towers.Options has no {given}{hint}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Raise InputError for values out of range and pairs that exclude each other."""

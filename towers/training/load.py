@@ -15,7 +15,7 @@ from towers.builder.device_types import devices_here
 from towers.data import augment
 from towers.errors import InputError
 from towers.options.flags import options_from_call
-from towers.options.inline_objects import PREFIX
+from towers.options.functions import PREFIX
 from towers.options.run import Options
 from towers.training.callbacks.best_checkpoint import step_of
 from towers.training.run import checkpoint, manifest, model

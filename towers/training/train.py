@@ -22,7 +22,7 @@ from towers.monitoring.pictures import Gallery
 from towers.monitoring.profiler import Profiler
 from towers.monitoring.results import read_result
 from towers.options.flags import options_from_call
-from towers.options.inline_objects import PREFIX
+from towers.options.functions import PREFIX
 from towers.options.run import Options, text_of
 from towers.training.callbacks import nonfinite, user_callbacks
 from towers.training.callbacks.best_checkpoint import BestTracker

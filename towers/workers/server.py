@@ -22,7 +22,7 @@ from pathlib import Path
 import towers
 from towers.errors import InputError, RunError
 from towers.formatting import count, first_line, printable
-from towers.options.gpu import GpuOptions
+from towers.options.parts import GpuOptions
 from towers.workers.addresses import join_address
 from towers.workers.lock import INFO_FILE, LockFile, WorkerInfo, to_text
 

@@ -13,7 +13,7 @@ from towers import files
 from towers.builder.device_types import are_remote
 from towers.errors import InputError, RunError
 from towers.formatting import reason
-from towers.options.inline_objects import may_be_same_object
+from towers.options.functions import may_be_same_object
 from towers.training.run import checkpoint
 from towers.training.run.checkpoint import Snapshot
 

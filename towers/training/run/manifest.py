@@ -39,8 +39,7 @@ from towers.errors import InputError
 from towers.formatting import first_of
 from towers.monitoring.results import read_result
 from towers.options.augmentation import parse
-from towers.options.functions import load_function
-from towers.options.inline_objects import PREFIX
+from towers.options.functions import PREFIX, load_function
 from towers.options.run import Options
 from towers.training.run.setup import RunContext
 

@@ -14,7 +14,6 @@ from towers.devices import memory
 from towers.errors import InputError, RunError
 from towers.formatting import first_line
 from towers.graphs.placement import short_device_name
-from towers.options.code_trust import CODE
 from towers.options.error_origin import locate_in_user_code
 from towers.options.run import Options
 
@@ -77,7 +76,7 @@ def user_facing_errors(options: Options, step: Callable[[], int] | None = None) 
     except MemoryError as error:
         host = memory.in_words(memory.of_host())
         line = f"out of memory: {first_line(error)}; the host has {host}"
-        raise RunError(_with_own_code(line, error, options)) from error
+        raise RunError(_with_own_code(line, error)) from error
     except ValueError as error:
         if "custom_gradient decorator currently supports keywords" not in str(error):
             raise
@@ -88,7 +87,7 @@ def user_facing_errors(options: Options, step: Callable[[], int] | None = None) 
     except tf.errors.OpError as error:
         text = str(error)
         if line := out_of_memory(text):
-            raise _with_traceback(line, error, options) from None
+            raise _with_traceback(line, error) from None
         known = _OF_INPUT | _OF_RUN
         part = next((part for part in known if part in text), None)
         if part is None:
@@ -102,24 +101,23 @@ def user_facing_errors(options: Options, step: Callable[[], int] | None = None) 
         line = f"{known[part].format(options, where)}: {reason[:300]}"
         if part in _OF_INPUT:
             raise InputError(line) from None
-        raise _with_traceback(line, error, options) from None
+        raise _with_traceback(line, error) from None
 
 
-def _with_traceback(line: str, error: tf.errors.OpError, options: Options) -> RunError:
+def _with_traceback(line: str, error: tf.errors.OpError) -> RunError:
     """Return a RunError with the traceback of Python code that a pipeline called, as a note."""
     match = _TRACEBACK.search(str(error))
     # An InputError of towers' own pipeline is clear without a traceback.
     if not match or "InputError:" in match[0]:
         return RunError(line)
-    raised = RunError(_with_own_code(line, error, options))
+    raised = RunError(_with_own_code(line, error))
     raised.add_note("\n".join(filter(str.strip, match[0].splitlines())))
     return raised
 
 
-def _with_own_code(line: str, error: Exception, options: Options) -> str:
+def _with_own_code(line: str, error: Exception) -> str:
     """Return the line with the place in the user's code that raised the error, if any."""
-    named = {flag: value for flag in CODE if ":" in (value := getattr(options, flag))}
-    origin = locate_in_user_code(error, named)
+    origin = locate_in_user_code(error)
     return f"{line}; {origin}" if origin else line
 
 
