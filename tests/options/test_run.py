@@ -132,25 +132,6 @@ def test_text_with_a_meaning(name, method, good, bad, remedy):
         assert "has two values of a" in refusal(model_args="a=3, a=4")
 
 
-def test_a_run_says_in_one_way_how_it_augments():
-    for text, meant in {
-        "resnet,cutout": "resnet,cutout=16",
-        "none , cutout=008": "none,cutout=8",
-    }.items():
-        assert Options(augment=text).augment == Options(augment=meant).augment == meant
-    for text in (
-        "tutorail",
-        "cutout=8",
-        "resnet,",
-        "none,cutout=0",
-        "none,cutout,cutout",
-        "resnet,x",
-    ):
-        line = refusal(augment=text)
-        assert line.startswith(f"--augment={text}: allowed are auto, tutorial, resnet, shift, none")
-        assert "cutout=SIDE" in line
-
-
 # ---------------------------------------------------------------------------- GPUs, exclusion
 
 CLIPS = dict.fromkeys(["clip_norm", "clip_value", "clip_global_norm"], 1.0)
