@@ -58,17 +58,17 @@ def refusal(call, *arguments, **keywords):
 
 def at_step(monkeypatch, actions):
     """Let each action of {step: action} be done once, when at least so many steps are made."""
-    real = Monitor.progress
+    real = Monitor.after_step
 
-    def progress(monitor, step, values):
-        real(monitor, step, values)
+    def after_step(monitor, step, *values):
+        real(monitor, step, *values)
         for number in [number for number in actions if number <= step]:
             for thread in threading.enumerate():
                 if thread.name == "checkpoint":  # the save before is to be over
                     thread.join()
             actions.pop(number)()
 
-    monkeypatch.setattr(Monitor, "progress", progress)
+    monkeypatch.setattr(Monitor, "after_step", after_step)
 
 
 @contextlib.contextmanager

@@ -148,7 +148,7 @@ def test_an_interrupt_saves_and_the_same_cell_goes_on(tmp_path, capsys, monkeypa
     """Cells are run in the main thread, while a loop of asyncio is running."""
     cell, names = "stopped = train(folder, max_steps=100)", {"train": train, "folder": tmp_path}
 
-    def progress(monitor, step, values):
+    def after_step(*_):
         os.kill(os.getpid(), signal.SIGINT)
 
     async def kernel():
@@ -158,7 +158,7 @@ def test_an_interrupt_saves_and_the_same_cell_goes_on(tmp_path, capsys, monkeypa
         await asyncio.sleep(0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Monitor, "progress", progress)
+        patch.setattr(Monitor, "after_step", after_step)
         asyncio.run(kernel())
     assert names["stopped"] is None
     step = max(tiny.saved_steps(tmp_path))

@@ -1,6 +1,8 @@
 """Profiles: which steps are in them, how they are opened, and that nothing stops a run."""
 
+import contextlib
 import re
+import types
 
 import pytest
 import tensorflow as tf
@@ -26,20 +28,22 @@ def step():
     return lambda: train_loop(x)
 
 
-def run(folder, make_step, plan, first=0, stop=40):
-    """Profile a train loop with calls of up to 4 steps; return its lines and the last step."""
-    said, step = [], first
-    with Profiler(folder, plan, said.append) as profiler:
+def profiler_of(folder, plan, say):
+    return Profiler(folder, plan, types.SimpleNamespace(say=say, pause=contextlib.nullcontext))
+
+
+def run(folder, make_step, plan, step=0, stop=40):
+    """Profile a train loop with calls of up to 4 steps; return its lines."""
+    said = []
+    with profiler_of(folder, plan, said.append) as profiler:
         while step < stop:
-            profiler.begin(step)
             most = min(4, stop - step)
             num_steps = next((n for n in range(1, most) if profiler.due(step + n)), most)
-            with profiler.trace(step):
+            with profiler.call(step, num_steps):
                 for _ in range(num_steps):
                     make_step()
             step += num_steps
-            profiler.end(step)
-    return said, step
+    return said
 
 
 def num_steps_in(folder):
@@ -60,12 +64,12 @@ def num_steps_in(folder):
     [
         (None, {}, []),
         ((6, 20), {}, [14]),
-        ((2, 11), {"first": 9}, [2]),  # what is left of a plan
+        ((2, 11), {"step": 9}, [2]),  # what is left of a plan
         ((40, 50), {}, []),
     ],
 )
 def test_exactly_the_steps_asked_for(tmp_path, step, plan, given, expected):
-    said, _ = run(tmp_path, step, plan, **given)
+    said = run(tmp_path, step, plan, **given)
     assert num_steps_in(tmp_path) == expected
     if expected:
         assert f"tensorboard --logdir={tmp_path} " in said[-1]
@@ -74,8 +78,8 @@ def test_exactly_the_steps_asked_for(tmp_path, step, plan, given, expected):
 
 
 def test_an_error_passes_and_the_steps_before_it_are_written(tmp_path, step):
-    with pytest.raises(ZeroDivisionError), Profiler(tmp_path, (0, 20), print) as profiler:
-        profiler.begin(0)
-        step()
-        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), profiler_of(tmp_path, (0, 20), print) as profiler:
+        with profiler.call(0, 1):
+            step()
+            raise ZeroDivisionError
     assert num_steps_in(tmp_path) == [1]

@@ -18,6 +18,7 @@ from towers.errors import InputError
 from towers.formatting import figure
 from towers.monitoring.event_writer import read_scalars
 from towers.monitoring.monitor import Monitor
+from towers.training.callbacks import saver
 from towers.training.run import manifest
 from towers.training.run.setup import RunContext
 from towers.training.step.task import Task
@@ -202,7 +203,7 @@ def test_the_clock_of_examples_goes_on_with_another_batch_size(tmp_path):
 
 def test_two_cannot_train_in_one_folder(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("towers.training.train._SAVE_SECONDS", 0.0)  # no saves: none by clock
+    monkeypatch.setattr(saver, "_SAVE_SECONDS", 0.0)  # no saves: none by clock
 
     def second():
         for overwrite in False, True:

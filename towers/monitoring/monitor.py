@@ -22,7 +22,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 
 from towers.formatting import figure, printable
 from towers.monitoring import tower_metrics
-from towers.monitoring.event_writer import EventWriter, read_scalars
+from towers.monitoring.event_writer import EventWriter
 from towers.monitoring.speed import RATE, Speed, by_tower
 from towers.options.triggers import Timetable
 
@@ -40,9 +40,9 @@ class Monitor:
     check: Callable[[], None] = lambda: None  # see `EventWriter`
     out: TextIO | None = None  # stream for lines; None: standard output
     clock: Callable[[], float] = time.perf_counter  # returns seconds
+    start: float = 0.0  # time by the clock when the command started
 
-    last_loss: float | None = None  # at the last point of any process
-    shows_remaining: bool = True  # with evaluations; not where the run ends early
+    seconds_to_first_step: float | None = None
 
     def __post_init__(self) -> None:
         """Replace the points from the step at which the run continues; they are written again."""
@@ -51,11 +51,6 @@ class Monitor:
         self.pause = self._speed.pause
         self._evaluated: set[int] = set()
         self._rates: list[float] = []
-        if timetable.first_step == timetable.last_step:  # this process makes no steps
-            points = read_scalars(self.train_dir / "train").values()
-            losses = [point["loss/data"] for point in points if "loss/data" in point]
-            self.last_loss = losses[-1] if losses else None
-            self._rates = [point[RATE] for point in points if RATE in point]
         self._writer = EventWriter(self.train_dir, timetable.first_step, self.say, self.check)
         self._warm: tuple[float, int] | None = None  # time and step of the first point
         self._calls: list[Mapping[str, tf.Tensor]] = []
@@ -64,16 +59,24 @@ class Monitor:
         """Print a line."""
         print(printable(line), file=self.out, flush=True)
 
-    def progress(self, step: int, values: Mapping[str, tf.Tensor]) -> None:
-        """Keep the train loop's seconds for the next point.
+    def after_step(
+        self, step: int, values: Mapping[str, tf.Tensor], num_skipped: Callable[[], int | None]
+    ) -> None:
+        """Keep the train loop's seconds for the next point, and write that if it is due.
 
         Args:
             step: number of steps made.
-            values: what the train loop returned; "tower_seconds" and the phases' are kept.
+            values: what the train loop returned.
+            num_skipped: returns the number of skipped steps.
         """
+        if self.seconds_to_first_step is None:
+            self.seconds_to_first_step = self.clock() - self.start
         self._calls.append({name: values[name] for name in (*_PHASES, "tower_seconds")})
         if len(self._calls) == _CALLS:  # the next point may be far away
             self._calls = [_sum(self._calls)]
+        if self.timetable.logs(step):
+            metrics = {name: value.numpy().tolist() for name, value in values.items()}
+            self.train_point(step, metrics | {"skipped": num_skipped()})
 
     def train_point(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write a training point, and print its line.
@@ -85,7 +88,7 @@ class Monitor:
                 measured step.
             metrics: the train loop's, as numbers and lists, and "skipped".
         """
-        self.last_loss, examples = metrics["loss"], self.timetable.examples(step)
+        examples = self.timetable.examples(step)
         speed = self._speed.at(step, examples)
         phases, own_seconds, rate = {}, [], ""
         if speed:
@@ -154,10 +157,9 @@ class Monitor:
         """
         known = [(name, value) for name, value in figures.items() if value is not None]
         shown = ", ".join(f"{name} {figure(value)}" for name, value in known)
-        remaining = f" (ETA {self._eta(step)})" if self.shows_remaining else ""
         self.say(
             f"{_now()}: after {step} of {self.timetable.last_step} steps, epoch "
-            f"{self.timetable.epochs(step):.2f}, {part}: {shown}{remaining}"
+            f"{self.timetable.epochs(step):.2f}, {part}: {shown}"
         )
 
     def show(self, step: int, summary: Summary) -> None:

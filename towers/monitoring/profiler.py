@@ -1,27 +1,27 @@
 """The profile that --profile_steps=100:110 asks for; TensorBoard's page Profile shows it.
 
-A call of the train loop is made between `begin` and `end`, within `trace`, and ends at any step for
-which `due` is true. An error is printed and does not stop the run.
+A call of the train loop ends at any step for which `due` is true. An error is printed and does not
+stop the run.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import tensorflow as tf
 
 from towers.formatting import first_line
-from towers.monitoring.monitor import tensorboard_command
+from towers.monitoring.monitor import Monitor, tensorboard_command
 
 
 @dataclasses.dataclass
 class Profiler:
-    """Starts and stops a profile between calls of a train loop."""
+    """Profiles calls of a train loop, within a `with` block."""
 
     train_dir: Path  # folder of the run
     plan: tuple[int, int] | None  # first and last step; None: no profile, or it was made
-    say: Callable[[str], None]  # prints a line
+    monitor: Monitor  # prints lines; does not count the time of starting and writing a profile
 
     _running: bool = False
 
@@ -34,30 +34,26 @@ class Profiler:
         self.stop()
         if self.plan:
             first, last = self.plan
-            self.say(f"profile     --profile_steps={first}:{last}: none of these steps was made")
+            self._say(f"--profile_steps={first}:{last}: none of these steps was made")
 
     def due(self, step: int) -> bool:
         """Return whether a call of the train loop must end after `step` steps."""
         return step in (self.plan or ())
 
-    def begin(self, step: int) -> None:
-        """Start the profile if it is due after `step` steps; call it just before the next call."""
-        if self._running or not self.plan or not self.plan[0] <= step < self.plan[1]:
-            return
-        try:
-            tf.test.experimental.sync_devices()  # else it shows kernels of the step before
-            tf.profiler.experimental.start(str(self.train_dir / "train"))
-            self._running = True
-        except Exception as error:  # a profile must not stop the run
-            self._tell_failure(error)
+    @contextlib.contextmanager
+    def call(self, step: int, num_steps: int) -> Iterator[None]:
+        """Profile the block, a call that makes `num_steps` steps after `step` ones, if it is due.
 
-    def trace(self, step: int) -> contextlib.AbstractContextManager:
-        """Return a context for the call at `step`, which the page shows as a step."""
-        return tf.profiler.experimental.Trace("train", step_num=step, _r=1)
-
-    def end(self, step: int) -> None:
-        """Stop the profile if it ends after `step` steps; call it just after a call."""
-        if self._running and step >= self.plan[1]:
+        The page shows the call as one step.
+        """
+        if self.plan and self.plan[0] <= step < self.plan[1] and not self._running:
+            with self.monitor.pause(), self._no_profile_on_failure():
+                tf.test.experimental.sync_devices()  # else it shows kernels of the step before
+                tf.profiler.experimental.start(str(self.train_dir / "train"))
+                self._running = True
+        with tf.profiler.experimental.Trace("train", step_num=step, _r=1):
+            yield
+        if self._running and step + num_steps >= self.plan[1]:
             self.stop()
 
     def stop(self) -> None:
@@ -65,20 +61,25 @@ class Profiler:
         if not self._running:
             return
         self._running = False
-        try:
+        with self.monitor.pause(), self._no_profile_on_failure():
             try:
                 tf.test.experimental.sync_devices()
             finally:
                 tf.profiler.experimental.stop()
             self.plan = None
-            self.say(
-                f"profile     {tensorboard_command(str(self.train_dir))} shows it on its page "
-                "Profile, which needs the package tensorboard-plugin-profile"
+            self._say(
+                f"{tensorboard_command(str(self.train_dir))} shows it on its page Profile, which "
+                "needs the package tensorboard-plugin-profile"
             )
-        except Exception as error:  # a profile must not stop the run
-            self._tell_failure(error)
 
-    def _tell_failure(self, error: Exception) -> None:
-        first, last = self.plan
-        self.plan = None
-        self.say(f"profile     none of steps {first} to {last}: {first_line(error, 300)}")
+    @contextlib.contextmanager
+    def _no_profile_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a profile must not stop the run
+            first, last = self.plan
+            self.plan = None
+            self._say(f"none of steps {first} to {last}: {first_line(error, 300)}")
+
+    def _say(self, line: str) -> None:
+        self.monitor.say(f"profile     {line}")

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,7 +14,7 @@ import tensorflow as tf
 from towers import devices, files, signals
 from towers.builder.device_types import shown_name
 from towers.devices import remote
-from towers.errors import InputError, RunError
+from towers.errors import InputError
 from towers.formatting import count, figure, printable
 from towers.monitoring import dashboard
 from towers.monitoring.monitor import Monitor, tensorboard_command
@@ -24,20 +24,21 @@ from towers.monitoring.results import read_result
 from towers.options.flags import options_from_call
 from towers.options.functions import PREFIX
 from towers.options.run import Options, text_of
-from towers.training.callbacks import nonfinite, user_callbacks
-from towers.training.callbacks.best_checkpoint import BestTracker
+from towers.training.callbacks import user_callbacks
+from towers.training.callbacks.best_checkpoint import best_of
 from towers.training.callbacks.evaluator import Evaluator
-from towers.training.callbacks.exactness import ExactnessChecks, found_on_towers
+from towers.training.callbacks.exactness import ExactnessChecks
 from towers.training.callbacks.preemption import PreemptionHandler
+from towers.training.callbacks.saver import Saver
 from towers.training.callbacks.user_callbacks import Callbacks
 from towers.training.run import checkpoint, manifest
+from towers.training.run.place import END, EPOCH, STEP, Place
 from towers.training.run.prepare_run import PreparedRun, begin, restore
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import RunContext, prepare
 from towers.training.run.tensorflow_errors import user_facing_errors
 
 RESULT = "result.json"
-_SAVE_SECONDS = 300.0  # the most that a killed run has to make again, whatever its steps take
 
 
 @preserve_rng()
@@ -99,7 +100,7 @@ def train(
             manifest.check_data(run.data, options, task, trains=True)
             if options.init_from:
                 say(f"init_from   the run has its own weights: {options.init_from} is not read")
-        if result := _finished(run):
+        if result := _finished(run, checkpoints.restored_place):
             now = {"code": manifest.code(run.options), "data": manifest.data_record(run)}
             trained = (recorded.get("sessions") or [{}])[-1]
             for line in manifest.differences(now, trained, "when it was trained"):
@@ -130,98 +131,66 @@ def _train(
     preemption: PreemptionHandler,
     out: TextIO,
     start: float,
-    user_callbacks: Sequence[keras.callbacks.Callback],
+    keras_callbacks: Sequence[keras.callbacks.Callback],
 ) -> dict[str, Any] | None:
-    """Run the training loop and write result.json; return as `train` does."""
-    run, folder, timetable = prepared.run, prepared.run.folder, prepared.timetable
-    options, task, checkpoints = run.options, run.task, prepared.checkpoints
-    step, last = timetable.first_step, timetable.last_step
-    best = _best_of(run)
-    checkpoints.best = best.step if options.keep_best else None
+    """Make the steps of a run, and what ends it; return as `train` does."""
+    run, timetable, checkpoints = prepared.run, prepared.timetable, prepared.checkpoints
+    options, step, last = run.options, timetable.first_step, timetable.last_step
+    place = _place_of(prepared)
     with contextlib.ExitStack() as stack:
-        check = checkpoints.check_folder
-        monitor = Monitor(folder, timetable, run.builder.devices, check=check, out=out)
+        check, towers = checkpoints.check_folder, run.builder.devices
+        monitor = Monitor(run.folder, timetable, towers, check=check, out=out, start=start)
         checkpoints.say = monitor.say
         stack.enter_context(contextlib.closing(checkpoints))
         _announce(monitor, prepared)
-        profiler = Profiler(folder, options.profile_range(), monitor.say)
-        stack.enter_context(profiler)
-        stack.enter_context(preemption)
-        preemption.listener.keep(prepared.batches)
+        profiler = stack.enter_context(Profiler(run.folder, options.profile_range(), monitor))
+        stack.enter_context(preemption).listener.keep(prepared.batches)
         gallery = Gallery(monitor, run.builder, run.train_state.model, run.data)
-        gallery.show_towers(step, task.options, prepared.first_batch)
+        gallery.show_towers(step, run.task.options, prepared.first_batch)
         if options.histogram_every_epochs:
             gallery.show_histograms(step)
-        callbacks = Callbacks(user_callbacks, run, timetable)
-        evaluator = Evaluator(prepared, monitor, best, preemption, callbacks)
-        finite_check = nonfinite.NonFiniteMonitor(run, monitor.say)
+        callbacks = Callbacks(keras_callbacks, run, timetable, place)
+        saver = Saver(prepared, monitor, preemption, callbacks, place)
+        evaluator = Evaluator(prepared, monitor, preemption, callbacks, saver)
         exactness = ExactnessChecks(prepared, monitor, preemption)
-        saved, seconds_to_first_step, changed, values = step, None, False, {}
-        saved_at = time.monotonic()
-        stack.enter_context(_saved_if_it_fails(prepared, preemption))
+        stack.enter_context(saver.saved_if_it_fails())
 
         for line in callbacks.begin_run():
             monitor.say(line)
-        if timetable.evaluates(step) and not best.knows(step):
-            evaluator.evaluate(step)  # which was interrupted after the checkpoint
+        if place.stage == STEP:
+            evaluator.after_step(step)
         while step < last and not preemption() and not evaluator.stops_early():
             # One call of TensorFlow makes all steps until something is due.
-            with monitor.pause():
-                profiler.begin(step)
             num_steps = min(timetable.num_steps(step, profiler.due), preemption.most_steps())
             num_steps = min(num_steps, 1) if callbacks else num_steps
             callbacks.begin_step()
-            with profiler.trace(step), preemption.steps(prepared.train_loop, step, num_steps):
+            with (
+                profiler.call(step, num_steps),
+                preemption.steps(prepared.train_loop, step, num_steps),
+            ):
                 logs = timetable.logs(step + num_steps)
                 values = prepared.train_loop(prepared.batches, tf.constant(num_steps), logs)
                 if logs:
                     values["loss"].numpy()  # waits for the devices
             step += num_steps
-            saves, evaluates = timetable.saves(step), timetable.evaluates(step)
-            by_clock = time.monotonic() - saved_at > _SAVE_SECONDS
-            saves |= by_clock and options.checkpoint_every_steps > 0
-            finite_check.check(values, step, now=logs or saves or evaluates or step == last)
-            if seconds_to_first_step is None:
-                seconds_to_first_step = time.perf_counter() - start
-            monitor.progress(step, values)
+            saver.after_step(step, values)
+            monitor.after_step(step, values, run.task.num_skipped)
             callbacks.end_step(values)
-            with monitor.pause():
-                profiler.end(step)
-            if logs:
-                metrics = {n: value.numpy().tolist() for n, value in values.items()}
-                monitor.train_point(step, metrics | {"skipped": task.num_skipped()})
             if not preemption():
                 exactness.after_step(step)
-            if preemption.wants_save(step) or saves:
-                with monitor.pause():
-                    _save_finite(prepared, finite_check, preemption, step)
-                saved, saved_at = step, time.monotonic()
+            saver.save_if_due(step)
             if timetable.draws_histograms(step):
                 gallery.show_histograms(step)
-            with monitor.pause():
-                if evaluates := evaluates or (bool(callbacks) and step == last):
-                    if evaluator.evaluate(step) and options.keep_best:
-                        if step > saved:
-                            _save_finite(prepared, finite_check, preemption, step)
-                            saved = step
-                        checkpoints.close()  # it must exist before best.json names it
-                    best.write(monitor.say)
-                if not evaluates or evaluator.result_at(step):  # else a stop has cut it short
-                    changed |= callbacks.end_epoch(evaluator.result_at(step))
+            evaluator.after_step(step)
         profiler.stop()
+        if saver.unsaved:
+            saver.save(step, now=True)
         ended = step == last or evaluator.stops_early()
-        if ended:
+        if ended and place.stage == EPOCH and not preemption():
             if step < last:
                 monitor.say(f"stopping    early, at step {step}: {evaluator.stop_reason()}")
-                monitor.shows_remaining = False
-                monitor.last_loss = float(values["loss"]) if values else monitor.last_loss
-            changed |= task.finish()
-            changed |= callbacks.end_run()
-        if changed:
-            evaluator.invalidate()
-        if changed or not checkpoints.has(step):
-            _save_finite(prepared, finite_check, preemption, step, now=True)
-        evaluations = evaluator.evaluate_at_end(step) if ended else None
+            evaluator.finish(step)
+        evaluations = evaluator.evaluate_at_end(step) if place.stage == END else None
         if evaluations and not preemption():
             exactness.after_step(step)  # of the evaluation
         if evaluations and options.histogram_every_epochs:
@@ -231,33 +200,48 @@ def _train(
             f"stopped at step {step} of {last}: saved; the same command continues the run"
         )
         return None
-    skipped, (name, direction) = task.num_skipped(), task.objective()
+    skipped, (name, direction) = run.task.num_skipped(), run.task.objective()
     result = {
         "steps": step,
         "examples": timetable.examples(step),
-        "examples_per_second": monitor.examples_per_second(),
-        "seconds_to_first_step": seconds_to_first_step,
-        "train_loss": monitor.last_loss,
+        "examples_per_second": place.examples_per_second,
+        "seconds_to_first_step": monitor.seconds_to_first_step,
+        "train_loss": place.train_loss,
         **{f"{s}_{n}": v for s, e in evaluations.items() for n, v in e.metrics.items()},
         "test_examples": evaluations["test"].examples,
         **({} if skipped is None else {"skipped_steps": skipped}),
-        **({"best_step": best.step} if options.keep_best else {}),
+        **({"best_step": evaluator.best.step} if options.keep_best else {}),
         **({"planned_steps": last} if step < last and callbacks.stopped() else {}),
         "objective": f"{'validation' if 'validation' in evaluations else 'test'}_{name}",
         "direction": direction,
-        "num_towers": len(run.builder.devices),
-        "devices": list(map(shown_name, run.builder.devices)),
+        "num_towers": len(towers),
+        "devices": list(map(shown_name, towers)),
         "batch_size": options.batch_size,
         "train_dir": options.train_dir,
     }
-    dashboard.close_root(folder, result, step)
-    manifest.finish(folder, run.train_state.variables())
-    files.write_json(folder / RESULT, result)  # written last: it marks the run as finished
+    dashboard.close_root(run.folder, result, step)
+    manifest.finish(run.folder, run.train_state.variables())
+    files.write_json(run.folder / RESULT, result)  # written last: it marks the run as finished
     if skipped:
         monitor.say(f"skipped     {skipped} of {step} steps, whose loss or gradient was not finite")
     for line in table(result):
         monitor.say(line)
     return result
+
+
+def _place_of(prepared: PreparedRun) -> Place:
+    """Return the place from which a run continues."""
+    place, run = Place(**prepared.checkpoints.restored_place), prepared.run
+    if place.stage == END and not _is_over(run, place):
+        place.stage = EPOCH  # the run is to be longer than it was
+    return place
+
+
+def _is_over(run: RunContext, place: Place) -> bool:
+    """Return whether a run makes no further step."""
+    timetable = run.timetable()
+    at_end = timetable.first_step == timetable.last_step or best_of(run).is_over()
+    return at_end or place.is_stopped(run.options, timetable.last_step)
 
 
 def _announce(monitor: Monitor, prepared: PreparedRun) -> None:
@@ -272,63 +256,10 @@ def _announce(monitor: Monitor, prepared: PreparedRun) -> None:
     monitor.say(f"watch it    {tensorboard_command(folder)}")
 
 
-def _save_finite(
-    prepared: PreparedRun,
-    finite_check: nonfinite.NonFiniteMonitor,
-    preemption: PreemptionHandler,
-    step: int,
-    now: bool = False,
-) -> None:
-    """Save a checkpoint, in a thread unless `now`; raise if a step or a weight is not finite.
-
-    Copies of the weights that have drifted apart, as on unlike GPUs, are set to the saved values:
-    the run continues as one that is resumed from this checkpoint.
-    """
-    if drifted := prepared.run.train_state.make_copies_equal():
-        name, device, other = map(shown_name, drifted)
-        prepared.checkpoints.say(
-            f"warning     copies of {name} on {device} and {other} differ at step {step}: all go "
-            f"on from that of {device}, which is saved; type --variables=cpu, which has "
-            "one copy, or --deterministic"
-        )
-    finite_check.check_weights(step)
-    with preemption.save(step):
-        save = prepared.checkpoints.save_now if now else prepared.checkpoints.save
-        save(step)
-
-
-@contextlib.contextmanager
-def _saved_if_it_fails(prepared: PreparedRun, preemption: PreemptionHandler) -> Iterator[None]:
-    """Save the last finished step if an error other than a non-finite step ends the block."""
-    try:
-        yield
-    except nonfinite.NotFinite:
-        raise
-    except Exception as error:
-        step, snapshot = preemption.backup or (int(prepared.run.train_state.step.numpy()), None)
-        if (preemption.backup or preemption.consistent) and not prepared.checkpoints.has(step):
-            snapshot = snapshot or prepared.checkpoints.snapshot()
-            with contextlib.suppress(RunError):  # the first error is the one to report
-                preemption.save_snapshot(step, snapshot)
-        if prepared.checkpoints.has(step):
-            with contextlib.suppress(OSError):  # of the terminal
-                prepared.checkpoints.say(
-                    f"saved       step {step}: the same command goes on from there"
-                )
-        if isinstance(error, InputError) and (inexact := found_on_towers(prepared.run)):
-            raise inexact from error
-        raise
-
-
-def _finished(run: RunContext) -> dict[str, Any] | None:
+def _finished(run: RunContext, place: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the result of a run that is finished, None for any other."""
-    result, timetable = read_result(run.folder), run.timetable()
-    over = timetable.first_step == timetable.last_step or _best_of(run).is_over()
-    # A callback stops it again, unless there are none or others, or the run is to be longer.
-    callbacks, before = run.options.callbacks, _last_session(run.folder).get("flags", {})
-    same = bool(callbacks) and before.get("callbacks", callbacks) == callbacks
-    over |= same and result.get("planned_steps") == timetable.last_step
-    if not over or result.get("steps") != timetable.first_step:
+    result = read_result(run.folder)
+    if result.get("steps") != run.timetable().first_step or not _is_over(run, Place(**place)):
         return None
     return result | {"train_dir": str(run.folder)}  # the folder may have been moved
 
@@ -380,14 +311,6 @@ def _finished_line(run: RunContext, result: Mapping[str, Any]) -> str:
         and not str(now).startswith(PREFIX)  # an object, which has no lasting name
     ]
     return f"{line}; it was not trained with {' '.join(unused)}" if unused else line
-
-
-def _best_of(run: RunContext) -> BestTracker:
-    options, step = run.options, int(run.train_state.step.numpy())
-    patience, keep = options.early_stopping_epochs * run.data.train.size, options.keep_best
-    evaluated = run.data.validation or run.data.test
-    data = evaluated.checksum()["sha256"] if patience or keep else None
-    return BestTracker(run.folder, run.task.objective(), patience, keep, step, data)
 
 
 def table(result: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from towers import files
 from towers.errors import RunError
+from towers.training.run.setup import RunContext
 
 NAME = "best.json"
 
@@ -93,6 +94,15 @@ class BestTracker:
             if say is None:
                 raise
             say(f"warning     {error}; training goes on, and it is written again")
+
+
+def best_of(run: RunContext) -> BestTracker:
+    """Return the evaluations of a run up to its step."""
+    options, evaluated = run.options, run.data.validation or run.data.test
+    patience, keep = options.early_stopping_epochs * run.data.train.size, options.keep_best
+    data = evaluated.checksum()["sha256"] if patience or keep else None
+    step = int(run.train_state.step.numpy())
+    return BestTracker(run.folder, run.task.objective(), patience, keep, step, data)
 
 
 def step_of(folder: Path) -> int | None:

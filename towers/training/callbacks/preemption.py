@@ -135,8 +135,7 @@ class PreemptionHandler(signals.StopRequest):
         if self.backup is None:
             return "the last checkpoint"
         try:
-            if not self.checkpoints.has(self.backup[0]):
-                self.save_snapshot(*self.backup)
+            self.save_snapshot(*self.backup)
         except RunError as error:
             self.say(f"not saved   {error}")
             return "the last checkpoint"
@@ -227,12 +226,17 @@ class PreemptionHandler(signals.StopRequest):
             self._save_and_leave(waiting, EXIT_STALLED, "stopped by --on_stall=stop", always=True)
 
     def save_snapshot(self, step: int, snapshot: Snapshot) -> None:
-        """Save a snapshot; raise RunError if that fails or a weight is infinite or NaN.
+        """Save a snapshot unless that of its step is saved already.
 
         Args:
             step: of the checkpoint.
             snapshot: the values after that step.
+
+        Raises:
+            RunError: it cannot be written, or a weight is infinite or NaN.
         """
+        if self.checkpoints.has(step):
+            return
         if not_finite(snapshot):
             raise RunError("a weight is infinite or NaN: not saved, the newest checkpoint stands")
         self.checkpoints.save_now(step, snapshot)

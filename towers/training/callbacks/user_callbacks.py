@@ -1,7 +1,7 @@
 """Keras callbacks in the loop of a run, from `--callbacks=module:function`.
 
 Hooks are called where `fit` calls them, except those of an evaluation's batches. With callbacks
-each call of TensorFlow makes one step. Nothing that callbacks hold is saved.
+each call of TensorFlow makes one step. What callbacks themselves hold is not saved.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ import tensorflow as tf
 from towers.errors import InputError
 from towers.options.functions import call_without_arguments
 from towers.options.triggers import Timetable
+from towers.training.run.place import END, Place
 from towers.training.run.setup import RunContext
 from towers.training.step.evaluation import Evaluation
 from towers.training.step.task import Task
@@ -70,18 +71,18 @@ class Callbacks:
     callbacks: Sequence[_K.Callback]  # as `prepare` leaves them
     run: RunContext  # whose model they see
     timetable: Timetable
+    place: Place  # holds the figures of the epoch so far
 
     def __post_init__(self) -> None:
-        """Set the model and the parameters of the callbacks."""
+        """Set the model and the parameters of the callbacks; after the end none is called."""
         timetable, self._model = self.timetable, self.run.train_state.model
-        self._step, self._in_epoch = timetable.first_step, False
-        self._sums: dict[str, float] = {}  # over the epoch's steps in this process
-        self._logs: dict[str, float] = {}  # of the last epoch
-        epochs = self._place(timetable.last_step - 1)[0] + 1
+        self._step = timetable.first_step
+        self.callbacks = [] if self.place.stage == END else list(self.callbacks)
+        epochs = self._position(timetable.last_step - 1)[0] + 1
         steps = math.ceil(timetable.train_size / timetable.batch_size)
         given = dict(model=self._model, epochs=epochs, steps=steps, verbose=0)
-        self._list = _K.CallbackList(list(self.callbacks), **given)
-        self._model.stop_training = False
+        self._list = _K.CallbackList(self.callbacks, **given)
+        self._model.stop_training = self.place.is_stopped(self.run.options, timetable.last_step)
         if self:  # experiment trackers read the learning rate there
             optimizer = next(iter(self.run.train_state.optimizers), None)
             vars(self._model).setdefault("optimizer", optimizer)
@@ -104,16 +105,16 @@ class Callbacks:
             logger.append = True  # or it would delete its rows
         with restore_after(train_state.variables().values() if resumes else ()):
             self.call("on_train_begin")
-            if resumes and self._place(self._step)[1]:
+            if resumes and (self._position(self._step)[1] or self.place.epoch_begin is not None):
                 self._begin_epoch()
         train_state.set_copies()
         return ["note        callbacks start from scratch after a resume"] if resumes else []
 
     def begin_step(self) -> None:
         """Call on_train_batch_begin, and before it on_epoch_begin if an epoch begins."""
-        if not self._in_epoch:
+        if self.place.epoch_begin is None:
             self._begin_epoch()
-        self.call("on_train_batch_begin", self._place(self._step)[1])
+        self.call("on_train_batch_begin", self._position(self._step)[1])
 
     def end_step(self, values: Mapping[str, tf.Tensor]) -> None:
         """Call on_train_batch_end with the scalars of the last step, see `Task.step_names`."""
@@ -121,34 +122,41 @@ class Callbacks:
             logs = {"loss": float(values["loss"]) + float(values["penalty"])}
             of_batch = [name for name in values if name.startswith("batch/")]
             logs |= {name.removeprefix("batch/"): float(values[name]) for name in of_batch}
-            self._sums = {name: self._sums.get(name, 0.0) + value for name, value in logs.items()}
+            sums = self.place.sums
+            self.place.sums = {name: sums.get(name, 0.0) + value for name, value in logs.items()}
             self._step += 1
-            self.call("on_train_batch_end", self._place(self._step - 1)[1], logs)
+            self.call("on_train_batch_end", self._position(self._step - 1)[1], logs)
+
+    def at_end_of_epoch(self) -> bool:
+        """Return whether on_epoch_end is due: an epoch ends, or the run in the middle of one."""
+        is_whole = self._position(self._step)[1] == 0 or self._step == self.timetable.last_step
+        return bool(self) and self.place.epoch_begin is not None and is_whole
 
     def end_epoch(self, evaluation: Evaluation | None) -> bool:
-        """Call on_epoch_end if an epoch or the run ends; return whether weights changed.
+        """Call on_epoch_end; return whether weights changed.
 
         The logs have the means of the epoch's steps and, as val_..., those of the evaluation.
         """
-        if not self or (self._place(self._step)[1] and self._step < self.timetable.last_step):
-            return False
-        num_steps = self._step - self._first_step
-        self._logs = {name: value / num_steps for name, value in self._sums.items()}
-        self._logs |= {f"val_{name}": value for name, value in figures(evaluation).items()}
-        self._in_epoch = False
-        return self._changes_weights("on_epoch_end", self._place(self._first_step)[0], self._logs)
+        begin = self.place.epoch_begin
+        logs = {name: value / (self._step - begin) for name, value in self.place.sums.items()}
+        self.place.logs = logs | {f"val_{n}": value for n, value in figures(evaluation).items()}
+        epoch, _ = self._position(begin)
+        changed = self._changes_weights("on_epoch_end", epoch, dict(self.place.logs))
+        self.place.epoch_begin = None
+        return changed
 
     def end_run(self) -> bool:
         """Call on_train_end; return whether weights changed."""
-        changed = bool(self) and self._changes_weights("on_train_end", self._logs)
+        changed = bool(self) and self._changes_weights("on_train_end", dict(self.place.logs))
         self.callbacks = []  # none is called in later evaluations
         return changed
 
     def _begin_epoch(self) -> None:
-        self._sums, self._first_step, self._in_epoch = {}, self._step, True
-        self.call("on_epoch_begin", self._place(self._step)[0])
+        if self.place.epoch_begin is None:
+            self.place.sums, self.place.epoch_begin = {}, self._step
+        self.call("on_epoch_begin", self._position(self.place.epoch_begin)[0])
 
-    def _place(self, step: int) -> tuple[int, int]:
+    def _position(self, step: int) -> tuple[int, int]:
         """Return the epoch after `step` steps, and how many steps of it are done."""
         epoch, examples = divmod(self.timetable.examples(step), self.timetable.train_size)
         return epoch, examples // self.timetable.batch_size

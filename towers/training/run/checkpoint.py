@@ -1,8 +1,10 @@
 """Reads and writes TensorFlow checkpoints, which load with any number of towers.
 
 A checkpoint is written under a temporary name and flushed, its index is read, and then its files
-are renamed, the index last: so one with an index is complete. TensorFlow's readers take a path for
-a glob pattern, in which `[0.1]` means one character; they are given a path without such characters.
+are renamed, the index last: so one with an index is complete. On the way their names end in ".new",
+so that a process that is killed while it replaces a checkpoint loses neither the old nor the new.
+TensorFlow's readers take a path for a glob pattern, in which `[0.1]` means one character; they are
+given a path without such characters.
 """
 
 import contextlib
@@ -38,14 +40,32 @@ def _matches(directory: Path, pattern: str) -> list[re.Match]:
     return [match for name in names if (match := re.fullmatch(pattern, name))]
 
 
+def without_index(directory: Path) -> list[int]:
+    """Return the steps whose data are newer than all checkpoints, but whose index was deleted."""
+    newest = max(dict(find(directory)), default=-1)
+    steps = {int(match[1]) for match in _matches(directory, r"ckpt-(\d+)\.data-[\w-]+")}
+    begun = {int(match[1]) for match in _matches(directory, r"ckpt-(\d+)\.index\.new")}
+    return sorted(step for step in steps - begun if step > newest)
+
+
 def tidy(directory: Path) -> None:
-    """Delete what killed processes left half-written; the caller holds the lock."""
+    """Finish or delete what killed processes left; the caller holds the lock."""
     with contextlib.suppress(OSError):
-        there = dict(find(directory))
-        for match in _matches(directory, r"ckpt-(\d+)\.data-.*"):
-            if int(match[1]) not in there:
+        for match in _matches(directory, r"ckpt-(\d+)\.index\.new"):
+            _publish(directory, int(match[1]))
+        there = {*dict(find(directory)), *without_index(directory)}
+        for match in _matches(directory, r"ckpt-(\d+)\.data-\d+-of-\d+(\.new)?"):
+            if match[2] or int(match[1]) not in there:
                 Path(directory, match[0]).unlink()
     files.clear_leftovers(Path(directory))
+
+
+def _publish(folder: str | Path, step: int) -> None:
+    """Give the files of a new checkpoint their names; after a kill, those that lack it."""
+    for kind in _FILE_KINDS:
+        path = Path(folder, f"ckpt-{step}.{kind}")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(f"{path}.new", path)
 
 
 def read_newest(
@@ -75,6 +95,8 @@ def read_newest(
         warn(f"{line}: passed over")
 
     checkpoints = dict(find(directory))
+    for step in without_index(directory) if wanted is None else []:
+        pass_over(f"{directory}/ckpt-{step}.index is not there")
     if wanted is not None and wanted not in checkpoints:
         pass_over(f"{directory}/ckpt-{wanted} is not there")
     for step in sorted(checkpoints, key=lambda step: (step == wanted, step), reverse=True):
@@ -120,9 +142,9 @@ def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, A
             there = tf.train.load_checkpoint(f"{folder}/{temporary}").get_variable_to_shape_map()
             if there.keys() != named.keys():
                 raise OSError(errno.EIO, "what was written is not what is read")
-            Path(folder, f"ckpt-{step}.index").unlink(missing_ok=True)  # it would be of other data
             for kind in _FILE_KINDS:
-                os.rename(f"{folder}/{temporary}.{kind}", f"{folder}/ckpt-{step}.{kind}")
+                os.rename(f"{folder}/{temporary}.{kind}", f"{folder}/ckpt-{step}.{kind}.new")
+            _publish(folder, step)
         except BaseException:
             for path in Path(folder).glob(f"{temporary}.*"):
                 path.unlink()

@@ -39,10 +39,13 @@ class CheckpointManager:
     keep: int = 3  # number of the newest checkpoints that are kept
     best: int | None = None  # a step whose checkpoint is kept beside the newest
     say: Callable[[str], None] = print
+    place: Callable[[], Mapping[str, Any]] = dict  # returns the place of the run, saved with them
 
     def __post_init__(self) -> None:
         """Write nothing yet."""
         self.is_remote = are_remote(v.device for v in self.variables.values())  # if any is
+        self.restored_place: Mapping[str, Any] = {}
+        self._whole: set[int] = set()  # steps whose checkpoint this process has read or written
         self._best_written: int | None = None
         self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
@@ -66,11 +69,11 @@ class CheckpointManager:
         """
         self.close()
         self.check_folder()
-        snapshot = self.snapshot()
+        snapshot, place = self.snapshot(), self.place()
 
         def write() -> None:
             try:
-                self._write_or_raise(step, snapshot)
+                self._write_or_raise(step, snapshot, place)
             except RunError as error:
                 self.say(f"warning     {error}; training goes on, and the next save tries again")
 
@@ -89,7 +92,8 @@ class CheckpointManager:
             RunError: the folder cannot be written, or the disk is full.
         """
         self.close()
-        self._write_or_raise(step, self.snapshot() if snapshot is None else snapshot)
+        snapshot = self.snapshot() if snapshot is None else snapshot
+        self._write_or_raise(step, snapshot, self.place())
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, if any."""
@@ -97,9 +101,9 @@ class CheckpointManager:
             self._thread.join()
 
     def has(self, step: int) -> bool:
-        """Return whether the checkpoint of `step` exists."""
+        """Return whether this process has read or written the checkpoint of `step`."""
         self.close()
-        return step in dict(checkpoint.find(self.directory))
+        return step in self._whole
 
     def restore(self, warn: Callable[[str], None] = print, wanted: int | None = None) -> int | None:
         """Assign the newest readable checkpoint to the variables; return its step, or None.
@@ -112,32 +116,36 @@ class CheckpointManager:
             InputError: the checkpoint has other variables than this run, or all are damaged.
         """
 
-        def read(prefix: str, reader: Any) -> dict[str, Any]:
+        def read(prefix: str, reader: Any) -> tuple[dict[str, Any], Mapping[str, Any]]:
             self._compare(prefix, reader)
-            keys = checkpoint.keys_of(reader)
-            return {name: reader.get_tensor(keys[name]) for name in self.variables}
+            keys, place = checkpoint.keys_of(reader), checkpoint.identity_of(reader).get("place")
+            return {name: reader.get_tensor(keys[name]) for name in self.variables}, place or {}
 
         if newest := checkpoint.read_newest(self.directory, read, warn, wanted):
-            step, values = newest
+            step, (values, self.restored_place) = newest
+            self._whole.add(step)
             self._inode = files.inode_of(self.directory)
             for name, variable in self.variables.items():
                 variable.assign(values[name])
             return step
-        if any(dict(checkpoint.find(self.directory))):  # step 0 is written again
+        steps = dict(checkpoint.find(self.directory))
+        if any([*steps, *checkpoint.without_index(self.directory)]):  # step 0 is written again
             raise InputError(
                 f"no checkpoint in {self.directory} can be read: start again with --overwrite, "
                 "which moves them aside"
             )
         return None
 
-    def _write_or_raise(self, step: int, snapshot: Snapshot) -> None:
+    def _write_or_raise(self, step: int, snapshot: Snapshot, place: Mapping[str, Any]) -> None:
         with self._writing:
             self.check_folder()
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._inode = files.inode_of(self.directory)
-                checkpoint.write(self.directory, step, snapshot, self.identity)
+                identity = {**self.identity, "place": place}
+                checkpoint.write(self.directory, step, snapshot, identity)
                 self.check_folder()
+                self._whole.add(step)
                 self._prune(step)
             except RunError:
                 raise

@@ -1,0 +1,110 @@
+"""Saves a run when a checkpoint is due, with the place that it has reached."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from towers.builder.device_types import shown_name
+from towers.errors import InputError, RunError
+from towers.monitoring.monitor import Monitor
+from towers.training.callbacks.exactness import found_on_towers
+from towers.training.callbacks.nonfinite import NonFiniteMonitor, NotFinite
+from towers.training.callbacks.preemption import PreemptionHandler
+from towers.training.callbacks.user_callbacks import Callbacks
+from towers.training.run.place import STEP, Place
+from towers.training.run.prepare_run import PreparedRun
+
+_SAVE_SECONDS = 300.0  # the most that a killed run has to make again, whatever its steps take
+
+
+@dataclasses.dataclass
+class Saver:
+    """Saves a run after steps, if its weights are finite."""
+
+    prepared: PreparedRun
+    monitor: Monitor  # prints lines, and knows the speed
+    preemption: PreemptionHandler
+    callbacks: Callbacks
+    place: Place  # of the run; the loop sets its stage
+
+    def __post_init__(self) -> None:
+        """Save the place with all checkpoints from now on."""
+        self.unsaved = False  # whether the newest checkpoint lacks anything
+        self._finite_check = NonFiniteMonitor(self.prepared.run, self.monitor.say)
+        self._is_due, self._saved_at = False, time.monotonic()
+        self._values: Mapping[str, Any] = {}
+        self.prepared.checkpoints.place = self._current_place
+
+    def after_step(self, step: int, values: Mapping[str, Any]) -> None:
+        """Note that steps were made; raise NotFinite at the limit of non-finite ones in a row.
+
+        Args:
+            step: number of steps made.
+            values: what the train loop returned.
+        """
+        timetable, every = self.prepared.timetable, self.prepared.run.options.checkpoint_every_steps
+        by_clock = every > 0 and time.monotonic() - self._saved_at > _SAVE_SECONDS
+        self._is_due = timetable.saves(step) or by_clock or step == timetable.last_step
+        now = self._is_due or timetable.logs(step) or timetable.evaluates(step)
+        self._finite_check.check(values, step, now)
+        self._values, self.place.stage, self.unsaved = values, STEP, True
+
+    def save_if_due(self, step: int) -> None:
+        """Save after `step` steps if it is due, asked for by SIGUSR1, or the last step."""
+        if self.preemption.wants_save(step) or self._is_due:
+            self.save(step, now=step == self.prepared.timetable.last_step)
+
+    def save(self, step: int, now: bool = False) -> None:
+        """Save a checkpoint, in a thread unless `now`; raise if a step or weight is not finite.
+
+        Copies of the weights that have drifted apart, as on unlike GPUs, are set to the saved
+        values: the run continues as one that is resumed from this checkpoint.
+        """
+        with self.monitor.pause():
+            if drifted := self.prepared.run.train_state.make_copies_equal():
+                name, device, other = map(shown_name, drifted)
+                self.monitor.say(
+                    f"warning     copies of {name} on {device} and {other} differ at step {step}: "
+                    f"all go on from that of {device}, which is saved; type --variables=cpu, which "
+                    "has one copy, or --deterministic"
+                )
+            self._finite_check.check_weights(step)
+            checkpoints = self.prepared.checkpoints
+            with self.preemption.save(step):
+                (checkpoints.save_now if now else checkpoints.save)(step)
+        self.unsaved, self._saved_at = False, time.monotonic()
+
+    def _current_place(self) -> dict[str, Any]:
+        place, options = self.place, self.prepared.run.options
+        place.planned_steps = self.prepared.timetable.last_step
+        place.stopped_by = options.callbacks if self.callbacks.stopped() else ""
+        if self._values:
+            place.train_loss = float(self._values["loss"])
+        place.examples_per_second = self.monitor.examples_per_second() or place.examples_per_second
+        return dataclasses.asdict(place)
+
+    @contextlib.contextmanager
+    def saved_if_it_fails(self) -> Iterator[None]:
+        """Save the last finished step if an error other than a non-finite step ends the block."""
+        try:
+            yield
+        except NotFinite:
+            raise
+        except Exception as error:
+            run, checkpoints, preemption = (
+                self.prepared.run, self.prepared.checkpoints, self.preemption,
+            )  # fmt: skip
+            step, snapshot = preemption.backup or (self.prepared.steps_done(), None)
+            if preemption.backup or preemption.consistent:
+                with contextlib.suppress(RunError):  # the first error is the one to report
+                    preemption.save_snapshot(step, snapshot or checkpoints.snapshot())
+            if checkpoints.has(step):
+                with contextlib.suppress(OSError):  # of the terminal
+                    self.monitor.say(
+                        f"saved       step {step}: the same command goes on from there"
+                    )
+            if isinstance(error, InputError) and (inexact := found_on_towers(run)):
+                raise inexact from error
+            raise
