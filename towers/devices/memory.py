@@ -1,6 +1,5 @@
 """Memory of devices and of this process: total, in use, and peak."""
 
-import os
 import re
 from pathlib import Path
 
@@ -36,16 +35,6 @@ def peak_mib() -> float:
     program's own.
     """
     return _mib("VmHWM", Path(_STATUS).read_text("ascii"))
-
-
-def of_host() -> int:
-    """Return the bytes of memory of the machine, or of this process' container."""
-    num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        return num_bytes
-    return min(num_bytes, int(limit)) if limit.isdecimal() else num_bytes
 
 
 def in_words(num_bytes: float) -> str:

@@ -20,7 +20,6 @@ from towers.options.run import Options
 from towers.training.callbacks.best_checkpoint import step_of
 from towers.training.run import checkpoint, manifest, model
 from towers.training.run.process_state import preserve_rng
-from towers.training.run.setup import load_data
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step.train_state import by_unique_name, move_all, variables_of
 
@@ -141,10 +140,11 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
     for line in manifest.differences({"code": manifest.code(options)}, recorded):
         print(f"warning     {line}", file=sys.stderr)
     task = recorded.get("task")
-    if not task:  # the manifest is older or lost
-        data = load_data(options)
-        kind = augment.resolve(options.augment, data, compiled=False)
-        task = manifest.task_of(data, dataclasses.replace(options, augment=kind))
+    if not task:
+        raise InputError(
+            f"--train_dir={options.train_dir}: its manifest.json is lost or damaged; towers train "
+            f"--train_dir={options.train_dir} writes it again"
+        )
     with user_facing_errors(options), tf_internals.named_as_in_a_new_process():
         network = model.build_for(
             dataclasses.replace(options, augment=task["augment"]),

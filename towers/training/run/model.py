@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import re
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import tensorflow as tf
 
 from towers.data import Data, augment
 from towers.errors import InputError
+from towers.formatting import first_line
 from towers.options.functions import call_without_arguments, load_function
 from towers.options.run import OF_COMPILED, Options
 from towers.tf_internals import force_float64
@@ -207,8 +207,6 @@ def _arguments(
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     taken = {k: v for k, v in from_data.items() if k in signature.parameters or takes_all}
     arguments = taken | keywords
-    if "image_shape" in from_data and "image_shape" in keywords:
-        raise InputError("--model_args: image_shape is that of the data; leave it out")
     try:
         signature.bind(**arguments)
     except TypeError as error:
@@ -221,11 +219,6 @@ def _arguments(
                 f"{name} takes num_classes, and {reason}; or remove num_classes from the function "
                 "and type --loss=mean_squared_error"
             ) from None
-        if "'image_shape'" in str(error) and "image_shape" not in from_data:
-            raise InputError(
-                f"{name} takes image_shape, but x of these data are no images [B, H, W, C]: give "
-                "grey ones their channel, by x[..., None]; else give the model by --model"
-            ) from None
         raise InputError(
             f"--model_args: {name} takes {signature}: {error}; from these data it can have "
             f"{', '.join(from_data) or 'none'}, any other by --model_args=NAME=VALUE"
@@ -234,19 +227,14 @@ def _arguments(
 
 
 def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:
-    """Call a model function; raise a ValueError of its own, or any error of Keras', in a line."""
+    """Call a model function; raise a ValueError of its own, as of a wrong depth, in a line."""
     try:
         return function(**arguments)
-    except Exception as error:
-        file = None
-        with contextlib.suppress(TypeError):  # it is not written in Python
-            file = inspect.getsourcefile(inspect.unwrap(function))
-        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-        own = isinstance(error, ValueError) and raised_in == file
-        if not own and not name.startswith(("keras", "tensorflow")):
+    except ValueError as error:
+        file = inspect.getsourcefile(inspect.unwrap(function))
+        if traceback.extract_tb(error.__traceback__)[-1].filename != file:
             raise
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(f"--model={name}: {reason}") from None
+        raise InputError(f"--model={name}: {' '.join(str(error).split())}") from None
 
 
 def _call_on(model: keras.Model, name: str, x: Any) -> Any:
@@ -264,12 +252,7 @@ def _call_on(model: keras.Model, name: str, x: Any) -> Any:
         example = tf.nest.map_structure(lambda s: f"{s.dtype.name} {s.shape}", x)
         if isinstance(x, tf.TensorSpec) and x.shape.rank == 3:
             example += " (its function may take image_shape as an argument)"
-        # Keep the one sentence of Keras' message that names the reason.
-        message = re.sub(r"\x1b\[\d*m", "", str(error)).split("\n\nArguments received")[0]
-        parts = [part for part in message.split("\n\n") if part.strip()]
-        inner = [p for p in parts if not p.startswith(("Exception encountered", "Could not auto"))]
-        reason = " ".join((inner or parts or ["it raised an error"])[0].split())[:200]
-        raise InputError(f"--model={name} cannot take {example}: {reason}") from None
+        raise InputError(f"--model={name} cannot take {example}: {first_line(error)}") from None
 
 
 def _refuse_overridden(options: Options) -> None:

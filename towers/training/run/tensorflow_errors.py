@@ -1,7 +1,6 @@
 """Translates TensorFlow's errors that the user can fix into one line with a remedy."""
 
 import contextlib
-import math
 import re
 from collections.abc import Callable, Iterator
 
@@ -34,27 +33,17 @@ _OF_INPUT = {
 }
 _OF_RUN = {
     "IteratorGetNext": "--dataset={0.dataset} cannot be read{1}",
-    "SummaryWriter": "--train_dir={0.train_dir} cannot be written",
     "tf2xla": "--jit_compile: XLA cannot compile the towers",
     # The text above is at the end, which TensorFlow cuts off after 8 KiB of stack traces.
     "when trying to compile graph": "--jit_compile: XLA cannot compile the towers",
 }
-# From TensorFlow's allocators.
-_TENSOR = re.compile(
-    r"OOM when allocating tensor with shape\[(?P<shape>[\d,]*)\] and type (?P<type>[\w ]+?) on "
-    r"(?P<device>/\S+)"
-)
-# From XLA, and from the libraries below it.
-_BYTES = re.compile(
-    r"(?:out of memory (?:while )?(?:trying to allocate|allocating) |failed to allocate [^(\n]*\()"
-    r"(?P<bytes>\d+) ?b",
+# Of TensorFlow's allocators, of XLA and the libraries below it, of a copy to a GPU.
+_OUT_OF_MEMORY = re.compile(
+    r"OOM when allocating|out of memory|failed to allocate|Dst tensor is not initialized"
+    r"|CUDA_ERROR_OUT_OF_MEMORY",
     re.IGNORECASE,
 )
-_ORDINAL = re.compile(r"device ordinal (\d+)")
-# A copy to a GPU found no room there.
-_COPY = re.compile(r"Failed copying input tensor from \S+ to (\S+) in order to run (\w+)")
-_NO_ROOM = "Dst tensor is not initialized"
-_TYPES = {"float": "float32", "double": "float64", "half": "float16"}
+_DEVICE = re.compile(r"(?:.*(?: to | on ))?(/\S*device:GPU:\d+)", re.DOTALL)
 _TOWER = re.compile(r"tower_(\d+)/[^\s}]*")
 
 
@@ -68,22 +57,13 @@ def user_facing_errors(options: Options, step: Callable[[], int] | None = None) 
 
     Raises:
         InputError: no device runs an op as it is asked to.
-        RunError: the data set cannot be read, the event files cannot be written, XLA cannot compile
-            the model, or memory is too small. A traceback of the user's pipeline is a note of it.
+        RunError: the data set cannot be read, XLA cannot compile the model, or memory is too small.
+            A traceback of the user's pipeline is a note of it.
     """
     try:
         yield
     except MemoryError as error:
-        host = memory.in_words(memory.of_host())
-        line = f"out of memory: {first_line(error)}; the host has {host}"
-        raise RunError(_with_own_code(line, error)) from error
-    except ValueError as error:
-        if "custom_gradient decorator currently supports keywords" not in str(error):
-            raise
-        raise InputError(
-            f"--model={options.model}: Keras cannot recompute a layer in a graph of TensorFlow's: "
-            "remat takes no keyword arguments there: leave it out"
-        ) from None
+        raise RunError(_with_own_code(f"out of memory: {first_line(error)}", error)) from error
     except tf.errors.OpError as error:
         text = str(error)
         if line := out_of_memory(text):
@@ -123,31 +103,14 @@ def _with_own_code(line: str, error: Exception) -> str:
 
 def out_of_memory(text: str) -> str | None:
     """Return the line for an out-of-memory error of this text, None for any other error."""
-    if match := _TENSOR.search(text):
-        sizes = [int(size) for size in match["shape"].split(",") if size]
-        kind = _TYPES.get(match["type"], match["type"].replace(" ", ""))
-        asked = f"{memory.in_words(math.prod(sizes) * tf.as_dtype(kind).size)}, {kind}{sizes}"
-        device = short_device_name(match["device"])
-    elif match := _BYTES.search(text):
-        ordinal = _ORDINAL.search(text)
-        asked = memory.in_words(int(match["bytes"]))
-        device = short_device_name(f"/gpu:{ordinal[1]}") if ordinal else ""
-    elif _NO_ROOM in text or "CUDA_ERROR_OUT_OF_MEMORY" in text:
-        copied = _COPY.search(text)
-        asked, device = "room for a copy", short_device_name(copied[1]) if copied else ""
-    else:
+    if not _OUT_OF_MEMORY.search(text):
         return None
-    tower = _TOWER.search(text)
-    layer = f", in layer {layer_of(tower[0])}" if tower else ""
-    where = f"tower {tower[1]} on {device or 'a GPU'}" if tower else device or "a device"
+    tower, named = _TOWER.search(text), _DEVICE.match(text)
+    device = short_device_name(named[1]) if named else "a device"
+    where = f"tower {tower[1]} on {device}, in layer {layer_of(tower[0])}" if tower else device
+    limit = tf_internals.device_memory_bytes().get(new_name(device))
+    may_take = f"; it may take {memory.in_words(limit)}" if limit else ""
     return (
-        f"out of memory: {where} asked for {asked}{layer}{_memory_of(device)}; type a lower "
+        f"out of memory: {where}: {first_line(RunError(text))}{may_take}; type a lower "
         "--batch_size, or more --accumulate_steps for the same update"
     )
-
-
-def _memory_of(device: str) -> str:
-    if "gpu" not in device:
-        return f"; the host has {memory.in_words(memory.of_host())}" if device else ""
-    limit = tf_internals.device_memory_bytes().get(new_name(device))
-    return f"; it may take {memory.in_words(limit)}" if limit else ""

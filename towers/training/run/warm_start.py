@@ -69,20 +69,13 @@ def _from_run(folder: Path, model: keras.Model) -> tuple[str, list[Any]]:
 def _from_file(path: Path, train_state: TrainState) -> tuple[str, list[Any]]:
     """Return the file's name, and the value of each weight, None if Keras loads none."""
     model = train_state.model
-    legacy = path.suffix == ".h5" and not path.name.endswith(".weights.h5")
     marks = [_mark(v.numpy()) for v in model.weights]  # which Keras leaves where it loads nothing
     try:
         with warnings.catch_warnings(), restore_after(train_state.variables().values()):
             warnings.simplefilter("ignore")  # Keras warns of each layer that it skips
             for variable, mark in zip(model.weights, marks, strict=True):
                 variable.assign(mark)
-            try:
-                model.load_weights(path, skip_mismatch=True)
-            except ValueError:
-                if not legacy:
-                    raise
-                # The file has another number of layers than the model.
-                model.load_weights(path, skip_mismatch=True, by_name=True)
+            model.load_weights(path, skip_mismatch=True)
             found = [v.numpy() for v in model.weights]
     except FileNotFoundError:
         raise InputError(f"--init_from={path}: there is no such file or folder") from None
