@@ -28,12 +28,6 @@ def python(*argv, cwd=ROOT, variables=None, **streams) -> subprocess.CompletedPr
     return subprocess.run([sys.executable, *argv], **given, **streams)
 
 
-def git(folder: Path, *argv: str) -> None:
-    """Run git as somebody who may commit."""
-    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *argv]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
-
-
 def script(name: str) -> ModuleType:
     """Return a script, whose file has no suffix, as a module."""
     loader = importlib.machinery.SourceFileLoader(name, str(ROOT / "scripts" / name))

@@ -17,7 +17,6 @@ import pytest
 
 import towers
 from tests.programs import ROOT, python
-from tests.runs import rare
 from towers import cli
 from towers.commands.doctor.command import Check
 from towers.errors import InputError, RunError
@@ -180,7 +179,7 @@ def test_doctor_fails_if_there_is_a_problem(monkeypatch, capsys, found, code):
 @pytest.mark.parametrize(
     "error",
     [
-        *(ValueError("theirs"), OSError(28, "No space"), BrokenPipeError(32, "theirs")),
+        *(ValueError("theirs"), OSError(28, "No space")),
         *(SystemExit(0), GeneratorExit()),  # is no success
     ],
 )
@@ -218,18 +217,8 @@ def test_it_is_quiet_when_its_reader_has_ended(argv):
     apart = shell(*argv.split(), stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert both.returncode == 141
-    if "lr" in argv:  # says nothing on standard output
-        assert (apart.returncode, apart.stderr.count("\n")) == (2, 1)
-    else:
-        assert (apart.returncode, apart.stderr) == (141, "")
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("words", ["init", rare(f"train --max_steps=1 {TINY}")])
-def test_closed_streams_are_none(folder, words):
-    line = f"PYTHONPATH={ROOT} {sys.executable} -m towers {words} >&- <&-"
-    closed = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True)
-    assert closed.returncode == 0 and len(list(folder.iterdir())) > 0, closed.stderr
+    # What says nothing on standard output fails as it does otherwise.
+    assert (apart.returncode, apart.stderr.count("\n")) == (2 if "lr" in argv else 141, 1)
 
 
 # TensorFlow's lines.

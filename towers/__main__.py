@@ -17,10 +17,6 @@ except KeyboardInterrupt:  # Ctrl-C before the listener
 
 def main() -> None:
     """Run the command line of this process, and exit."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:  # closed: another file would have its number
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
     listener = signals.Listener(owner=True)
     try:
         listener.__enter__()  # until the process ends

@@ -12,13 +12,12 @@ import faulthandler
 import json
 import os
 import pkgutil
-import select
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import towers
@@ -28,28 +27,12 @@ from towers.formatting import printable
 from towers.options import flags
 from towers.options.code_trust import CODE
 from towers.options.error_origin import describe_origin
+from towers.options.flags import Verb
 from towers.options.functions import check_function, shadowing_file
 from towers.options.parts import MACHINES_OPTION, PLACEMENT, GpuOptions
 from towers.options.run import Options
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_PIPE = 1, 2, signals.EXIT_STOPPED, 141
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry(flags.Command):
-    """A verb and the function that runs it, which is imported on demand.
-
-    Attributes:
-        function: "module:function", by default `run` in the verb's command.py; called with the
-            options and a function that prints lines.
-        tensorflow: how TensorFlow is started before: "" not at all, "import" only imported, "cpu"
-            without GPUs, "options" with the GPU options.
-        stopping: exit code and line of an end by a signal, see `signals.Listener`; None: its own.
-    """
-
-    function: str = ""
-    tensorflow: str = ""
-    stopping: Callable[[int], tuple[int, str]] | None = None
 
 
 def _stopped(number: int) -> tuple[int, str]:
@@ -66,31 +49,31 @@ _DATA_FLAGS = "train_dir json trust model dataset data_dir image_size".split()
 _EVALUATE_FLAGS = (*_DATA_FLAGS, "test_time_flip", "batch_size", "dtype", *PLACEMENT, *_GPU_FLAGS)
 _PREDICT_FLAGS = "train_dir json trust test_time_flip batch_size".split()
 _VERBS = (
-    Entry("train", "train a model over towers, or continue a run", run_flags="if_any",
+    Verb("train", "train a model over towers, or continue a run", run_flags="if_any",
           function="towers.training.train:train", tensorflow="options", stopping=_stopped),
-    Entry("evaluate", "evaluate the newest checkpoint of a run on the test set",
+    Verb("evaluate", "evaluate the newest checkpoint of a run on the test set",
           takes=_EVALUATE_FLAGS, run_flags="always",
           function="towers.training.evaluate:evaluate", tensorflow="options"),
-    Entry("verify", "prove on your model that N towers compute what one device computes",
+    Verb("verify", "prove on your model that N towers compute what one device computes",
           run_flags="if_typed",
           options="towers.commands.verify.options:VerifyOptions", tensorflow="options"),
-    Entry("benchmark", "measure speed and scaling over towers",
+    Verb("benchmark", "measure speed and scaling over towers",
           run_flags="if_typed", refuses=dict.fromkeys(PLACEMENT[2:], "it measures this machine"),
           options="towers.commands.benchmark.options:BenchmarkOptions", tensorflow="options"),
-    Entry("doctor", "check this machine: versions, GPUs, and a computation on each device",
+    Verb("doctor", "check this machine: versions, GPUs, and a computation on each device",
           takes=("json", *_GPU_FLAGS)),
-    Entry("sweep", "train a run for each combination of flags, and say which is best",
+    Verb("sweep", "train a run for each combination of flags, and say which is best",
           options="towers.commands.sweep.options:SweepOptions", stopping=_stopped,
           refuses=dict.fromkeys(("train_dir", "overwrite"), "runs lie in --sweep_dir")),
-    Entry("predict", "say what a run's trained model makes of files of your own, over towers",
+    Verb("predict", "say what a run's trained model makes of files of your own, over towers",
           options="towers.commands.predict.options:PredictOptions", tensorflow="options",
           takes=(*_PREDICT_FLAGS, *PLACEMENT, *_GPU_FLAGS), run_flags="always"),
-    Entry("export", "write a run's trained model to a file of Keras or TensorFlow",
+    Verb("export", "write a run's trained model to a file of Keras or TensorFlow",
           options="towers.commands.export.options:ExportOptions",
           takes=("train_dir", "overwrite", "json", "trust"), run_flags="always", tensorflow="cpu"),
-    Entry("init", "write a model, data and flags to begin with",
+    Verb("init", "write a model, data and flags to begin with",
           options="towers.commands.init.command:InitOptions"),
-    Entry("worker", "lend this machine's devices to a program on another one",
+    Verb("worker", "lend this machine's devices to a program on another one",
           options="towers.commands.worker.command:WorkerOptions",
           takes=("address", *_GPU_FLAGS), tensorflow="import", stopping=_ended),
 )  # fmt: skip
@@ -105,21 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             for stream in filter(None, (sys.stdout, sys.stderr)):
                 stream.flush()
             return code
-        except BrokenPipeError:
-            if not _reader_has_ended():
-                raise
+        except BrokenPipeError:  # the reader of the output has ended, as `head` does
+            with contextlib.suppress(OSError):
+                signals.print_error("its output is read by nobody any more")
+            for descriptor in 1, 2:  # else Python complains at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
             return EXIT_PIPE
-
-
-def _reader_has_ended() -> bool:
-    """Return whether the reader of the output has ended, as `head` does; discard further output."""
-    poll = select.poll()
-    for descriptor in (1, 2):
-        poll.register(descriptor, 0)
-    left = [descriptor for descriptor, event in poll.poll(0) if event & select.POLLERR]
-    for descriptor in left:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)  # else Python complains at exit
-    return bool(left)
 
 
 def _main(argv: Sequence[str], listener: signals.Listener) -> int:
@@ -152,9 +126,9 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
         return _fail(error, EXIT_FAILED)
     except KeyboardInterrupt:
         return _end(listener)
+    except BrokenPipeError:
+        raise
     except (Exception, SystemExit, GeneratorExit) as error:  # sys.exit() of own code, too
-        if isinstance(error, BrokenPipeError) and _reader_has_ended():
-            return EXIT_PIPE
         if listener.asked:  # libraries may turn it into other errors at import
             return _end(listener)
         traceback.print_exception(type(error), error, error.__traceback__)
@@ -183,7 +157,7 @@ def _end(listener: signals.Listener) -> int:
     return _fail(*reversed(listener.stopping(listener.asked)))
 
 
-def _run(verb: Entry, options: Any, start: float) -> int:
+def _run(verb: Verb, options: Any, start: float) -> int:
     run_options = getattr(options, "run", options)
     as_json = options.json if hasattr(options, "json") else getattr(run_options, "json", False)
     # The standard output of predict is for other programs, too.

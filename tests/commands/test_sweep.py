@@ -17,7 +17,6 @@ from tests.runs import refusal as refused
 from tests.worker_processes import ROOT
 from towers import cli
 from towers.commands.sweep import command
-from towers.commands.sweep import report as sweep_report
 from towers.commands.sweep.options import plan
 from towers.errors import InputError
 from towers.options.run import Options
@@ -106,12 +105,12 @@ def test_the_average_counts_where_there_is_one_and_a_failure_puts_a_row_last():
     ]
     runs = [(1, 1), (1, 2), (2, 1), (3, 1)]
     entries = [entry(rate, seed, end) for (rate, seed), end in zip(runs, ends, strict=True)]
-    lines = sweep_report.closing_lines(sweep_report.document("S", entries))
+    lines = command.closing_lines(command.compare("S", entries))
     shown = ["2 0.5000 1 0", "1 0.9000 1 1", "3 - 0 1"]
     assert [line.split() for line in lines[2:5]] == list(map(str.split, shown))
     mae = {"objective": "validation_mae", "direction": "min", "steps": 3}  # better if lower
     entries = [entry(n, 1, mae | {"validation_mae": 1 / n, "test_loss": 1 / n}) for n in (2, 4)]
-    document = sweep_report.document("S", entries)
+    document = command.compare("S", entries)
     assert (document["objective"], document["direction"]) == ("validation_mae", "min")
     assert document["best"]["flags"] == {"learning_rate": 4}
 

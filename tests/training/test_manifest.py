@@ -1,15 +1,13 @@
 """The manifest of a run: what it says, what it survives, and what a resumed run says of changes."""
 
 import dataclasses
-import functools
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 import tensorflow as tf
 
-from tests import programs, tiny
+from tests import tiny
 from towers.data import ArraySplit
 from towers.training.run import manifest
 from towers.training.run.setup import prepare
@@ -17,22 +15,13 @@ from towers.training.run.setup import prepare
 pytestmark = pytest.mark.graph
 
 PARTS = {
-    "format", "time", "step", "command", "folder", "flags", "versions", "git", "code", "data",
+    "format", "time", "step", "command", "folder", "flags", "versions", "code", "data",
     "task", "overwrite", "sessions", "final",
 }  # fmt: skip
 
 
-COMMIT_OF = manifest.commit_of
-
-
 def run_of(folder, **changes):
     return prepare(tiny.options(folder, **changes))
-
-
-@pytest.fixture(autouse=True)
-def committed(monkeypatch):
-    """Let this checkout stay as it is, whoever edits it while the tests run."""
-    monkeypatch.setattr(manifest, "commit_of", lambda folder: "c0ffee")
 
 
 @pytest.fixture(scope="module")
@@ -54,25 +43,6 @@ def test_it_says_what_the_run_is_made_from(run, tmp_path):
         "num_classes": 3, "class_names": ["0", "1", "2"], "image_shape": [8, 8, 3],
         "augment": "none", "spec": ["uint8[8, 8, 3]", "int32[]"],
     }  # fmt: skip
-
-
-@pytest.mark.unit
-def test_the_commit_of_a_repository_is_read_from_its_files(tmp_path):
-    (tmp_path / "below").mkdir()
-    git = functools.partial(programs.git, tmp_path)
-    git("init", "-b", "feature/x")
-    assert COMMIT_OF(tmp_path) is None  # there is no commit
-    for step in (
-        ("commit", "--allow-empty", "-m", "first"),
-        ("pack-refs", "--all"),
-        ("commit", "--allow-empty", "-m", "second"),
-        ("checkout", "--detach"),
-    ):
-        git(*step)
-        said = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True
-        )
-        assert COMMIT_OF(tmp_path / "below") == said.stdout.strip()
 
 
 def test_the_first_record_stays_and_each_start_is_added(tmp_path):
@@ -132,8 +102,6 @@ def test_a_damaged_manifest_is_replaced(run, tmp_path, capsys):
 
 COMPARED = [  # what, now, at the run's start, what is said
     ("versions", {"tensorflow": "2.21.0"}, {"tensorflow": "2.22.0"}, "2.21.0 now, 2.22.0"),
-    ("git", {"folder": "a" * 40}, {"folder": "b" * 40}, "aaaaaaaaaaaa... now, bbbbbbbbbbbb..."),
-    ("git", {"folder": None}, {"folder": "b" * 40}, None),
     ("data", {"train": {"sha256": "1" * 64}}, {"train": {"sha256": "2" * 64}}, "111111111111... n"),
     (
         "data",

@@ -88,17 +88,11 @@ def _key(make: bool = False) -> bytes | None:
     folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     path = Path(folder, "towers", "key")
     with contextlib.suppress(OSError):
-        if make and not path.exists():
+        if make:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".key.{os.getpid()}")
-            try:
-                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                with open(descriptor, "wb") as file:
+            with contextlib.suppress(FileExistsError):
+                with open(path, "xb", opener=lambda name, how: os.open(name, how, 0o600)) as file:
                     file.write(secrets.token_bytes(_KEY_BYTES))
-                with contextlib.suppress(FileExistsError):  # another process was faster
-                    os.link(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
         key = path.read_bytes()
         return key if len(key) == _KEY_BYTES else None
     return None

@@ -1,7 +1,7 @@
 """The command line's flags: one for each option of a verb, also in flagfiles.
 
     options = flags.parse(["--flagfile=configs/quickstart.cfg", "--num_gpus=2"])     # of a run
-    options = flags.parse(["--steps=3"], Command("verify", options="mine:VerifyOptions"))
+    options = flags.parse(["--steps=3"], Verb("verify", options="mine:VerifyOptions"))
 
 A verb's options are a dataclass of `option` fields. A verb that works on a run has a field
 `run: Options`; its flags are its own fields and all other fields of `Options`. With `run: dict`
@@ -18,7 +18,7 @@ import os
 import pkgutil
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ from towers.options.run import Options, text_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Command:
-    """Describes a verb of the command line without importing its code."""
+class Verb:
+    """A verb of the command line, whose code is imported on demand."""
 
     name: str
     help: str = ""  # one line
@@ -48,6 +48,14 @@ class Command:
     # When what is not given comes from the flags.cfg of the run in --train_dir: "" never; "always",
     # so that there must be one; "if_any": it may be a new run; "if_typed": if --train_dir is typed.
     run_flags: str = ""
+    # "module:function", called with the options and a function that prints lines; by default `run`
+    # in the verb's command.py.
+    function: str = ""
+    # How TensorFlow is started before: "" not at all, "import" only imported, "cpu" without GPUs,
+    # "options" with the GPU options.
+    tensorflow: str = ""
+    # Returns exit code and line of an end by a signal, see `signals.Listener`; None: its own.
+    stopping: Callable[[int], tuple[int, str]] | None = None
 
     def fields(self) -> dict[str, dataclasses.Field]:
         """Return {name: field} in the order of the help."""
@@ -62,7 +70,7 @@ class Command:
         return pkgutil.resolve_name(self.options)
 
 
-_TRAIN = Command("train")
+_TRAIN = Verb("train")
 _RUN_FIELDS = {field.name: field for field in dataclasses.fields(Options)}
 _ALIASES = {f.metadata["alias"]: name for name, f in _RUN_FIELDS.items() if "alias" in f.metadata}
 _DEFINE = {
@@ -78,7 +86,7 @@ OF_MODEL = ("model", "model_args", "augment")  # those that an evaluation cannot
 _OF_MACHINES = {f.name for f in dataclasses.fields(Options) if f.metadata["group"] == MANY_MACHINES}
 
 
-def parse(argv: Sequence[str], verb: Command = _TRAIN) -> Any:
+def parse(argv: Sequence[str], verb: Verb = _TRAIN) -> Any:
     """Parse a verb's command line into its options.
 
     Args:
@@ -104,7 +112,7 @@ def parse(argv: Sequence[str], verb: Command = _TRAIN) -> Any:
     return _complete(values, verb)
 
 
-def _complete(values: dict[str, Any], verb: Command) -> Any:
+def _complete(values: dict[str, Any], verb: Verb) -> Any:
     # `values` as the verb's options; the rest is as in the run's flags.cfg, if the verb reads it.
     if verb.run_flags and not (verb.run_flags == "if_any" and values.get("overwrite")):
         of_run = _options_of_run(values, verb)
@@ -147,7 +155,7 @@ def options_from_call(
         if _RUN_FIELDS[name].type is str:
             values[name] = option_text(name, value)
         check_value(_RUN_FIELDS[name], values[name])
-    return _complete(values, Command(verb, run_flags="if_any" if verb == "train" else "always"))
+    return _complete(values, Verb(verb, run_flags="if_any" if verb == "train" else "always"))
 
 
 def option_name(flag: str) -> str:
@@ -170,7 +178,7 @@ def parse_value(name: str, text: str) -> Any:
     return _read_argv([f"--{name}={text}"], _TRAIN)[name]
 
 
-def _check_taken(argv: Sequence[str], verb: Command) -> None:
+def _check_taken(argv: Sequence[str], verb: Verb) -> None:
     """Raise InputError for a flag that the verb would ignore; flagfiles may contain it."""
     for argument in argv:
         name = argument.partition("=")[0].lstrip("-") if argument.startswith("-") else ""
@@ -203,7 +211,7 @@ class _Flags(flags.FlagValues):
 
 
 def _read_argv(
-    argv: Sequence[str], verb: Command, foreign: dict[str, str] | None = None
+    argv: Sequence[str], verb: Verb, foreign: dict[str, str] | None = None
 ) -> dict[str, Any]:
     """Return {option: value} of arguments and their flagfiles; see `_Flags` for `foreign`."""
     fields, defined = verb.fields(), _Flags()
@@ -256,7 +264,7 @@ def _read_text(path: str | Path) -> str:
     return Path(path).read_text(encoding="utf-8", errors="replace")
 
 
-def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
+def _options_of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
     """Return {option: value} of the run in --train_dir that `given` does not replace."""
     train_dir = given.get("train_dir", Options.train_dir)
     path = Path(train_dir, "flags.cfg")
@@ -337,7 +345,7 @@ def _check_identity(
         )
 
 
-def main_help(version: str, verbs: Sequence[Command]) -> str:
+def main_help(version: str, verbs: Sequence[Verb]) -> str:
     """Return the text of `towers --help`, with the verbs in this order.
 
     Args:
@@ -353,7 +361,7 @@ def main_help(version: str, verbs: Sequence[Command]) -> str:
     )
 
 
-def verb_help(verb: Command) -> str:
+def verb_help(verb: Verb) -> str:
     """Return the text of `towers VERB --help`: flags by group, with defaults."""
     fields = verb.fields()
     positional = fields.pop(_positional(fields), None)

@@ -225,14 +225,13 @@ def _import_shipped(module_name: str, path: Path) -> object:
 def _current_folder_searched(module_name: str) -> Iterator[None]:
     """Search the current folder for modules in the block, if it contains the named one.
 
-    It is searched before installed packages, and after the standard library unless the module has a
-    name from there. Afterwards it stays last on the path: functions may import others.
+    It is searched after the standard library and before installed packages. Afterwards it stays
+    last on the path: functions may import others.
     """
-    here, name = os.getcwd(), module_name.partition(".")[0]
-    stdlib_places = [i for i, folder in enumerate(sys.path) if folder in _STDLIB]
-    place = 0 if name in sys.stdlib_module_names else max(stdlib_places, default=-1) + 1
-    spec = PathFinder.find_spec(name, [here])
-    if spec is None or here in sys.path[:place]:
+    here, stdlib = os.getcwd(), [i for i, folder in enumerate(sys.path) if folder in _STDLIB]
+    place = max(stdlib, default=-1) + 1
+    is_here = PathFinder.find_spec(module_name.partition(".")[0], [here])
+    if not is_here or here in sys.path[:place]:
         yield
         return
     sys.path.insert(place, here)
@@ -241,8 +240,7 @@ def _current_folder_searched(module_name: str) -> Iterator[None]:
     finally:
         with contextlib.suppress(ValueError):  # the module itself may have changed it
             sys.path.remove(here)
-        known = getattr(sys.modules.get(name), "__spec__", None)
-        if known and known.origin == spec.origin and here not in sys.path:
+        if here not in sys.path:
             sys.path.append(here)
 
 

@@ -76,9 +76,7 @@ class Options(  # a dataclass has the fields of its last base first
         if self.schedule == "step" and not self.decay_epochs:
             raise InputError("--schedule=step needs --decay_epochs, such as --decay_epochs=80,120")
         self.model_keywords()
-        if size := self.image_height_width():  # 32x32 is 32
-            text = str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
-            object.__setattr__(self, "image_size", text)
+        self.image_height_width()
         self.profile_range()
         self.gpu_options()
 

@@ -137,27 +137,27 @@ def check_versions() -> Iterator[Check]:
         yield Check("towers", OK, f"runs from the checkout {ROOT}, not installed", install)
         return
     yield Check("towers", OK, f"{metadata['Version']}, from {ROOT}")
-    python = f"Python{metadata['Requires-Python']}"
-    yield _check_version(python, platform.python_version(), "install a newer Python")
-    for line in metadata.get_all("Requires-Dist", []):
-        if (needed := Requirement(line)).marker:  # an extra
+    for line in [f"Python{metadata['Requires-Python']}", *metadata.get_all("Requires-Dist", [])]:
+        needed = Requirement(line)
+        if needed.marker:  # an extra
             continue
-        try:
-            version = importlib.metadata.version(needed.name)
-        except importlib.metadata.PackageNotFoundError:  # tensorflow-cpu provides tensorflow, too
-            others = importlib.metadata.packages_distributions().get(needed.name)
-            version = importlib.metadata.version(others[0]) if others else None
-        yield _check_version(line, version, f"type python -m pip install '{line}'")
+        version, remedy = _installed(needed.name), f"type python -m pip install '{line}'"
+        if version and needed.specifier.contains(version, prereleases=True):
+            yield Check(needed.name, OK, version)
+        else:
+            detail = f"{version or 'not installed'}, {needed.specifier or 'any'} is needed"
+            yield Check(needed.name, PROBLEM, detail, remedy)
 
 
-def _check_version(requirement: str, version: str | None, remedy: str) -> Check:
-    """Check the version of a package, None if it is not installed: "keras>=3.15,<3.16"."""
-    needed = Requirement(requirement)
-    if version and needed.specifier.contains(version, prereleases=True):
-        return Check(needed.name, OK, version)
-    allowed = requirement.removeprefix(needed.name) or "any"
-    detail = f"{version or 'not installed'}, {allowed} is needed"
-    return Check(needed.name, PROBLEM, detail, remedy)
+def _installed(name: str) -> str | None:
+    """Return the version of Python or of a package, None if it is not installed."""
+    if name == "Python":
+        return platform.python_version()
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # tensorflow-cpu provides tensorflow, too
+        others = importlib.metadata.packages_distributions().get(name)
+        return importlib.metadata.version(others[0]) if others else None
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import contextlib
 import io
 import math
 import os
-import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from towers import files, tf_internals
+from towers import tf_internals
 from towers.commands.export.options import ENDINGS, ExportOptions
 from towers.data import augment
 from towers.errors import InputError, RunError
@@ -180,13 +179,13 @@ _WRITE = {"keras": _keras, "saved_model": _saved_model, "weights": _weights}
 def _how_to_load(
     options: ExportOptions, trained: TrainedModel, classes: Classes | None
 ) -> list[str]:
-    if options.format == "weights":
-        return [f"load it     {options.run.model}, then model.load_weights"]
-    spec, kind, lines = trained.spec()[0], trained.task["augment"], []
-    if trained.task["image_shape"]:
-        size = "x".join(map(str, spec.shape))
-        inside = "" if kind == "off" else f": --augment={kind} is inside"
-        lines.append(f"takes       images {size} {spec.dtype.name}, as stored{inside}")
+    """Return what the file takes and gives, and what is to be imported before it is loaded."""
+    spec, lines = trained.spec()[0], []
+    if trained.task["image_shape"] and options.format != "weights":
+        size, augmented = "x".join(map(str, spec.shape)), trained.task["augment"]
+        lines.append(
+            f"takes       images {size} {spec.dtype.name}, as stored (--augment={augmented})"
+        )
     if classes:
         kind = "logits" if classes.logits else "probabilities"
         lines.append(f"gives       {kind} of {first_of(classes.names)}")
@@ -201,19 +200,15 @@ def _how_to_load(
 
 
 def _output(options: ExportOptions) -> Path:
-    """Return the path to write; raise InputError if it cannot be written or loaded."""
+    """Return the path to write; raise InputError if what is there is to be kept."""
     name = f"model{ENDINGS[options.format]}" if ENDINGS[options.format] else options.format
     path = Path(options.output or Path(options.run.train_dir, name)).expanduser()
-    if options.format == "saved_model" and re.search(r"[*?[\\]", str(path.absolute())):
-        raise InputError(f"--output={path}: TensorFlow loads no SavedModel from a path with *?[\\")
     if path.exists() and not options.overwrite:
         raise InputError(
             f"--output={path} is there already: type --overwrite to replace it, or name another "
             "with --output"
         )
-    is_saved_model = (path / "saved_model.pb").exists() or (path.is_dir() and not os.listdir(path))
+    is_saved_model = (path / "saved_model.pb").exists()
     if path.exists() and is_saved_model != (options.format == "saved_model"):
         raise InputError(f"--output={path} is no {options.format} and is not replaced")
-    existing = next(folder for folder in path.absolute().parents if folder.exists())
-    files.check_writable(existing, f"--output={path}")
     return path

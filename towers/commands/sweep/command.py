@@ -11,23 +11,24 @@ killed, its runs save and end by themselves.
 
 import contextlib
 import os
+import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 from towers import files
-from towers.commands.sweep import report
-from towers.commands.sweep.options import PlannedRun, SweepOptions, plan
+from towers.commands.sweep.options import PlannedRun, SweepOptions, describe, plan
 from towers.devices import cuda_visible_devices, nvml
 from towers.errors import InputError
-from towers.formatting import process_end
-from towers.monitoring.results import read_result
+from towers.formatting import process_end, table
+from towers.monitoring.results import averaged_number, objective_of, read_result
 from towers.options import flags, search_path
 from towers.options.run import Options, names_that_affect, text_of
 from towers.signals import EXIT_STOPPED, StopRequest
@@ -50,8 +51,7 @@ def run(
     Returns:
         The content of sweep.json, and "interrupted": whether a signal ended the sweep.
     """
-    runs = plan(options)
-    folder = Path(options.sweep_dir)
+    runs, folder = plan(options), Path(options.sweep_dir)
     places = assign_gpus(runs, options.parallel)
     for planned in runs:
         _check_same(planned)
@@ -71,27 +71,22 @@ def run(
             }
             for planned in runs
         ]
-
-        def write() -> dict[str, Any]:
-            result = report.document(options.sweep_dir, entries)
-            files.write_json(folder / "sweep.json", result)
-            return result
-
-        ending = threading.Event()
         waiting = [pair for pair in zip(runs, entries, strict=True) if not pair[1]["result"]]
         say(f"sweep       {folder}: {len(waiting)} of {len(runs)} runs are not finished")
         say(f"watch it    tensorboard --logdir={folder}")
+        ending = threading.Event()
         with ThreadPoolExecutor(len(places)) as pool, contextlib.ExitStack() as stack:
             stack.callback(ending.set)  # if this fails, its runs save and end
             how = places, program, lambda: stop() or ending.is_set()
             futures = [pool.submit(_train, *pair, *how) for pair in waiting]
             for future in as_completed(futures):
                 if entry := future.result():
-                    write()
+                    files.write_json(folder / "sweep.json", compare(options.sweep_dir, entries))
                     why = f": {entry['error']} ({entry['log']})" if entry["error"] else ""
                     say(f"run {entry['name']}: {entry['status']} ({entry['seconds']:.0f} s){why}")
-        result = write()
-    for line in report.closing_lines(result):
+        result = compare(options.sweep_dir, entries)
+        files.write_json(folder / "sweep.json", result)
+    for line in closing_lines(result):
         say(line)
     return result | {
         "interrupted": stop() and result["total"] > result["finished"] + result["failed"]
@@ -111,28 +106,21 @@ def assign_gpus(runs: Sequence[PlannedRun], parallel: int) -> list[list[str]]:
         InputError: the GPUs do not suffice, do not exist, or are varied by --vary.
     """
     users = [run for run in runs if not _on_cpu(run.options)]
-    if not users:
-        return [[]] * parallel
     driver, environ = nvml.gpus(), dict(os.environ)
-    if parallel > 1 and driver and "visible_gpus" in users[0].flags:
+    if parallel == 1 or not users or not driver:
+        return [[]] * parallel
+    if "visible_gpus" in users[0].flags:
         raise InputError("--vary=visible_gpus: --parallel deals GPUs out itself; leave one out")
     cuda_visible_devices.set_visible(users[0].options.gpu_options(), driver, environ)
     listed = cuda_visible_devices.listed_in(environ, driver)
-    if not listed:
-        return [[]] * parallel
     share = len(listed) // parallel
-    if share and any(gpu.mig is not None for gpu in listed):
-        share = 1  # a process sees only one part of a GPU that MIG splits
-    chosen = [run.options.num_towers for run in users if run.options.devices in ("", "any")]
-    needed = max([1, *chosen])
-    if needed > share:
+    needed = max([1, *(r.options.num_towers for r in users if r.options.devices in ("", "any"))])
+    if listed and needed > share:
         raise InputError(
             f"--parallel={parallel} --num_towers={needed}: a run needs {needed} of the "
             f"{len(listed)} visible GPUs for itself and gets {share}: lower either, or type "
             "--devices=cpu"
         )
-    if parallel == 1:
-        return [[]]
     return [[gpu.key for gpu in listed[i * share : (i + 1) * share]] for i in range(parallel)]
 
 
@@ -202,3 +190,72 @@ def _check_same(run: PlannedRun) -> None:
                 f"--{name}={text_of(new)}: the run {path.parent} was made with "
                 f"--{name}={text_of(old)}: name another --sweep_dir, or give that again"
             )
+
+
+def compare(sweep_dir: str, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the content of sweep.json, which --json prints.
+
+    Its "summary" has a row for each combination of what is varied except the seed, best first:
+    "flags", "runs": names, "finished": n, "failed": n, and "objective", None if unknown: the mean
+    of that of its runs, and of the moving average of the weights where there is one. Combinations
+    with a failed run are last.
+
+    Args:
+        sweep_dir: folder of the sweep.
+        entries: a dict for each run, as `run` makes them.
+    """
+    name, direction = objective_of(next((e["result"] for e in entries if e["result"]), {}))
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in entries:
+        groups.setdefault(describe(entry["flags"] | {"seed": 0}), []).append(entry)
+    rows = []
+    for group in groups.values():
+        values = [averaged_number(entry["result"] or {}, name) for entry in group]
+        known = [value for value in values if value is not None]
+        row = {"flags": {flag: v for flag, v in group[0]["flags"].items() if flag != "seed"}}
+        row |= {"runs": [entry["name"] for entry in group], **_ends(group)}
+        rows.append(row | {"objective": statistics.fmean(known) if known else None})
+
+    def rank(row: Mapping[str, Any]) -> tuple[bool, bool, float]:
+        mean = row["objective"] or 0.0
+        return row["objective"] is None, row["failed"] > 0, -mean if direction == "max" else mean
+
+    rows.sort(key=rank)
+    words = ["towers", "train", f"--flagfile={sweep_dir}/{rows[0]['runs'][0]}.cfg"]
+    command = shlex.join([*words, f"--train_dir={os.path.normpath(sweep_dir)}-best"])
+    return {
+        "sweep_dir": sweep_dir,
+        "total": len(entries),
+        **_ends(entries, "stopped"),
+        "objective": name,
+        "direction": direction,
+        "runs": list(entries),
+        "summary": rows,
+        "best": None if rows[0]["objective"] is None else rows[0] | {"command": command},
+    }
+
+
+def _ends(entries: Sequence[Mapping[str, Any]], *more: str) -> dict[str, int]:
+    """Return {"finished", "failed" and more: how many runs have that status}."""
+    found = [entry["status"] for entry in entries]
+    return {status: found.count(status) for status in ("finished", "failed", *more)}
+
+
+def closing_lines(result: Mapping[str, Any]) -> list[str]:
+    """Return the last lines of a sweep; `result` is what `compare` returns."""
+    lines = []
+    if best := result["best"]:
+        names = list(best["flags"])
+        rows = [
+            [*(text_of(row["flags"][name]) for name in names)]
+            + [row["objective"] and f"{row['objective']:.4f}", row["finished"], row["failed"]]
+            for row in result["summary"]
+        ]
+        header = [*names, result["objective"].replace("_", " ", 1), "n", "failed"]
+        lines = ["", *table(header, rows), ""]
+        lines.append(f"best        {describe(best['flags']) or 'as the flags are'}")
+        lines.append(f"  {best['command']}")
+    if result["total"] > result["finished"] + result["failed"]:
+        done = f"{result['finished']} of {result['total']} runs are finished"
+        lines.append(f"stopped     {done}; the same command continues the sweep")
+    return lines

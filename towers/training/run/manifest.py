@@ -5,7 +5,6 @@
     command, folder  what was typed, and where
     flags            in force, by name
     versions         of Python, packages, the CUDA build and the driver, and the processor's name
-    git              commit ids of the current folder and of towers, null without a repository
     code             {"model": sha256 of the model function's file, null without a file}
     data             {"train": "test":} kind, sha256 and size, see `towers.data.Split.checksum`
     task             arguments of the model function, see `task_of`
@@ -68,7 +67,6 @@ def write(run: RunContext, folder: Path, restored: int | None) -> list[str]:
         "folder": str(Path.cwd()),
         "flags": dataclasses.asdict(run.options),
         "versions": host.versions() | {"processor": host.processor()},
-        "git": {"folder": commit_of(Path.cwd()), "towers": commit_of(Path(__file__).parent)},
         "code": code(run.options),
         "data": data_record(run),
     }
@@ -153,28 +151,6 @@ def data_record(run: RunContext) -> dict[str, dict[str, Any]]:
     return {name: split.checksum() for name, split in run.splits().items()}
 
 
-def commit_of(folder: Path) -> str | None:
-    """Return the commit id of a folder's git repository, None if there is none.
-
-    Files are read and no program is run: the repository's configuration may name programs.
-    """
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        git = next(p / ".git" for p in [folder, *folder.parents] if (p / ".git").exists())
-        if git.is_file():  # of a worktree or a submodule
-            git = git.parent / git.read_text().strip().removeprefix("gitdir: ")
-        head = (git / "HEAD").read_text().strip()
-        if not head.startswith("ref: "):
-            return head
-        name = head.removeprefix("ref: ")
-        if (git / "commondir").exists():
-            git /= (git / "commondir").read_text().strip()
-        if (git / name).exists():
-            return (git / name).read_text().strip()
-        rows = (git / "packed-refs").read_text().splitlines()
-        return next(row.split()[0] for row in rows if row.endswith(f" {name}"))
-    return None
-
-
 def differences(
     now: Mapping[str, Any], before: Mapping[str, Any], when: str = "at the run's start"
 ) -> list[str]:
@@ -196,7 +172,7 @@ def differences(
 
 def _compared(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return {name: value} of the parts that may change results; the number of towers does not."""
-    parts = {part: record.get(part, {}) for part in ("versions", "git", "code")}
+    parts = {part: record.get(part, {}) for part in ("versions", "code")}
     found = {f"{part}.{name}": x for part, values in parts.items() for name, x in values.items()}
     for name, split in record.get("data", {}).items():
         found[f"data.{name}"] = split.get("sha256") or f"{split.get('examples')} examples"

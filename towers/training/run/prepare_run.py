@@ -210,7 +210,8 @@ def _open_dashboard(prepared: PreparedRun) -> None:
 def run_summary(run: RunContext) -> list[str]:
     """Return the rules as lines with this run's numbers."""
     options, size = run.options, run.data.train.size
-    towers = len(run.builder.devices)
+    towers, timetable = len(run.builder.devices), run.timetable()
+    seen = timetable.examples(timetable.last_step)
     small, more = divmod(options.batch_size, towers)
     slices = Counter(small + (i < more) for i in range(towers))
     per_tower = " and ".join(f"{n} x {examples}" for examples, n in slices.items())
@@ -238,7 +239,8 @@ def run_summary(run: RunContext) -> list[str]:
         *augment.describe(run.data, options.augment, dtype),
         f"model       {options.model}({options.model_args}): {weights} trainable weights",
         f"task        {run.task.describe()}",
-        f"length      {_length(run)}",
+        f"length      {count(timetable.last_step, 'step')}, {count(seen, 'example')}, "
+        f"{seen / size:.4g} epochs",
         f"saved       {regularly if every else ''}at the end, and when stopped",
         "rules, the same at any number of towers:",
         "  1 loss and gradients: mean over the global batch; add_n adds the towers' parts",
@@ -270,15 +272,3 @@ def _checks(run: RunContext) -> str:
         f"towers are compared with one device {first} and {later}; if they differ: "
         f"{otherwise[options.on_inexact]}"
     )
-
-
-def _length(run: RunContext) -> str:
-    """Return the length of the run, and why it differs from the requested epochs, if so."""
-    timetable, size = run.timetable(), run.data.train.size
-    seen = timetable.examples(timetable.last_step)
-    line = f"{count(timetable.last_step, 'step')}, {count(seen, 'example')}, "
-    line += f"{seen / size:.4g} epochs"
-    if seen == run.total_examples:
-        return line
-    why = "--max_steps comes first" if seen < run.total_examples else "all batches are full"
-    return f"{line} instead of {run.total_epochs:g}: {why}"

@@ -23,7 +23,6 @@ _NOISE = re.compile(
 )
 # TensorFlow's text of an error in Python code that a pipeline calls.
 _TRACEBACK = re.compile(r"(?s)Traceback \(most recent call last\):\n.*?\n(?=\n\n|\s*\[\[|\Z)")
-_BATCH = re.compile(r"(?m)^in \S.* batch \d+$")  # the note of a `keras.utils.PyDataset`
 # Text in other errors, and its meaning; TensorFlow's own words follow.
 _HARD = "--allow_soft_placement=false (leave it out, or let the model choose no device)"
 _OF_INPUT = {
@@ -75,8 +74,6 @@ def user_facing_errors(options: Options, step: Callable[[], int] | None = None) 
         reason = first_line(type(error)(None, None, _NOISE.sub("", text)), 1000)
         if "assertion failed:" in text:  # its texts and numbers are in brackets
             reason = re.sub(r"\] \[", " ", reason).strip("[]")
-        if batch := _BATCH.search(text):
-            reason += f" {batch[0]}"
         where = f" at step {step()}" if step else ""
         line = f"{known[part].format(options, where)}: {reason[:300]}"
         if part in _OF_INPUT:
