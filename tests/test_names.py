@@ -34,7 +34,6 @@ def test_what_is_written_is_read(folder, capsys, kind):
     model = towers.load(name)
     if kind != "signs":  # which plain TensorFlow does not read
         assert_has(model, name)
-    done(capsys, "export", name, "--format=weights")
     done(capsys, "export", name, "--format=saved_model", "--output=plain/model")
 
 

@@ -48,6 +48,7 @@ _GPU_FLAGS = tuple(GpuOptions.__dataclass_fields__)
 _DATA_FLAGS = "train_dir json trust model dataset data_dir image_size".split()
 _EVALUATE_FLAGS = (*_DATA_FLAGS, "test_time_flip", "batch_size", "dtype", *PLACEMENT, *_GPU_FLAGS)
 _PREDICT_FLAGS = "train_dir json trust test_time_flip batch_size".split()
+_OF_A_RUN = "type --flagfile=RUN/flags.cfg for the flags of a run"
 _VERBS = (
     Verb("train", "train a model over towers, or continue a run", run_flags="if_any",
           function="towers.training.train:train", tensorflow="options", stopping=_stopped),
@@ -55,10 +56,11 @@ _VERBS = (
           takes=_EVALUATE_FLAGS, run_flags="always",
           function="towers.training.evaluate:evaluate", tensorflow="options"),
     Verb("verify", "prove on your model that N towers compute what one device computes",
-          run_flags="if_typed",
+          refuses={"train_dir": _OF_A_RUN},
           options="towers.commands.verify.options:VerifyOptions", tensorflow="options"),
     Verb("benchmark", "measure speed and scaling over towers",
-          run_flags="if_typed", refuses=dict.fromkeys(PLACEMENT[2:], "it measures this machine"),
+          refuses=dict.fromkeys(PLACEMENT[2:], "it measures this machine")
+          | {"train_dir": _OF_A_RUN},
           options="towers.commands.benchmark.options:BenchmarkOptions", tensorflow="options"),
     Verb("doctor", "check this machine: versions, GPUs, and a computation on each device",
           takes=("json", *_GPU_FLAGS)),

@@ -68,18 +68,14 @@ def test_files_compute_what_the_run_computes_without_towers(trained, tmp_path, c
         np.testing.assert_allclose(np.load(tmp_path / name), expected, rtol=0, atol=atol)
 
 
-def test_weights_of_a_run_that_is_training_are_those_of_the_model_alone(trained, tmp_path, capsys):
+def test_the_file_of_a_run_that_is_training_is_told_as_json(trained, tmp_path, capsys):
     run = trained.copy("classes", tmp_path / "run")
     with files.Lock() as lock:
         lock.take(run)
-        code, out, _ = export_of(capsys, run, "--format=weights", "--json")
+        code, out, _ = export_of(capsys, run, "--json")
     found = json.loads(out)
-    assert code == 0 and found["output"] == str(run / "model.weights.h5")
-    assert (found["passed"], found["step"], found["max_relative_difference"]) == (True, 18, 0.0)
-    model = tiny.cnn(3, (6, 6, 3), width=3)
-    model.load_weights(found["output"])
-    for ours, theirs in zip(model.weights, towers.load(run).weights, strict=True):
-        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+    assert code == 0 and found["output"] == str(run / "model.keras")
+    assert (found["passed"], found["step"]) == (True, 18)
 
 
 def test_what_is_there_is_kept_unless_told(trained, tmp_path, capsys):
@@ -100,7 +96,7 @@ def test_what_is_there_is_kept_unless_told(trained, tmp_path, capsys):
     code, _, err = export_of(capsys, run, *argv)
     assert code == 2 and "mine is no saved_model and is not replaced" in err
     code, _, err = export_of(capsys, run, f"--output={tmp_path}/a.h5")
-    assert code == 2 and "a.h5: the name of a file of --format=keras ends in .keras" in err
+    assert code == 2 and "a.h5: the name of a Keras file ends in .keras" in err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.keras", "mine", "served"]
 
 
@@ -128,12 +124,11 @@ def doubling(name):
 
 @pytest.mark.parametrize("make, kind", [(Doubled, "Doubled"), (doubling, "Lambda")])
 def test_a_layer_that_keras_cannot_save_is_named(tmp_path, monkeypatch, make, kind):
-    named = f"^--format=keras: .*{kind}.*--format=saved_model or --format=weights"
+    named = f"^--format=keras: .*{kind}.*--format=saved_model"
     with pytest.raises(InputError, match=named):
         export_layer(monkeypatch, tmp_path, make(name="own"), "keras", [])
     assert not list(tmp_path.iterdir())
-    for form in "saved_model", "weights":  # which are compared with the model itself
-        assert export_layer(monkeypatch, tmp_path, make(name="own"), form, [])
+    assert export_layer(monkeypatch, tmp_path, make(name="own"), "saved_model", [])
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])

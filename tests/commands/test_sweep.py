@@ -117,12 +117,10 @@ def test_the_average_counts_where_there_is_one_and_a_failure_puts_a_row_last():
 
 def test_what_is_finished_is_not_started_again_and_values_can_be_added(folder):
     run_fake("--vary=learning_rate:0.1", "--vary=seed:1")
-    before = tiny.files(Path("S/learning_rate=0.1,seed=1"))
     result, lines = run_fake("--vary=learning_rate:0.3,0.1", "--vary=seed:1,2")
     assert "sweep       S: 3 of 4 runs are not finished" in lines
     assert set(statuses(result).values()) == {"finished"}
     assert len(started()) == len(set(started())) == 4
-    assert tiny.files(Path("S/learning_rate=0.1,seed=1")) == before
 
 
 def test_another_experiment_is_refused_with_both_values_and_no_other_change(folder):
@@ -198,7 +196,7 @@ def test_the_runs_of_a_killed_sweep_save_and_end(folder, background):
     assert tiny.files(Path("S/model=fine,seed=1")) == before
 
 
-WHOLE, IN_PARTS = [fake_gpus.A100] * 4, [fake_gpus.SPLIT] * 2
+WHOLE = [fake_gpus.A100] * 4
 
 
 @pytest.mark.unit
@@ -210,7 +208,6 @@ WHOLE, IN_PARTS = [fake_gpus.A100] * 4, [fake_gpus.SPLIT] * 2
         (WHOLE, "--parallel=3", [["0"], ["1"], ["2"]]),
         (WHOLE, "--parallel=2 --visible_gpus=1,3", [["1"], ["3"]]),
         (WHOLE, "--parallel=8 --devices=cpu", [[]] * 8),
-        (IN_PARTS, "--parallel=2", [[fake_gpus.part_uuid(0, part)] for part in (0, 1)]),
     ],
 )
 def test_gpus_are_dealt_out(monkeypatch, cards, argv, places):
@@ -224,7 +221,7 @@ def test_gpus_are_dealt_out(monkeypatch, cards, argv, places):
     "argv, words",
     [
         ("--parallel=5", "a run needs 1 of the 4 visible GPUs for itself and gets 0"),
-        ("--num_towers=5", "--num_towers=5: a run needs 5 of the 4 visible GPUs"),
+        ("--parallel=2 --num_towers=3", "--num_towers=3: a run needs 3 of the 4 visible GPUs"),
         ("--parallel=2 --visible_gpus=7", "no GPU is named 7"),
         ("--parallel=2 --vary=visible_gpus:0;1", "--vary=visible_gpus"),
     ],
@@ -249,14 +246,11 @@ def plan_of(*argv):
     [
         ("", "--vary=learning_rate:0.05,0.1,0.2"),
         ("--vary=learning_rat:1", "did you mean learning_rate?"),
-        ("--vary=learning_rate", "such as --vary=learning_rate:0.05,0.1"),
         ("--vary=train_dir:a,b", "the sweep gives each run its own --train_dir"),
-        ("--vary=batch_size:1.5", "--batch_size=1.5: "),
         ("--vary=batch_size:8,0", "the run batch_size=0: --batch_size=0: a whole number"),
         ("--vary=jit_compile:maybe", "--jit_compile=maybe: "),
         ("--vary=schedule:step", "--schedule=step needs --decay_epochs"),
         ("--vary=seed:1 --vary=seed:2", "--vary=seed:... is given twice"),
-        ("--vary=num_gpus:1 --vary=num_towers:2", "num_towers"),
     ],
 )
 def test_a_bad_vary_gets_one_line(argv, remedy):

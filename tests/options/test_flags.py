@@ -43,10 +43,10 @@ OF_EVALUATE = (
 # {verb: the flags that it shows first, its own; those of a run that it does not take}
 OF_VERBS = {
     "train": ("", ""),
-    "verify": ("--num_towers=1,2,3,4 --steps=10 --float32=false", ""),
+    "verify": ("--num_towers=1,2,3,4 --steps=10 --float32=false", "train_dir"),
     "benchmark": (
         "--dataset=synthetic --num_towers= --windows=5 --seconds=2",
-        "workers towers_per_worker worker_timeout_seconds min_workers",
+        "train_dir workers towers_per_worker worker_timeout_seconds min_workers",
     ),
     "sweep": ("--vary= --sweep_dir=runs/sweep --parallel=1", "train_dir overwrite"),
 }
@@ -151,21 +151,16 @@ WORKERS = {"verify": "a:1", "benchmark": ""}  # of the run's, those that are use
 
 
 @pytest.mark.parametrize("verb", WORKERS)
-def test_the_folder_of_a_run_stands_for_its_flags(folder, verb):
+def test_the_flags_of_a_run_are_those_of_its_flagfile(folder, verb):
     (folder / "run").mkdir()
     path = folder / "run/flags.cfg"
     for number, shown in ("0", {"verify": "1,2,3,4", "benchmark": ""}[verb]), ("2", "2"):
         lines = f"--batch_size=24\n--seed=3\n--num_towers={number}\n--workers=a:1\n"
         path.write_text(code_trust.signed(lines))
-        found = cli.parse(verb, ["--batch_size=12", "--train_dir=run"])
+        found = cli.parse(verb, ["--flagfile=run/flags.cfg", "--batch_size=12"])
         assert (found.run.batch_size, found.run.seed) == (12, 3)
         assert (str(found.num_towers), found.run.workers) == (shown, WORKERS[verb])
-    (folder / "empty").mkdir()
-    for path in "rum", "empty", "my.cfg":  # a slip of the pen is not the default model
-        with pytest.raises(InputError, match=f"--train_dir={path}: there is no run; train first"):
-            cli.parse(verb, [f"--train_dir={path}", "--seed=4"])
-    (folder / "my.cfg").write_text("--train_dir=run\n")  # the folder of a run to come
-    assert cli.parse(verb, ["--flagfile=my.cfg"]).run.seed == 0
+        assert "type --flagfile=RUN/flags.cfg" in refusal(verb, "--train_dir=run")
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,6 @@ REFUSED = [
     ),
     (f"{__name__}:BUILT", {}, "--model=.*:BUILT is a model, and not the function that returns it"),
     (lambda: layers.Dense(10), {}, "returned Dense; a keras.Model is needed"),
-    ("keras:Sequential", {}, "keras:Sequential"),
-    (both, {"image_shape": 3}, "--model_args: image_shape is that of the data"),
     (two_inputs, {}, r"cannot take float32 \(8, 8, 3\) .*expects 2 .*input"),
     (both, {"num_classes": 3}, r"of shape \(None, 3\); .* take num_classes=10 as an argument"),
     (of_other_images, {}, r"take image_shape as an argument\): it takes inputs of shape \(32"),

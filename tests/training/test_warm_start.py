@@ -98,7 +98,7 @@ def test_no_code_in_a_file_runs(tmp_path, file):
     model.add(layers.Lambda(lambda x: (open(name, "a").close(), x)[1]))
     model.save(tmp_path / file)
     called.unlink(missing_ok=True)
-    with pytest.raises(InputError, match="has no weight of this model"):
+    with pytest.raises(InputError, match="has no weight of this model|Layer count mismatch"):
         begun(tmp_path / file)
     assert not called.exists()
 

@@ -16,7 +16,6 @@ import dataclasses
 import difflib
 import os
 import pkgutil
-import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,10 +42,10 @@ class Verb:
     # Allowed options of a run, None: all. In a flagfile all are allowed, so that one file serves
     # training and every later use of the run.
     takes: Sequence[str] | None = None
-    # {option that the verb does not take, and ignores in a run's flags.cfg: the reason}
+    # {option that the verb does not take, and ignores in a flagfile: the reason}
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # When what is not given comes from the flags.cfg of the run in --train_dir: "" never; "always",
-    # so that there must be one; "if_any": it may be a new run; "if_typed": if --train_dir is typed.
+    # so that there must be one; "if_any": it may be a new run.
     run_flags: str = ""
     # "module:function", called with the options and a function that prints lines; by default `run`
     # in the verb's command.py.
@@ -106,17 +105,14 @@ def parse(argv: Sequence[str], verb: Verb = _TRAIN) -> Any:
         untrusted = {name: value for name, value in values.items() if trusted.get(name) != value}
         for path, text in () if trusted.get("trust") else foreign.items():
             code_trust.check(f"--flagfile={path}", text, untrusted)
-    typed = any(re.match("--?train_dir(=|$)", argument) for argument in argv)
-    if verb.run_flags == "if_typed" and not typed:
-        verb = dataclasses.replace(verb, run_flags="")
     return _complete(values, verb)
 
 
 def _complete(values: dict[str, Any], verb: Verb) -> Any:
     # `values` as the verb's options; the rest is as in the run's flags.cfg, if the verb reads it.
     if verb.run_flags and not (verb.run_flags == "if_any" and values.get("overwrite")):
-        of_run = _options_of_run(values, verb)
-        values = {n: value for n, value in of_run.items() if n not in verb.refuses} | values
+        values = _options_of_run(values, verb) | values
+    values = {name: value for name, value in values.items() if name not in verb.refuses}
     kind = verb.options_class()
     kinds = {field.name: field.type for field in dataclasses.fields(kind)}
     if kinds.get("num_towers") is str:  # a list, in place of the number in a run's flags.cfg
@@ -289,9 +285,7 @@ def _options_of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
     if verb.run_flags == "if_any" or verb.name == "evaluate":
         _check_identity(train_dir, of_run, given, verb.run_flags == "if_any")
     replaced = _replaced_options(of_run, given)
-    if verb.run_flags == "if_typed":  # its --num_towers says nothing of the run's devices
-        replaced = set()
-    elif verb.run_flags == "always":  # the machines and GPUs of training may be gone
+    if verb.run_flags == "always":  # the machines and GPUs of training may be gone
         replaced |= _OF_MACHINES | ({"devices"} if of_run.get("devices") == "gpu" else set())
         replaced.add("callbacks")  # whose module need not be there any more
     taken = {name: value for name, value in of_run.items() if name not in replaced}

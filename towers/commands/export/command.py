@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -153,7 +154,7 @@ def _keras(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarr
         raise InputError(
             f"--format=keras: Keras cannot load the file again: {first_line(error, 200)}; give "
             "layers of your own get_config and @keras.saving.register_keras_serializable(), or "
-            "type --format=saved_model or --format=weights"
+            "type --format=saved_model"
         ) from None
     return _arrays(loaded(examples, training=False))
 
@@ -165,15 +166,7 @@ def _saved_model(trained: TrainedModel, path: Path, examples: Inputs) -> list[np
     return _arrays(loaded.serve(examples))
 
 
-def _weights(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarray]:
-    trained.model.save_weights(path)
-    for variable in trained.model.weights:  # so that only the file can restore them
-        variable.assign(tf.zeros_like(variable.value))
-    trained.model.load_weights(path)
-    return _outputs_of(trained, examples)
-
-
-_WRITE = {"keras": _keras, "saved_model": _saved_model, "weights": _weights}
+_WRITE = {"keras": _keras, "saved_model": _saved_model}
 
 
 def _how_to_load(
@@ -181,7 +174,7 @@ def _how_to_load(
 ) -> list[str]:
     """Return what the file takes and gives, and what is to be imported before it is loaded."""
     spec, lines = trained.spec()[0], []
-    if trained.task["image_shape"] and options.format != "weights":
+    if trained.task["image_shape"]:
         size, augmented = "x".join(map(str, spec.shape)), trained.task["augment"]
         lines.append(
             f"takes       images {size} {spec.dtype.name}, as stored (--augment={augmented})"
@@ -203,6 +196,8 @@ def _output(options: ExportOptions) -> Path:
     """Return the path to write; raise InputError if what is there is to be kept."""
     name = f"model{ENDINGS[options.format]}" if ENDINGS[options.format] else options.format
     path = Path(options.output or Path(options.run.train_dir, name)).expanduser()
+    if options.format == "saved_model" and re.search(r"[*?[\\]", str(path.absolute())):
+        raise InputError(f"--output={path}: TensorFlow loads no SavedModel from a path with *?[\\")
     if path.exists() and not options.overwrite:
         raise InputError(
             f"--output={path} is there already: type --overwrite to replace it, or name another "

@@ -8,7 +8,7 @@ from towers.options.fields import check_values, option
 from towers.options.run import Options
 
 # File name endings; a saved_model is a folder.
-ENDINGS = {"keras": ".keras", "saved_model": "", "weights": ".weights.h5"}
+ENDINGS = {"keras": ".keras", "saved_model": ""}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,17 +20,17 @@ Examples:
   towers export --train_dir=runs/a --format=keras
   towers export --train_dir=runs/a --format=saved_model --output=served/1 --averages
 A file .keras and a saved_model take the images of the data set as they are stored, any number at a
-time: cropping and standardising are part of the model. Weights are those of the model alone."""
+time: cropping and standardising are part of the model."""
 
     run: Options = dataclasses.field(default_factory=Options)
     format: str = option(
         "keras", "Export", "Kind of the file: keras, for keras.models.load_model without towers; "
-        "saved_model, for TensorFlow alone; weights, for load_weights of the same model.",
+        "saved_model, for TensorFlow alone.",
         choices=tuple(ENDINGS),
     )  # fmt: skip
     output: str = option(
-        "", "Export", "File, or folder of a saved_model; default: in train_dir, model.keras, "
-        "saved_model or model.weights.h5.",
+        "", "Export", "File, or folder of a saved_model; default: in train_dir, model.keras or "
+        "saved_model.",
     )  # fmt: skip
     averages: bool = option(
         False, "Export", "Take the moving averages of the weights in place of the weights."
@@ -40,9 +40,5 @@ time: cropping and standardising are part of the model. Weights are those of the
     def __post_init__(self) -> None:
         """Raise InputError for a value out of range."""
         check_values(self)
-        ending = ENDINGS[self.format]
-        if self.output and not self.output.endswith(ending):
-            raise InputError(
-                f"--output={self.output}: the name of a file of --format={self.format} ends in "
-                f"{ending}"
-            )
+        if self.output and not self.output.endswith(ENDINGS[self.format]):
+            raise InputError(f"--output={self.output}: the name of a Keras file ends in .keras")

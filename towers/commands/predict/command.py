@@ -74,7 +74,7 @@ def _rows(
     def predict(x: Any) -> Any:
         return builder.concat(on_tower, x)
 
-    def stacked(*rows: np.ndarray) -> tf.Tensor:
+    def stacked(rows: list[np.ndarray]) -> tf.Tensor:
         rest = [np.zeros_like(rows[0])] * (batch_size - len(rows))
         with tf.device("/cpu:0"):
             return tf.constant(np.stack([*rows, *rest]))
@@ -83,8 +83,7 @@ def _rows(
     with ThreadPoolExecutor() as pool:
         while batch := list(itertools.islice(places, batch_size)):
             examples = pool.map(lambda place: place[0].read(place[1]), batch)
-            x = tf.nest.map_structure(stacked, *examples)
-            outputs = _by_name(trained.model, predict(x))
+            outputs = _by_name(trained.model, predict(stacked(list(examples))))
             for i, (part, index) in enumerate(batch):
                 yield part.file, index, {name: array[i] for name, array in outputs.items()}
 
