@@ -114,12 +114,6 @@ def test_help():
             assert call([verb, *argv]) == (0, flags.verb_help(cli.VERBS[verb]), "")
 
 
-def test_version(monkeypatch):
-    assert call(["-version"]) == (0, f"towers {towers.__version__}\n", "")
-    monkeypatch.setattr(sys, "argv", ["towers", "--version"])
-    assert call(None) == (0, f"towers {towers.__version__}\n", "")
-
-
 # Outcomes of a verb.
 
 
@@ -166,14 +160,13 @@ def test_exit_codes(monkeypatch, capsys, verb, outcome, code, line):
     assert out == ("a line\n" if verb == "evaluate" else "")
 
 
-@pytest.mark.parametrize("found, code", [(["ok"], 0), (["problem", "ok"], 1)])
-def test_doctor_fails_if_there_is_a_problem(monkeypatch, capsys, found, code):
-    checks = [Check("disk", status, "full", "empty it") for status in found]
-    assert run_verb(monkeypatch, "doctor", checks) == code
-    assert capsys.readouterr().out == "a line\n"
-    assert run_verb(monkeypatch, "doctor", checks, "--json") == code
-    out, err = capsys.readouterr()
-    assert (json.loads(out), err) == ([dataclasses.asdict(check) for check in checks], "a line\n")
+def test_doctor_fails_if_there_is_a_problem(monkeypatch, capsys):
+    checks = [Check("disk", status, "full", "empty it") for status in ("problem", "ok")]
+    assert run_verb(monkeypatch, "doctor", checks[1:]) == 0
+    assert run_verb(monkeypatch, "doctor", checks, "--json") == 1
+    assert json.loads(capsys.readouterr().out.partition("\n")[2]) == list(
+        map(dataclasses.asdict, checks)
+    )
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,6 @@ def test_gpus_are_those_of_the_driver_and_are_read_back(install, probe):
     [
         ([A100], {"visible_gpus": "3"}, {}, "GPUs", "--visible_gpus=0"),
         ([A100, FULL], {}, {}, "GPUs", "--visible_gpus=0"),
-        ([A100, SMALL], {}, {}, "GPUs", "and-cuda"),
         ([SMALL], {}, {}, "GPUs", "and-cuda"),
         ([A100, A100], {}, {"/gpu:1": "off"}, "computing on /gpu:1", "--visible_gpus"),
         ([A100], {}, {"end": "was ended by SIGABRT: bad ptx"}, "TensorFlow", "and-cuda"),

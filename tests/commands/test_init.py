@@ -58,10 +58,6 @@ def test_it_stands_in_the_current_folder_and_overwrites_nothing(folder, capsys):
 
 def test_what_it_cannot_do_is_one_line(folder, capsys):
     (folder / "file").touch()
-    for words, message in {
-        ("a", "b"): "towers init takes one folder: towers init FOLDER",
-        ("file/a",): "file/a cannot be written: Not a directory",
-        ("file",): "file cannot be written: ",
-    }.items():
+    for words, message in {("a", "b"): "takes one folder", ("file/a",): "Not a directory"}.items():
         assert cli.main(["init", *words]) == 2
         assert message in capsys.readouterr().err

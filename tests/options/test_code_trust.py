@@ -92,8 +92,6 @@ def test_a_foreign_run_connects_to_no_machine(folder, monkeypatch):
         cli.parse("evaluate", [f"--train_dir={name}"])  # is on this machine
         for own in "--workers=", "--workers=mine:1", "--num_towers=2", "--devices=cpu":
             assert "evil" not in cli.parse("train", [f"--train_dir={name}", own]).workers
-    both = make_run("both", sign=False, workers="evil:1", loss="evil:loss")
-    assert "code that would run and machines" in refusal("train", [f"--train_dir={both}"])
     cli.parse("train", ["--train_dir=run", "--trust"])
 
 
@@ -122,7 +120,6 @@ def test_from_python(folder, monkeypatch):
         lambda text: text.replace("--seed=0", "--seed=1"),
         lambda text: text + "--model=os:system\n",
         lambda text: text.rpartition(": ")[0] + ": " + "0" * 64 + "\n",
-        lambda text: text + "# made by the user whose key gives: \n",
     ],
 )
 def test_a_run_that_was_changed_is_foreign(damage):

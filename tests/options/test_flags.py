@@ -7,7 +7,6 @@ import pytest
 from tests import runs
 from tests.programs import python
 from towers import cli
-from towers.errors import InputError
 from towers.options import code_trust, flags
 from towers.options.run import Options
 

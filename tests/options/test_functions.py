@@ -51,17 +51,12 @@ def test_a_name_of_no_function_is_one_line(write, flag, name, says):
     assert said.startswith(f"--{flag}={name}") and says in said
 
 
-@pytest.mark.parametrize("path, name", [("net.py", "net:f"), ("net/__init__.py", "net.sub:f")])
-def test_what_a_module_raises_comes_through(write, path, name):
-    for text, error in {
-        "import net_.no": "No module named 'net_'",
-        "def build(:": "invalid syntax",
-        "1 / 0": "division by zero",
-    }.items():
-        write(path, text)
+def test_what_a_module_raises_comes_through(write):
+    for text, error in {"import net_.no": "No module named 'net_'", "1 / 0": "division"}.items():
+        write("net.py", text)
         importlib.invalidate_caches()
         with pytest.raises(Exception, match=error) as raised:
-            load_function("model", name)
+            load_function("model", "net:f")
         assert not isinstance(raised.value, InputError)
 
 
@@ -107,14 +102,6 @@ def test_the_shipped_models_are_those_of_the_checkout(write, modules, away, monk
     monkeypatch.setattr(functions, "_CHECKOUT", modules / "none")  # installed without a checkout
     (modules / "models/__init__.py").unlink()
     assert not functions.is_shipped("models.resnet:resnet")
-
-
-def test_models_of_the_users_own_are_theirs_by_other_names(write, away):
-    write("models/mine.py", "def build(): return 'mine'")
-    write("models/resnet.py", "def mine(): return 'mine'")
-    for name in "models.mine:build", "models.resnet:mine":
-        assert told(name) is None and not functions.is_shipped(name)
-        assert load_function("model", name)() == "mine"
 
 
 def test_the_current_folder_is_searched_for_what_was_named_and_after_pythons_own(
@@ -182,12 +169,6 @@ def test_a_list_is_its_items_with_commas_and_a_folder_may_be_a_path(tmp_path):
     assert Options(decay_epochs=(80, 120.5)).decay_epochs == "80,120.5"
     assert Options(model_args=["a=1", "b=2"]).model_args == "a=1,b=2"
     assert Options(train_dir=tmp_path).train_dir == str(tmp_path)
-
-
-@pytest.mark.parametrize("given", [dict(model=5), dict(dataset=None), dict(devices=[None])])
-def test_what_has_no_name_is_refused(given):
-    said = runs.refusal(Options, **given)
-    assert said.startswith((*given, *(f"--{name}" for name in given))) and "needed" in said
 
 
 # Whose code raised an error: the user's innermost line, whatever library raised below it.

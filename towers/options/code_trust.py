@@ -62,17 +62,15 @@ def check(source: str, text: str, of_run: Mapping[str, object]) -> None:
         InputError: it names code to run or machines to connect to, and is not this user's own.
     """
     named = [n for n in CODE if any(map(_is_code, str(of_run.get(n, "")).split(",")))]
-    reaching = [MACHINES_OPTION] if of_run.get(MACHINES_OPTION) else []
-    if not named + reaching or is_own(text):
-        return
-    names = " and ".join(f"--{name}" for name in [*named, *reaching])
-    shown = [*named, *(["model_args"] if "model" in named and of_run.get("model_args") else [])]
-    flags = " ".join(f"--{name}={of_run[name]}" for name in [*shown, *reaching])
-    kinds = ["code that would run"] * bool(named) + ["machines to connect to"] * bool(reaching)
-    raise InputError(
-        f"{source} was not written by your towers on this machine, or was changed, and names "
-        f"{' and '.join(kinds)}: {flags}; look at that, and type --trust, or give {names} yourself"
-    )
+    named += ["model_args"] if "model" in named and of_run.get("model_args") else []
+    named += [MACHINES_OPTION] if of_run.get(MACHINES_OPTION) else []
+    if named and not is_own(text):
+        flags = " ".join(f"--{name}={of_run[name]}" for name in named)
+        raise InputError(
+            f"{source} was not written by your towers on this machine, or was changed, and names "
+            f"code that would run or machines to connect to: {flags}; look at that, and type "
+            "--trust, or give these flags yourself"
+        )
 
 
 def _is_code(name: str) -> bool:
