@@ -48,8 +48,8 @@ RUNS = {  # what the rules of updates are: training/test_optimizer_step.py
         2, "tests.tiny:cnn", augment="tutorial", accumulate_steps=2, optimizer="nesterov",
         weight_decay=0.1, clip_global_norm=0.1, label_smoothing=0.1, schedule="onecycle",
     ),
-    "augmentation, parts of a batch": on(
-        3, augment="resnet", accumulate_steps=2, optimizer="lamb", schedule="linear",
+    "a cutout, parts of a batch": on(
+        3, augment="resnet,cutout=3", accumulate_steps=2, optimizer="lamb", schedule="linear",
     ),
 }  # fmt: skip
 

@@ -97,7 +97,7 @@ def test_eval_images_are_tensorflows(shape, kind, stored):
     ("kind", "dtype"),
     [
         *((kind, tf.float32) for kind in augment.names),
-        *run(("shift", tf.float64)),
+        *run(("shift", tf.float64), ("resnet,cutout=5", tf.float32)),
     ],
 )
 def test_an_example_is_the_same_in_any_slice(kind, dtype):
@@ -118,6 +118,19 @@ def test_an_example_is_the_same_in_any_slice(kind, dtype):
         some = both(*(t[start:stop] for t in given))
         np.testing.assert_array_equal(some[0], whole[0][start:stop])
         np.testing.assert_array_equal(some[1], whole[1][start:stop])
+
+
+def test_cutout_is_a_square_of_the_mean():
+    images, draws = make(3, (6, 8, 3))
+    draws[:, augment._CUT_ROW] = 0, 0.5, 0.99
+    draws[:, augment._CUT_COLUMN] = 0.5, 0.5, 0
+    found = augment.train_images(images, draws, "none,cutout=4").numpy()
+    expected = augment.train_images(images, draws, "none").numpy()
+    for i, (rows, columns) in enumerate(
+        [(slice(0, 2), slice(2, 6)), (slice(1, 5), slice(2, 6)), (slice(3, 6), slice(0, 2))]
+    ):
+        expected[i, rows, columns] = 0
+    np.testing.assert_array_equal(found, expected)
 
 
 # What --augment means, and what is said of it
@@ -144,9 +157,9 @@ def own(kind, name="mine:load"):
     [
         ("auto", "images", False, "none"), ("auto", "numbers", False, "off"),
         ("auto", "images", True, "off"), ("resnet", "images", False, "resnet"),
-        ("none", "masks", False, "none"),
+        ("none", "masks", False, "none"), ("auto,cutout", "images", False, "none,cutout=16"),
         ("auto", "shapes", False, "tutorial"), ("auto", "cifar100_coarse", True, "tutorial"),
-        ("none", "cifar10", False, "none"),
+        ("none", "cifar10", False, "none"), ("auto,cutout=9", "shapes", False, "tutorial,cutout=9"),
     ],
 )  # fmt: skip
 def test_sets_that_come_with_towers_are_augmented_and_others_as_asked(kind, name, compiled, meant):
@@ -161,6 +174,8 @@ def test_sets_that_come_with_towers_are_augmented_and_others_as_asked(kind, name
         ("none", "grey", False, "has none", "x[..., None]"),
         ("tutorial", "masks", False, "y [40, 48]", "--augment=none"),
         ("resnet", "boxes", False, "y['boxes'] [5, 4]", "--augment=none"),
+        ("none,cutout=41", "images", False, "40x48", "a smaller side"),
+        ("auto,cutout", "images", True, "off", "--augment=none,cutout=16"),
     ],
 )
 def test_what_a_data_set_cannot_have(kind, name, compiled, named, remedy):

@@ -125,3 +125,12 @@ def test_visible_gpus_and_what_must_be_set_before_tensorflow_starts():
     for name, value in MEMORY.items():
         options = GpuOptions(visible_gpus="1", allow_soft_placement=False, **{name: value})
         assert options.demands() == {"visible_gpus": "1", name: value}
+
+
+def test_a_cutout_is_written_in_one_way():
+    for text, meant in {
+        "resnet,cutout": "resnet,cutout=16",
+        "none , cutout=008": "none,cutout=8",
+    }.items():
+        assert Options(augment=text).augment == Options(augment=meant).augment == meant
+    assert "cutout=SIDE" in refusal(augment="none,cutout=0")

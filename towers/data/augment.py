@@ -7,7 +7,8 @@ by epoch, by (seed, row):
     draws = tf.random.stateless_uniform([128, augment.NUM_DRAWS], seed=[seed, step])
     images = augment.train_images(images_uint8, draws, "tutorial")  # float32 [128, 24, 24, 3]
 
-Evaluation uses no random numbers: it takes the centre crop, or the whole image.
+A kind is a base, see README.md, optionally followed by a square to cut out: "resnet,cutout=8".
+Evaluation uses the base alone: the centre crop, or the whole image.
 
 The tutorial's brightness adds one number (up to 63 of 255) to the whole image. It is not computed:
 nothing is clipped, contrast is relative to the mean, and standardisation subtracts the mean, so it
@@ -17,9 +18,11 @@ cancels. A test compares the two.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from towers.builder import device_types
@@ -28,9 +31,10 @@ from towers.data.pipeline import NUM_DRAWS as NUM_DRAWS
 from towers.data.pipeline import Data, Structure
 from towers.errors import InputError
 from towers.formatting import first_of
-from towers.options.parts import AUGMENTATIONS as names
+from towers.options.augmentation import BASES as names
+from towers.options.augmentation import Augmentation, parse
 
-_ROW, _COLUMN, _FLIP, _CONTRAST, _ALTERNATING = range(NUM_DRAWS)
+_ROW, _COLUMN, _FLIP, _CONTRAST, _CUT_ROW, _CUT_COLUMN, _ALTERNATING = range(NUM_DRAWS)
 
 _CONTRAST_RANGE = (0.2, 1.8)
 _PADDING = {"resnet": 4, "shift": 2}  # pixels on each side
@@ -54,18 +58,20 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
     images, "off" for these with a compiled model and for examples that are no images.
 
     Args:
-        kind: "auto" or one of `names`.
+        kind: "auto" or one of `names`, perhaps with a cutout.
         data: the data set.
         compiled: whether the model is compiled.
 
     Raises:
-        InputError: the kind is for images and the examples are none, or it would crop and mirror
-            images whose targets are images, as masks.
+        InputError: the kind is for images and the examples are none, it would crop and mirror
+            images whose targets are images, as masks, the cutout is larger than the images, or it
+            comes without a base for a compiled model.
     """
-    if kind == "auto" and data.image_shape is not None:
+    plan = parse(kind)
+    if plan.base == "auto" and data.image_shape is not None:
         plain = "off" if compiled else "none"
-        return "tutorial" if data.name in _PUBLISHED else plain
-    if kind in ("auto", "off"):
+        plan = Augmentation("tutorial" if data.name in _PUBLISHED else plain, plan.cutout)
+    if not plan.cutout and plan.base in ("auto", "off"):
         return "off"
     if data.image_shape is None:
         raise InputError(
@@ -73,13 +79,25 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
             f"{arrays.format_spec(data.spec[:1])}; leave the flag out, or give images "
             "[height, width, channels], as by x[..., None] for grey ones"
         )
-    for path, leaf in arrays.leaves(data.spec) if kind != "none" else ():
-        if path != "x" and leaf.shape.rank >= 2:
-            raise InputError(
-                f"--augment={kind} cuts and mirrors images, and {path} {list(leaf.shape)} of "
-                f"{data.name} would not follow; type --augment=none"
-            )
-    return kind
+    if plan.base == "off":
+        raise InputError(
+            f"--augment={kind}: off, which is the default of a compiled model, leaves images as "
+            f"they are; type --augment=none,cutout={plan.cutout}, which also standardizes them"
+        )
+    height, width, _ = output_shape(data.image_shape, plan.base)
+    if plan.cutout > min(height, width):
+        raise InputError(
+            f"--augment={kind}: a square of {plan.cutout} pixels is more than an image, which is "
+            f"then {height}x{width}; take a smaller side"
+        )
+    if plan != ("none", 0):
+        for path, leaf in arrays.leaves(data.spec):
+            if path != "x" and leaf.shape.rank >= 2:
+                raise InputError(
+                    f"--augment={kind} cuts and mirrors images, and {path} {list(leaf.shape)} of "
+                    f"{data.name} would not follow; type --augment=none"
+                )
+    return str(plan)
 
 
 def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -> list[str]:
@@ -90,29 +108,38 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
 
     Args:
         data: the data set.
-        kind: one of `names`.
+        kind: one of `names`, perhaps with a cutout.
         dtype: of the images for the model; None: as stored.
     """
+
+    def named(structure: Structure) -> str:  # "tokens [80] int32, price [] float32"
+        texts = []
+        for path, leaf in arrays.leaves((structure,)):
+            name = ".".join(re.findall(r"\['(.*?)'\]", path))
+            texts.append(f"{name} {list(leaf.shape)} {leaf.dtype.name}".strip())
+        return ", ".join(texts)
+
     x, *rest = data.spec
     shape = data.image_shape
     if shape is None:
-        lines = [f"inputs      {_named(x)}"]
+        lines = [f"inputs      {named(x)}"]
+        if isinstance(x, tf.TensorSpec) and x.shape.rank == 2 and x.dtype == tf.uint8:
+            lines[0] += "; as images they would need an axis of channels, x[..., None]"
     else:
         dtype = x.dtype if dtype is None else tf.as_dtype(dtype)
         before = f"{'x'.join(map(str, shape))} {x.dtype.name}"
         after = f"{'x'.join(map(str, output_shape(shape, kind)))} {dtype.name}"
-        lines = [f"images      {before} -> {after}: {_DESCRIPTIONS[kind]}"]
+        plan = parse(kind)
+        _, comma, cutout = str(plan).partition(",")
+        operations = _DESCRIPTIONS[plan.base] + comma.replace(",", ", ") + cutout
+        lines = [f"images      {before} -> {after}: {operations}"]
     if data.num_classes:
         plural = "es" * (data.num_classes > 1)
         names = [repr(name) if "," in name else name for name in data.class_names]
         lines.append(f"targets     {data.num_classes} class{plural}: {first_of(names, _SHOWN)}")
     elif rest:
-        lines.append(f"targets     {_named(rest[0])}")
-    return lines + [f"weights     {_named(weights)}" for weights in rest[1:]]
-
-
-def _named(part: Structure) -> str:
-    return arrays.format_spec((part,)).removeprefix("x").strip()
+        lines.append(f"targets     {named(rest[0])}")
+    return lines + [f"weights     {named(weights)}" for weights in rest[1:]]
 
 
 def train_images(
@@ -123,21 +150,25 @@ def train_images(
     Args:
         images: uint8 or float; H, W and C are static, b may be 0.
         draws: float32 `[b, NUM_DRAWS]`, uniform in [0, 1).
-        kind: one of `names`.
+        kind: one of `names`, perhaps with a cutout.
         dtype: of the result and of all arithmetic: float32 or float64.
 
     Raises:
         InputError: `kind` is unknown.
     """
-    if kind in ("none", "off"):
-        return eval_images(images, kind, dtype)
+    plan = parse(kind)
+    if plan in (("none", 0), ("off", 0)):
+        return eval_images(images, plan.base, dtype)
     stored, standardise = images.dtype, _standardised
-    images = tf.cast(_random_crop_and_flip(images, draws, kind), dtype)
-    if kind == "tutorial":
+    if plan.base != "none":
+        images = _random_crop_and_flip(images, draws, plan.base)
+    images = tf.cast(images, dtype)
+    if plan.base == "tutorial":
         low, high = _CONTRAST_RANGE
         contrast = low + (high - low) * tf.cast(draws[:, _CONTRAST], dtype)[:, None, None, None]
         standardise = functools.partial(_standardised, contrast=contrast)
-    return _scaled(images, kind, stored, standardise)
+    images = _scaled(images, plan.base, stored, standardise)
+    return _cut_out(images, draws, plan.cutout) if plan.cutout else images
 
 
 def eval_images(
@@ -151,7 +182,7 @@ def eval_images(
 
     Args:
         images: `[b, H, W, C]`, uint8 or float; with the two functions below also symbolic.
-        kind: one of `names`.
+        kind: one of `names`; a cutout has no effect.
         dtype: of the result and of all arithmetic.
         cast: `tf.cast` or a function like it.
         standardise: `tf.image.per_image_standardization` of batches of any float, or a function
@@ -163,7 +194,8 @@ def eval_images(
     height, width, _ = output_shape(images.shape[1:], kind)
     top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
     images = images[:, top : top + height, left : left + width]
-    return _scaled(cast(images, dtype), kind, images.dtype, standardise or _standardised)
+    base, stored = parse(kind).base, images.dtype
+    return _scaled(cast(images, dtype), base, stored, standardise or _standardised)
 
 
 def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int, int]:
@@ -171,15 +203,16 @@ def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int
 
     Args:
         image_shape: (H, W, C) of the images that these are given.
-        kind: one of `names`.
+        kind: one of `names`, perhaps with a cutout.
 
     Raises:
         ValueError: `kind` is unknown, or "auto".
     """
-    if kind not in names:
+    base = parse(kind).base
+    if base not in names:
         raise ValueError(f"unknown augmentation {kind!r}; allowed are {', '.join(names)}")
     height, width, channels = image_shape
-    if kind == "tutorial":
+    if base == "tutorial":
         height, width = max(1, height * 3 // 4), max(1, width * 3 // 4)
     return height, width, channels
 
@@ -247,6 +280,23 @@ def _crop_by_transform(
         output_shape=[height, width],
         interpolation="NEAREST",
     )
+
+
+def _cut_out(images: tf.Tensor, draws: tf.Tensor, side: int) -> tf.Tensor:
+    """Set a square around any pixel to 0, which is the mean (DeVries and Taylor 2017)."""
+    rows, columns = (
+        _span(draws[:, column], side, size)
+        for column, size in zip((_CUT_ROW, _CUT_COLUMN), images.shape[1:3], strict=True)
+    )
+    square = rows[:, :, None, None] & columns[:, None, :, None]
+    return images * tf.cast(~square, images.dtype)  # a where takes twice as long
+
+
+def _span(place: tf.Tensor, length: int, size: int) -> tf.Tensor:
+    # Which of `size` pixels are in a span around the one at `place`, 0..1; bool [b, size].
+    middle = tf.floor(place[:, None] * size)
+    distance = np.arange(size, dtype=np.float32) - middle
+    return (distance >= -length / 2) & (distance < length / 2)
 
 
 def _scaled(images: tf.Tensor, base: str, stored: Any, standardise: Callable) -> tf.Tensor:

@@ -25,7 +25,7 @@ from absl import flags
 
 from towers import files
 from towers.errors import InputError, RunError
-from towers.options import code_trust
+from towers.options import augmentation, code_trust
 from towers.options.fields import EXCLUSIVE, check_value
 from towers.options.functions import may_be_same_object, option_text
 from towers.options.parts import MACHINES_OPTION, MANY_MACHINES
@@ -321,7 +321,7 @@ def _check_identity(
 ) -> None:
     names = IDENTITY if trains else OF_MODEL
     pairs = {n: (of_run[n], given[n]) for n in names if n in of_run and n in given}
-    if pairs.get("augment", ("", ""))[1] == "auto":  # which the run has resolved
+    if "augment" in pairs and augmentation.agree(*pairs["augment"]):
         del pairs["augment"]
     differ = [
         n for n, (then, now) in pairs.items() if then != now and not may_be_same_object(then, now)

@@ -13,7 +13,6 @@ from towers.errors import InputError
 from towers.options.fields import check_values, group, parse_numbers
 
 SCHEDULES = ("constant", "step", "linear", "cosine", "onecycle")
-AUGMENTATIONS = ("tutorial", "resnet", "shift", "none", "off")
 DTYPES = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
 OPTIMIZERS = (
     "sgd", "momentum", "nesterov", "adam", "adamw", "adamax", "nadam", "lion", "lamb", "rmsprop",
@@ -113,7 +112,8 @@ class DataOptions:
         "contrast), resnet (pad 4, crop, flip), none: each standardises; shift (2 pixels reflected "
         "around, crop, flip in every other epoch) keeps brightness and contrast; off: images are "
         "taken as they are. auto: tutorial for shapes and the CIFARs; for images of your own "
-        "none, off with a compiled model.", choices=("auto", *AUGMENTATIONS),
+        "none, off with a compiled model. resnet,cutout=8 also cuts a square of 8 pixels out of "
+        "each image (16 without a number).",
     )  # fmt: skip
     test_time_flip: bool = _data(
         False, "Average the model's outputs for an image and its mirror image in evaluations and "

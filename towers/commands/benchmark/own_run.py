@@ -26,6 +26,7 @@ from towers.builder.sharding import PerTower
 from towers.data import augment
 from towers.devices.memory import peak_mib
 from towers.errors import InputError, RunError
+from towers.options.augmentation import parse
 from towers.options.run import Options
 from towers.training.run.setup import RunContext, assemble, load_data, tower_devices
 
@@ -131,9 +132,9 @@ def load(options: Options) -> tuple[data.Data, Options]:
     """Return the data set, and options to match: synthetic images are not augmented."""
     if options.dataset != "synthetic":
         return load_data(options), options
-    size, kind = options.image_height_width(), options.augment
+    size, base = options.image_height_width(), parse(options.augment).base
     stored = (*size, STORED_SHAPE[2]) if size else STORED_SHAPE
-    image_shape = augment.output_shape(stored, "tutorial" if kind == "auto" else kind)
+    image_shape = augment.output_shape(stored, "tutorial" if base == "auto" else base)
     random = np.random.default_rng(options.seed)
     images = random.standard_normal((options.batch_size, *image_shape), np.float32)
     split = data.ArraySplit(images, random.integers(NUM_CLASSES, size=options.batch_size))

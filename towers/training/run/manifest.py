@@ -37,6 +37,7 @@ from towers.devices import host
 from towers.errors import InputError
 from towers.formatting import first_of
 from towers.monitoring.results import read_result
+from towers.options.augmentation import parse
 from towers.options.functions import PREFIX, load_function
 from towers.options.run import Options
 from towers.training.run.setup import RunContext
@@ -202,7 +203,7 @@ def task_of(data: Data, options: Options) -> dict[str, Any]:
         "num_classes": data.num_classes,
         "class_names": list(data.class_names),
         "image_shape": data.image_shape and list(data.image_shape),
-        "augment": options.augment,
+        "augment": parse(options.augment).base,  # which is all that evaluation uses
         "spec": tf.nest.map_structure(lambda s: f"{s.dtype.name}{s.shape.as_list()}", data.spec),
     }
 
