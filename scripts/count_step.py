@@ -32,7 +32,7 @@ with quiet_start(level=3):
     import keras
     import numpy as np
     import tensorflow as tf
-    from tensorflow.python.framework import kernels
+    from tensorflow.python.framework import kernels, op_def_registry
 
 import towers  # noqa: E402
 from towers import devices, tf_internals  # noqa: E402
@@ -246,7 +246,7 @@ def num_bytes(tensor: tf.Tensor | tf.Variable) -> int:
 def _gpu_kernel(node: Any, traced_type: str) -> Kernel:
     # Of a node of the graph for CPUs; the traced op's type is "" if none was traced.
     kind, num_ops = _replaced_ops(node, traced_type)
-    definition = tf_internals.op_definition(kind)
+    definition = op_def_registry.get(kind)
     if definition is None:  # a call of a function
         return Kernel(kind, True, [], [], 1)
     on_host = None
@@ -270,7 +270,7 @@ def _replaced_ops(node: Any, traced_type: str) -> tuple[str, int]:
         return node.op, 1
     name = re.sub(r"^_Mkl(Native)?", "", node.op)
     plain = re.sub(r"WithBias$|^PadWith", "", name)
-    known = tf_internals.op_definition(plain) is not None
+    known = op_def_registry.get(plain) is not None
     return (plain, 1 + (plain != name)) if known else (traced_type or plain, 1)
 
 

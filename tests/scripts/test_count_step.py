@@ -2,7 +2,6 @@
 
 import itertools
 
-import keras
 import pytest
 import tensorflow as tf
 
@@ -132,33 +131,3 @@ def test_fit_sends_gradients_alone_between_gpus(model, num_towers):
     assert cells["from host"] == "2" and cells["to host"] == "0"
     assert cells["all between GPUs"] <= 2 * (num_towers - 1)
     assert cells["all-reduces + gathers"][0] in "12" and 1 <= float(cells["bytes / least"]) <= 1.1
-
-
-def network():
-    layers = keras.layers
-    parts = [layers.Conv2D(4, 3, use_bias=False), layers.BatchNormalization(), layers.ReLU()]
-    parts += [layers.Dropout(0.5), layers.GlobalAveragePooling2D(), layers.Dense(4)]
-    model = keras.Sequential([keras.Input([8, 8, 3]), *parts])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("adam", loss, metrics=["accuracy"], jit_compile=False)
-    return model
-
-
-@pytest.mark.run
-def test_a_step_of_fit_copies_no_more_to_the_host_than_that_of_plain_fit():
-    def view(num_towers):
-        return count_step.of_fit(network, batches, num_towers)
-
-    x, y = tf.random.stateless_normal([22, 8, 8, 3], [0, 0]), tf.zeros([22], tf.int64)
-    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
-    plain, one, two = map(view, range(3))
-    # Keras says of no op where it runs, and all are counted as the first GPU's.
-    assert len(plain.undirected) > 100 and plain.launches(of_towers=False) > 100
-    assert plain.transfers(HOST) and plain.transfers(target=HOST)
-    for over, gpus in (one, ["/gpu:0"]), (two, ["/gpu:0", "/gpu:1"]):
-        assert len(over.transfers(target=HOST)) <= len(plain.transfers(target=HOST))
-        for gpu in gpus:
-            assert len(over.transfers(HOST, gpu)) <= len(plain.transfers(HOST))
-        assert over.without_kernel == [] and len(over.undirected) <= 1
-    kernels = one.launches(of_towers=True) + one.launches(of_towers=False)
-    assert kernels < plain.launches(of_towers=False)

@@ -6,9 +6,8 @@ import sys
 import pytest
 
 from scripts import gpu_check
-from scripts.gpu_checks import ON_ONE, ON_SEVERAL, CannotAsk, Check, Question
+from scripts.gpu_checks import ON_ONE, ON_SEVERAL, Check, Question
 from towers.devices import nvml
-from towers.errors import RunError
 
 pytestmark = pytest.mark.unit
 
@@ -91,31 +90,3 @@ def test_a_check_that_hangs_dies_or_raises_costs_the_others_nothing(
     monkeypatch.setattr(gpu_check, "ON_ONE", (Question("What happens?", checks[1], checks[4]),))
     assert gpu_check.main([folder, "--only=1"]) == 0
     assert asked == ["cannot", "passes", "cannot"]
-
-
-def test_results_are_kept_as_they_come(monkeypatch, capsys, tmp_path):
-    def run():
-        yield {"first": 1}
-        raise error
-
-    monkeypatch.setattr(gpu_check, "ON_ONE", (Question("?", Check("1 a", 1, run)),))
-    error = CannotAsk("no cuDNN")
-    assert gpu_check.main(["--child=1 a", f"--folder={tmp_path}"]) == gpu_check.EXIT_CANNOT
-    assert capsys.readouterr().out == "no cuDNN\n"
-    error = RunError("wrong")
-    with pytest.raises(RunError):
-        gpu_check.main(["--child=1 a", f"--folder={tmp_path}"])
-    assert gpu_check.read_results(tmp_path) == 2 * [{"check": "1 a", "found": {"first": 1}}]
-
-
-def test_a_machine_that_cannot_be_asked(machine, monkeypatch, capsys, tmp_path):
-    folder = f"--folder={tmp_path}"
-    assert gpu_check.main([folder, "--only=99"]) == gpu_check.EXIT_USAGE
-    machine["gpus"] = []
-    assert gpu_check.main([folder]) == gpu_check.EXIT_NO_GPU
-    monkeypatch.setattr(gpu_check.nvml, "gpus", lambda: [nvml.DriverGpu(0, name="A100")])
-    assert gpu_check.main([folder]) == 1
-    assert "sees none of 0 (A100)" in capsys.readouterr().out
-    monkeypatch.setattr(gpu_check.self_test, "run_probe", lambda devices: "was ended by SIGILL")
-    assert gpu_check.main([folder]) == 1
-    assert list(tmp_path.iterdir()) == []

@@ -1,8 +1,7 @@
-"""scripts/peers: the lane protocol, and that the peers compute what they are compared with."""
+"""scripts/peers: the lane protocol."""
 
 import json
 import math
-from importlib import import_module
 
 import numpy as np
 import pytest
@@ -12,20 +11,6 @@ from tests.programs import ROOT, python
 pytestmark = pytest.mark.process
 
 PEERS = ROOT / "scripts" / "peers"
-ODD_SHAPE = (9, 14, 3)  # "same" padding is another on odd sides
-
-
-@pytest.fixture
-def module(monkeypatch):
-    """Return a function that imports a module of scripts/peers, or skips without its package."""
-    monkeypatch.syspath_prepend(PEERS)
-
-    def load(name):
-        if name.startswith("torch"):
-            pytest.importorskip("torch")
-        return import_module(name)
-
-    return load
 
 
 def start(name, windows=(), environ=None, **config):
@@ -84,6 +69,3 @@ def test_missing_package_is_skipped_by_name(tmp_path):
     (tmp_path / "torch.py").write_text(missing)
     [line] = start("torch_ddp", environ={"PYTHONPATH": str(tmp_path)})
     assert line == {"skipped": "torch is not installed: pip install -e '.[peers]'"}
-
-
-# The same functions.
