@@ -39,7 +39,7 @@ class Card:
     silent: frozenset[str] = frozenset()  # names of NVML's functions that it does not support
     listed: bool = True  # by TensorFlow
     reserved_mib: int | None = None  # what the driver keeps; None: an old one, which does not tell
-    parts: tuple["Card", ...] = ()  # into which MIG splits it
+    mig: bool = False  # whether MIG splits it
 
 
 A100 = Card()
@@ -48,11 +48,7 @@ SMALL = Card("NVIDIA T400", (7, 5), total_mib=2048, free_mib=2000, listed=False)
 LOST = Card(lost=True, listed=False)
 H100 = Card("NVIDIA H100", (9, 0))  # for which TensorFlow's wheel has only PTX
 RTX5090 = Card("NVIDIA GeForce RTX 5090", (12, 0))
-PART = Card(  # it knows its memory and its name, and little else
-    "NVIDIA A100 MIG 1g.5gb", total_mib=4864, free_mib=4800, reserved_mib=64,
-    silent=frozenset(["nvmlDeviceGetPciInfo", "nvmlDeviceGetCudaComputeCapability"]),
-)  # fmt: skip
-SPLIT = Card(parts=(PART, PART))
+SPLIT = Card(mig=True)
 
 
 class Machine:
@@ -92,10 +88,8 @@ class Machine:
                 numbers = [int(n) for n in value.split(",") if n.isdecimal()]
                 numbers = [n for n in numbers if n < len(self.cards)]
                 shown = [self.cards[n] for n in numbers]
-                names = {part_uuid(i, n): part for i, n, part in parts_of(self.cards)}
-                shown += [names[name] for name in value.split(",") if name in names]
-            if any(card.parts for card in shown):
-                shown = [card.parts[0] for card in shown if card.parts][:1]
+                if "MIG-" in value:
+                    shown = [card for card in self.cards if card.mig][:1]
             self._shown = [card for card in shown if card.listed]
             names = [f"/physical_device:GPU:{i}" for i in range(len(self._shown))]
             self._devices = [tf.config.PhysicalDevice(name, "GPU") for name in names]
@@ -191,12 +185,7 @@ def install_driver(monkeypatch, *cards, there=True):
     def handle(index):
         if cards[index].lost:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
-        return SimpleNamespace(index=index, card=cards[index], part=None)
-
-    def handle_of_part(whole, number):
-        if number >= len(whole.card.parts):
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return SimpleNamespace(index=whole.index, card=whole.card.parts[number], part=number)
+        return SimpleNamespace(index=index, card=cards[index])
 
     def memory(index, card, version=None):
         if version and card.reserved_mib is None:
@@ -215,8 +204,6 @@ def install_driver(monkeypatch, *cards, there=True):
         def function(handle, *what):
             if name in handle.card.silent:
                 raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-            if name == "nvmlDeviceGetUUID" and handle.part is not None:
-                return part_uuid(handle.index, handle.part)
             return answer(handle.index, handle.card, *what)
 
         return function
@@ -232,9 +219,6 @@ def install_driver(monkeypatch, *cards, there=True):
         "nvmlSystemGetDriverVersion": lambda: "555.42.02" if there is True else there,
         "nvmlDeviceGetHandleByIndex": handle,
         "nvmlSystemGetProcessName": process_name,
-        "nvmlDeviceGetMigDeviceHandleByIndex": handle_of_part,
-        "nvmlDeviceGetGpuInstanceId": lambda handle: 7 + handle.part,
-        "nvmlDeviceGetComputeInstanceId": lambda handle: 0,
     }
     answers = {
         "nvmlDeviceGetName": lambda i, card: card.name,
@@ -242,8 +226,7 @@ def install_driver(monkeypatch, *cards, there=True):
         "nvmlDeviceGetPciInfo": lambda i, card: SimpleNamespace(busId=bus_id(i)),
         "nvmlDeviceGetCudaComputeCapability": lambda i, card: list(card.capability),
         "nvmlDeviceGetMemoryInfo": memory,
-        "nvmlDeviceGetMigMode": lambda i, card: [int(bool(card.parts))] * 2,
-        "nvmlDeviceGetMaxMigDeviceCount": lambda i, card: 7,
+        "nvmlDeviceGetMigMode": lambda i, card: [int(card.mig)] * 2,
         "nvmlDeviceGetComputeRunningProcesses": processes,
     }
     functions |= {name: of_card(name, answer) for name, answer in answers.items()}
@@ -262,15 +245,6 @@ def install_driver(monkeypatch, *cards, there=True):
 
 def uuid(index):
     return f"GPU-{index}a5b0c3d-0000-4000-8000-000000000000"
-
-
-def part_uuid(index, number):
-    return f"MIG-{index}b{number}b0c3d-0000-4000-8000-000000000000"
-
-
-def parts_of(cards):
-    """Return (number of the GPU, number of the part, part) of each."""
-    return [(i, n, part) for i, card in enumerate(cards) for n, part in enumerate(card.parts)]
 
 
 def bus_id(index):

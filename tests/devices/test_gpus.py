@@ -5,12 +5,11 @@ import functools
 import os
 from dataclasses import replace
 
-import pynvml
 import pytest
 import tensorflow as tf
 
 from tests import runs
-from tests.fake_gpus import A100, FULL, H100, PART, RTX5090, SMALL, SPLIT, Card, part_uuid
+from tests.fake_gpus import A100, FULL, H100, RTX5090, SMALL, SPLIT, Card
 from tests.programs import python
 from towers.devices import config_proto, describe, gpus, loose_ops_on, self_test, tower_devices
 from towers.errors import RunError
@@ -85,7 +84,6 @@ def test_what_is_set_is_read_back(install, cards, options, limits, lines):
         ([SHARED, A100], HALF, "python (pid 17, 6000 MiB)", "--visible_gpus=1"),
         ([A100, FULL, A100, FULL], {}, "GPU 1 (NVIDIA A100) has 1000 of 40960 MiB free: python "
          "(pid 17, 39000 MiB), blender (pid 18) holds the rest", "--visible_gpus=0,2"),
-        ([replace(FULL, holders=())], {}, "another process", "--visible_gpus=none"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_is_refused_and_nothing_is_set_by_halves(
@@ -104,12 +102,10 @@ OLD_H100, OLD_5090 = ("GPU 0 (NVIDIA H100)", "9.0", "555"), ("(NVIDIA GeForce RT
     "driver, cards, options, says, others",
     [
         ("535.104.05", [H100, A100, H100], {}, OLD_H100, "1"),
-        ("550.54.14", [replace(SPLIT, name="H100", capability=(9, 0))], {}, ("9.0", "555"), "none"),
+        ("550.54.14", [replace(SPLIT, capability=(9, 0))], {}, ("9.0", "555"), "none"),
         ("560.35", [A100, RTX5090], {"visible_gpus": "1"}, (*OLD_5090, "GPU 1"), "0"),
-        ("565.57.01", [replace(RTX5090, capability=(10, 3)), H100], {}, OLD_5090, "1"),
         ("555.42.02", [H100, A100], {}, (), ""),
         ("570.86.10", [RTX5090, H100], {}, (), ""),
-        ("525.60.13", [A100, replace(A100, capability=(8, 9))], {}, (), ""),
         ("550.54.14", [A100, H100], {"visible_gpus": "0"}, (), ""),
     ],
 )  # fmt: skip
@@ -123,23 +119,6 @@ def test_a_driver_compiles_for_gpus_that_are_newer_than_tensorflow(
         assert all(word in message for word in says)
     else:
         gpus.configure(**options)
-
-
-def test_newer_libraries_or_machine_code_make_an_old_driver_do(install, monkeypatch):
-    """Such as NVIDIA's cuda-compat, which containers have, and builds of one's own."""
-    for cuda, built, refused in (
-        (12040, "sm_80", True),
-        (12050, "sm_80", False),
-        (0, "sm_90", False),
-    ):
-        install(H100, driver="535.104.05")
-        monkeypatch.setattr(pynvml, "nvmlSystemGetCudaDriverVersion_v2", lambda cuda=cuda: cuda)
-        info = {"cuda_compute_capabilities": [built, "compute_90"]}
-        monkeypatch.setattr(tf.sysconfig, "get_build_info", lambda info=info: info)
-        if refused:
-            assert "needs driver 555" in refusal()
-        else:
-            gpus.configure()
 
 
 def test_kernels_that_are_compiled_first_are_told_and_waited_for(install, monkeypatch, capsys):
@@ -159,35 +138,21 @@ def test_kernels_that_are_compiled_first_are_told_and_waited_for(install, monkey
     assert waited == [(180, 0, False), (1800, 1, True), (1800, 1, True)]
 
 
-def test_a_part_has_its_own_memory_and_name(install):
-    second = part_uuid(0, 1)
-    machine = install(SPLIT)
-    gpus.configure(visible_gpus=second, **HALF)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == second
-    assert machine.limits_mib == [[2400]]
-    install(replace(SPLIT, parts=(replace(PART, free_mib=10), PART)))
-    assert refusal().endswith(f"choose others with --visible_gpus={second}")
-
-
-def test_a_full_gpu_that_is_not_used_is_no_error(install):
-    install(A100, FULL)
-    gpus.configure(visible_gpus="0")
-    install(A100, replace(FULL, name="T400", listed=False))
-    gpus.configure()
-    started(install(FULL))  # it is this process that fills it
-    gpus.configure()
+def test_a_part_of_a_gpu_has_a_limit_and_no_fraction(install):
+    machine = install(SPLIT, A100)
+    assert "--gpu_memory_limit_mib=4096" in refusal(visible_gpus="MIG-a", **HALF)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-a"
+    gpus.configure(gpu_memory_limit_mib=512)
+    assert machine.limits_mib == [[512]]
 
 
 @pytest.mark.parametrize(
     "devices, hidden, names",
     [
         ("/gpu:1", [0, 2], ["/gpu:1"]),
-        (["GPU:1"], [0, 2], ["/gpu:1"]),
         ("device:gpu:2, /gpu:00", [1], ["/gpu:2", "/gpu:0"]),
-        (("/cpu:0", "/gpu:2"), [0, 1], ["/cpu:0", "/gpu:2"]),
         ("/cpu:0,/cpu:1", [0, 1, 2], ["/cpu:0", "/cpu:1"]),
         ("cpu", [0, 1, 2], ["/cpu:0"]),
-        ("/gpu:1,/gpu:0,/gpu:2", [], ["/gpu:1", "/gpu:0", "/gpu:2"]),
         *((kind, [], ["/gpu:0", "/gpu:1", "/gpu:2"]) for kind in ("", "gpu", "any")),
     ],
 )
@@ -231,30 +196,21 @@ def test_what_the_program_has_split_is_kept_or_excludes_an_option(install):
     machine.split(0, 256, 512)
     for options in {"allow_growth": True}, {"gpu_memory_limit_mib": 128}, HALF:
         message = refusal(**options)
-        assert message.startswith(f"--{next(iter(options))}=") and "GPU 0 (NVIDIA A100)" in message
+        assert message.startswith(f"--{next(iter(options))}=") and "GPU:0 into" in message
         assert "256, 512 MiB" in message and "set_logical_device_configuration" in message
     gpus.configure()
     assert machine.limits_mib == [[256, 512]] and machine.growth == [None]
     assert gpus.read_back()[:2] == memory(256, 512)
 
 
-def test_a_limit_of_an_earlier_call_may_change(install):
-    machine = install(LIMITED)
-    for limit in 128, 256:
-        gpus.configure(gpu_memory_limit_mib=limit)
-    assert machine.limits_mib == [[256]]
-
-
-def test_growth_of_the_program_is_kept_and_must_be_that_of_all_gpus(install):
+def test_growth_of_the_program_is_kept(install):
     machine = install(LIMITED, LIMITED)
     machine.set_growth(machine.physical()[1], True)
-    message = refusal()
-    assert "is on for 1 of 2 visible GPUs" in message and "configure(allow_growth=True)" in message
-    gpus.configure(devices="/gpu:1", gpu_memory_limit_mib=512)
-    assert gpus.read_back()[0] == "memory      /gpu:1 512 MiB, growth on"
+    gpus.configure(devices="/gpu:1")
+    assert gpus.read_back()[0].endswith("growth on")
 
 
-@pytest.mark.parametrize("value, growth", [("true", "on"), ("false", "off"), ("1", "off")])
+@pytest.mark.parametrize("value, growth", [("true", "on"), ("false", "off")])
 def test_the_environment_may_force_growth(install, monkeypatch, value, growth):
     install(LIMITED)
     monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", value)
@@ -275,20 +231,6 @@ def test_an_allocator_without_limits_is_told(install, monkeypatch, options):
     line = gpus.read_back()[0]
     assert "/gpu:0 has no limit, TF_GPU_ALLOCATOR=cuda_malloc_async" in line
     assert line.endswith(": unset it to have 512 MiB") == bool(options)
-
-
-def test_gpus_that_are_in_use_keep_their_names(install):
-    machine = install(A100, A100)
-    gpus.hide_others("/gpu:0,/gpu:7")  # which is an error of `tower_devices`
-    assert machine.hidden == []
-    tower_devices(devices="/gpu:0")
-    gpus.hide_others("/gpu:1")  # /gpu:0 would be another GPU's name
-    assert machine.hidden == []
-    machine = install(A100, A100)
-    machine.split(1, 512, 512)
-    gpus.hide_others("/gpu:2")
-    assert machine.hidden == [0] and tower_devices() == ["/gpu:0", "/gpu:1"]
-    assert [row.device for row in describe()] == ["/gpu:1", "/gpu:2"]
 
 
 def test_loose_ops_go_to_the_first_tower_and_not_to_the_first_gpu(install):
@@ -336,12 +278,6 @@ def test_the_same_again_is_fine_at_any_time_and_what_came_first_is_kept(install)
     gpus.configure(visible_gpus="1")
     assert gpus.read_back() == [*memory(512), TF32_ON]
     assert "comes too late" in refusal(gpu_memory_limit_mib=513)
-    machine = install(A100)
-    gpus.configure(gpu_memory_limit_mib=512)
-    machine.split(0, 256, 256)  # the program's own wish
-    gpus.configure()
-    assert machine.limits_mib == [[256, 256]]
-    assert "exclude each other" in refusal(allow_growth=True)
 
 
 def test_soft_placement_may_change_at_any_time_and_a_thread_mode_is_the_users(install, monkeypatch):
@@ -352,9 +288,6 @@ def test_soft_placement_may_change_at_any_time_and_a_thread_mode_is_the_users(in
     gpus.configure()
     assert machine.soft_placement is True
     assert gpus.read_back() == []
-    started(install(A100, A100))
-    gpus.configure()  # too late
-    assert "TF_GPU_THREAD_MODE" not in os.environ
     install(A100, A100)
     monkeypatch.setenv("TF_GPU_THREAD_MODE", "global")
     gpus.configure()
@@ -375,10 +308,6 @@ def test_tf32_is_told_and_switched(install, tf32, monkeypatch):
     assert gpus.precision() == [TF32_OFF]
     gpus.configure()
     assert gpus.precision() == [TF32_ON]
-    tf32(False)  # by the program: it stays
-    gpus.configure()
-    assert gpus.precision() == [TF32_OFF]
-    tf32(True)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     assert gpus.precision() == [TF32_OFF]
     for cards in [replace(SMALL, listed=True)], []:  # of 7.5; none
@@ -446,17 +375,11 @@ def test_a_config_proto_has_the_options(install, monkeypatch):
     config = config_proto()
     assert config.allow_soft_placement and dict(config.device_count) == {"CPU": 1}
     assert limits() == [] and shown() == ""
-    config = config_proto(allow_soft_placement=False, log_device_placement=True, num_cpus=3)
-    assert not config.allow_soft_placement and config.log_device_placement
-    assert dict(config.device_count) == {"CPU": 3}
     assert dict(config_proto(visible_gpus="none").device_count) == {"CPU": 1, "GPU": 0}
     assert limits(gpu_memory_limit_mib=512, visible_gpus="1,3") == [[512]] * 2
-    assert config_proto(visible_gpus="0,2").device_count["GPU"] == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", '"3,2,0"')  # places are among those
     assert shown(visible_gpus="0,2") == "2,1" and os.environ["CUDA_VISIBLE_DEVICES"] == "3,2,0"
     assert "choose from --visible_gpus=3,2,0" in runs.refusal(config_proto, visible_gpus="1")
-    install(driver=False)
-    assert limits(gpu_memory_limit_mib=512) == [[512]]
 
 
 def test_gpus_are_left_alone_where_towers_are_to_be_on_cpus(install):

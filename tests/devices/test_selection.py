@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests import runs
-from tests.fake_gpus import A100, LOST, MIB, SMALL, SPLIT, Card
+from tests.fake_gpus import A100, LOST, SMALL, Card
 from tests.programs import ROOT, python
 from towers.builder import device_types
 from towers.devices import selection
@@ -76,16 +76,6 @@ def test_too_late_for_more_cpus_towers_share_those_there_are(args, capsys):
     assert f"type towers.devices.tower_devices({args[0]}) before the first model" in line
 
 
-def test_a_cpu_may_be_named_for_several_towers_and_one_that_is_not_there_for_none():
-    tf.constant(0)
-    assert tower_devices(devices="/cpu:0,cpu:0,/cpu:1") == ["/cpu:0", "/cpu:0", "/cpu:1"]
-    assert "there is no /cpu:4; TensorFlow sees /cpu:0, /cpu:1, /cpu:2, /cpu:3, and has st" in (
-        refusal(devices="/cpu:0,/cpu:4")
-    )
-    with device_types.cpus_for_gpus():
-        assert "there is no /cpu:4" in refusal(4)
-
-
 @pytest.mark.parametrize("number", [4, 1, 0])
 def test_gpus_alone_are_asked_for_where_there_is_none(install, number):
     message = refusal(number, "gpu")
@@ -143,9 +133,7 @@ def test_more_towers_than_gpus_are_refused_never_reduced(
     [
         ([], None, CPUS[:2], ""),
         ([A100], None, ["/gpu:0"], ""),
-        ([A100] * 8, None, [f"/gpu:{i}" for i in range(8)], ""),
         ([Card(listed=False)], None, CPUS[:2], "and-cuda"),
-        ([Card(listed=False)], "", CPUS[:2], ""),
         ([A100], "7", CPUS[:2], "CUDA_VISIBLE_DEVICES=7"),
     ],
 )
@@ -179,17 +167,11 @@ def test_gpus_that_are_hidden_on_purpose_are_not_missed(install, monkeypatch, va
     assert tower_devices(2) == ["/cpu:0", "/cpu:1"]
 
 
-def test_the_logical_parts_of_a_gpu_count_each_and_of_those_that_mig_makes_one(install):
+def test_the_logical_parts_of_a_gpu_count_each(install):
     install(A100, A100).split(0, 1024, 1024, 1024)
     assert tower_devices() == ["/gpu:0", "/gpu:1", "/gpu:2", "/gpu:3"]
     assert tower_devices(devices="/gpu:3") == ["/gpu:3"]
     assert "TensorFlow sees 4 GPUs" in refusal(5)
-    install(SPLIT, A100)
-    assert tower_devices() == ["/gpu:0"]
-    assert [(d.driver_index, d.name, d.total_bytes) for d in describe()] == [
-        (0, "NVIDIA A100 MIG 1g.5gb", 4864 * MIB)
-    ]
-    assert "CUDA shows a process one part of a GPU that MIG splits, and nothing" in refusal(2)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The probe of the devices: what it finds, and what becomes of a process that fails."""
 
 import os
-import sys
 
 import numpy as np
 import pytest
@@ -21,22 +20,6 @@ def child(tmp_path, monkeypatch):
 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return fake
-
-
-@pytest.mark.process
-@pytest.mark.extended
-def test_devices_of_this_machine(tmp_path, monkeypatch, capfd):
-    """From another folder, which holds modules of the same names as those that are needed."""
-    for name in ("towers.py", "numpy.py", "json.py"):
-        (tmp_path / name).write_text("raise SystemExit('the wrong module')")
-    if sys.version_info >= (3, 11):
-        monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    found = self_test.run_probe(["/gpu:7", "/cpu:0"])
-    assert found["build"] == dict(tf.sysconfig.get_build_info())
-    # What is wrong with one device hides nothing of the others.
-    assert "GPU:7" in found["errors"]["/gpu:7"] and found["errors"]["/cpu:0"] is None
-    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.process
@@ -109,17 +92,3 @@ def test_each_kind_of_kernel_is_tried_and_named(monkeypatch, owner, name, kernel
         monkeypatch.setattr(owner, name, faulty)
         first, second, third = self_test.find_errors(names).values()
         assert first is third is None and f"{kernel} {fault}" in second
-
-
-def test_only_the_gpus_that_are_asked_for_are_seen(monkeypatch):
-    """The others may be full: even to start on them may abort."""
-    gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(4)]
-    seen = {}
-    monkeypatch.setattr(tf.config, "set_soft_device_placement", lambda on: seen.update(soft=on))
-    monkeypatch.setattr(
-        tf.config, "set_visible_devices", lambda found, kind: seen.update({kind: found})
-    )
-    asked = ["/cpu:0", "/gpu:3", "/gpu:1", "/gpu:9"]
-    names = self_test._make_visible(asked, gpus)
-    assert seen == {"soft": False, "GPU": [gpus[1], gpus[3]]}
-    assert names == dict(zip(asked, ["/cpu:0", "/gpu:1", "/gpu:0", "/gpu:9"], strict=True))

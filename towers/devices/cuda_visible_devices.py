@@ -4,7 +4,6 @@ CUDA reads CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER once, when TensorFlow firs
 This module does not import TensorFlow: its GPUs are passed as (name, compute capability).
 """
 
-import re
 import shlex
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -21,7 +20,6 @@ INSTALL = "TensorFlow's CUDA libraries or the driver may be missing or too old: 
     [*_PIP, "tensorflow[and-cuda]>=2.21,<2.22"]
 )
 FORCED_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"  # "true" and "false" override what a program sets
-ONE_PART = "CUDA shows a process one part of a GPU that MIG splits, and nothing beside it"
 
 Seen = tuple[str | None, tuple[int, int] | None]  # one of TensorFlow's GPUs
 
@@ -82,8 +80,6 @@ def choose(
             remedy = f"choose from --visible_gpus={keys}" if visible else "see towers doctor"
             raise InputError(f"{flag}: {how} named {entry}, the driver shows {shown}; {remedy}")
         chosen += [gpu for gpu in named if gpu not in chosen]
-    if len(chosen) > 1 and any(gpu.mig is not None for gpu in chosen):
-        raise InputError(f"{flag}: {ONE_PART}; choose one of them")
     return chosen
 
 
@@ -97,14 +93,14 @@ def visible_in(environ: Mapping[str, str], driver: Sequence[DriverGpu]) -> list[
         driver: all GPUs of the machine.
     """
     listed = listed_in(environ, driver)
-    return [gpu for gpu in listed if gpu.mig is not None][:1] or listed
+    return [gpu for gpu in listed if gpu.index is None][:1] or listed
 
 
 def listed_in(environ: Mapping[str, str], driver: Sequence[DriverGpu]) -> list[DriverGpu]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES names, in its order, by CUDA's rules.
 
-    An entry begins with a number, or is a prefix of one GPU's UUID or the full name of a part. An
-    invalid entry hides all that follow; a GPU that is named twice hides all.
+    An entry is a number, the beginning of one GPU's UUID, or the UUID of a part ("MIG-..."). An
+    invalid entry hides all that follow.
 
     Args:
         environ: if it has no such variable, all GPUs are returned.
@@ -116,21 +112,18 @@ def listed_in(environ: Mapping[str, str], driver: Sequence[DriverGpu]) -> list[D
     listed: list[DriverGpu] = []
     for entry in map(str.strip, value.split(",")):
         named = _named(entry, driver)
-        if len({gpu.index for gpu in named}) != 1:
+        if len(named) != 1:
             break
-        if named[0] in listed:
-            return []
-        listed += named[:1]
+        listed += named
     return listed
 
 
 def _named(entry: str, driver: Sequence[DriverGpu]) -> list[DriverGpu]:
-    if number := re.match("[0-9]+", entry):
-        return [gpu for gpu in driver if gpu.index == int(number[0])]
-    names = [(gpu, (gpu.uuid or "", *gpu.other_names)) for gpu in driver]
+    if entry.startswith("MIG-"):
+        return [DriverGpu(None, uuid=entry)]
     if entry.startswith("GPU-"):
-        return [gpu for gpu, ids in names if any(name.startswith(entry) for name in ids)]
-    return [gpu for gpu, ids in names if entry.startswith("MIG-") and entry in ids]
+        return [gpu for gpu in driver if (gpu.uuid or "").startswith(entry)]
+    return [gpu for gpu in driver if entry.isdecimal() and gpu.index == int(entry)]
 
 
 def hides_all(environ: Mapping[str, str]) -> bool:
@@ -152,9 +145,14 @@ def match(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGpu 
         return list(visible)
     rest, matches = list(visible), []
     for name, capability in gpus:
-        alike = [gpu for gpu in rest if name in (None, gpu.name)]
-        if capability:
-            alike = [gpu for gpu in alike if gpu.compute_capability in (None, capability)]
+        alike = [
+            gpu
+            for gpu in rest
+            if name in (None, gpu.name)
+            and (
+                None in (capability, gpu.compute_capability) or capability == gpu.compute_capability
+            )
+        ]
         matches.append(alike[0] if alike else None)
         rest = rest[rest.index(alike[0]) + 1 :] if alike else rest
     return matches

@@ -43,11 +43,9 @@ def configure(*, devices: str | Sequence[str] = "", **options: Any) -> None:
     new = {name: value for name, value in asked.demands().items() if before.get(name) != value}
     asked = dataclasses.replace(asked, **before | new)
     if new or not (before or tf_internals.has_started()):
-        event = None
+        event = "started" if new and tf_internals.has_started() else ""
         if "visible_gpus" in new and tf_internals.has_listed_devices():
             event = "listed its devices"
-        elif new and tf_internals.has_started():
-            event = "started"
         chosen = new.get("visible_gpus", "none") != "none"
         if event and (chosen or tf.config.list_physical_devices("GPU")):
             flags = ", ".join(f"--{name}={value}" for name, value in new.items())
@@ -136,11 +134,11 @@ def _set_before_start(asked: GpuOptions, devices: str | Sequence[str]) -> None:
     limits, gpus = [], tf.config.get_visible_devices("GPU")
     matched = driver_gpus(gpus)
     _check_driver(matched, choice)
-    for seen in matched:
+    for gpu, seen in zip(gpus, matched, strict=True):
         limits.append(_limit_mib(asked, seen))
         if seen and seen.free_bytes is not None:
             _check_free_memory(seen, limits[-1], choice)
-    _check_own_settings(asked, gpus, limits)
+        _check_own_parts(asked, gpu, (limits[-1], _limit_mib(_in_force, seen)))
     for gpu, limit in zip(gpus, limits, strict=True):
         if asked.allow_growth:
             tf.config.experimental.set_memory_growth(gpu, True)
@@ -151,27 +149,17 @@ def _set_before_start(asked: GpuOptions, devices: str | Sequence[str]) -> None:
         os.environ.setdefault(_THREAD_MODE, "gpu_private")
 
 
-def _check_own_settings(
-    asked: GpuOptions, gpus: Sequence[tf.config.PhysicalDevice], limits: Sequence[int | None]
+def _check_own_parts(
+    asked: GpuOptions, gpu: tf.config.PhysicalDevice, ours: tuple[int | None, int | None]
 ) -> None:
-    """Raise InputError for options that exclude what the program has set by tf.config."""
+    """Raise InputError for options that exclude the parts into which the program splits a GPU."""
     flags = [f"--{n}={value}" for n, value in asked.demands().items() if n != "visible_gpus"]
-    known = zip(gpus, limits, driver_gpus(gpus), strict=True)
-    for number, (gpu, limit, seen) in enumerate(known):
-        parts = tf.config.get_logical_device_configuration(gpu) or []
-        own = [part.memory_limit for part in parts]
-        if flags and own not in ([], [limit], [_limit_mib(_in_force, seen)]):
-            raise InputError(
-                f"{', '.join(flags)}: this program has split GPU {seen or number} into parts of "
-                f"{', '.join(f'{mib:g}' for mib in own)} MiB by "
-                "tf.config.set_logical_device_configuration: leave out that call, or the option"
-            )
-    growing = [bool(tf.config.experimental.get_memory_growth(gpu)) for gpu in gpus]
-    if len(set(growing)) > 1 and not asked.allow_growth:
+    parts = [part.memory_limit for part in tf.config.get_logical_device_configuration(gpu) or []]
+    if flags and parts and parts not in [[limit] for limit in ours]:
         raise InputError(
-            f"tf.config.experimental.set_memory_growth is on for {growing.count(True)} of "
-            f"{len(gpus)} visible GPUs, and TensorFlow needs one value for all of them: set it for "
-            "each, or call towers.devices.configure(allow_growth=True)"
+            f"{', '.join(flags)}: this program has split {gpu.name} into parts of "
+            f"{', '.join(f'{mib:g}' for mib in parts)} MiB by "
+            "tf.config.set_logical_device_configuration: leave out that call, or the option"
         )
 
 

@@ -16,11 +16,9 @@ import tensorflow as tf
 import towers
 from towers.devices import nvml
 
-# Variables for logging are left out, and Terraform's, which begin with TF_, too.
-_OTHERS = "CPP|CLI|VAR|LOG|INPUT|WORKSPACE|PLUGIN_CACHE|IN_AUTOMATION|REGISTRY|CLOUD|DATA_DIR"
 _ENVIRONMENT = re.compile(
     "(CUBLAS|CUDA|CUDNN|DNNL|KERAS|KMP|MKL|NCCL|NVIDIA|OMP|ONEDNN|OPENBLAS|XLA)_.*"
-    f"|TF_(?!({_OTHERS})(_|$)).*"
+    "|TF_(?!(CPP|CLI|LOG|VAR)(_|$)).*"  # for logging; Terraform's
     "|LD_(LIBRARY_PATH|PRELOAD)|PYTHON(HASHSEED|OPTIMIZE|PATH)"
 )
 _SECRET = "(?i:token|secret|passw|api_?-?key|credential)"

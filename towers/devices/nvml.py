@@ -1,7 +1,7 @@
 """Reads the driver's view of the GPUs by NVML; without a driver there are none.
 
-GPUs are numbered in PCI bus order, as in nvidia-smi. A GPU that MIG splits is listed as its parts.
-Values that the driver does not report, as for a laptop, a virtual GPU or a part, are None.
+GPUs are numbered in PCI bus order, as in nvidia-smi. Values that the driver does not report, as for
+a laptop or a virtual GPU, are None.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ _ERRORS = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
 
 @dataclasses.dataclass(frozen=True)
 class DriverGpu:
-    """One GPU, or one part of a GPU that MIG splits, as the driver sees it."""
+    """One GPU as the driver sees it; of a part of a GPU that MIG splits only the UUID is known."""
 
-    index: int  # of the GPU, in PCI bus order, from 0
+    index: int | None  # in PCI bus order, from 0; of a part None
     uuid: str | None = None  # "GPU-..."; of a part "MIG-..."
     pci_bus_id: str | None = None  # "00000000:65:00.0"
     name: str | None = None  # of the product
@@ -28,8 +28,6 @@ class DriverGpu:
     free_bytes: int | None = None
     processes: tuple[str, ...] = ()  # that hold its memory: "python (pid 17, 3000 MiB)"
     cuda_bytes: int | None = None  # CUDA's total: without the driver's reserve
-    mig: int | None = None  # number of a part on its GPU
-    other_names: tuple[str, ...] = ()  # of a part: its older name, and the UUID of its GPU
 
     def __str__(self) -> str:
         """Return "0 (NVIDIA A100)"."""
@@ -38,7 +36,7 @@ class DriverGpu:
     @property
     def key(self) -> str:
         """The name in CUDA_VISIBLE_DEVICES and --visible_gpus: "0", of a part "MIG-..."."""
-        return str(self.index) if self.mig is None else self.uuid or str(self.index)
+        return self.uuid if self.index is None else str(self.index)
 
     @property
     def full(self) -> bool:
@@ -51,7 +49,7 @@ class DriverGpu:
 def gpus() -> list[DriverGpu]:
     """Return the GPUs of this machine, [] without a driver."""
     count = (_ask(pynvml.nvmlDeviceGetCount) or 0) if _is_there() else 0
-    return [gpu for index in range(count) for gpu in _gpus(index)]
+    return [_read(index) for index in range(count)]
 
 
 def driver_version() -> str | None:
@@ -76,31 +74,16 @@ def _is_there() -> bool:
     return True
 
 
-def _gpus(index: int) -> list[DriverGpu]:
+def _read(index: int) -> DriverGpu:
     handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
     if handle is None:  # it has fallen off the bus
-        return [DriverGpu(index)]
-    whole = _read(handle, DriverGpu(index))
-    mode, _ = _ask(pynvml.nvmlDeviceGetMigMode, handle) or (None, None)
-    if mode != pynvml.NVML_DEVICE_MIG_ENABLE:
-        return [whole]
-    parts = []
-    for number in range(_ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
-        part = _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
-        if part is not None:  # numbers may be left out
-            instance = _ask(pynvml.nvmlDeviceGetGpuInstanceId, part)
-            compute = _ask(pynvml.nvmlDeviceGetComputeInstanceId, part)
-            names = (f"MIG-{whole.uuid}/{instance}/{compute}", whole.uuid or "")
-            unlike = dict(total_bytes=None, cuda_bytes=None, free_bytes=None, uuid=None)
-            like_whole = dataclasses.replace(whole, mig=number, other_names=names, **unlike)
-            parts.append(_read(part, like_whole))
-    return parts or [whole]
-
-
-def _read(handle: Any, known: DriverGpu) -> DriverGpu:
+        return DriverGpu(index)
     # An older driver has only the first version of this call, without the reserve.
     memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
     memory = memory or _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    mode, _ = _ask(pynvml.nvmlDeviceGetMigMode, handle) or (None, None)
+    if mode == pynvml.NVML_DEVICE_MIG_ENABLE:
+        memory = None  # a process has that of a part
     bus = _ask(pynvml.nvmlDeviceGetPciInfo, handle)
     capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     processes = []
@@ -108,17 +91,17 @@ def _read(handle: Any, known: DriverGpu) -> DriverGpu:
         name = _ask(pynvml.nvmlSystemGetProcessName, process.pid) or "?"
         used = f", {process.usedGpuMemory // MIB} MiB" if process.usedGpuMemory else ""
         processes.append(f"{name} (pid {process.pid}{used})")
-    values = {
-        "uuid": _ask(pynvml.nvmlDeviceGetUUID, handle),
-        "pci_bus_id": bus and bus.busId,
-        "name": _ask(pynvml.nvmlDeviceGetName, handle),
-        "compute_capability": capability and tuple(capability),
-        "total_bytes": memory and int(memory.total),
-        "cuda_bytes": memory and int(memory.total - getattr(memory, "reserved", 0)),
-        "free_bytes": memory and int(memory.free),
-    }
-    values = {name: value for name, value in values.items() if value is not None}
-    return dataclasses.replace(known, processes=tuple(processes), **values)
+    return DriverGpu(
+        index,
+        uuid=_ask(pynvml.nvmlDeviceGetUUID, handle),
+        pci_bus_id=bus and bus.busId,
+        name=_ask(pynvml.nvmlDeviceGetName, handle),
+        compute_capability=capability and tuple(capability),
+        total_bytes=memory and int(memory.total),
+        free_bytes=memory and int(memory.free),
+        processes=tuple(processes),
+        cuda_bytes=memory and int(memory.total - getattr(memory, "reserved", 0)),
+    )
 
 
 def _ask(function: Callable, *arguments: Any) -> Any:

@@ -20,7 +20,6 @@ from towers.builder import device_types
 from towers.builder.device_types import NewName, are_remote, machine_of, new_name, shown_name
 from towers.builder.sharding import as_devices
 from towers.devices import cuda_visible_devices, memory, nvml, remote
-from towers.devices.cuda_visible_devices import ONE_PART
 from towers.devices.gpus import (
     driver_gpus,
     hide_gpus,
@@ -201,12 +200,11 @@ def describe(devices: Sequence[str] | None = None) -> list[Device]:
         elif "cpu" in device:
             name = f"CPU, {os.cpu_count()} cores shared by all its devices"
             rows.append(Device(tower, device, name))
-        elif (gpu := seen[number]) is None:
-            details = tf.config.experimental.get_device_details(gpus[number])
-            rows.append(Device(tower, device, details.get("device_name")))
         else:
+            name = tf.config.experimental.get_device_details(gpus[number]).get("device_name")
+            gpu = seen[number] or DriverGpu(None)
             where = gpu.pci_bus_id, gpu.index, gpu.total_bytes, gpu.free_bytes
-            rows.append(Device(tower, device, gpu.name, *where))
+            rows.append(Device(tower, device, name or gpu.name, *where))
     return rows
 
 
@@ -221,8 +219,8 @@ def report(devices: Sequence[str]) -> list[str]:
     header = ("tower", "device", "PCI bus id", "driver", "total MiB", "free MiB", "name")
     rows = []
     for row in describe(devices):
-        memory = [b and b // MIB for b in (row.total_bytes, row.free_bytes)]
-        rows.append((row.tower, row.device, row.pci_bus_id, row.driver_index, *memory, row.name))
+        mib = [b and b // MIB for b in (row.total_bytes, row.free_bytes)]
+        rows.append((row.tower, row.device, row.pci_bus_id, row.driver_index, *mib, row.name))
     return ["devices"] + [f"  {line}" for line in table(header, rows)] + read_back()
 
 
@@ -265,9 +263,7 @@ def _driver_says(driver: Sequence[DriverGpu]) -> str:
         says += (
             f", and CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} hides some of them"
         )
-    if missing_gpus(visible):
-        return f"{says}; {cuda_visible_devices.INSTALL}"
-    return f"{says}; {ONE_PART}" if any(gpu.mig is not None for gpu in visible) else says
+    return f"{says}; {cuda_visible_devices.INSTALL}" if missing_gpus(visible) else says
 
 
 def _named_devices(num_towers: int, names: str) -> list[str]:
