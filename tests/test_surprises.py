@@ -5,9 +5,7 @@ import os
 import pytest
 
 from tests import runs
-from tests.programs import python
 from towers import files, formatting, signals
-from towers.errors import InputError
 
 pytestmark = pytest.mark.unit
 
@@ -31,20 +29,6 @@ def test_names_do_not_command_the_terminal(name, shown, capsys, tmp_path):
         assert said.startswith(f"towers: --train_dir={shown}: no\nwarning     ")
 
 
-@pytest.mark.parametrize("part", ["checkpoints", "train", "eval"])
-def test_runs_that_share_a_folder_by_a_link_do_not_both_train(tmp_path, part):
-    one, two = tmp_path / "one", tmp_path / "two"
-    (one / part).mkdir(parents=True)
-    two.mkdir()
-    (two / part).symlink_to(one / part)
-    with files.Lock() as first, files.Lock() as second:
-        first.take(one)
-        with pytest.raises(InputError, match=f"two/{part}: another process trains there"):
-            second.take(two)
-    with files.Lock() as second:
-        second.take(two)
-
-
 @pytest.mark.run
 def test_what_a_generator_gives_is_not_blamed_on_towers(folder, capsys):
     (folder / "gives.py").write_text(
@@ -60,34 +44,3 @@ def test_what_a_generator_gives_is_not_blamed_on_towers(folder, capsys):
     code, _, said = runs.command(capsys, "train", *given.split())
     assert code in (1, 2) and "--dataset=gives:load" in said.splitlines()[-1], said
     assert "please report" not in said and "gallery.py" not in said
-
-
-FORK = """
-import os, signal, sys
-import numpy as np, keras, tensorflow as tf, towers
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-def build():
-    return keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
-model, (x, y) = build(), np.zeros([2, 4, 3], "f")
-model.compile("sgd", "mse")
-if sys.argv[1] == "fit":
-    towers.parallelize(model, num_towers=2, devices="cpu")
-if not os.fork():
-    signal.alarm(20)
-    try:
-        if sys.argv[1] == "train":
-            towers.train(model=build, dataset=((x, y), (x, y)), loss="mse", train_dir="run")
-        model.fit(x, y[:, :2], verbose=0)
-    except towers.InputError as error:
-        print(error, flush=True)
-    os._exit(0)
-os.wait()
-"""
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("how", runs.released(["fit", "train"], "fit"))
-def test_a_fork_in_which_tensorflow_would_hang_is_refused(tmp_path, how):
-    done = python("-c", FORK, how, cwd=tmp_path, variables={"CUDA_VISIBLE_DEVICES": "-1"})
-    assert "forked after TensorFlow had started" in done.stdout, done.stderr

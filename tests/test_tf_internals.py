@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.tf_internals import floatx_set, force_float64
+from towers.tf_internals import force_float64
 
 pytestmark = pytest.mark.graph
 
@@ -223,14 +223,6 @@ def test_convolutions_with_groups_need_no_xla_on_gpus(monkeypatch):
 # Layers.
 
 
-def test_layers_are_found_in_order_each_once():
-    a, shared, b, c = (layers.Dense(2, name=name) for name in ("a", "shared", "b", "c"))
-    inner = keras.Sequential([a, shared, b], name="in")
-    model = keras.Sequential([keras.Input((2,)), inner, shared, c], name="out")
-    names = [x.name for x in tf_internals.layers_of(model) if not isinstance(x, layers.InputLayer)]
-    assert [name for name in names if name != "functional"] == "out in a shared b c".split()
-
-
 # Variables and optimizers.
 
 
@@ -289,73 +281,7 @@ def test_assignments_of_all_kinds_are_seen():
         assert float(variable[0]) == 1.0
 
 
-def test_an_optimizer_tells_what_it_decays():
-    weights = [keras.Variable(tf.ones([2])), keras.Variable(tf.ones([3]))]
-    optimizer = keras.optimizers.AdamW(weight_decay=0.1)
-    optimizer.exclude_from_weight_decay(var_list=weights[:1])
-    assert [tf_internals.decays(optimizer, w) for w in weights] == [False, True]
-    assert not tf_internals.decays(keras.optimizers.SGD(), weights[1])
-
-
-ALL = dict(momentum=0.9, weight_decay=0.1, clipnorm=1.0, use_ema=True, ema_momentum=0.5)
-
-
-@pytest.mark.parametrize("more", [{}, dict(momentum=0.9), dict(momentum=0.9, nesterov=True), ALL])
-def test_sgd_in_one_pass_computes_what_keras_does(more):
-    dtype, tolerance = ("float32", 2e-6) if more == {"momentum": 0.9} else ("float64", 1e-12)
-    draws = np.random.default_rng(0)
-    start, gradients = draws.normal(size=[4, 3]), draws.normal(size=[5, 4, 3])
-    rows = tf.IndexedSlices(tf.ones([2, 3], dtype), tf.constant([0, 2]), tf.constant([4, 3]))
-
-    def after_all(suits):
-        weights = [keras.Variable(start, dtype=dtype) for _ in range(3)]
-        weights[2].constraint = keras.constraints.UnitNorm()
-        optimizer = keras.optimizers.SGD(0.1, **more)
-        optimizer.build(weights)
-
-        @tf.function
-        def update(dense):
-            with tf_internals.fused_sgd(optimizer, lambda _: suits):
-                optimizer.apply([dense, rows, dense], weights)
-
-        for dense in gradients:
-            update(tf.constant(dense, dtype))
-        graph = update.get_concrete_function(tf.constant(start, dtype)).graph
-        ops = [op.type for op in graph.get_operations()]
-        return ops, [v.numpy() for v in (*weights, *optimizer.variables)]
-
-    ops, results = zip(after_all(False), after_all(True), strict=True)
-    kernel = "ResourceApplyKerasMomentum" if more else "ResourceApplyGradientDescent"
-    assert [own.count(kernel) for own in ops] == [0, 2]  # but the sparse one
-    for fused, keras_own in zip(*results, strict=True):
-        np.testing.assert_allclose(fused, keras_own, rtol=tolerance, atol=tolerance)
-
-
-def test_other_optimizers_than_keras_own_sgd_are_not_fused():
-    class Mine(keras.optimizers.SGD):
-        def update_step(self, gradient, variable, learning_rate):
-            self.assign(variable, gradient)
-
-    weight, optimizer = keras.Variable(tf.zeros([2])), Mine(0.1)
-    optimizer.build([weight])
-    with tf_internals.fused_sgd(optimizer, lambda _: True):
-        optimizer.apply([tf.ones([2])], [weight])
-    np.testing.assert_array_equal(weight.numpy(), 1.0)
-
-
 # Graphs.
-
-
-def test_a_tensor_of_another_graph_is_told_from_other_errors():
-    kept = []
-
-    @tf.function
-    def function(x):
-        tf.function(lambda x: kept.append(x + 1.0))(x)
-        return kept[0] * 2.0
-
-    with pytest.raises(tf_internals.InaccessibleTensorError):
-        function(tf.zeros([]))
 
 
 def test_a_function_without_an_end_is_ended():
@@ -409,34 +335,7 @@ def test_layers_get_float64_in_the_block_and_thread_alone():
     assert keras.Input((3,), dtype="float16").dtype == "float16"
 
 
-class Float32ByName(layers.Layer):
-    def build(self, _):
-        self.extra = self.add_weight(shape=(4,), dtype="float32")
-
-
-def test_weights_that_ask_for_float32_get_float64_in_the_block():
-    """But for those of quantised layers, whose ops have no other."""
-    with floatx_set("float64"), force_float64():
-        tuned = layers.Dense(3), layers.EinsumDense("ab,bc->ac", 3), layers.Embedding(5, 3)
-        int8 = layers.Dense(3).get_config() | {"dtype": "int8_from_float32"}
-        others = Float32ByName(), layers.Dense.from_config(int8)
-        for layer in (*tuned, *others):
-            layer.build((None, 4))
-        for layer in tuned:
-            layer.enable_lora(2)
-    found = [{v.dtype for v in layer.weights if v.name != "bias"} for layer in (*tuned, *others)]
-    assert found == [{"float64"}] * 4 + [{"int8", "float32"}]
-
-
 # What models are trained with.
-
-
-def test_batches_are_those_of_fit():
-    x, y = np.arange(5.0), np.arange(5)
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
-    for given in (x, y, None, 2), (dataset, None, None, None):
-        batches = [[part.numpy().tolist() for part in b] for b in tf_internals.batches_of(*given)]
-        assert batches == [[[0, 1], [0, 1]], [[2, 3], [2, 3]], [[4], [4]]]
 
 
 def test_keras_knows_of_its_metrics_which_is_better():

@@ -112,9 +112,7 @@ class Lock:
             os.close(descriptor)
 
     def take(self, folder: Path, flag: str = "--train_dir") -> None:
-        """Lock a folder and a run's subfolders, if they exist and the file system has locks.
-
-        Subfolders may be links to those of another run.
+        """Lock a folder, if it exists and the file system has locks.
 
         Args:
             folder: of the run.
@@ -123,27 +121,21 @@ class Lock:
         Raises:
             InputError: another process trains there.
         """
-        for path in (folder, *(folder / name for name in SUBFOLDERS)):
-            try:
-                descriptor = os.open(path, os.O_RDONLY)
-            except OSError:  # the process that creates the folder locks it
-                continue
-            if (inode := inode_of(descriptor)) in self._held:
-                os.close(descriptor)
-                continue
-            self._held[inode] = descriptor
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise InputError(
-                    f"{flag}={path}: another process trains there; wait for it, or name another "
-                    "folder"
-                ) from None
-            except OSError:  # the file system has no locks
-                pass
+        if not folder.is_dir() or (inode := inode_of(folder)) in self._held:
+            return
+        self._held[inode] = descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"{flag}={folder}: another process trains there; wait for it, or name another "
+                "folder"
+            ) from None
+        except OSError:  # the file system has no locks
+            pass
 
 
-def inode_of(path: str | Path | int) -> tuple[int, int] | None:
+def inode_of(path: str | Path) -> tuple[int, int] | None:
     """Return what identifies a file or folder whatever its name, None if there is none."""
     try:
         about = os.stat(path)
@@ -219,16 +211,11 @@ def move_aside(folder: Path) -> Path | None:
     """
     if not is_run(folder):
         return None
-    aside = _aside(folder)
+    number = 1
+    while os.path.lexists(aside := folder.with_name(f"{folder.name}.{number}")):
+        number += 1
     try:
         return folder.rename(aside)
     except OSError as error:
         reason = f"{folder} cannot be moved to {aside}: {error.strerror}"
         raise InputError(f"--overwrite: {reason}") from None
-
-
-def _aside(folder: Path) -> Path:
-    number = 1
-    while os.path.lexists(aside := folder.with_name(f"{folder.name}.{number}")):
-        number += 1
-    return aside

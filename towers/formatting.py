@@ -63,12 +63,6 @@ def figure(value: float, decimals: int = 4) -> str:
     return f"{value:.{decimals}f}" if fixed else f"{value:.4g}"
 
 
-def reason_of(error: Exception) -> str:
-    """Return what an error says, on one line; of the system's errors without the path."""
-    says = getattr(error, "strerror", None) or " ".join(str(error).split())
-    return says or type(error).__name__
-
-
 def first_of(texts: Sequence[str], most: int = 5) -> str:
     """Return the first texts on one line, as "a, b, ...".
 

@@ -11,11 +11,9 @@ import contextlib
 import functools
 import gc
 import operator
-import os
 import sys
 import threading
 import time
-import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,9 +27,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.layers.core import input_layer
 from keras.src.layers.preprocessing.data_layer import DataLayer
 from keras.src.random.seed_generator import global_seed_generator
-from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 from keras.src.trainers.data_adapters import get_data_adapter
-from tensorflow.core.protobuf import trackable_object_graph_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import config as autograph_config
 from tensorflow.python.autograph.core.config_lib import DoNotConvert
@@ -44,8 +40,6 @@ from tensorflow.python.framework import errors_impl, op_def_registry, tensor_uti
 from tensorflow.python.ops import control_flow_util, random_ops_util
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as draw_ops
 from tensorflow.python.ops import resource_variable_ops as variable_ops
-
-from towers.errors import InputError
 
 Make = Callable[[Callable], Callable]  # from the current function to its replacement
 Block = contextlib.AbstractContextManager[None]
@@ -195,8 +189,7 @@ def metric_direction(model: keras.Model, name: str) -> str | None:
     """
     if name == "loss" or name.endswith("_loss"):
         return "min"
-    compiled = [m for metric in model.metrics for m in getattr(metric, "metrics", ())]
-    for metric in (*model.metrics, *compiled):
+    for metric in [m for one in model.metrics for m in (one, *getattr(one, "metrics", ()))]:
         is_it = f"_{name}".endswith(f"_{metric.name}")  # one of several follows the output's name
         if is_it and (direction := getattr(metric, "_direction", None)):
             return {"up": "max", "down": "min"}[direction]
@@ -215,26 +208,6 @@ def compiled_loss(model: keras.Model, y: Any, outputs: Any, weights: Any) -> Any
         weights: sample weights, or None.
     """
     return model._compile_loss(y, outputs, weights)
-
-
-def raised_in_compiled(error: BaseException) -> str | None:
-    """Return which part of a compiled model raised in Keras' own code: "" (loss) or a metric.
-
-    None if something else raised, or the user's function. Public: an error that says it.
-    """
-    frameworks = "keras tensorflow numpy optree towers contextlib functools".split()
-    part: str | None = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code in (CompileLoss.__call__.__code__, CompileLoss.call.__code__):
-            part = ""
-        elif frame.f_code is CompileMetrics.update_state.__code__:
-            part = "of compile"
-        elif frame.f_code is MetricsList.update_state.__code__:
-            part = frame.f_locals["m"].name
-        elif frame.f_globals.get("__name__", "").partition(".")[0] not in frameworks:
-            if part is not None:
-                return None
-    return part
 
 
 def maker_of(tensor: keras.KerasTensor) -> tuple[Any, int, list[Any]]:
@@ -435,33 +408,6 @@ def attach(tensor: Any, kind: str, value: tf.Tensor | None) -> None:
 
 
 # Keras' optimizers, which know one device.
-
-
-OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # its key in a checkpoint
-
-
-def object_graph(group: str, names: Sequence[str], keys: Sequence[str], other: str) -> bytes:
-    """Return the object graph of `Checkpoint(GROUP={name: variable}, OTHER=variable)`, serialized.
-
-    Public: `tf.train.Checkpoint.write`, which reads variables while it writes, not before.
-
-    Args:
-        group: attribute of the checkpoint that holds the variables.
-        names: of the variables in it.
-        keys: of these in the file, in the same order.
-        other: key of one more variable, "OTHER/...".
-    """
-    graph = trackable_object_graph_pb2.TrackableObjectGraph()
-    root, of_group = graph.nodes.add(), graph.nodes.add()
-    root.children.add(node_id=1, local_name=group)
-    root.children.add(node_id=2, local_name=other.partition("/")[0])
-    for key in (other, *keys):
-        graph.nodes.add().attributes.add(name="VARIABLE_VALUE", checkpoint_key=key)
-    for number, name in enumerate(names, 3):
-        of_group.children.add(node_id=number, local_name=name)
-    for node in graph.nodes:
-        node.has_checkpoint_values.value = True
-    return graph.SerializeToString()
 
 
 def slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Block:
@@ -768,13 +714,7 @@ InaccessibleTensorError = errors_impl.InaccessibleTensorError
 
 def is_stateful(op_type: str) -> bool:
     """Return whether an op is stateful. Public: `op_def`, except for ops in a function."""
-    known = op_definition(op_type)
-    return known is not None and known.is_stateful
-
-
-def op_definition(op_type: str) -> Any:
-    """Return the OpDef of an op, or None. Public: `tf.raw_ops`, which has only its arguments."""
-    return op_def_registry.get(op_type)
+    return getattr(op_def_registry.get(op_type), "is_stateful", False)
 
 
 def called_graph(op: tf.Operation, attribute: str) -> tf.Graph | None:
@@ -795,7 +735,7 @@ def called_graph(op: tf.Operation, attribute: str) -> tf.Graph | None:
 
 @functools.cache  # a graph has many ops of few types, and reading an attribute takes 20 us
 def _function_attributes(op_type: str) -> frozenset[str]:
-    attributes = getattr(op_definition(op_type), "attr", ())
+    attributes = getattr(op_def_registry.get(op_type), "attr", ())
     return frozenset(attribute.name for attribute in attributes if attribute.type == "func")
 
 
@@ -930,28 +870,6 @@ def has_listed_devices() -> bool:
 def has_started() -> bool:
     """Return whether TensorFlow has started. Public: none."""
     return context.context()._initialized
-
-
-# Whether this process was forked after TensorFlow had started: a fork has a single thread.
-_is_forked = has_started() and len(os.listdir("/proc/self/task")) == 1
-
-
-def _note_fork() -> None:
-    global _is_forked
-    _is_forked = has_started()
-
-
-os.register_at_fork(after_in_child=_note_fork)
-
-
-def refuse_fork() -> None:
-    """Raise InputError if TensorFlow would wait for threads that a fork does not have."""
-    if _is_forked:
-        raise InputError(
-            "this process was forked after TensorFlow had started, whose threads it does not have: "
-            "it would wait for ever; start it by multiprocessing.get_context('spawn'), or fork "
-            "before the first model or tensor is made"
-        )
 
 
 def ops_are_deterministic() -> bool:

@@ -96,63 +96,6 @@ def of_optimizer(make, words=False, penalty=keras.regularizers.L2):
 optimizers = keras.optimizers
 
 
-def of_slopes():
-    """Return a model whose loss has a gradient in it, as of a physical equation."""
-    inner = keras.Sequential([layers.Flatten(), layers.Dense(5, "tanh"), layers.Dense(1)])
-
-    def loss(y, outputs):
-        points = tf.constant(DATA["x"][:6])
-        with tf.GradientTape() as tape:
-            tape.watch(points)
-            values = inner(points)
-        slopes = tape.gradient(values, points)
-        return (tf.cast(y, outputs.dtype) - outputs[:, 0]) ** 2 + tf.reduce_mean(slopes**2)
-
-    inner.compile(keras.optimizers.Adam(0.01), loss)
-    return inner
-
-
-class Chosen(keras.Model):
-    """Looks words up in the rows of a table that its step chooses, nobody knows how many."""
-
-    rows = []
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.last = self.add_weight(shape=(6, 4)), layers.Dense(4)
-        self.compile(SGD(), "mse")
-
-    def call(self, x):
-        return self.last(tf.gather(self.rows[-1] if self.rows else self.table, x))
-
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            self.rows.append(tf.boolean_mask(self.table, tf.range(6) >= 0))
-            loss = tf.reduce_mean(self(data[0]) ** 2)
-            self.rows.pop()
-        self.optimizer.apply(tape.gradient(loss, weights := self.trainable_variables), weights)
-        return {"loss": loss}
-
-
-class InBranch(keras.Model):
-    """A model that is also called in a branch of its loss, and has a random constraint."""
-
-    def __init__(self):
-        super().__init__()
-        self.flat, seed = layers.Flatten(), keras.random.SeedGenerator(0)
-        factor = lambda: keras.random.uniform((), seed=seed, dtype="float64")  # noqa: E731
-        self.last = layers.Dense(4, kernel_constraint=lambda weight: factor() * weight)
-        self.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-
-    def call(self, x):
-        return self.last(self.flat(x))
-
-    def compute_loss(self, x, y, outputs, *args, **kwargs):
-        moved = lambda: tf.reduce_mean(self(1.1 * x) ** 2)  # noqa: E731
-        more = tf.cond(tf.reduce_sum(x) > 0, moved, lambda: 2.0 * moved())
-        return more + super().compute_loss(x, y, outputs, *args, **kwargs)
-
-
 class OfExamples(keras.regularizers.Regularizer):
     """A penalty that is random."""
 
@@ -162,52 +105,6 @@ class OfExamples(keras.regularizers.Regularizer):
     def __call__(self, weight):
         factors = keras.random.uniform(weight.shape, seed=self.seed, dtype=weight.dtype)
         return 0.1 * keras.ops.sum(factors * weight**2)
-
-
-class OfTeacher(keras.Model):
-    """A model whose loss assigns weights, and draws by a seed of the model."""
-
-    def __init__(self):
-        super().__init__()
-        self.student, self.teacher = (
-            keras.Sequential([layers.Flatten(), layers.Dense(4)]) for _ in range(2)
-        )
-        self.seed = keras.random.SeedGenerator(0)
-
-    def call(self, x):
-        noise = keras.random.normal(keras.ops.shape(x), seed=self.seed, dtype=x.dtype)
-        return self.student(x + noise) + self.teacher(x)
-
-    def compute_loss(self, *args, **kwargs):
-        pairs = zip(self.teacher.variables, self.student.variables, strict=True)
-        for teacher, student in pairs if self.assigns else ():
-            teacher.assign(0.9 * teacher + 0.1 * student)
-        factor = 1.0 if self.assigns else keras.random.uniform((), seed=self.seed)
-        return factor * super().compute_loss(*args, **kwargs)
-
-
-def of_teacher(assigns):
-    def build():
-        model = OfTeacher()
-        model.assigns = assigns
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        return model
-
-    return build
-
-
-@keras.saving.register_keras_serializable("tests")
-class Slower(optimizers.schedules.LearningRateSchedule):
-    """A schedule that does not tell all of its arguments."""
-
-    def __init__(self, start=0.01):
-        self.start = start
-
-    def __call__(self, step):
-        return self.start / (1.0 + keras.ops.cast(step, "float64"))
-
-    def get_config(self):
-        return {}
 
 
 SCHEDULE = optimizers.schedules.ExponentialDecay(0.01, 2, 0.5)
@@ -250,21 +147,14 @@ CASES = {
     "an optimizer of the user's": (of_optimizer(halved), arrays()),
     "rows that are squared": (of_optimizer(ADAM, words=True), lambda: WORDS),
     "rows that may be added": (of_optimizer(SGD, words=True), lambda: WORDS),
-    "rows of a part of a table": (Chosen, lambda: WORDS | {"batch_size": 11}),
-    "a gradient in the loss": (of_slopes, arrays()),
     "a callback after each batch": (of_optimizer(ADAM), arrays(callbacks=[Poking("train_batch")])),
     "a callback after each epoch": (of_optimizer(ADAM), arrays(callbacks=Poking("epoch"))),
     "a penalty that is random": (of_optimizer(ADAM, penalty=OfExamples), arrays()),
-    "a loss that assigns weights": (of_teacher(assigns=True), arrays()),
-    "a loss that draws": (of_teacher(assigns=False), arrays()),
-    "a call in a branch": (InBranch, arrays()),
-    "a schedule of the user's": (of_optimizer(lambda: optimizers.Adam(Slower(0.1))), arrays()),
     "one example": (of_optimizer(ADAM), one_by_one),
     "fewer examples than towers": (of_optimizer(ADAM), lambda: UNEVEN | {"x": uneven()}),
 }
 RARE = {
     "averages that replace weights", "rows that may be added", "an optimizer of the user's",
-    "a loss that draws",
 }  # fmt: skip
 
 
@@ -307,32 +197,3 @@ def test_weights_that_are_set_between_two_calls_are_those_of_every_gpu():
 
     with cpus_for_gpus():
         assert losses(True) == pytest.approx(losses(False), rel=1e-9)
-
-
-class OfGraph(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.flat, self.out = layers.Flatten(), layers.Dense(1)
-
-    def call(self, x):
-        return self.out(self.flat(x))
-
-    def train_step(self, data):
-        x, y = data
-        loss = tf.reduce_mean((tf.cast(y, self.dtype) - self(x)[:, 0]) ** 2)
-        weights = self.trainable_variables
-        self.optimizer.apply(tf.gradients(loss, [w.value for w in weights]), weights)
-        return {"loss": loss}
-
-
-@pytest.mark.filterwarnings("ignore:.*runs on one device")
-def test_a_step_of_graph_gradients_has_the_numbers_of_one_device():
-    def build():
-        model = OfGraph()
-        model.compile("sgd", "mse")
-        return model
-
-    given = DATA | {"batch_size": 8}
-    with cpus_for_gpus():
-        found = fits.fit(build, given, devices=GPUS)
-    assert fits.differences(fits.fit(build, given), found) == {}

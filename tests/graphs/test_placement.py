@@ -60,10 +60,10 @@ def test_a_train_loop_of_no_steps_is_placed_and_its_bytes_are_weights_slice_and_
     images, labels, _ = tiny.flat(next(iter(run.data.train.train_batches(8, seed=0))))
     a_slice = images[4:].shape.num_elements() * images.dtype.size + 4 * labels.dtype.size
     condition, loss = 1, 8  # of the loop; a scalar, and again when the gradients are done
-    measured, squares = 1, 3 * 4  # whether there are norms; of both towers and of the gathered
+    measured = 1  # whether there are norms
     assert placement.crossing_bytes() == {
         ("/cpu:0", "/cpu:1"): weights + a_slice + condition + measured,
-        ("/cpu:1", "/cpu:0"): weights + loss + squares,
+        ("/cpu:1", "/cpu:0"): weights + loss,
     }
 
 
@@ -135,12 +135,6 @@ def pinned_weights(num_classes, image_shape):
     with tf.device("/cpu:1"):
         x = keras.layers.Dense(4, name="hidden")(x)
     return keras.Model(inputs, keras.layers.Dense(num_classes)(x))
-
-
-def missing_at_once(num_classes, image_shape, device):
-    with tf.device(device):
-        scale = tf.Variable(1.0)
-    return tiny.dense(num_classes, image_shape, width=int(scale.numpy()))
 
 
 class ForGpus(keras.layers.Layer):
@@ -240,8 +234,6 @@ def test_a_pinned_layer_is_listed_and_strict_stops_the_run(tmp_path, command):
     [
         ("pinned", f"--model_args=device=/gpu:7 {HARD}", 2,
          ["--allow_soft_placement=false (leave it out", "stubborn_1/Tanh: was explicitly"]),
-        ("missing_at_once", f"--model_args=device=/gpu:7 {HARD}", 2,
-         ["or let the model choose no device): Could not satisfy device spec", "GPU:7"]),
         ("for_gpus", "--num_towers=1", 2,
          ["has an op that no device of this machine runs: No OpKernel was reg", "CudnnRNN"]),
         ("pinned_weights", "--placement=strict", 1,
@@ -269,7 +261,6 @@ def test_why_an_op_is_elsewhere_and_what_crosses_is_told():
     ]
     more = [(f"while/tower_0/x{i}x/Tanh", "Tanh", "/cpu:1", "/cpu:1") for i in range(27)]
     routes = [("/cpu:0", "/gpu:0", 4_370_000), ("/cpu:0", "/gpu:0", None), ("/gpu:0", "/cpu:0", 12)]
-    routes.append(("/cpu:0", "/gpu:0", 5_000_000, True))
     transfers = tuple(Transfer("x", *route) for route in routes)
     placement = Placement(tuple(Op(*cell) for cell in elsewhere + more), (), transfers)
     stray = placement_report.strays(placement, ["/gpu:0"], {}, "/cpu:0")
@@ -284,5 +275,5 @@ def test_why_an_op_is_elsewhere_and_what_crosses_is_told():
     assert lines[-2:] == [
         "  and 22 more: see --log_device_placement",
         "  in a step cross 4.37 MB /cpu:0 -> /gpu:0, 0.01 kB /gpu:0 -> /cpu:0, and 1 of unknown "
-        "size; 5.00 MB more in steps of which the log tells",
+        "size",
     ]

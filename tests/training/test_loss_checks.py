@@ -142,7 +142,7 @@ def test_what_flags_compile_is_named_by_the_flag():
     line = refusal(lines, bare, X, CLASSES, loss="sparse_categorical_crossentropy")
     assert line.startswith("--loss=sparse_categorical_crossentropy: the output, of layer dense")
     line = refusal(lines, bare, X, CLASSES, metrics="Precision")
-    assert "the metric Precision cannot be computed of this data set" in line
+    assert "its loss or a metric cannot be computed of this data set" in line
     assert "targets (batch); outputs (batch, 3)" in line
 
 

@@ -131,7 +131,6 @@ class Checks:
         Raises:
             RunError: towers differ from one device, and `on_inexact` is "stop".
         """
-        tf_internals.refuse_fork()
         if self._held is not None:
             return self._held
         if not is_split(batch) or is_tracing():

@@ -166,7 +166,6 @@ def split(
         never_empty: if the number of examples is a tensor, pad a slice without examples with the
             last example, and set its count to 0: functions may fail without examples.
     """
-    tf_internals.refuse_fork()
     num_towers, device = len(builder.devices), builder.gather_device
     with tf.device(HOST if is_gpu(device) else device), tf.name_scope("split"):
         leaves = as_leaves(batch, num_towers)

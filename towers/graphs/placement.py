@@ -52,13 +52,12 @@ class Op:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A value that is sent from one device to another in a step."""
+    """A value that is sent from one device to another in each step."""
 
     name: str
     source: str
     target: str
     bytes: int | None  # None if unknown
-    in_some_steps: bool = False  # as a value that is made in a branch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +75,11 @@ class Placement:
         expected = [short_device_name(device) for device in devices]
         return [op for op in work if op.device != expected[op.tower]]
 
-    def crossing_bytes(self, in_each_step: bool = False) -> Counter[tuple[str, str]]:
-        """Return {(source, target): bytes}, as far as shapes are known.
-
-        Args:
-            in_each_step: leave out transfers of some steps only.
-        """
+    def crossing_bytes(self) -> Counter[tuple[str, str]]:
+        """Return {(source, target): bytes} of a step, as far as shapes are known."""
         total: Counter[tuple[str, str]] = Counter()
         for transfer in self.transfers:
-            if not (in_each_step and transfer.in_some_steps):
-                total[transfer.source, transfer.target] += transfer.bytes or 0
+            total[transfer.source, transfer.target] += transfer.bytes or 0
         return total
 
 
@@ -116,7 +110,8 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
         ops.append(Op(name, node.op, short_device_name(requested), short_device_name(node.device)))
         if node.attr["_XlaMustCompile"].b:
             programs[f"{name}/"] = short_device_name(node.device)
-        if node.op in ("_Send", "_HostSend") and not node.input[0].startswith("^"):
+        sends = node.op in ("_Send", "_HostSend") and not node.input[0].startswith("^")
+        if sends and not _IN_BRANCH.search(node.input[0]):  # which some steps take
             transfers.append(_transfer(node, traced, takers))
     there = {op.name for op in ops if op.type != "Const"}  # folding leaves a Const of that name
     rest = []
@@ -199,9 +194,6 @@ def _transfer(
         tensor = traced[name].outputs[int(index or 0) if source == origin else 0]
     elif dtype == tf.bool:  # a loop's condition
         num_bytes = 1
-    elif branches := traced.get(traced_name(origin.partition("/output/_")[0], traced)):
-        if len({(t.shape, t.dtype) for t in branches.outputs}) == 1:  # one of several outputs
-            tensor = branches.outputs[0]
     elif taker := takers.get(node.attr["tensor_name"].s):  # its consumer may have been traced
         op = traced.get(traced_name(taker[0], traced))
         tensor = next(iter(op.inputs[taker[1] : taker[1] + 1]), None) if op else None
@@ -212,5 +204,4 @@ def _transfer(
         short_device_name(node.attr["send_device"].s.decode()),
         short_device_name(node.attr["recv_device"].s.decode()),
         num_bytes,
-        bool(_IN_BRANCH.search(source)),
     )

@@ -30,14 +30,11 @@ def report(placement: Placement, stray: Sequence[str]) -> list[str]:
         lines += [f"  {line}" for line in stray[:_MOST]]
         if len(stray) > _MOST:
             lines.append(f"  and {len(stray) - _MOST} more: see --log_device_placement")
-    crossing = placement.crossing_bytes(in_each_step=True)
-    rest = placement.crossing_bytes().total() - crossing.total()
+    crossing = placement.crossing_bytes()
     unknown = sum(transfer.bytes is None for transfer in placement.transfers)
     if crossing:
         routes = [f"{_size(b)} {source} -> {to}" for (source, to), b in sorted(crossing.items())]
         more = f", and {unknown} of unknown size" if unknown else ""
-        if rest > crossing.total() / 100:
-            more += f"; {_size(rest)} more in steps of which the log tells"
         lines.append(f"  in a step cross {', '.join(routes)}{more}")
     return lines
 

@@ -109,7 +109,6 @@ def parallelize(
         )
     if variables not in ("default", *train_state.VARIABLES):
         raise InputError(f"variables={variables!r} must be 'default', 'cpu' or 'replicated'")
-    tf_internals.refuse_fork()
     tower_devices.hide_others(devices)
     device_names = tower_devices.tower_devices(num_towers, devices)
     if variables == "default":
@@ -357,7 +356,6 @@ class _Steps:
 
         @functools.wraps(getattr(type(self.model), name))
         def make_for_towers(force: bool = False) -> Any:
-            tf_internals.refuse_fork()
             model, by_xla, before = self.model, self.model.jit_compile, vars(self.model)[attribute]
             model.jit_compile = False
             try:

@@ -12,7 +12,7 @@ from towers.data import npz
 from towers.data.folder import ENDINGS as IMAGES
 from towers.data.folder import images_below, read_image
 from towers.errors import InputError
-from towers.formatting import reason_of
+from towers.formatting import reason
 from towers.training.load import TrainedModel
 
 
@@ -72,7 +72,7 @@ def _part(path: str, trained: TrainedModel) -> InputFile:
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except Exception as error:  # numpy raises many kinds for damaged files
-            raise InputError(f"{path} cannot be read: {reason_of(error)}") from None
+            raise InputError(f"{path} cannot be read: {reason(error)}") from None
     else:
         raise InputError(f"{path}: {', '.join(IMAGES)}, .npy and .npz are read, and no other files")
     is_text = spec.dtype == tf.string

@@ -12,20 +12,22 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.protobuf import trackable_object_graph_pb2
 
-from towers import files, tf_internals
+from towers import files
 from towers.errors import InputError
 from towers.formatting import first_line
 
 Found = TypeVar("Found")
 Snapshot = Mapping[str, tf.Tensor]  # values of variables, by name
 _KEY_ENDING = "/.ATTRIBUTES/VARIABLE_VALUE"
+_OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # its key
 _FILE_KINDS = "data-00000-of-00001", "index"  # of a checkpoint, in the order of their renaming
 
 
@@ -112,6 +114,28 @@ def read_newest(
     return None
 
 
+def _object_graph(names: Sequence[str], keys: Sequence[str]) -> bytes:
+    """Return the object graph of `Checkpoint(variables={name: variable}, identity=...)`.
+
+    `tf.train.Checkpoint.write` would read variables while it writes, not before.
+
+    Args:
+        names: of the variables.
+        keys: of these in the file, in the same order.
+    """
+    graph = trackable_object_graph_pb2.TrackableObjectGraph()
+    root, of_group = graph.nodes.add(), graph.nodes.add()
+    root.children.add(node_id=1, local_name="variables")
+    root.children.add(node_id=2, local_name="identity")
+    for key in (_key_of("identity"), *keys):
+        graph.nodes.add().attributes.add(name="VARIABLE_VALUE", checkpoint_key=key)
+    for number, name in enumerate(names, 3):
+        of_group.children.add(node_id=number, local_name=name)
+    for node in graph.nodes:
+        node.has_checkpoint_values.value = True
+    return graph.SerializeToString()
+
+
 def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, Any]) -> None:
     """Write a checkpoint atomically.
 
@@ -125,9 +149,9 @@ def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, A
         OSError, tf.errors.OpError: the folder cannot be written, or the disk is full.
     """
     named = {_key_of("variables", name): value for name, value in values.items()}
-    graph = tf_internals.object_graph("variables", list(values), list(named), _key_of("identity"))
+    graph = _object_graph(list(values), list(named))
     text = json.dumps(dict(identity), default=lambda value: np.asarray(value).tolist())
-    named |= {_key_of("identity"): text, tf_internals.OBJECT_GRAPH: graph}
+    named |= {_key_of("identity"): text, _OBJECT_GRAPH: graph}
     temporary = f".ckpt-{step}.{os.getpid()}"
     with _literal_path(directory) as folder, tf.device("/cpu:0"):
         try:
@@ -159,8 +183,8 @@ def open_reader(prefix: str) -> Iterator[Any]:
     path = Path(prefix)
     with _literal_path(path.parent) as folder:
         reader = tf.train.load_checkpoint(f"{folder}/{path.name}")
-        if reader.has_tensor(tf_internals.OBJECT_GRAPH):
-            reader.get_tensor(tf_internals.OBJECT_GRAPH)  # tf.train.Checkpoint needs it
+        if reader.has_tensor(_OBJECT_GRAPH):
+            reader.get_tensor(_OBJECT_GRAPH)  # tf.train.Checkpoint needs it
         yield reader
 
 

@@ -123,7 +123,6 @@ def begin(
     for line in manifest.write(run, folder, restored):
         say(line)
     _open_dashboard(prepared)
-    lock.take(folder)  # its subfolders, too, which exist now
     return prepared
 
 

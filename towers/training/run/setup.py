@@ -119,7 +119,6 @@ def prepare(options: Options) -> RunContext:
         InputError: a device, the data or the model cannot be had as the options say.
         RunError: the data set cannot be read, or a GPU does not compute.
     """
-    tf_internals.refuse_fork()
     devices.configure_run(options)
     devices.try_out()
     return assemble(options, tower_devices(options), load_data(options))

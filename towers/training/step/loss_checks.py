@@ -6,6 +6,7 @@ warning. Losses, metrics and training steps of the user's own are not checked.
 
 import contextlib
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from towers.training.step.keras_model import overrides
 from towers.training.step.output_activation import output_ending
 from towers.training.step.task import Task
 
+_OF_COMPILE = "keras.src.trainers.compile_utils"  # calls losses and metrics
+_FRAMEWORKS = "keras tensorflow numpy optree towers contextlib functools".split()
 _SPARSE = "sparse_categorical_crossentropy"
 _BINARY = ("binary_crossentropy", "binary_focal_crossentropy")
 # Losses of probabilities, with the activation that makes them.
@@ -199,11 +202,10 @@ def translate_loss_errors(task: Task, batches: Any) -> Iterator[None]:
                 f"{_flag_of(task)} is compiled without a loss: give one, by compile(..., loss=...) "
                 "or --loss=..."
             ) from None
-        raised = tf_internals.raised_in_compiled(error)
-        if raised is None or isinstance(error, InputError):
+        if not _raised_in_compiled(error) or isinstance(error, InputError):
             raise
         example, _ = next(iter(batches))
-        if task.recorder.is_keras and not raised:
+        if task.recorder.is_keras:
             _check_losses(task, example)
         names = getattr(task.model, "output_names", None)
         outputs = [shape_of(each.outputs) for each in task.recorder.inputs] or names or ["unknown"]
@@ -214,9 +216,19 @@ def translate_loss_errors(task: Task, batches: Any) -> Iterator[None]:
         given += [f"sample weights {_shapes_of(part)}" for part in example[2:]]
         text = " ".join(str(error).partition(" for '{{node")[0].split()).removesuffix(".")[:200]
         raise InputError(
-            f"{_flag_of(task)}: {f'the metric {raised}' if raised else 'its loss'} cannot be "
-            f"computed of this data set ({'; '.join(given)}): {text or type(error).__name__}"
+            f"{_flag_of(task)}: its loss or a metric cannot be computed of this data set "
+            f"({'; '.join(given)}): {text or type(error).__name__}"
         ) from None
+
+
+def _raised_in_compiled(error: BaseException) -> bool:
+    """Return whether Keras raised in what `compile` was given, and not a function of the user's."""
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    if _OF_COMPILE not in modules:
+        return False
+    after = modules[modules.index(_OF_COMPILE) :]
+    return all(module.partition(".")[0] in _FRAMEWORKS for module in after)
 
 
 def _check_classifier(task: Task, example: Any) -> list[str]:
