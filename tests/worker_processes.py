@@ -92,10 +92,3 @@ def started(number: int, *flags: str) -> Iterator[list[Worker]]:
             found.append(Worker(*flags))
             stack.callback(found[-1].close)
         yield [worker.ready() for worker in found]
-
-
-@contextlib.contextmanager
-def workers(number: int, *flags: str) -> Iterator[list[str]]:
-    """Give the addresses of as many workers, which are ended after the block."""
-    with started(number, *flags) as found:
-        yield [worker.address for worker in found]

@@ -56,16 +56,6 @@ def test_binary_files_are_found_in_the_folder_and_in_that_of_the_archive(tmp_pat
         assert_is(data.load(name, str(top)), name, parts)
 
 
-def test_the_names_of_the_classes():
-    names = {name: known.class_names for name, known in cifar.SETS.items()}
-    airplanes = "airplane automobile bird cat deer dog frog horse ship truck"
-    assert names["cifar10"] == tuple(airplanes.split())
-    fine, coarse = names["cifar100"], names["cifar100_coarse"]
-    assert list(fine) == sorted(set(fine)) and len(fine) == 100
-    assert [fine[i] for i in (0, 42, 99)] == ["apple", "leopard", "worm"]
-    assert [coarse[i] for i in (0, 8, 19)] == ["aquatic_mammals", "large_carnivores", "vehicles_2"]
-
-
 def test_missing_and_damaged_files_are_named(tmp_path):
     folder = tmp_path / "cifar-10-batches-bin"
     for call in data.load, data.locate:

@@ -29,15 +29,6 @@ def test_a_name_that_is_none_is_refused_with_what_to_type(tmp_path):
         assert says in refusal(name, call=data.locate, **given)
 
 
-def test_a_file_or_a_folder_of_the_users_is_named_as_it_is_given(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_data.py").touch()
-    for name in "my_data", "my_data.py":
-        assert "did you mean my_data:load?" in refusal(name, call=data.locate)
-    (tmp_path / "pics").mkdir()
-    assert "type --dataset=folder --data_dir=pics" in refusal("pics", call=data.locate)
-
-
 def test_a_size_is_for_files_of_images():
     for name in "shapes", "cifar10", "mine:load":
         message = refusal(name, image_size=(8, 8))

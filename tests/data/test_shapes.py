@@ -4,7 +4,6 @@ import hashlib
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from towers import data
 from towers.data import shapes
@@ -27,21 +26,6 @@ def test_classes_are_balanced_and_look_alike_on_average_and_no_picture_is_there_
         of_class = [means[labels == label].mean() for label in range(4)]
         assert np.std(of_class) < 2 * means.std() / (len(labels) / 4) ** 0.5
     assert len({image.tobytes() for images, _ in drawn for image in images}) == 14_000
-
-
-@pytest.mark.run
-@pytest.mark.extended
-def test_a_linear_model_cannot_tell_them_apart(drawn):
-    """Softmax regression on standardized pixels, fitted far beyond convergence on the test set."""
-    (x, y), (test_x, test_y) = drawn
-    x, test_x = (part.reshape(len(part), -1) / np.float32(255) for part in (x, test_x))
-    mean, deviation = x.mean(0), x.std(0)
-    x, test_x = (x - mean) / deviation, (test_x - mean) / deviation
-    model = tf.keras.Sequential([tf.keras.layers.Dense(4, kernel_regularizer="l2")])
-    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("adam", loss, metrics=["accuracy"])
-    fitted = model.fit(x, y, batch_size=500, epochs=10, verbose=0, validation_data=(test_x, test_y))
-    assert max(fitted.history["val_accuracy"]) < 0.45
 
 
 def test_a_seed_is_one_set_and_any_number_can_be_drawn():

@@ -116,19 +116,6 @@ def test_a_killed_worker_costs_a_call_and_no_number(pair, near, tmp_path):
     assert_same(folder, near)
 
 
-@extended
-@pytest.mark.timeout(900)
-def test_workers_are_killed_ten_times_at_any_moment(pair, near, tmp_path):
-    for number in range(10):
-        folder = tmp_path / f"run{number}"
-        with started(1) as (second,), Run(folder, [pair[0], second], TWO_EACH) as run:
-            run.until("step 0 of")
-            time.sleep(random.uniform(0, 3))
-            second.kill()
-            run.end()
-        assert_same(folder, near)
-
-
 def test_a_run_that_waits_for_a_worker_that_hangs_ends_with_75_if_too_few_are_left(pair, tmp_path):
     folder, flags = tmp_path / "run", (TWO_EACH, "--min_workers=2", "--variables=cpu")
     with started(1) as (second,):
@@ -138,8 +125,6 @@ def test_a_run_that_waits_for_a_worker_that_hangs_ends_with_75_if_too_few_are_le
             printed = run.end(75)
         assert f"lost        worker {second.address}" in printed
         assert re.search(r"stopped: 1 worker of 2 left; step \d+ is saved, and the same", printed)
-        with Run(folder, [pair[0], second], *flags) as run:
-            assert "the same command continues the run" in run.end(75)
 
 
 @extended
@@ -161,15 +146,6 @@ def test_weights_that_a_lost_worker_had_are_those_of_the_last_checkpoint(pair, n
         printed = run.end()
     assert "again       from the last checkpoint" in printed
     assert_same(folder, near)
-
-
-@extended
-def test_a_worker_that_is_lost_before_the_first_step_costs_nothing(pair, tmp_path):
-    with started(1) as (second,), Run(tmp_path / "run", [pair[0], second]) as run:
-        run.until("^workers")
-        second.kill()
-        assert "nothing was written" in run.end(75)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_program_has_a_worker_alone_and_a_fresh_one_replaces_it(pair, tmp_path):

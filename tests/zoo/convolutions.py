@@ -55,12 +55,6 @@ def dense_block(images):
 entry("local BatchNorm", "moments of a half", "--accumulate_steps=2")(dense_block)
 
 
-class WeightStandardisedConv(layers.Conv2D):
-    def convolution_op(self, inputs, kernel):
-        mean, variance = tf.nn.moments(kernel, axes=[0, 1, 2], keepdims=True)
-        return super().convolution_op(inputs, (kernel - mean) / tf.sqrt(variance + 1e-5))
-
-
 @own(on_maps, SAME, "TensorFlow's own ops on a Keras weight", kernel=(3, 3, None, 4))
 def by_tensorflow(self, x):
     """Convolution, patches and pooling by TensorFlow's own functions."""
@@ -68,10 +62,3 @@ def by_tensorflow(self, x):
     x = tf.nn.max_pool2d(x, 2, 2, "SAME")
     patches = tf.image.extract_patches(x, [1, 2, 2, 1], [1, 1, 1, 1], [1, 1, 1, 1], "VALID")
     return tf.nn.depth_to_space(patches, 2)
-
-
-weight_standardised = on_maps(
-    SAME,
-    "moments of a kernel, not of the batch",
-    lambda: [WeightStandardisedConv(5, 3), layers.ReLU()],
-)

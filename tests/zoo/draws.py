@@ -23,11 +23,6 @@ dropouts = on_maps(
     ],
 )
 entry(SAME, "a part has its own place", "--accumulate_steps=2")(dropouts)
-dropout_shared_by_all = on_maps(
-    SAME,
-    "one mask for the batch, by noise_shape",
-    lambda: layers.Dropout(0.5, noise_shape=(1, None, None, 4)),
-)
 dropout_of_rows = on_rows(
     SAME,
     "one mask for all times of an example",
@@ -60,36 +55,6 @@ flips_and_turns = on_images(
         layers.GlobalAveragePooling2D(),
     ],
 )
-crop = on_images(
-    SAME,
-    "RandomCrop draws one place for the batch",
-    lambda: [
-        layers.RandomCrop(6, 6),  # of square images, in evaluation, Keras 3.15 crops nothing
-        layers.Conv2D(4, 3, activation="relu"),
-        layers.GlobalAveragePooling2D(),
-    ],
-)
-colours = on_images(
-    SAME,
-    "Keras' colour augmentation",
-    lambda: [
-        layers.Rescaling(0.25, offset=0.5),
-        layers.RandomBrightness(0.2, value_range=(0, 1)),
-        layers.RandomContrast(0.4, value_range=(0, 1)),
-        layers.RandomSaturation(0.5, value_range=(0, 1)),
-        layers.RandomGrayscale(0.3),
-        layers.Conv2D(4, 3, activation="relu"),
-        layers.GlobalMaxPooling2D(),
-    ],
-)
-erasing = on_images(
-    SAME,
-    "places [B], and noise of whole images",
-    lambda: [
-        layers.RandomErasing(1.0, scale=(0.2, 0.6), value_range=(-2, 2)),
-        layers.RandomShear(0.3, 0.3),
-    ],
-)
 rand_augment = on_images(
     SAME,
     "which operations is drawn for the batch, how much by example",
@@ -115,12 +80,6 @@ def adding(why, draw, **keywords):
     return adds
 
 
-fixed_seed = adding(
-    "the same draw in each step", lambda x, _: random.normal(ops.shape(x), dtype=x.dtype, seed=7)
-)
-without_dtype = adding(
-    "a draw of floatx's type", lambda x, seed: random.uniform(ops.shape(x), seed=seed)
-)
 without_seed = adding(
     "Keras' global generator, which is no layer's",
     lambda x, _: random.uniform(ops.shape(x), dtype=x.dtype),

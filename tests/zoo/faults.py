@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.zoo.entry import SAME
-from tests.zoo.parts import Seeded, on_features, on_maps, on_rows, own
+from tests.zoo.parts import Seeded, on_features, on_maps, own
 
 layers, ops, random = keras.layers, keras.ops, keras.random
 
@@ -40,18 +40,6 @@ def gamma_draw(self, x):
     return x * random.gamma(ops.shape(x), 2.0, dtype=x.dtype, seed=self.seed)
 
 
-@in_training("random op", "rows begin at the slice's start")
-def categorical_draw(self, x):
-    chosen = random.categorical(x, 1, seed=self.seed)
-    return x + ops.one_hot(chosen[:, 0], x.shape[1], dtype=x.dtype)
-
-
-@own(on_features, "random op", "tf.random.Generator",
-     generator=lambda: tf.random.Generator.from_seed(1))  # fmt: skip
-def tensorflow_generator(self, x, training):
-    return x + self.generator.normal(tf.shape(x), dtype=x.dtype) if training else x
-
-
 # ------------------------------------------------------------------------------------ Python code
 
 
@@ -70,22 +58,6 @@ def square_draw(self, x):
     return x + ops.mean(random.normal((num, num), dtype=x.dtype, seed=self.seed), 1, keepdims=True)
 
 
-@in_training("inexact", "[2 * B - 1, C]")
-def one_row_less_than_twice(self, x):
-    num = ops.shape(x)[0]
-    noise = random.normal((2 * num - 1, x.shape[1]), dtype=x.dtype, seed=self.seed)
-    return x + noise[num - 1 :]
-
-
-@in_training("random numbers", "as many as the lengths add up to", on_rows)
-def noise_on_ragged(self, x):
-    lengths = 1 + tf.cast(tf.argmax(x[:, :, 0], axis=1), tf.int32)
-    ragged = tf.RaggedTensor.from_tensor(x, lengths)
-    noise = random.normal(tf.shape(ragged.flat_values), dtype=x.dtype, seed=self.seed)
-    noisy = ragged.with_flat_values(ragged.flat_values + noise).to_tensor(shape=[None, 8, 4])
-    return tf.ensure_shape(noisy, x.shape)
-
-
 # ------------------------------------------------------------- State in Python, unlike code by name
 
 
@@ -93,11 +65,6 @@ def noise_on_ragged(self, x):
 def counts_its_calls(self, x):
     self.__class__.calls += 1
     return x + 0.01 * self.__class__.calls
-
-
-@in_training("state in Python", "a constant for each tower")
-def noise_by_numpy(_, x):
-    return x + np.random.normal(size=x.shape[1:]).astype(x.dtype.name)
 
 
 @in_training("unknown", "CPU:1", quick=True)

@@ -38,13 +38,6 @@ def custom_gradient_of_weight(self, x):
     return multiply(x, tf.identity(self.kernel.value))
 
 
-@own(on_features, SAME, "the number of examples in shapes alone", row=(1, None))
-def shapes_by_batch_size(self, x):
-    num = tf.shape(x)[0]
-    rows = tf.tile(self.row, [num, 1])
-    return tf.reshape(tf.stack([x, rows], axis=1), [num, 2 * x.shape[1]])
-
-
 @own(on_images, SAME, "Python code, but nothing that towers change", under_fit="same, warned",
      then=lambda: [layers.Conv2D(3, 3)])  # fmt: skip
 def numpy_by_example(_, images):

@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from tests.zoo.entry import SAME
-from tests.zoo.parts import Seeded, on_features, on_rows, own, seed
+from tests.zoo.parts import on_features, on_rows, own, seed
 
 layers, ops, random = keras.layers, keras.ops, keras.random
 
@@ -30,33 +30,12 @@ def heads_first(x, dropout):
     return tf.concat(tf.split(tf.matmul(dropout(weights), heads), 2, axis=0), axis=2)
 
 
-@dropped(on_features, "[2 * B, C], one copy of the batch after the other")
-def two_views(x, dropout):
-    first, second = tf.split(dropout(tf.concat([x, x], axis=0)), 2, axis=0)
-    return (first + tf.tanh(second)) / 2
-
-
-@dropped(on_features, "[B * 2, C], an example's copies side by side")
-def repeated(x, dropout):
-    copies = dropout(tf.repeat(x, 2, axis=0))
-    return tf.reduce_max(tf.reshape(copies, [-1, 2, x.shape[1]]), axis=1)
-
-
 times_in_rows = dropped(on_rows, "[B * T, C]")(
     lambda x, dropout: tf.reshape(dropout(tf.reshape(x, [-1, x.shape[2]])), tf.shape(x))
 )
 time_major = dropped(on_rows, "[T, B, C]")(
     lambda x, dropout: tf.transpose(dropout(tf.transpose(x, [1, 0, 2])), [1, 0, 2])
 )
-flat = dropped(on_rows, "[B * T * C]")(
-    lambda x, dropout: tf.reshape(dropout(tf.reshape(x, [-1])), tf.shape(x))
-)
-features_first = dropped(on_features, "[C, B]")(
-    lambda x, dropout: tf.transpose(dropout(tf.transpose(x)))
-)
-one_more_axis = dropped(on_rows, "[1, B, T, C]")(lambda x, dropout: dropout(x[None])[0])
-
-
 # ---------------------------------------------------- Of the whole batch, as long as a slice or not
 
 
@@ -75,39 +54,5 @@ def _kernel(num_rows):
     return sampled
 
 
-kernel_of_two_rows = _kernel(2)
 kernel_of_three_rows = _kernel(3)
-kernel_of_four_rows = _kernel(4)
 kernel_of_seven_rows = _kernel(7)
-
-
-class DropConnect(Seeded):
-    """A dense layer that drops weights, not activations (Wan et al. 2013)."""
-
-    def __init__(self, units):
-        super().__init__()
-        self.units = units
-
-    def build(self, shape):
-        self.kernel = self.add_weight(shape=(shape[-1], self.units), name="kernel")
-
-    def call(self, x, training=False):
-        kernel = self.kernel
-        if training:
-            kernel = random.dropout(ops.convert_to_tensor(kernel), 0.3, seed=self.seed)
-        return ops.matmul(x, kernel)
-
-
-@own(on_features, SAME, "[2], then [B, 1] from the same generator", seed=seed)
-def pair_of_scales(self, x, training):
-    """Draws a range of two numbers for the batch, then one in it for each example."""
-    if not training:
-        return x
-    low, high = tf.unstack(random.uniform((2,), dtype=x.dtype, seed=self.seed))
-    each = random.uniform((ops.shape(x)[0], 1), dtype=x.dtype, seed=self.seed)
-    return x * (low + (high - low) * each)
-
-
-drop_connect = on_rows(
-    SAME, "[4, 3] and [3, 4], masks of weights", lambda: [DropConnect(3), DropConnect(4)]
-)

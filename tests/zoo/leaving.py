@@ -44,12 +44,6 @@ mean_left = on_features(
 )
 
 
-@own(on_features, SAME, "side outputs that nobody uses")
-def side_outputs(self, x):
-    self.features, self.largest = [x, {"halves": x / 2}], ops.max(x)
-    return ops.tanh(x)
-
-
 # ------------------------------------------------------------------------ What values decide
 
 

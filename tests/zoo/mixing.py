@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from tests.zoo.parts import kept, on_features, on_images, on_maps, own, seed
+from tests.zoo.parts import kept, on_features, on_images, on_maps, own
 
 layers, ops = keras.layers, keras.ops
 MIXED = "inexact"
@@ -17,9 +17,6 @@ def computing(cause, why, function, **keywords):
 minus_mean = computing(
     MIXED, "the batch's mean", lambda x: x - tf.reduce_mean(x, axis=0), quick=True
 )
-batch_softmax = computing(MIXED, "softmax along the batch", lambda x: tf.nn.softmax(x, axis=0))
-rolled = computing(MIXED, "takes from its neighbour", lambda x: x + 0.5 * tf.roll(x, 1, axis=0))
-sorted_batch = computing(MIXED, "places change", lambda x: ops.sort(x, axis=0))
 branch_at_a_mean = computing(
     MIXED, "a branch of all", lambda x: tf.cond(tf.reduce_mean(x) > 0, lambda: 2 * x, lambda: -x)
 )
@@ -41,11 +38,6 @@ def own_batch_norm(self, x, training):
     return (x - mean) / tf.sqrt(variance + 1e-3) * self.gamma + self.beta
 
 
-@own(on_features, MIXED, "keras.random.shuffle", seed=seed)
-def shuffled(self, x, training):
-    return x + 0.3 * keras.random.shuffle(x, seed=self.seed) if training else x
-
-
 def _conv():
     return layers.Conv2D(4, 3, activation="relu")
 
@@ -55,19 +47,6 @@ keras_mix_up = on_images(
     "Keras' layer mixes images, by a gamma draw",
     lambda: [layers.MixUp(alpha=0.4), _conv()],
 )
-
-
-@own(on_images, MIXED, "Keras' layer makes one histogram of all images",
-     equalize=lambda: layers.Equalization(), then=lambda: [_conv()])  # fmt: skip
-def keras_equalization(self, x, training):
-    return self.equalize(128 + 40 * x, training=training) / 128 - 1
-
-
-@own(on_features, MIXED, "the slowest decides when the loop ends")
-def until_all_are_done(_, x):
-    """Repeats a map of all examples until the last of them has converged."""
-    going_on = lambda y: tf.reduce_any(tf.norm(y, axis=1) > 0.5)  # noqa: E731
-    return tf.while_loop(going_on, lambda y: [0.9 * y], [x])[0]
 
 
 # -------------------------------------------------------------- Where they are, how many there are
@@ -87,10 +66,6 @@ def draws_one_by_one(_, x, training):
     return tf.ensure_shape(tf.map_fn(with_noise, places, fn_output_signature=x.dtype), x.shape)
 
 
-def _number(x):
-    return tf.cast(tf.shape(x)[0], x.dtype)
-
-
 @tf.custom_gradient
 def _mean_gradient(x):
     return tf.identity(x), lambda upstream: upstream / tf.cast(tf.shape(x)[0], x.dtype)
@@ -102,7 +77,6 @@ place_as_feature = computing(
     lambda x: x + 0.1 * tf.cast(tf.range(tf.shape(x)[0]), x.dtype)[:, None],
     quick=True,
 )
-divided_by_number = computing(MIXED, "a sum where a mean is meant", lambda x: x / _number(x))
 mean_gradient = computing(
     MIXED, "the gradient alone is divided", lambda x: _mean_gradient(x), quick=True
 )

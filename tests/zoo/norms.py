@@ -1,7 +1,6 @@
 """Normalisation: BatchNorm of every shape, and those that know one example alone."""
 
 import keras
-import tensorflow as tf
 
 from tests.zoo.entry import SAME, entry
 from tests.zoo.parts import of_images, on_features, on_maps, own
@@ -28,11 +27,6 @@ def batch_norm_in_inference(self, x):
 entry(SAME, "no moments are taken", IN_PARTS)(batch_norm_in_inference)
 
 
-class Norm(BatchNorm):
-    def call(self, x, training=None, mask=None):
-        return tf.nn.relu(super().call(x, training=training, mask=mask))
-
-
 batch_norm_frozen = on_maps(
     SAME,
     "statistics stay, nothing is averaged",
@@ -43,11 +37,6 @@ batch_norm_frozen = on_maps(
     ],
 )
 entry(SAME, "no moments are taken", LOCAL)(batch_norm_frozen)
-batch_norm_subclass = on_maps(
-    SAME,
-    "a layer that inherits from BatchNorm",
-    lambda: [Norm(), layers.Conv2D(4, 3), Norm(momentum=0.9)],
-)
 
 
 @entry("local BatchNorm", "moments of a half", IN_PARTS)
@@ -62,11 +51,6 @@ batch_norm_synchronized = on_maps(
 )
 batch_norm_renorm = on_maps(
     SAME, "moments of the batch beside moving ones", lambda: [BatchNorm(renorm=True), layers.ReLU()]
-)
-batch_norm_float32 = on_maps(
-    SAME,
-    "the layer's own dtype: widened for the comparison",
-    lambda: [BatchNorm(dtype="float32"), layers.ReLU()],
 )
 batch_norm_after_dropout = on_features(
     SAME,
@@ -92,13 +76,5 @@ spectral = on_maps(
     lambda: [
         layers.SpectralNormalization(layers.Conv2D(4, 3, activation="relu")),
         layers.SpectralNormalization(layers.Conv2D(4, 1), power_iterations=2),
-    ],
-)
-weight_normalised_head = on_features(
-    SAME,
-    "a constraint acts on the master",
-    lambda: [
-        layers.Dense(5, kernel_constraint=keras.constraints.UnitNorm()),
-        layers.UnitNormalization(),
     ],
 )

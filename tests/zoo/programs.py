@@ -1,7 +1,6 @@
 """Sound models by what is special in their code: loops, functions, gradients, shared parts."""
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tests.zoo.entry import SAME, entry
@@ -58,13 +57,6 @@ def dropout_recomputed(self, x, training):
     return keras.remat(lambda x: self.dropout(self.dense(x), training=training))(x)
 
 
-@own(on_features, SAME, "keras.ops' loop and branch, with weights in them", dense=HELD["dense"])
-def loop_and_branch(self, x):
-    x = ops.fori_loop(0, 3, lambda _, y: self.dense(y), x)
-    large = ops.sum(self.dense.kernel) > 0
-    return ops.cond(large, lambda: ops.sin(x), lambda: ops.cos(x) * 2)
-
-
 @of_images(SAME, "layers that are computed again for the gradient")
 def remat(images):
     with keras.RematScope(mode="full"):  # Keras' takes no layers that know of training
@@ -73,16 +65,6 @@ def remat(images):
     with keras.RematScope(mode="activations"):
         x = layers.Dense(4, activation="gelu")(x)
     return layers.GlobalAveragePooling2D()(x)
-
-
-@own(on_features, SAME, "vectorized_map and map", kernel=(None, None))
-def mapped_over_examples(self, x):
-    """Functions of one example, mapped over the batch in two ways."""
-
-    def gram(row):
-        return ops.tanh(ops.matmul(row, ops.convert_to_tensor(self.kernel)))
-
-    return ops.vectorized_map(gram, x) + ops.map(lambda row: ops.sort(row), x)
 
 
 # ------------------------------------------------------------------------ Tables and shared parts
@@ -121,14 +103,6 @@ def shared_layers(images):
     left, right = encoder(images[:, :, :4]), encoder(images[:, :, 4:])
     x = layers.Dot(axes=1, normalize=True)([left, right])
     return layers.Concatenate()([x, layers.Subtract()([left, right])])
-
-
-@of_images(SAME, "a model within a model, used twice")
-def nested_models(images):
-    small = keras.Input((6,))
-    inner = keras.Model(small, small + layers.Dense(6)(layers.Dropout(0.3)(small)), name="inner")
-    outer = keras.Sequential([layers.Dense(6, activation="tanh"), inner, inner])
-    return layers.Lambda(lambda x: ops.abs(x) + x)(outer(layers.Flatten()(images)))
 
 
 @entry(SAME, "a model without a graph of layers")
@@ -173,12 +147,6 @@ def added_vectors(self, x):
     return x
 
 
-@own(on_features, SAME, "add_loss of what no example enters", kernel=(None, 4))
-def added_penalty(self, x):
-    self.add_loss(0.01 * ops.sum(ops.square(self.kernel)))
-    return ops.matmul(x, self.kernel)
-
-
 penalised_weights = on_features(
     SAME,
     "regularizers act once, on the masters",
@@ -195,33 +163,4 @@ activity_regularizer = on_features(
         layers.Dense(5, activation="relu", activity_regularizer=keras.regularizers.L2(0.1)),
         layers.ActivityRegularization(l1=0.01),
     ],
-)
-float32_head = on_features(
-    SAME,
-    "layers with a dtype of their own",
-    lambda: [
-        layers.Dropout(0.2),
-        layers.Dense(5, activation="tanh", dtype="float32"),
-        layers.Dense(4, dtype="float32"),
-    ],
-)
-
-
-def _fixed_features():
-    """Random features that NumPy's seed determines, and a tf.Variable that stays."""
-    kernel = np.random.normal(size=(6, 9)) / 3
-    factor = tf.Variable(0.5, trainable=False, dtype=keras.config.dtype_policy().variable_dtype)
-    return layers.Lambda(lambda x: tf.cos(tf.matmul(x, tf.cast(kernel, x.dtype)) * factor))
-
-
-def _seeded_dense():
-    start = keras.initializers.Constant(tf.random.normal([6, 5]).numpy())
-    return layers.Dense(5, kernel_initializer=start)
-
-
-fixed_features = on_features(
-    SAME, "constants by NumPy's seed, a tf.Variable that stays", _fixed_features
-)
-weights_by_tensorflows_seed = on_features(
-    SAME, "initial weights that the seed determines", _seeded_dense
 )

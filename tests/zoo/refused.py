@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from tests.zoo.entry import REFUSED, SAME, entry
+from tests.zoo.entry import REFUSED, entry
 from tests.zoo.parts import kept, on_features, on_maps, own
 
 layers, ops = keras.layers, keras.ops
@@ -32,12 +32,6 @@ def batch_norm_in_cond(self, x, training):
     return ops.cond(self.threshold < 1, normalised, lambda: ops.tanh(x))
 
 
-@own(on_maps, SAME, "the branch has no BatchNorm in it", before=lambda: [_norm()],
-     then=lambda: [layers.ReLU()], conv=lambda: layers.Conv2D(4, 1), threshold=kept())  # fmt: skip
-def batch_norm_beside_cond(self, x):
-    return ops.cond(self.threshold < 1, lambda: self.conv(x), lambda: ops.tanh(x))
-
-
 @entry(REFUSED, "one batch of images is all there is")
 def two_inputs(num_classes, image_shape):
     images, others = keras.Input(image_shape), keras.Input((4,))
@@ -45,24 +39,11 @@ def two_inputs(num_classes, image_shape):
     return keras.Model([images, others], layers.Dense(num_classes)(x))
 
 
-@entry(REFUSED, "without gradient")
-def integer_logits(num_classes, image_shape):
-    rounded = layers.Lambda(lambda x: ops.cast(ops.round(x * 100), "int32"), dtype="int32")
-    return keras.Sequential(
-        [keras.Input(image_shape), layers.Flatten(), layers.Dense(num_classes), rounded]
-    )
-
-
 @entry(REFUSED, "logits alone are needed")
 def two_outputs(num_classes, image_shape):
     images = keras.Input(image_shape)
     x = layers.Flatten()(images)
     return keras.Model(images, [layers.Dense(num_classes)(x), layers.Dense(1)(x)])
-
-
-@entry(REFUSED, "as many logits as classes are needed")
-def one_logit(num_classes, image_shape):
-    return keras.Sequential([keras.Input(image_shape), layers.Flatten(), layers.Dense(1)])
 
 
 @entry(REFUSED, "no trainable weights")

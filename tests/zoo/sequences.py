@@ -13,11 +13,6 @@ lstm = on_rows(
     "masks made once for all times",
     lambda: layers.LSTM(4, dropout=0.3, recurrent_dropout=0.3, return_sequences=True),
 )
-simple_rnn_unrolled = on_rows(
-    SAME,
-    "no loop in the graph",
-    lambda: layers.SimpleRNN(4, dropout=0.3, recurrent_dropout=0.2, unroll=True),
-)
 
 
 class CellWithDropout(layers.Layer):
@@ -41,18 +36,6 @@ class CellWithDropout(layers.Layer):
 
 own_cell = on_rows(
     SAME, "dropout within the loop over times", lambda: layers.RNN(CellWithDropout())
-)
-time_distributed = on_images(
-    SAME,
-    "dropout within TimeDistributed: [B * T, ...] or in a loop",
-    lambda: [
-        layers.Reshape((4, 2, 8, 3)),
-        layers.TimeDistributed(layers.Conv2D(3, (1, 3), activation="relu")),
-        layers.TimeDistributed(layers.Dropout(0.4)),
-        layers.TimeDistributed(layers.Flatten()),
-        layers.TimeDistributed(layers.Dense(4)),
-        layers.GRU(3),
-    ],
 )
 masked_lstm = on_images(
     SAME,

@@ -4,7 +4,6 @@ Each layer but the last few changes nothing but its variables, or uses them as t
 """
 
 import keras
-import tensorflow as tf
 
 from tests.zoo.entry import SAME
 from tests.zoo.parts import kept, layer, on_features, on_maps, own, seed
@@ -73,13 +72,6 @@ def growing_noise(self, x, training):
     return x + 0.1 * self.level * noise
 
 
-def _histogram(value, x):
-    return value + ops.sum(ops.one_hot(ops.argmax(x, axis=-1), 6, dtype="int32"), axis=0)
-
-
-histogram = on_features(
-    SAME, "integers that are added up", lambda: tracked((6,), _histogram, dtype="int32")
-)
 moving_mean = on_maps(
     SAME, "the mean of the towers, by examples", lambda: [centred(), layers.Conv2D(4, 3), centred()]
 )
@@ -107,11 +99,6 @@ def seen_read_again(self, x, training):
 # ------------------------------------------------------------------- What cannot be put together
 
 
-def _newest(queue, x):
-    """A queue of the newest features (He et al. 2020)."""
-    return ops.concatenate([tf.stop_gradient(x), queue], axis=0)[:16]
-
-
 last_example = on_features(
     "inexact", "one tower alone has it", lambda: tracked((6,), lambda value, x: x[-1]), quick=True
 )
@@ -119,12 +106,4 @@ moving_variance = on_maps(
     "inexact",
     "a variance is not the mean of variances",
     lambda: tracked((4,), lambda v, x: 0.9 * v + 0.1 * ops.var(x, axis=(0, 1, 2))),
-)
-rounded = on_features(
-    "inexact",
-    "a rounded mean is not the mean of rounded ones",
-    lambda: tracked((), lambda v, x: ops.round(30 * ops.mean(x))),
-)
-memory_bank = on_features(
-    "inexact", "a queue takes from the first tower alone", lambda: tracked((16, 6), _newest)
 )

@@ -114,27 +114,20 @@ def _array(name: str, value: object) -> np.ndarray:
         raise InputError(
             f"{name} is {describe(value)}, not an array: {reason}; pad rows of different lengths"
         ) from None
-    if array.dtype.kind not in "iufbSUO":
-        raise InputError(f"{name} is {describe(array)}; return numbers, booleans or texts")
-    if not array.ndim:
+    objects = array.flat if array.dtype == object else ()
+    others = {type(item).__name__ for item in objects if not isinstance(item, str | bytes)}
+    if array.dtype.kind not in "iufbSUO" or others:
+        has = f" of {', '.join(sorted(others))}" if others else ""
         raise InputError(
-            f"{name} is {describe(value)}; return a dense array, a row for each example, padded "
-            "where lengths differ"
+            f"{name} is {describe(array)}{has}; return numbers, booleans or texts of one shape, "
+            "padded where lengths differ"
         )
-    if 0 in array.shape:
-        raise InputError(f"{name} is {list(array.shape)}; return 1 or more of each")
+    if not array.ndim or 0 in array.shape:
+        raise InputError(f"{name} is {describe(value)}; return an array with a row or more")
     if array.dtype.kind not in "SUO":
         return array
-    texts = np.empty(array.size, object)
-    for i, item in enumerate(array.flat):
-        if not isinstance(item, str | bytes):
-            raise InputError(
-                f"{name} is an array of objects, and row {i * len(array) // array.size} (counted "
-                f"from 0) has a {type(item).__name__}; return numbers, booleans or texts of one "
-                "shape, padded where lengths differ"
-            )
-        texts[i] = item.encode() if isinstance(item, str) else bytes(item)
-    return texts.reshape(array.shape)
+    texts = [item.encode() if isinstance(item, str) else bytes(item) for item in array.flat]
+    return np.array(texts, object).reshape(array.shape)
 
 
 def _check_targets(name: str, example: Structure) -> Structure:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from towers.errors import InputError
-from towers.formatting import reason_of
+from towers.formatting import reason
 
 if TYPE_CHECKING:
     from towers.data.pipeline import Data
@@ -80,7 +80,7 @@ class Cifar:
         try:
             records = np.fromfile(path, np.uint8)
         except OSError as error:
-            raise InputError(f"{path} cannot be read: {reason_of(error)}") from None
+            raise InputError(f"{path} cannot be read: {reason(error)}") from None
         num, size = self.num_records[os.path.basename(path)], self.label_bytes + _PICTURE_BYTES
         labels = records[self.column :: size].astype(np.int32)
         if len(records) != num * size or labels.max() >= len(self.class_names):
@@ -100,7 +100,7 @@ class Cifar:
                 halves = getattr(keras.datasets, name).load_data(*arguments)
         except Exception as error:  # Keras raises many kinds, the plain Exception among them
             raise InputError(
-                f"keras.datasets cannot give {self.name}: {reason_of(error)}; name the "
+                f"keras.datasets cannot give {self.name}: {reason(error)}; name the "
                 f"folder of its binary files, --data_dir=DIR with DIR/{self.folder}, or use "
                 "--dataset=shapes"
             ) from None

@@ -22,7 +22,7 @@ from PIL import Image
 
 from towers.data.pipeline import Data, IndexedSplit, data_of, digest
 from towers.errors import InputError
-from towers.formatting import count, first_of, reason_of
+from towers.formatting import count, first_of, reason
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
 Size = tuple[int, int]  # (height, width)
@@ -45,11 +45,8 @@ def load(folder: str, size: Size | None) -> Data:
         InputError: a folder is missing, empty or cannot be read, test has a class that train has
             not, sizes differ and `size` is None, or an image that is read is damaged.
     """
-    train, above = os.path.join(folder, "train"), os.path.dirname(folder.rstrip(os.sep)) or ".."
+    train = os.path.join(folder, "train")
     names = [n for n in ("test", "validation", "val") if os.path.isdir(os.path.join(folder, n))]
-    part = os.path.basename(os.path.abspath(folder)) in ("train", "test", "validation", "val")
-    if not names and part and os.path.isdir(os.path.join(above, "train")):
-        raise InputError(f"--data_dir={folder}: name the folder above, --data_dir={above}")
     if alone := not (names or os.path.isdir(train)):
         train = folder
     tops = {"train": train} | ({"test": os.path.join(folder, names[0])} if names else {})
@@ -91,9 +88,7 @@ def load(folder: str, size: Size | None) -> Data:
         splits[split] = ImageSplit(tops[split], names, labels, shape, size)
     about = dict(num_classes=len(class_names), class_names=tuple(class_names))
     data = data_of("folder", splits, **about)
-    give = os.path.join(folder, "test") + (f", and those to train on in {folder}/train," * alone)
-    held_out = [f"{note}; images in {give} give it one" for note in data.notes]
-    return dataclasses.replace(data, notes=(*held_out, *notes))
+    return dataclasses.replace(data, notes=(*data.notes, *notes))
 
 
 class ImageSplit(IndexedSplit):
@@ -184,7 +179,7 @@ def read_image(
     except InputError:
         raise
     except Exception as error:  # Pillow raises many kinds
-        raise InputError(f"{path} cannot be read: {reason_of(error)}; mend or remove it") from None
+        raise InputError(f"{path} cannot be read: {reason(error)}; mend or remove it") from None
     if expected and pixels.shape != expected:
         wanted = f"{expected[0]}x{expected[1]}"
         raise InputError(
@@ -218,7 +213,7 @@ def images_below(folder: str, others: list[str] | None = None) -> list[str]:
                     elif others is not None:
                         others.append(entry.path)
     except OSError as error:
-        raise InputError(f"{error.filename} cannot be read: {reason_of(error)}") from None
+        raise InputError(f"{error.filename} cannot be read: {reason(error)}") from None
     return sorted(paths)
 
 

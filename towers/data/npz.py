@@ -14,7 +14,7 @@ import numpy as np
 from towers.data import user_data
 from towers.data.pipeline import Data
 from towers.errors import InputError
-from towers.formatting import reason_of
+from towers.formatting import reason
 
 _REMEDY = "write it by np.savez, of arrays of numbers, booleans or texts"
 _EXPECTED = (
@@ -74,4 +74,4 @@ def read(path: str, named: str) -> dict[str, np.ndarray]:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             return dict(arrays)
     except Exception as error:  # zipfile, zlib and numpy raise many kinds
-        raise InputError(f"{named} cannot be read: {reason_of(error)}; {_REMEDY}") from None
+        raise InputError(f"{named} cannot be read: {reason(error)}; {_REMEDY}") from None

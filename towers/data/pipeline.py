@@ -24,12 +24,14 @@ from towers.errors import InputError
 
 Structure = Any  # of tf.nest: dicts and tuples
 
-NUM_DRAWS = 5  # random numbers of each example, for augmentation; the last one alternates
+# Random numbers of each example: for augmentation's bases, its cutout, and one that alternates.
+NUM_DRAWS, _BASE_DRAWS, _CUTOUT_DRAWS = 7, 4, 2
 _PREFETCH_BATCHES = 2
 # TensorFlow's default of 4 rounds leaves neighbours of one epoch visibly related (chi-square of
 # their distances 34 per degree of freedom at 20,000 examples); with 8 it is 1.0, as numpy's.
 _SHUFFLE_ROUNDS = 8
 _SHUFFLE_STREAM = -1  # the draws of step 0, 1, ... are in streams 0, 1, ...
+_CUTOUT_STREAM = -2  # and those of the cutout in streams -2, -3, ...
 _EPOCH_BEFORE_FIRST = -1  # its order determines which images are mirrored first
 _HELD_OUT = 0.1  # part of the training examples that is for testing if nothing else is
 _HELD_OUT_KEY = (2016, 0, 0)  # constant, so that a later evaluation finds the same examples
@@ -89,10 +91,13 @@ class Split(abc.ABC):
     ) -> tf.data.Dataset:
         def draw(step, start):
             number = start + tf.range(batch_size, dtype=tf.int64)
-            drawn = tf.random.stateless_uniform(
-                [batch_size, NUM_DRAWS - 1], seed=[seed, step], alg="philox"
-            )
-            return tf.concat([drawn, _alternating(number, self.size, seed)[:, None]], axis=1)
+            # Two streams, so that the bases' draws do not depend on the cutout's.
+            streams = (step, _BASE_DRAWS), (_CUTOUT_STREAM - step, _CUTOUT_DRAWS)
+            columns = [
+                tf.random.stateless_uniform([batch_size, num], seed=[seed, stream], alg="philox")
+                for stream, num in streams
+            ]
+            return tf.concat([*columns, _alternating(number, self.size, seed)[:, None]], axis=1)
 
         steps = tf.data.Dataset.counter(step), tf.data.Dataset.counter(examples, batch_size)
         return prefetched(tf.data.Dataset.zip(batches, tf.data.Dataset.zip(*steps).map(draw)))

@@ -106,15 +106,8 @@ def locate(dataset: str, data_dir: str | None = None) -> None:
 
         if folder:  # else keras.datasets downloads it
             cifar.SETS[dataset].find(folder)
-    elif os.path.isdir(dataset):
-        raise InputError(
-            f"--dataset={dataset} is a folder: for its images type --dataset=folder "
-            f"--data_dir={dataset}"
-        )
     else:
-        module = dataset.removesuffix(".py")
         close = difflib.get_close_matches(dataset.lower(), NAMES, 1)
-        close = [f"{module}:load"] if os.path.isfile(f"{module}.py") else close
         meant = f", did you mean {close[0]}?" if close else ""
         allowed = f"{', '.join(NAMES)}, FILE.npz and module:function"
         raise InputError(f"--dataset={dataset} is unknown{meant}; allowed are {allowed}")

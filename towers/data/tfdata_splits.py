@@ -195,21 +195,14 @@ class BatchSplit(Split):
 
     def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:
         num = len(self._numbers)
-        with tf.device("/cpu:0"):  # where the functions below take them
-            examples = tf.cast(examples, tf.int64)
-            epoch, position = examples // self.size, examples % self.size
-            order = shuffled_rows(num, num, seed, epoch * num).take(1).get_single_element()
-            starts = tf.cumsum(tf.gather(self._sizes[self._numbers], order), exclusive=True)
-            first = tf.searchsorted(starts, [position], side="right", out_type=tf.int64)[0] - 1
-            skipped = position - starts[first]
-        places = shuffled_rows(1, num, seed, epoch * num + first).map(lambda place: place[0])
-
-        def cut(index, example):
-            start = tf.where(index == 0, skipped, 0)
-            return tf.nest.map_structure(lambda part: part[start:], example)
-
-        batches = self._batches(places).enumerate().map(cut)
-        return batches.rebatch(batch_size, drop_remainder=True)
+        epoch, position = divmod(examples, self.size)
+        with tf.init_scope():
+            order = shuffled_rows(num, num, seed, epoch * num).take(1).get_single_element().numpy()
+        ends = np.cumsum(self._sizes[self._numbers[order]])
+        first = int(np.searchsorted(ends, position, side="right"))
+        skipped = position - (ends[first - 1] if first else 0)
+        batches = self._batches(shuffled_rows(1, num, seed, epoch * num + first).unbatch())
+        return batches.unbatch().skip(skipped).batch(batch_size, drop_remainder=True)
 
     def _batches(self, places: tf.data.Dataset) -> tf.data.Dataset:
         numbers, specs = tf.constant(self._numbers), tf.nest.flatten(self.spec)
