@@ -3,14 +3,12 @@
 import csv
 import itertools
 import re
-import sys
 
 import keras
 import pytest
 import tensorflow as tf
 
 import towers
-from scripts import matpow
 from tests import tiny
 from tests.programs import TENSORFLOWS_LINES, python
 from tests.runs import rare
@@ -88,7 +86,7 @@ def test_names_are_read_as_tower_and_layer(name, tower, layer):
 
 
 @pytest.mark.process
-def test_the_demonstrations(monkeypatch, capsys):
+def test_the_demonstration():
     done = python("scripts/matmul_towers.py")
     assert done.returncode == 0 and not TENSORFLOWS_LINES.search(done.stderr), done.stderr
     out = done.stdout
@@ -99,11 +97,6 @@ def test_the_demonstrations(monkeypatch, capsys):
         ("tower_1/MatMul", "/cpu:1"),
     }
     assert ["gather/AddN", "AddN", "/cpu:0"] in lines
-    monkeypatch.setattr(sys, "argv", ["matpow.py", "--size=120", "--n=4"])
-    with pytest.raises(SystemExit, match="0"):
-        matpow.main()
-    out = capsys.readouterr().out
-    assert all(word in out for word in ("one device", "two towers", "ratio", "difference"))
 
 
 # ---------------------------------------------------------------------------- Runs
