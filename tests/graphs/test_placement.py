@@ -58,10 +58,10 @@ def test_a_train_loop_of_no_steps_is_placed_and_its_bytes_are_weights_slice_and_
     images, labels, _ = tiny.flat(next(iter(run.data.train.train_batches(8, seed=0))))
     a_slice = images[4:].shape.num_elements() * images.dtype.size + 4 * labels.dtype.size
     condition, loss = 1, 8  # of the loop; a scalar, and again when the gradients are done
-    measured = 1  # whether there are norms
+    measured, squares = 1, 3 * 4  # whether there are norms; of both towers and of the gathered
     assert placement.crossing_bytes() == {
         ("/cpu:0", "/cpu:1"): weights + a_slice + condition + measured,
-        ("/cpu:1", "/cpu:0"): weights + loss,
+        ("/cpu:1", "/cpu:0"): weights + loss + squares,
     }
 
 

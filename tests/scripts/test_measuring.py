@@ -30,7 +30,7 @@ def test_a_script_starts_without_tensorflows_lines(name):
         ("accuracy", "", "required: config"),
         ("accuracy", "configs/quickstart.cfg --seeds=0", "--seeds=0: there must be at least 1"),
         ("accuracy", "configs/quickstart.cfg --train_dir=x", "--train_dir is set for each run"),
-        ("accuracy", "configs/quickstart.cfg --batchsize=3", "--batch_size"),
+        ("accuracy", "configs/quickstart.cfg --batchsize=3", "batch_size"),
         ("accuracy", "configs/none.cfg", "configs/none.cfg"),
         ("speed", "--against=fit,tensorpack", "there are mirrored"),
         ("speed", "--against=fit --windows=0", "at least 1"),
