@@ -1,7 +1,6 @@
 """The manifest of a run: what it says, what it survives, and what a resumed run says of changes."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -79,16 +78,12 @@ def test_a_changed_model_function_is_reported(folder, monkeypatch):
     assert manifest.code(given.options) == {"model": None}  # which has no file of its own
 
 
-DAMAGED = ["", "{", "[]", '{"format": 1}', "[" * 100_000]
-WRONG = {"sessions": [3], "task": [3], "format": [99], "data": {"a": 3}}
+DAMAGED = ["", "{", "[]", '{"format": 1}', '{"format": 99, "sessions": [3]}']
 
 
 def test_a_damaged_manifest_is_replaced(run, tmp_path, capsys):
     manifest.write(run, tmp_path, None)
-    whole = json.loads((tmp_path / "manifest.json").read_text())
-    wrong = [{name: value} for name, value in WRONG.items()]
-    wrong += [{"task": {**whole["task"], "spec": ["gone[8]"]}}]
-    for content in [json.dumps(whole | changes) for changes in wrong] + DAMAGED:
+    for content in DAMAGED:
         (tmp_path / "manifest.json").write_text(content)
         assert manifest.read(tmp_path) == {}, content
         line = f"warning     {tmp_path}/manifest.json is damaged, and taken as absent\n"

@@ -108,23 +108,18 @@ def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:
 
 def read(folder: Path) -> dict[str, Any]:
     """Return the manifest of a run, {} if it is missing or damaged; the latter prints a line."""
-    if not (manifest := files.read_json(folder / NAME)):
+    manifest = files.read_json(folder / NAME)
+    if manifest and (manifest.get("format") != _FORMAT or not manifest.get("sessions")):
+        files.warn_damaged(folder / NAME)
         return {}
-    with contextlib.suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        sessions = manifest["sessions"]
-        known = [_compared(each) and dict(each["flags"]) for each in [manifest, *sessions]]
-        if manifest["format"] == _FORMAT and sessions and all(known) and is_task(manifest["task"]):
-            return manifest
-    files.warn_damaged(folder / NAME)
-    return {}
+    return manifest
 
 
 def passed(folder: Path) -> set[str]:
     """Return the keys of functions that passed a check in a run, or in a run of the same sweep."""
     in_sweep = (folder.parent / "sweep.json").exists()
     paths = folder.parent.glob(f"*/{NAME}") if in_sweep else [folder / NAME]
-    lists = [files.read_json(path).get("passed") for path in paths]
-    return {str(key) for keys in lists if isinstance(keys, list) for key in keys}
+    return {key for path in paths for key in files.read_json(path).get("passed", ())}
 
 
 def write_passed(folder: Path, keys: Collection[str]) -> None:
@@ -217,15 +212,6 @@ def spec_of(recorded: Any) -> Any:
     if isinstance(recorded, dict):
         return {name: spec_of(part) for name, part in recorded.items()}
     return [spec_of(part) for part in recorded]
-
-
-def is_task(task: Mapping[str, Any]) -> bool:
-    """Return whether a manifest's task can be one; raise an error of some kind or return False."""
-    kinds = {"num_classes": int | None, "class_names": list, "augment": str, "spec": list}
-    sizes = task["image_shape"]
-    known = [isinstance(task[name], kind) for name, kind in kinds.items()]
-    known += [isinstance(size, int) for size in ([] if sizes is None else list(sizes))]
-    return all(known) and bool(spec_of(task["spec"]))
 
 
 def check_data(

@@ -25,7 +25,6 @@ from towers.training.parallelize import traced
 from towers.training.run import checkpoint, manifest
 from towers.training.run.checkpoint_manager import CheckpointManager
 from towers.training.run.setup import RunContext, on_first_device
-from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.run.warm_start import init_from
 from towers.training.step import loss_checks
 
@@ -131,7 +130,7 @@ def _prepare(
 ) -> PreparedRun:
     """Prepare a run as it is; raise InputError if `--on_inexact=one_device` does not allow it."""
     options, checks = run.options, run.builder.checks
-    with user_facing_errors(options), preemption:
+    with preemption:
         with preemption.first_batch():
             of_start = run.data.train.train_batches(options.batch_size, seed=options.seed)
             batch = next(iter(of_start))
@@ -151,9 +150,8 @@ def _prepare(
     for line in [*cached, *rules, *of_losses, *devices.report(run.builder.devices)]:
         say(line)
     say(f"building    the graph of {count(len(run.builder.devices), 'tower')} ...")
-    with user_facing_errors(options):
-        model = run.train_state.model
-        placement = traced(model, lambda: read_placement(train_loop, batches, tf.constant(0)))
+    model = run.train_state.model
+    placement = traced(model, lambda: read_placement(train_loop, batches, tf.constant(0)))
     report = {"rules": rules, "placement": _report_placement(run, placement, say)}
     state = preemption.checkpoints, restored, timetable, train_loop, batches, batch
     return PreparedRun(run, *state, placement, report)
