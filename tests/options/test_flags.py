@@ -97,7 +97,7 @@ def test_the_flags_and_their_defaults_are_frozen(verb):
 def test_evaluate_and_doctor_take_what_they_use():
     text = help_of("evaluate")
     assert sorted(map(name_of, shown_by(text))) == sorted(OF_EVALUATE)
-    assert "What is not given is as in the run's flags.cfg." in text
+    assert "Flags that are left out have the values of the run's flags.cfg." in text
     assert "takes no --num_towers: it takes --json, --visible" in refusal(
         "doctor", "--num_towers=2"
     )

@@ -364,9 +364,10 @@ def verb_help(verb: Verb) -> str:
     lines = [f"towers {verb.name}: {verb.help}", "", usage]
     examples = getattr(verb.options_class(), "EXAMPLES", "")
     lines += ["", *examples.splitlines()] if examples else []
-    sources = {"if_any": "a run's flags.cfg, if it goes on", "always": "the run's flags.cfg"}
-    if verb.run_flags in sources:
-        lines.append(f"What is not given is as in {sources[verb.run_flags]}.")
+    if verb.run_flags == "if_any":
+        lines.append("A resumed run keeps the values in its flags.cfg for flags that are left out.")
+    elif verb.run_flags:
+        lines.append("Flags that are left out have the values of the run's flags.cfg.")
     groups: dict[str, list[str]] = {}
     for name, field in fields.items():
         if (verb.takes is None or name in verb.takes) and name not in verb.refuses:

@@ -47,24 +47,23 @@ class ModelOptions:
     )  # fmt: skip
     model_args: str = _model("", "Keyword arguments of the model function: depth=20,width=16.")
     init_from: str = _model(
-        "", "Initial weights of a new run: the folder of another run, FILE.keras, FILE.weights.h5 "
-        "or FILE.h5. Layers that do not fit are skipped.",
+        "", "Initial weights of a new run: another run's folder, FILE.keras, FILE.weights.h5 or "
+        "FILE.h5. Layers that do not fit are skipped.",
     )  # fmt: skip
     dtype: str = _model(
         "float32", "Precision of the towers; master weights are float32 at least.", choices=DTYPES
     )
     loss: str = _model(
-        "", "Loss in place of the classifier's cross entropy of logits: a name of Keras, such as "
-        "mean_squared_error, or module:function. A compiled model has its own.",
+        "", "Loss in place of cross entropy: a name of Keras, such as mean_squared_error, or "
+        "module:function. A compiled model has its own.",
     )  # fmt: skip
     metrics: str = _model(
         "", "Metrics to report beside the loss: names of Keras, such as mae,auc, or "
         "module:function. A compiled model has its own.",
     )  # fmt: skip
     monitor: str = _model(
-        "", "Metric by which the best evaluation, or run, is chosen, such as accuracy or auc, "
-        "after max: or min: if its direction is not known. Default: accuracy, else the first "
-        "metric, else loss.",
+        "", "Metric that chooses the best evaluation, such as accuracy or max:my_score. Default: "
+        "accuracy, else the first metric, else loss.",
     )  # fmt: skip
 
     @property
@@ -94,34 +93,28 @@ class DataOptions:
 
     dataset: str = _data(
         "shapes", "Training and test set: shapes (drawn in code), cifar10, cifar100, "
-        "cifar100_coarse (binary files in data_dir, else keras.datasets), module:function of your "
-        "own, FILE.npz "
-        "(x_train, y_train, x_test, y_test), or files in data_dir: folder (train/CLASS/*.png, "
+        "cifar100_coarse (files in data_dir, else downloaded), FILE.npz (x_train, y_train, x_test, "
+        "y_test), module:function, or folder (images in data_dir: train/CLASS/*.png, "
         "test/CLASS/*.png; jpg, bmp, gif).",
     )  # fmt: skip
-    data_dir: str = _data(
-        "", "Folder of the data files.",
-        affects="machine",
-    )  # fmt: skip
+    data_dir: str = _data("", "Folder of the data files.", affects="machine")
     image_size: str = _data(
-        "", "Size to which the images of folder are resized: 64, or height x width, 48x64; "
-        "without it they must be of one size.",
-    )  # fmt: skip
+        "", "Size to which the images of folder are resized: 64, or height x width, 48x64."
+    )
     augment: str = _data(
-        "auto", "Augmentation of training images: tutorial (crop to 3/4, flip, brightness, "
-        "contrast), resnet (pad 4, crop, flip), none: each standardises; shift (2 pixels reflected "
-        "around, crop, flip in every other epoch) keeps brightness and contrast; off: images are "
-        "taken as they are. auto: tutorial for shapes and the CIFARs; for images of your own "
-        "none, off with a compiled model. resnet,cutout=8 also cuts a square of 8 pixels out of "
-        "each image (16 without a number).",
+        "auto", "Augmentation of training images. tutorial: crop to 3/4, flip, brightness, "
+        "contrast. resnet: pad 4, crop, flip. shift: by 2 pixels, flip in every other epoch; not "
+        "standardised. none: standardised only. off: as they are. auto: tutorial for shapes and "
+        "the CIFARs; otherwise none, or off with a compiled model. resnet,cutout=8 also cuts a "
+        "square of 8 pixels out of each image (16 without a number).",
     )  # fmt: skip
     test_time_flip: bool = _data(
         False, "Average the model's outputs for an image and its mirror image in evaluations and "
         "predictions.", affects="result",
     )  # fmt: skip
     validation_fraction: float = _data(
-        0.0, "Part of the training set that is kept for validation: evaluations during training "
-        "use it, and only the last one uses the test set.", minimum=0, maximum=0.9,
+        0.0, "Part of the training set that is kept for evaluations during training. The test set "
+        "is then used once, at the end.", minimum=0, maximum=0.9,
     )  # fmt: skip
     batch_size: int = _data(
         128, "Examples of one step, over all towers: the GLOBAL batch.", minimum=1
@@ -150,20 +143,17 @@ class DeviceOptions:
         maximum=1000, alias="num_gpus",
     )  # fmt: skip
     devices: str = _towers(
-        "", "Devices in place of the first ones: /gpu:0,/gpu:2, and others are hidden; "
-        "or cpu for logical CPUs; or gpu: GPUs alone, else an error; or any: GPUs if TensorFlow "
-        "can use some, else two CPUs.",
+        "", "Devices to use, such as /gpu:0,/gpu:2. cpu: logical CPUs. gpu: GPUs only; fail if "
+        "there are none. any: GPUs if TensorFlow can use some, else two CPUs.",
     )  # fmt: skip
     placement: str = _towers(
         "report", "Ops of a tower that run elsewhere: report lists them before the first step, "
         "strict makes them an error.", affects="report", choices=("report", "strict"),
     )  # fmt: skip
     variables: str = _towers(
-        "default", "Where weights are. replicated: on every tower, gradients are summed by "
-        "collectives. cpu: on the host, gradients are summed by add_n, for a model that does not "
-        "fit on one GPU. default: replicated on GPUs of this machine; with --workers spread over "
-        "the towers; otherwise cpu.",
-        choices=("default", "cpu", "replicated"),
+        "default", "Where weights are. replicated: on every tower. cpu: on the host, for a model "
+        "that does not fit on one GPU. default: replicated on GPUs of this machine, spread over "
+        "--workers, otherwise cpu.", choices=("default", "cpu", "replicated"),
     )  # fmt: skip
     jit_compile: bool = _towers(
         False, "Let XLA compile each tower, forward and backward; BatchNorm in more than one tower "
@@ -229,13 +219,12 @@ class GpuOptions:
         True, "Let TensorFlow choose another device for an op that cannot run on its own."
     )
     tf32: bool = _gpus(
-        True, "Let GPUs of compute capability 8.0 and above round the inputs of float32 products "
-        "to TF32, 10 of their 23 bits, as TensorFlow does by default.", affects="result",
+        True, "Let GPUs of compute capability 8.0 and above round float32 products to TF32, as "
+        "TensorFlow does by default.", affects="result",
     )  # fmt: skip
     deterministic: bool = _gpus(
-        False, "Let ops return the same bits for the same inputs, which takes slower kernels on "
-        "GPUs; an op without one is an error, and seconds of towers are not measured.",
-        affects="result",
+        False, "Same bits for the same inputs, by slower kernels on GPUs; an op without one is an "
+        "error, and seconds of towers are not measured.", affects="result",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -274,13 +263,13 @@ class UpdateOptions:
         maximum=10**9,
     )
     max_steps: int = _length(
-        0, "Step at which the run stops; 0: as num_epochs says. With both the first ends the run, "
-        "and schedules go by num_epochs.",
+        0, "Step at which the run stops; 0: as num_epochs says. If both are set, whichever comes "
+        "first; schedules go by num_epochs.",
     )  # fmt: skip
 
     optimizer: str = _update(
         "momentum", "Optimizer, of Keras; muon for kernels of any rank; or module:function that "
-        "returns one, with a learning rate of its own.", choices=OPTIMIZERS, own=True,
+        "returns one.", choices=OPTIMIZERS, own=True,
     )  # fmt: skip
     learning_rate: float = _update(0.05, "Highest learning rate of the run.")
     schedule: str = _update(
@@ -331,8 +320,8 @@ class DueOptions:
     """What is due when: lines, evaluations, checkpoints, pictures."""
 
     callbacks: str = _when(
-        "", "Function, as module:function, that returns a list of keras.callbacks.Callback, such "
-        "as those of W&B and MLflow, or several with commas; with them each call makes one step.",
+        "", "module:function that returns a list of keras.callbacks.Callback, such as those of "
+        "W&B and MLflow; several with commas. Each call then makes one step.",
     )  # fmt: skip
     log_every_steps: int = _when(
         100, "Steps from one terminal line and TensorBoard point to the next.", minimum=1
@@ -345,32 +334,30 @@ class DueOptions:
         "the run ends; 0: never.", affects="result",
     )  # fmt: skip
     keep_best: bool = _when(
-        False, "Also keep the checkpoint of the best evaluation on validation data, which is then "
-        "tested, evaluated, exported and loaded.", affects="result",
+        False, "Also keep the checkpoint of the best evaluation on validation data, and test, "
+        "evaluate, export and load that one.", affects="result",
     )  # fmt: skip
     checkpoint_every_steps: int = _when(
         1000, "Steps from one checkpoint to the next; there is also one after 5 minutes, at the "
         "end, and on Ctrl-C or SIGTERM; 0: only at the end and on signals.",
     )  # fmt: skip
-    keep_checkpoints: int = _when(3, "Number of checkpoints that are kept: the newest.", minimum=1)
+    keep_checkpoints: int = _when(3, "Number of the newest checkpoints to keep.", minimum=1)
     stall_seconds: float = _when(
-        300.0, "Seconds without a step, except for compiling, after which the run prints what it "
-        "waits for; 0: never.",
-    )  # fmt: skip
+        300.0, "Seconds without a step after which the run says what it waits for; 0: never."
+    )
     on_stall: str = _when(
-        "wait", "What a run does then: wait; or stop, after saving what is whole, with exit code "
-        "76.", choices=("wait", "stop"),
+        "wait", "What a stalled run does: wait; or stop, after saving, with exit code 76.",
+        choices=("wait", "stop"),
     )  # fmt: skip
     check: str = _wrong(
-        "once", "When towers are compared with one device, on examples of the run. once: after the "
-        "first step and after step 100. always: after steps 1, 10, 100, 1000 and so on, if that "
-        "takes less than 1 % of the time. off: never.",
-        affects="report", choices=("once", "always", "off"),
+        "once", "When towers are compared with one device, on examples of the run. once: after "
+        "steps 1 and 100. always: after steps 1, 10, 100, 1000 and so on, if that takes less than "
+        "1 % of the time. off: never.", affects="report", choices=("once", "always", "off"),
     )  # fmt: skip
     on_inexact: str = _wrong(
-        "warn", "What to do if towers compute something else than one device. warn: say so and "
-        "continue. stop: end the run. one_device: train on the first device only, which is exact. "
-        "With stop and one_device the first comparison is made before the first step.",
+        "warn", "What to do if towers differ from one device. warn: say so and continue. stop: end "
+        "the run. one_device: train on the first device only, which is exact. With stop and "
+        "one_device the first comparison is made before the first step.",
         affects="report", choices=("warn", "stop", "one_device"),
     )  # fmt: skip
     histogram_every_epochs: float = _tensorboard(
