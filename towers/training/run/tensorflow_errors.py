@@ -63,6 +63,13 @@ def user_facing_errors(options: Options, step: Callable[[], int] | None = None) 
         yield
     except MemoryError as error:
         raise RunError(_with_own_code(f"out of memory: {first_line(error)}", error)) from error
+    except ValueError as error:
+        if "custom_gradient decorator currently supports keywords" not in str(error):
+            raise
+        raise InputError(
+            f"--model={options.model}: Keras cannot recompute a layer in a graph of TensorFlow's: "
+            "remat takes no keyword arguments there: leave it out"
+        ) from None
     except tf.errors.OpError as error:
         text = str(error)
         if line := out_of_memory(text):
