@@ -47,9 +47,8 @@ class ModelOptions:
     )  # fmt: skip
     model_args: str = _model("", "Keyword arguments of the model function: depth=20,width=16.")
     init_from: str = _model(
-        "", "Initial weights of a new run: another run's folder, FILE.keras, FILE.weights.h5 or "
-        "FILE.h5. Layers that do not fit are skipped.",
-    )  # fmt: skip
+        "", "Folder of another run, which gives a new run the initial weights that fit."
+    )
     dtype: str = _model(
         "float32", "Precision of the towers; master weights are float32 at least.", choices=DTYPES
     )
