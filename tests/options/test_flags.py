@@ -190,7 +190,7 @@ def another(field):
 
 OTHERS = {
     "model_args": "a=1,b_1=x y", "decay_epochs": "80,120.5", "profile_steps": "100:110",
-    "image_size": "48x64", "visible_gpus": "0,2",
+    "image_size": "48x64", "visible_gpus": "0,2", "augment": "resnet,cutout=8",
 }  # fmt: skip
 NOT_VARIED = (
     "overwrite json trust clip_norm clip_global_norm gpu_memory_limit_mib allow_growth"
