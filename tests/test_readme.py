@@ -85,7 +85,7 @@ def test_the_scripts_are_there_and_no_other_program_is_called_for():
     called = {words[0] for words in commands()}
     scripts = {name for name in called if name.startswith("scripts/")}
     assert all((ROOT / name).stat().st_mode & 0o111 for name in scripts)
-    assert scripts <= {f"scripts/{n}" for n in "quickstart test catalogue soak speed".split()}
+    assert scripts <= {f"scripts/{n}" for n in "quickstart test catalogue soak fuzz speed".split()}
     assert called - scripts <= {"towers", "tensorboard", "source", "python", "pip"}
 
 
