@@ -167,14 +167,7 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
 
 
 def batches_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> tf.data.Dataset:
-    """Return the batches of arguments of `fit`, in order. Public: none; `fit` keeps them.
-
-    Args:
-        x: as for `fit`, like all others.
-        y: targets; None if `x` is a data set.
-        sample_weight: None for none.
-        batch_size: None for Keras' default, or if `x` is a data set.
-    """
+    """Return the batches of arguments like `keras.Model.fit`. Public: none; `fit` keeps them."""
     return get_data_adapter(x, y, sample_weight, batch_size=batch_size).get_tf_dataset()
 
 
@@ -199,13 +192,8 @@ def metric_direction(model: keras.Model, name: str) -> str | None:
 def compiled_loss(model: keras.Model, y: Any, outputs: Any, weights: Any) -> Any:
     """Return the loss that `compile` was given, without what layers add.
 
-    Its trackers of each output's loss are updated. Public: `compute_loss`, which has all losses.
-
-    Args:
-        model: compiled.
-        y: targets of the batch.
-        outputs: of the model, for the batch.
-        weights: sample weights, or None.
+    Its trackers of each output's loss are updated. Arguments: see `keras.Model.compute_loss`.
+    Public: that function, which has all losses.
     """
     return model._compile_loss(y, outputs, weights)
 
@@ -571,10 +559,10 @@ def unique_id(variable: tf.Variable) -> str:
 
 
 def decays(optimizer: keras.optimizers.Optimizer, weight: keras.Variable) -> bool:
-    """Return whether an optimizer decays a weight apart from the gradient. Public: none.
+    """Return whether a built optimizer decays a weight apart from the gradient. Public: none.
 
     Args:
-        optimizer: built.
+        optimizer: of Keras.
         weight: one of its weights.
     """
     return optimizer.weight_decay is not None and optimizer._use_weight_decay(weight.value)

@@ -137,14 +137,7 @@ class IndexedSplit(Split):
     def train_rows(
         self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
     ) -> tf.data.Dataset:
-        """Return `train_batches` with rows, int64 `[B]`, in place of examples.
-
-        Args:
-            batch_size: B.
-            seed: of the order and the draws.
-            step: number of the first batch.
-            examples: number of examples before it.
-        """
+        """See `Split.train_batches`: rows, int64 `[B]`, are in the place of examples."""
         rows = shuffled_rows(batch_size, self.size, seed, examples)
         return self._with_draws(rows, batch_size, seed, step, examples)
 

@@ -80,11 +80,7 @@ def load(
 
 
 def locate(dataset: str, data_dir: str | None = None) -> None:
-    """Look whether a data set is there, without loading it.
-
-    Args:
-        dataset: as for `load`.
-        data_dir: as for `load`.
+    """Look whether a data set is there, without loading it, see `load`.
 
     Raises:
         InputError: there is no such data set, or some of its files are missing.

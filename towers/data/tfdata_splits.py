@@ -68,12 +68,7 @@ class DatasetSplit(Split):
         return int(values[row]), where
 
     def checked(self, name: str, num_classes: int) -> "DatasetSplit":
-        """Return the split with checks as examples are read, also for a NaN or an infinity.
-
-        Args:
-            name: as for `ArraySplit.checked`.
-            num_classes: as for `ArraySplit.checked`.
-        """
+        """See `ArraySplit.checked`: as examples are read, also for a NaN or an infinity."""
 
         def check(number, example):
             where = f"{name} dataset: example", number, "(counted from 0) has"
@@ -170,12 +165,7 @@ class BatchSplit(Split):
         return largest[number], f"{name} batch {number}"
 
     def checked(self, name: str, num_classes: int) -> "BatchSplit":
-        """Return the split with checks as batches are read.
-
-        Args:
-            name: as for `ArraySplit.checked`.
-            num_classes: as for `ArraySplit.checked`.
-        """
+        """See `ArraySplit.checked`: as batches are read."""
         split = copy.copy(self)
         split._num_classes = num_classes
         return split
