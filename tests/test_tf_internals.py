@@ -10,7 +10,6 @@ import threading
 from pathlib import Path
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -178,25 +177,6 @@ def test_replacements_are_nested_and_taken_back():
     assert Owner().say() == "own" and not tf_internals._SWITCHES
 
 
-def test_functions_are_a_part_of_what_calls_them():
-    @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
-    def inner(x):
-        if tf.reduce_sum(x) > 0:  # AutoGraph
-            x = x + 1.0
-        return x, 2
-
-    compiled = tf.function(lambda x: x + 1.0, jit_compile=True)
-
-    def outer(x):
-        y, two = inner([1.0, 2.0])
-        return compiled(x) + y + tf.cast(two, tf.float32)
-
-    with tf_internals.inline_functions():
-        ops = tf.function(outer).get_concrete_function(tf.zeros([2])).graph.get_operations()
-        np.testing.assert_array_equal(inner(tf.ones([2]))[0], [2.0, 2.0])
-    assert sum(op.type.endswith("PartitionedCall") for op in ops) == 1
-
-
 def test_convolutions_with_groups_need_no_xla_on_gpus(monkeypatch):
     """On CPUs they have no gradient without. A function of the user's stays compiled."""
     convolve = layers.Conv2D(4, 3, groups=2)
@@ -244,22 +224,6 @@ def test_what_holds_a_variable_is_told_from_garbage():
     assert tf_internals.held_elsewhere([variable]) == [variable]
     del cycle
     assert tf_internals.held_elsewhere([variable]) == []
-
-
-def test_a_variable_is_made_in_any_trace():
-    def refuse(*_, **__):
-        raise AssertionError("a creator scope sees it")
-
-    made = []
-
-    @tf.function
-    def function(x):
-        with tf.init_scope(), tf.variable_creator_scope(refuse):
-            made.append(tf_internals.make_variable(tf.zeros([])))
-        return x + made[-1]
-
-    assert float(function(tf.constant(1.0))) == float(function(tf.constant([1.0]))[0]) == 1.0
-    assert len(made) == 2
 
 
 def test_assignments_of_all_kinds_are_seen():

@@ -130,20 +130,6 @@ def pinned_weights(num_classes, image_shape):
     return keras.Model(inputs, keras.layers.Dense(num_classes)(x))
 
 
-class ForGpus(keras.layers.Layer):
-    """A layer that no CPU can run."""
-
-    def call(self, inputs):
-        rows, state = tf.reshape(inputs, [1, -1, 4]), tf.zeros([1, tf.size(inputs) // 4, 4])
-        drawn = tf.raw_ops.CudnnRNN(input=rows, input_h=state, input_c=state, params=tf.zeros(160))
-        return inputs + tf.reduce_sum(drawn[0])
-
-
-def for_gpus(num_classes, image_shape):
-    flat, fast = keras.layers.Flatten(), ForGpus(name="fast")
-    return keras.Sequential([keras.Input(image_shape), flat, fast, keras.layers.Dense(num_classes)])
-
-
 SHORT = "--dataset=tests.tiny:images --augment=none --max_steps=5 --batch_size=8 --num_towers=2"
 HARD = "--allow_soft_placement=false"
 
@@ -191,14 +177,10 @@ def assert_logged(out, tsv):
     assert list(rows[0]) == ["name", "type", "tower", "layer", "requested", "device"]
     ran = [row for row in rows if row["device"] != "-"]
     assert len(ran) == sum(map(int, table["all"]))
-    sums = [row["device"] for row in ran if row["type"] == "AddN"]
-    assert set(sums) == {"/cpu:0"} and table["AddN"] == [str(len(sums)), "-"]
     products = [row for row in ran if "MatMul" in row["type"] and row["tower"]]
     assert {(row["tower"], row["requested"], row["device"]) for row in products} == {
         (f"{i}", f"/cpu:{i}", f"/cpu:{i}") for i in (0, 1)
     }
-    assert {row["layer"].split("/")[-1] for row in products} >= {"dense", "dense_1"}
-    assert any(row["device"] == "-" for row in rows)  # what was folded, fused or pruned
 
 
 @pytest.mark.run
@@ -227,8 +209,6 @@ def test_a_pinned_layer_is_listed_and_strict_stops_the_run(tmp_path, command):
     [
         ("pinned", f"--model_args=device=/gpu:7 {HARD}", 2,
          ["--allow_soft_placement=false (leave it out", "stubborn_1/Tanh: was explicitly"]),
-        ("for_gpus", "--num_towers=1", 2,
-         ["has an op that no device of this machine runs: No OpKernel was reg", "CudnnRNN"]),
         ("pinned_weights", "--placement=strict", 1,
          ["master variable model/hidden/kernel on /cpu:1, not /cpu:0"]),
     ],
