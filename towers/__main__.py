@@ -1,18 +1,10 @@
 """`python -m towers`, and the command `towers`: it handles signals before other imports."""
 
-import os
-import sys
+from towers.options import search_path
 
-try:
-    from towers.options import search_path
+search_path.leave_out_current_folder()  # before imports that it may hide
 
-    search_path.leave_out_current_folder()  # before imports that it may hide
-
-    from towers import signals
-except KeyboardInterrupt:  # Ctrl-C before the listener
-    sys.stderr.write("towers: interrupted by SIGINT\n")
-    sys.stderr.flush()
-    os._exit(130)
+from towers import signals  # noqa: E402
 
 
 def main() -> None:

@@ -225,13 +225,13 @@ def _import_shipped(module_name: str, path: Path) -> object:
 def _current_folder_searched(module_name: str) -> Iterator[None]:
     """Search the current folder for modules in the block, if it contains the named one.
 
-    It is searched after the standard library and before installed packages. Afterwards it stays
-    last on the path: functions may import others.
+    It is searched after the standard library and before installed packages. If the module was
+    imported from there, it stays last on the path: functions may import others.
     """
-    here, stdlib = os.getcwd(), [i for i, folder in enumerate(sys.path) if folder in _STDLIB]
-    place = max(stdlib, default=-1) + 1
-    is_here = PathFinder.find_spec(module_name.partition(".")[0], [here])
-    if not is_here or here in sys.path[:place]:
+    here, name = os.getcwd(), module_name.partition(".")[0]
+    place = max([i for i, folder in enumerate(sys.path) if folder in _STDLIB], default=-1) + 1
+    spec = PathFinder.find_spec(name, [here])
+    if spec is None or here in sys.path[:place]:
         yield
         return
     sys.path.insert(place, here)
@@ -240,7 +240,8 @@ def _current_folder_searched(module_name: str) -> Iterator[None]:
     finally:
         with contextlib.suppress(ValueError):  # the module itself may have changed it
             sys.path.remove(here)
-        if here not in sys.path:
+        known = getattr(sys.modules.get(name), "__spec__", None)
+        if known and known.origin == spec.origin and here not in sys.path:
             sys.path.append(here)
 
 

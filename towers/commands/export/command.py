@@ -46,7 +46,7 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
     output = _output(options)
     trained = load_run(options.run, averages=options.averages)
     examples = _random_examples(trained.spec()[0])
-    expected = _outputs_of(trained, examples)
+    expected = _arrays(trained.model(trained.inputs(examples), training=False))
     classes = Classes.of(trained)  # the model loses its loss
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -128,10 +128,6 @@ def _random_examples(spec: Any) -> Inputs:
 
     with tf.device("/cpu:0"):
         return tf.nest.map_structure(batch, spec)
-
-
-def _outputs_of(trained: TrainedModel, examples: Inputs) -> list[np.ndarray]:
-    return _arrays(trained.model(trained.inputs(examples), training=False))
 
 
 def _arrays(outputs: Any) -> list[np.ndarray]:
