@@ -183,7 +183,7 @@ def whole_runs(draw, template) -> Case:
         ("train", "--train_dir=new", "--init_from=run", *template.argv),
         ("evaluate", "--train_dir=run", "--json"),
         ("predict", "--train_dir=run", "x.npy"),
-        ("export", "--train_dir=run", "--format=weights", "--output=out.weights.h5"),
+        ("export", "--train_dir=run", "--output=out.keras"),
     ]
     return Case(files, draw(st.sampled_from(commands)))
 

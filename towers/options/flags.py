@@ -222,7 +222,7 @@ def _read_argv(
             flags.DEFINE_alias(alias, name, flag_values=defined)
     try:
         others = defined(["towers", *argv])[1:]
-    except (flags.Error, ValueError) as error:
+    except (flags.Error, ValueError, RecursionError) as error:
         raise InputError(str(error)) from None
     if others and not positional:
         raise InputError(f"unexpected argument {others[0]!r}: flags are written --name=value")
