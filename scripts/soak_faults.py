@@ -7,7 +7,6 @@ Afterwards nothing disturbs the run any more, and the same command is to bring i
 import contextlib
 import os
 import random
-import re
 import resource
 import shutil
 import signal
@@ -81,22 +80,6 @@ def stopped_twice(run: Run, chance: random.Random) -> None:
     time.sleep(chance.choice([0, 0.1, 1.5]))
     run.tell(second)
     run.end(STOPPED, 0, 128 + second, seconds=STOP_SECONDS)
-
-
-def saved_on_request(run: Run, chance: random.Random) -> None:
-    """Send SIGUSR1, which saves, then kill the run: it goes on from there."""
-    run.start()
-    run.until_saved(chance.randrange(0, STEPS // 2, SAVED_STEPS))
-    run.tell(signal.SIGUSR1)
-    late = max(run.steps()) >= STEPS - SAVED_STEPS  # it may not have been heard any more
-    saved = re.compile(r"step (\d+), asked for by SIGUSR1")
-    if not run.wait(lambda: saved.search(run.printed()), seconds=STOP_SECONDS):
-        if not late:
-            raise Wrong("SIGUSR1 saved nothing")
-        run.end(0)
-        return
-    run.until_saved(int(saved.search(run.printed())[1]))
-    run.kill(0)
 
 
 def disk_full(run: Run, chance: random.Random) -> None:
@@ -188,7 +171,7 @@ def other_towers(run: Run, chance: random.Random) -> None:
 FAULTS: dict[str, Callable[[Run, random.Random], None]] = {
     f.__name__: f
     for f in (
-        killed, killed_in_save, terminated, interrupted, hung_up, stopped_twice, saved_on_request,
+        killed, killed_in_save, terminated, interrupted, hung_up, stopped_twice,
         disk_full, disk_full_to_the_end, damaged, blocked, folder_gone, other_towers,
     )
 }  # fmt: skip

@@ -8,8 +8,8 @@ receives them at once (`signal.set_wakeup_fd`), and acts if the main thread does
         with listener.answering(tick):        # except here, where the caller polls for it
             while not listener.asked: ...
 
-SIGINT (Ctrl-C), SIGTERM (schedulers) and SIGHUP (a closed terminal) request an end, SIGUSR1
-requests a save. A SIGHUP that is ignored at the start, as under nohup, stays ignored.
+SIGINT (Ctrl-C), SIGTERM and SIGUSR1 (schedulers) and SIGHUP (a closed terminal) request an end. A
+SIGHUP that is ignored at the start, as under nohup, stays ignored.
 """
 
 import atexit
@@ -26,8 +26,7 @@ from types import FrameType
 
 from towers.formatting import printable
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SAVING = signal.SIGUSR1
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 GRACE_SECONDS = 2.0  # without reaction, after which the main thread counts as blocked
 _UNWINDING_SECONDS = 20.0  # for cleaning up after a reaction
 _SAME_SECONDS = 1.0  # closer signals are one, as sent by a terminal and passed on by a parent
@@ -46,14 +45,14 @@ class Listener:
 
     Attributes:
         asked: the first signal that requested an end, or None.
-        save_asked: whether SIGUSR1 came, until the caller resets it.
         owner: whether the process may be killed if its main thread does not react.
         stopping: function from a signal's number to the (exit code, line) of such an end.
     """
 
     def __init__(self, owner: bool = False):
         """Handle nothing until the `with` block."""
-        self.owner, self.asked, self.save_asked = owner, None, False
+        self.owner: bool = owner
+        self.asked: signal.Signals | None = None
         self.stopping: Callable[[int], tuple[int, str]] = interrupted
         self.kept: list[object] = []
         self._tick: Callable[[], None] | None = None
@@ -75,7 +74,7 @@ class Listener:
             os.set_blocking(end, False)
         self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._before = {}
-        for number in (*ENDING, SAVING):
+        for number in ENDING:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
@@ -149,8 +148,6 @@ class Listener:
             self.leave(self._code)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == SAVING:  # the listening thread handles it
-            return
         self._note(number)
         now, first = time.monotonic(), self._answered_at
         self._answered_at = first or now
@@ -174,8 +171,6 @@ class Listener:
                 if number and self._wakeup_before >= 0:  # an event loop, as of a notebook
                     with contextlib.suppress(OSError):
                         os.write(self._wakeup_before, bytes([number]))
-                if number == SAVING:
-                    self.save_asked = self._tick is not None  # otherwise nothing can be saved
                 if number in ENDING and self._note(number) and self.owner:
                     code, _ = interrupted(number)
                     self.leave(code, f"ended at once, by a second signal ({_name(number)})")

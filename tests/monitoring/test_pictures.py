@@ -21,8 +21,6 @@ from towers.training.train import train
 
 pytestmark = pytest.mark.unit
 
-NAMES = ("cat", "dog", "bird")
-
 
 def pixels(image):
     """Return the picture of a summary's image, uint8 [h, w, 3], having checked its size."""
@@ -65,14 +63,12 @@ def test_the_images_are_those_that_each_towers_model_gets():
     changes = {"augment": "resnet", "dtype": "float64", "accumulate_steps": 2}
     run = prepare(tiny.options("unused", num_towers=3, batch_size=40, seed=1, **changes))
     example, draws = next(iter(run.data.train.train_batches(40, seed=1)))
-    found = pictures.tower_images(run.builder, run.options, (*example, draws), NAMES).value
+    found = pictures.tower_images(run.builder, run.options, example[0], draws).value
     assert [value.tag for value in found] == [f"images/tower_{i}" for i in range(3)]
     images = augment.train_images(example[0][:20], draws[:20], "resnet", tf.float64).numpy()
     for value, (start, end) in zip(found, [(0, 7), (7, 14), (14, 20)], strict=True):
-        classes = [NAMES[label] for label in example[1][start:end].numpy()]
         shown = [pictures.to_bytes(image) for image in images[start:end]]
-        expected = np.asarray(pictures.draw_grid(shown, classes))
-        np.testing.assert_array_equal(pixels(value.image), expected)
+        np.testing.assert_array_equal(pixels(value.image), np.hstack(shown))
 
 
 @pytest.mark.graph

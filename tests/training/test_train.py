@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -319,10 +320,13 @@ def test_a_refused_run_writes_nothing_and_moves_none(whole, tmp_path, words):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(whole, tmp_path, capsys):
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b""), Path.unlink])
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(
+    whole, tmp_path, capsys, damage
+):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     for path in (tmp_path / "checkpoints").glob("*.index"):
-        path.write_bytes(b"")
+        damage(path)
     before = tiny.files(tmp_path)
     flags = f"--flagfile={tmp_path}/flags.cfg", f"--train_dir={tmp_path}"
     code, out, err = command(capsys, "train", *flags)

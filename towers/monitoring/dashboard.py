@@ -11,15 +11,15 @@ In the HParams table each run is one row, named after its folder.
 """
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.hparams import api_pb2
-from tensorboard.plugins.hparams.summary import experiment_pb, session_end_pb
-from tensorboard.plugins.hparams.summary_v2 import Metric, hparams_pb
+from tensorboard.plugins.hparams.summary import session_end_pb
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 
@@ -35,13 +35,6 @@ from towers.options.run import Options, names_that_affect
 
 _FILES = "events.out.tfevents.*.root"  # written only here
 _MAX_GRAPH_BYTES = 50 * 2**20
-_FLAGS = Options.__dataclass_fields__
-# Columns that TensorBoard shows at first, beside changed flags.
-_USUAL_FLAGS = ("batch_size", "learning_rate", "model", "num_towers", "optimizer")
-_FIGURES = (  # of result.json, whatever the task
-    "train_loss", "examples_per_second", "seconds_to_first_step", "steps", "examples",
-    "test_examples",
-)  # fmt: skip
 
 
 def open_root(
@@ -51,7 +44,7 @@ def open_root(
     texts: Mapping[str, Sequence[str]],
     placement: Placement,
     graph: tf.Graph,
-    figures: Sequence[str] = ("test_accuracy", "test_loss"),
+    metrics: Sequence[str] = ("test accuracy",),
 ) -> None:
     """Write the event file of a run, and delete older ones.
 
@@ -62,19 +55,16 @@ def open_root(
         texts: {tag: lines} to show beside flags and environment.
         placement: placement of `graph`.
         graph: the traced train loop.
-        figures: names of the evaluations' figures in the result; first those made during training.
+        metrics: names of charts, see `custom_scalars.layout`.
 
     Raises:
         RunError: the file cannot be written.
     """
     flags = options.to_flagfile().splitlines()
     texts = {**texts, "flags": flags, "environment": environment(tower_devices)}
-    part = figures[0].partition("_")[0]
-    shown = [name.replace("_", " ", 1) for name in figures if name.startswith(f"{part}_")]
     hparams = hparams_of(options) | {"num_towers": len(tower_devices)}
     summaries = [
-        custom_scalars.layout([name for name in shown if name != f"{part} loss"]),  # has a chart
-        _experiment(options, figures),
+        custom_scalars.layout(metrics),
         hparams_pb(hparams, trial_id=""),  # the default joins the rows of runs with equal flags
         *(text_summary(tag, lines) for tag, lines in texts.items()),
     ]
@@ -110,8 +100,7 @@ def close_root(folder: Path, result: Mapping[str, Any], step: int) -> None:
     Raises:
         RunError: the file cannot be written.
     """
-    evaluated = [name for name in result if name.startswith(("test_", "validation_"))]
-    values = {name: number(result, name) for name in dict.fromkeys([*evaluated, *_FIGURES])}
+    values = {name: number(result, name) for name in result}
     scalars = [scalar_pb(f"result/{n}", value) for n, value in values.items() if value is not None]
     scalars.append(session_end_pb(api_pb2.STATUS_SUCCESS))
     _append(folder, _event(scalars, step))
@@ -138,28 +127,6 @@ def hparams_of(options: Options) -> dict[str, Any]:
     """Return {flag: value} of all flags except those of one call."""
     names = names_that_affect("result", "speed", "machine", "report")
     return {name: getattr(options, name) for name in names}
-
-
-def _experiment(options: Options, figures: Collection[str]) -> Any:
-    """Return the Summary that declares the table's columns, changed flags before others.
-
-    TensorBoard reads the columns from one run, so they must be the same in all. No column lists its
-    values, since TensorBoard would hide runs with others.
-    """
-    kinds = {str: api_pb2.DATA_TYPE_STRING, bool: api_pb2.DATA_TYPE_BOOL}
-    flags = [
-        api_pb2.HParamInfo(
-            name=name,
-            type=kinds.get(type(value), api_pb2.DATA_TYPE_FLOAT64),
-            description=_FLAGS[name].metadata["help"],
-            differs=name in _USUAL_FLAGS or value != _FLAGS[name].default,
-        )
-        for name, value in hparams_of(options).items()
-    ]
-    figures = [name for figure in figures for name in (figure, f"{figure}_ema")]
-    columns = dict.fromkeys([*figures[:2], *_FIGURES[:2], *figures, *_FIGURES])
-    metrics = [Metric(f"result/{name}", display_name=name).as_proto() for name in columns]
-    return experiment_pb(flags, metrics)
 
 
 def _event(summaries: Iterable[Any], step: int = 0) -> Event:

@@ -12,6 +12,7 @@ step: TensorBoard then drops the events of older files from that step on, which 
 """
 
 import dataclasses
+import errno
 import itertools
 import os
 import re
@@ -24,7 +25,6 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from towers.errors import RunError
 from towers.formatting import reason
 
 _OWN = re.compile(r"(tower_\d+)/(.+)")  # tags with a run of their own
@@ -41,8 +41,6 @@ class EventWriter:
     train_dir: Path  # folder of the run
     first_step: int = 0  # at which this process continues the run
     say: Callable[[str], None] = print  # prints a line
-    # Called before each point; raises RunError or OSError if the folder is lost.
-    check: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         """Begin the files of a continued run; others are created with their first event."""
@@ -82,7 +80,8 @@ class EventWriter:
     def _write(self, part: str, step: int, summaries: Mapping[str, Summary | None]) -> None:
         """Write an event of each run, or only begin its file if there is no summary."""
         try:
-            self.check()
+            if not self.train_dir.is_dir():  # a run that was moved is not begun again here
+                raise FileNotFoundError(errno.ENOENT, f"{self.train_dir} is not there")
             for run, summary in summaries.items():
                 # Keep no file open: a thousand towers are a thousand files. After an error, or if
                 # the file is gone, a new one is begun.
@@ -93,7 +92,7 @@ class EventWriter:
                     append(path, Event(step=step, wall_time=time.time(), summary=summary))
                 self._files[run] = path
             self._failed.discard(part)
-        except (OSError, RunError) as error:
+        except OSError as error:
             if part not in self._failed:
                 self.say(f"warning     curves of {part} cannot be written: {reason(error)}")
             self._failed.add(part)

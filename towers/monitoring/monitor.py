@@ -37,7 +37,6 @@ class Monitor:
     train_dir: Path  # of the run; event files are in train, train/tower_N and eval
     timetable: Timetable  # when the run logs and ends
     devices: Sequence[str]  # of each tower
-    check: Callable[[], None] = lambda: None  # see `EventWriter`
     out: TextIO | None = None  # stream for lines; None: standard output
     clock: Callable[[], float] = time.perf_counter  # returns seconds
     start: float = 0.0  # time by the clock when the command started
@@ -51,7 +50,7 @@ class Monitor:
         self.pause = self._speed.pause
         self._evaluated: set[int] = set()
         self._rates: list[float] = []
-        self._writer = EventWriter(self.train_dir, timetable.first_step, self.say, self.check)
+        self._writer = EventWriter(self.train_dir, timetable.first_step, self.say)
         self._warm: tuple[float, int] | None = None  # time and step of the first point
         self._calls: list[Mapping[str, tf.Tensor]] = []
 

@@ -1,27 +1,23 @@
 """Pictures and histograms of a run: what its towers see, and its weights."""
 
 import dataclasses
-import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from PIL import Image, ImageDraw, ImageOps
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
 from towers.builder.sharding import split
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, augment
-from towers.formatting import cut, first_line
+from towers.formatting import first_line
 from towers.monitoring.monitor import Monitor
 from towers.options.parts import StepOptions
 
 NUM_IMAGES = 8  # of each tower
-_SIDE, _MAX_SIDE = 128, 256  # pixels: smaller images are enlarged, larger ones shrunk
-_GAP, _LINE = 6, 14  # pixels between images, and height of a line of text
 
 
 @dataclasses.dataclass
@@ -34,7 +30,7 @@ class Gallery:
     monitor: Monitor  # writes the pictures
     builder: TowerBuilder
     model: keras.Model
-    data: Data  # names the classes
+    data: Data
 
     def __post_init__(self) -> None:
         """Show nothing yet."""
@@ -50,10 +46,8 @@ class Gallery:
         """
 
         def make() -> Summary:
-            names = self.data.class_names or [""]  # no labels without classes
-            (images, *targets), draws = batch
-            labels = targets[0] if self.data.class_names else tf.zeros(len(images), tf.int32)
-            return tower_images(self.builder, options, (images, labels, draws), names)
+            (images, *_), draws = batch
+            return tower_images(self.builder, options, images, draws)
 
         if self.data.image_shape:
             self._show("pictures", step, make)
@@ -85,29 +79,27 @@ class Gallery:
 
 
 def tower_images(
-    builder: TowerBuilder, options: StepOptions, batch: tuple[Any, ...], names: Sequence[str]
+    builder: TowerBuilder, options: StepOptions, images: tf.Tensor, draws: tf.Tensor
 ) -> Summary:
     """Return `images/tower_I` for each tower with examples: its images as its model sees them.
 
-    With accumulate_steps they are of the first part of the batch.
+    They stand side by side. With accumulate_steps they are of the first part of the batch.
 
     Args:
         builder: builder of the towers.
         options: options with the augmentation.
-        batch: images, labels and random numbers.
-        names: names of the classes.
+        images: of a batch.
+        draws: its random numbers.
     """
-    summary, slices = Summary(), split(builder, batch, builder.accumulate_steps)
+    summary, slices = Summary(), split(builder, (images, draws), builder.accumulate_steps)
     for i, (part, device) in enumerate(zip(slices, builder.devices, strict=False)):
         with tf.device(device):
-            images, labels, draws = tf.nest.map_structure(lambda t: t[:NUM_IMAGES], part.batch)
-            seen = augment.train_images(images, draws, options.augment, options.input_dtype)
+            first = [each[:NUM_IMAGES] for each in part.batch]
+            seen = augment.train_images(*first, options.augment, options.input_dtype).numpy()
         if len(seen):
-            classes = [names[label] for label in labels.numpy()]
-            picture, png = draw_grid(list(map(to_bytes, seen.numpy())), classes), io.BytesIO()
-            picture.save(png, "PNG")
-            width, height = picture.size
-            image = Summary.Image(width=width, height=height, encoded_image_string=png.getvalue())
+            row = np.concatenate(list(map(to_bytes, seen)), axis=1)
+            (height, width, _), png = row.shape, tf.io.encode_png(row).numpy()
+            image = Summary.Image(width=width, height=height, encoded_image_string=png)
             summary.value.add(tag=f"images/tower_{i}", image=image)
     return summary
 
@@ -126,31 +118,3 @@ def to_bytes(image: np.ndarray) -> np.ndarray:
         low, high = float(image.min()), float(image.max())
         image = np.round(255 * (image - low) / max(high - low, 1e-9)).astype(np.uint8)
     return np.broadcast_to(image, (*image.shape[:2], 3))
-
-
-def draw_grid(images: Sequence[np.ndarray], captions: Sequence[str]) -> Image.Image:
-    """Draw images in rows of up to four, each above its line of text.
-
-    Args:
-        images: uint8 `[h, w, 3]` each, one or more.
-        captions: line of text of each image.
-    """
-    side = max(_SIDE, min(_MAX_SIDE, max(images[0].shape[:2])))
-    columns = min(4, len(images))
-    width = side + _GAP
-    height = width + _LINE
-    num_rows = -(-len(images) // columns)
-    picture = Image.new("RGB", (_GAP + columns * width, _GAP + num_rows * height), "white")
-    draw = ImageDraw.Draw(picture)
-    for i, image in enumerate(images):
-        left, top = _GAP + i % columns * width, _GAP + i // columns * height
-        small = max(image.shape[:2]) <= side
-        how = Image.Resampling.NEAREST if small else Image.Resampling.BICUBIC
-        picture.paste(ImageOps.contain(Image.fromarray(image), (side, side), how), (left, top))
-        draw.text((left, top + side), _legible(captions[i]), "black")
-    return picture
-
-
-def _legible(line: str) -> str:
-    # Fit the width of an image, in letters of Pillow's built-in font.
-    return cut(" ".join(line.split()), 21).encode("latin-1", "replace").decode("latin-1")

@@ -138,8 +138,8 @@ def _train(
     options, step, last = run.options, timetable.first_step, timetable.last_step
     place = _place_of(prepared)
     with contextlib.ExitStack() as stack:
-        check, towers = checkpoints.check_folder, run.builder.devices
-        monitor = Monitor(run.folder, timetable, towers, check=check, out=out, start=start)
+        towers = run.builder.devices
+        monitor = Monitor(run.folder, timetable, towers, out=out, start=start)
         checkpoints.say = monitor.say
         stack.enter_context(contextlib.closing(checkpoints))
         _announce(monitor, prepared)

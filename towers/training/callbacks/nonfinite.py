@@ -1,8 +1,7 @@
 """Ends a run whose loss, gradient or weights are not finite, and names where that began.
 
 Such a step makes no update (`optimizer_step.py`, `skip_nonfinite.py`), so the master variables hold
-the state before it. The step is repeated on one device with all layers watched, and its batch is
-saved as train_dir/nan/step_N.npz.
+the state before it. The step is repeated on one device with all layers watched.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import files, tf_internals
+from towers import tf_internals
 from towers.builder.device_types import HOST, shown_name
 from towers.builder.sharding import slices_of
 from towers.errors import RunError
@@ -21,7 +20,6 @@ from towers.formatting import count, first_line
 from towers.training.run.setup import RunContext, assemble
 from towers.training.step.train_state import not_finite
 
-FOLDER = "nan"
 _PARTS = ("x", "y", "sample_weight")
 _SHOWN = 5  # rows in a line
 
@@ -81,7 +79,7 @@ class NonFiniteMonitor:
             )
 
     def _report(self) -> str:
-        """Repeat the step, save its batch, and return the report on both."""
+        """Repeat the step and return the report on it."""
         run = self.run
         step, examples = (int(v) for v in (run.train_state.step, run.train_state.examples))
         position = dict(seed=run.options.seed, step=step, examples=examples)
@@ -97,15 +95,7 @@ class NonFiniteMonitor:
         where = f"step {step} (epoch {examples / run.data.train.size:.2f})"
         if towers := _towers_of(run, rows, size):
             where += f", tower{'s' * (len(towers) > 1)} {_first(towers)}"
-        path = run.folder / FOLDER / f"step_{step}.npz"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with files.replacing(path) as temporary, temporary.open("wb") as file:
-                np.savez(file, **_arrays(batch[0]), rows=np.array(rows, np.int64))
-            saved = f"{path} holds the batch"
-        except (OSError, RunError) as error:
-            saved = f"{path} cannot be written: {first_line(error)}"
-        return f"{what} at {where}; {_text(fault)}{of_rows}; {_remedy(run, fault)}; {saved}"
+        return f"{what} at {where}; {_text(fault)}{of_rows}; {_remedy(run, fault)}"
 
 
 def _repeat(run: RunContext, batch: Any) -> tuple[str, Fault | None]:
@@ -180,17 +170,6 @@ def _bad_rows(tensor: tf.Tensor) -> tf.Tensor:
     rank = tensor.shape.rank
     axes = None if rank is None else list(range(1, rank))
     return tf.reduce_any(~tf.math.is_finite(tensor), axes)
-
-
-def _arrays(example: Any) -> dict[str, np.ndarray]:
-    """Return {"x": array, "y": array, ...} of an example; of a dict "x/NAME"."""
-    arrays = {}
-    for name, part in zip(_PARTS, example, strict=False):
-        for path, leaf in keras.tree.flatten_with_path(part):
-            array = leaf.numpy()  # NumPy would pickle objects
-            array = array.astype(bytes) if array.dtype == object else array
-            arrays["/".join([name, *map(str, path)])] = array
-    return arrays
 
 
 def _row_numbers(run: RunContext, step: int, examples: int, size: int) -> tuple[np.ndarray, str]:

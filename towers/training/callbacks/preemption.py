@@ -1,7 +1,7 @@
 """Handles signals and stalls of a run without losing a step, even while it is blocked.
 
 Between two calls of the train loop, or two batches of an evaluation, the loop itself checks for
-requests to stop or save. While it is blocked in C++, the signal listener's thread handles them: if
+requests to stop. While it is blocked in C++, the signal listener's thread handles them: if
 no step is in progress (`TrainLoop.position`), it saves the master variables.
 """
 
@@ -63,13 +63,6 @@ class PreemptionHandler(signals.StopRequest):
         """Return whether a stop was requested. The call counts as progress."""
         self._beats += 1
         return super().__call__()
-
-    def wants_save(self, step: int) -> bool:
-        """Return whether SIGUSR1 has requested a checkpoint since the last call."""
-        wanted, self.listener.save_asked = self.listener.save_asked, False
-        if wanted:
-            self.say(f"saving      step {step}, asked for by SIGUSR1")
-        return wanted
 
     def most_steps(self) -> int:
         """Return how many steps a call may make, so that a stop need not wait long for it."""
@@ -191,13 +184,6 @@ class PreemptionHandler(signals.StopRequest):
         if self.listener.waited() > signals.GRACE_SECONDS:
             name = self.listener.asked.name
             self._save_and_leave(waiting, signals.EXIT_STOPPED, f"stopped by {name}")
-        if self.listener.save_asked and seconds > signals.GRACE_SECONDS:
-            state = waiting.state()
-            if state and state is not NOTHING and self.wants_save(state[0]):
-                try:
-                    self.save_snapshot(*state)
-                except RunError as error:
-                    self.say(f"not saved   {error}")
         if self.stall_seconds:
             self._check_for_stall(waiting)
 

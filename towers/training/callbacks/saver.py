@@ -52,8 +52,8 @@ class Saver:
         self._values, self.place.stage, self.unsaved = values, STEP, True
 
     def save_if_due(self, step: int) -> None:
-        """Save after `step` steps if it is due, asked for by SIGUSR1, or the last step."""
-        if self.preemption.wants_save(step) or self._is_due:
+        """Save after `step` steps if a checkpoint is due, or these are all steps."""
+        if self._is_due:
             self.save(step, now=step == self.prepared.timetable.last_step)
 
     def save(self, step: int, now: bool = False) -> None:

@@ -161,6 +161,7 @@ class TowerBoard(keras.callbacks.Callback):
         """Create the files with the first point; older points at `x` or later are replaced."""
         if self._writer is not None:
             return
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventWriter(self.folder, x)
         devices = self._builder.devices
         metrics = [f"validation {name}" for name in self.model.get_metrics_result()]
@@ -170,7 +171,6 @@ class TowerBoard(keras.callbacks.Callback):
         ]
         if self._graph is not None:
             step = step_graph(self._graph, Placement((), (), ()))
-            self.folder.mkdir(parents=True, exist_ok=True)
             dashboard.write_root(self.folder, summaries, step)
 
 

@@ -49,7 +49,6 @@ class CheckpointManager:
         self._best_written: int | None = None
         self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
-        self._inode: tuple[int, int] | None = None  # of the folder, once one is written
 
     def snapshot(self) -> Snapshot:
         """Return the current values of all variables; may be called from any thread.
@@ -65,10 +64,14 @@ class CheckpointManager:
         If it cannot be written, `say` prints a warning, and the next save tries again.
 
         Raises:
-            RunError: the folder was renamed, deleted or replaced.
+            RunError: the folder was renamed or deleted.
         """
         self.close()
-        self.check_folder()
+        if self.begun and not self.directory.is_dir():
+            raise RunError(
+                f"{self.directory} was renamed or deleted while the run trained in it: move it "
+                "back, and the same command resumes from its last checkpoint"
+            )
         snapshot, place = self.snapshot(), self.place()
 
         def write() -> None:
@@ -124,7 +127,6 @@ class CheckpointManager:
         if newest := checkpoint.read_newest(self.directory, read, warn, wanted):
             step, (values, self.restored_place) = newest
             self._whole.add(step)
-            self._inode = files.inode_of(self.directory)
             for name, variable in self.variables.items():
                 variable.assign(values[name])
             return step
@@ -138,17 +140,13 @@ class CheckpointManager:
 
     def _write_or_raise(self, step: int, snapshot: Snapshot, place: Mapping[str, Any]) -> None:
         with self._writing:
-            self.check_folder()
             try:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                self._inode = files.inode_of(self.directory)
+                if not self.begun:
+                    self.directory.mkdir(parents=True, exist_ok=True)
                 identity = {**self.identity, "place": place}
                 checkpoint.write(self.directory, step, snapshot, identity)
-                self.check_folder()
                 self._whole.add(step)
                 self._prune(step)
-            except RunError:
-                raise
             except Exception as error:  # of many classes
                 line = f"{self.directory}/ckpt-{step} cannot be written: {reason(error)}"
                 raise RunError(line) from None
@@ -156,15 +154,7 @@ class CheckpointManager:
     @property
     def begun(self) -> bool:
         """Whether a checkpoint was restored or written."""
-        return self._inode is not None
-
-    def check_folder(self) -> None:
-        """Raise RunError if the folder is no longer the one that was written to."""
-        if self._inode and files.inode_of(self.directory) != self._inode:
-            raise RunError(
-                f"{self.directory} was renamed, deleted or replaced while the run trained in it: "
-                "move it back, and the same command resumes from its last checkpoint"
-            )
+        return bool(self._whole)
 
     def _prune(self, step: int) -> None:
         """Delete checkpoints that are older than `step`, except those to keep."""

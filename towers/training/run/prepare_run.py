@@ -195,12 +195,10 @@ def _open_dashboard(prepared: PreparedRun) -> None:
         "model": "\n".join(model).splitlines(),
     }
     graph = prepared.train_loop.get_concrete_function(prepared.batches, tf.constant(0)).graph
-    best_known, _ = run.task.objective()
-    names = sorted(run.task.metric_directions(), key=lambda n: (n != best_known, n == "loss"))
-    parts = ["validation", "test"] if run.data.validation else ["test"]
-    figures = [f"{part}_{name}" for part in parts for name in names]
+    part = "validation" if run.data.validation else "test"
+    metrics = [f"{part} {name}" for name in run.task.metric_directions() if name != "loss"]
     dashboard.open_root(
-        run.folder, run.options, run.builder.devices, texts, prepared.placement, graph, figures
+        run.folder, run.options, run.builder.devices, texts, prepared.placement, graph, metrics
     )
 
 
