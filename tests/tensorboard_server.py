@@ -1,11 +1,6 @@
 """A TensorBoard server on a folder, in this process, asked over HTTP as its pages ask it."""
 
-import contextlib
 import json
-import re
-import shlex
-import subprocess
-import sys
 import urllib.parse
 import urllib.request
 import warnings
@@ -14,8 +9,6 @@ from pathlib import Path
 with warnings.catch_warnings():  # of what it brings along
     warnings.simplefilter("ignore", DeprecationWarning)
     from tensorboard import default, program
-
-EVERY_STATUS = ("STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING")
 
 
 class Server:
@@ -32,11 +25,6 @@ class Server:
         query = urllib.parse.urlencode(parameters)
         return self._open(f"{self._address}data/{path}?{query}")
 
-    def post(self, path: str, body: dict):
-        data = json.dumps(body).encode()
-        headers = {"Content-Type": "application/json", "X-XSRF-Protected": "1"}
-        return self._open(urllib.request.Request(f"{self._address}data/{path}", data, headers))
-
     def points(self, run: str, tag: str) -> list[tuple[int, float]]:
         """Return [(step, value)] of a curve."""
         found = self.get("plugin/scalars/scalars", run=run, tag=tag)
@@ -50,37 +38,7 @@ class Server:
     def text(self, tag: str, run: str = ".") -> list[str]:
         return [entry["text"] for entry in self.get("plugin/text/text", run=run, tag=tag)]
 
-    def columns(self) -> dict:
-        """Return what declares the HParams table."""
-        return self.post("plugin/hparams/experiment", {"experimentName": "", "hparamsLimit": 1000})
-
-    def rows(self) -> dict[str, dict]:
-        """Return {name: row} of the HParams table."""
-        everything = {"experimentName": "", "allowedStatuses": EVERY_STATUS, "colParams": []}
-        everything |= {"startIndex": 0, "sliceSize": 1000}
-        found = self.post("plugin/hparams/session_groups", everything).get("sessionGroups", [])
-        return {row["name"]: row for row in found}
-
     def _open(self, request):
         with urllib.request.urlopen(request, timeout=30) as answer:
             content = answer.read().decode()
         return json.loads(content) if "json" in answer.headers["Content-Type"] else content
-
-
-@contextlib.contextmanager
-def as_typed(command: str):
-    """Run the line that a run prints, on any port; yield a server that may still be reading."""
-    words = [sys.executable, "-m", "tensorboard.main", *shlex.split(command)[1:], "--port=0"]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            server = Server.__new__(Server)
-            lines = (re.search(r"http://\S+", line) for line in process.stderr)
-            server._address = next(filter(None, lines))[0]
-            yield server
-        finally:
-            process.terminate()
-
-
-def metrics(row: dict) -> dict[str, float]:
-    """Return {tag: value} of a row of the HParams table."""
-    return {value["name"]["tag"]: value["value"] for value in row.get("metricValues", [])}

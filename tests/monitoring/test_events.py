@@ -1,18 +1,12 @@
-"""Event files: after a resume each step is shown once, by the accumulator and on the page."""
+"""Event files: after a resume each step is shown once."""
 
-import contextlib
 import os
-import time
-import urllib.error
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests import tiny
-from tests.tensorboard_server import Server, as_typed
+from tests.tensorboard_server import Server
 from towers.monitoring import event_writer
 from towers.monitoring.event_writer import EventWriter, read_scalars
-from towers.monitoring.monitor import tensorboard_command
 
 pytestmark = pytest.mark.graph
 
@@ -35,7 +29,6 @@ def session(folder, first, steps, value, towers):
     writer = EventWriter(folder, first, say=pytest.fail)
     for step in steps:
         if step % 20 == 0:
-            writer.write_summary("train", step, tiny.summary(f"picture/{value}", 100))
             writer.write_scalars("eval", step, {"test/loss": value})
         own = {f"tower_{i}/loss": value for i in range(towers)}
         writer.write_scalars("train", step, {"loss": value} | own)
@@ -58,51 +51,11 @@ SHOWN = {
 EVALUATED = [(0, 1.0), (20, 1.0), (40, 4.0), (60, 4.0)]
 
 
-def test_after_a_resume_the_accumulator_has_each_step_once(resumed):
-    for (run, tag), values in SHOWN.items():
-        accumulator = EventAccumulator(str(resumed / run))
-        accumulator.Reload()
-        assert [event.step for event in accumulator.Scalars(tag)] == [
-            10 * i for i in range(len(values))
-        ]
-        assert [point[tag] for point in read_scalars(resumed / run).values()] == values
-    assert [(s, p["test/loss"]) for s, p in read_scalars(resumed / "eval").items()] == EVALUATED
-    pictures = [
-        (step, value.tag) for step, value in tiny.records(resumed / "train") if value.tag[0] == "p"
-    ]
-    assert pictures == [
-        (0, "picture/1.0"),
-        (20, "picture/1.0"),
-        (40, "picture/4.0"),
-        (60, "picture/4.0"),
-    ]
-
-
 def test_after_a_resume_the_page_shows_each_step_once(resumed):
     server = Server(resumed)
     for (run, tag), values in SHOWN.items():
         assert server.points(run, tag) == [(10 * i, value) for i, value in enumerate(values)]
     assert server.points("eval", "test/loss") == EVALUATED
-
-
-@pytest.mark.process
-def test_the_line_that_is_printed_shows_each_step_once(resumed):
-    """TensorBoard's other loader, its default, reads no SessionLog.
-
-    It replaces the steps of a tag that come again; a tower that is gone keeps its last points.
-    """
-    kept = [key for key in SHOWN if key[0] != "train/tower_1"]
-    expected = {key: list(enumerate(SHOWN[key])) for key in kept}
-    deadline, found = time.monotonic() + 30, {}
-    with as_typed(tensorboard_command(str(resumed))) as server:
-        while found != expected and time.monotonic() < deadline:
-            time.sleep(0.2)
-            with contextlib.suppress(urllib.error.HTTPError):  # it has not read the run yet
-                found = {
-                    key: [(step // 10, value) for step, value in server.points(*key)]
-                    for key in expected
-                }
-    assert found == expected
 
 
 def test_a_failure_to_write_is_told_once_and_costs_only_its_own_points(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Shows a run: lines on the terminal, curves and pictures in TensorBoard.
+"""Shows a run: lines on the terminal, curves and histograms in TensorBoard.
 
 The x of a training point is the number of updates before it was measured: the loss of the first
 batch is at step 0, as in the tutorial.
@@ -17,8 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import keras
+import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
 from towers.formatting import figure, printable
 from towers.monitoring import tower_metrics
@@ -161,14 +164,15 @@ class Monitor:
             f"{self.timetable.epochs(step):.2f}, {part}: {shown}"
         )
 
-    def show(self, step: int, summary: Summary) -> None:
-        """Write pictures or histograms.
-
-        Args:
-            step: number of updates before them.
-            summary: the pictures or histograms.
-        """
-        self._writer.write_summary("train", step, summary)
+    def histograms(self, step: int, model: keras.Model) -> None:
+        """Write histograms of the finite weights of a model after `step` updates."""
+        summary = Summary()
+        with self.pause():
+            for variable in model.trainable_variables:
+                values = variable.numpy()
+                if len(values := values[np.isfinite(values)]):
+                    summary.MergeFrom(histogram_pb(f"weights/{variable.path}", values))
+            self._writer.write_summary("train", step, summary)
 
     def examples_per_second(self) -> float | None:
         """Return the median speed over points, without the first unless it is the only one."""

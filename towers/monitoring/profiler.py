@@ -1,7 +1,6 @@
 """The profile that --profile_steps=100:110 asks for; TensorBoard's page Profile shows it.
 
-A call of the train loop ends at any step for which `due` is true. An error is printed and does not
-stop the run.
+A call of the train loop ends at any step for which `due` is true.
 """
 
 import contextlib
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from towers.formatting import first_line
 from towers.monitoring.monitor import Monitor, tensorboard_command
 
 
@@ -34,7 +32,9 @@ class Profiler:
         self.stop()
         if self.plan:
             first, last = self.plan
-            self._say(f"--profile_steps={first}:{last}: none of these steps was made")
+            self.monitor.say(
+                f"profile     --profile_steps={first}:{last}: none of these steps was made"
+            )
 
     def due(self, step: int) -> bool:
         """Return whether a call of the train loop must end after `step` steps."""
@@ -47,7 +47,7 @@ class Profiler:
         The page shows the call as one step.
         """
         if self.plan and self.plan[0] <= step < self.plan[1] and not self._running:
-            with self.monitor.pause(), self._no_profile_on_failure():
+            with self.monitor.pause():
                 tf.test.experimental.sync_devices()  # else it shows kernels of the step before
                 tf.profiler.experimental.start(str(self.train_dir / "train"))
                 self._running = True
@@ -60,26 +60,11 @@ class Profiler:
         """Stop a running profile, and write it."""
         if not self._running:
             return
-        self._running = False
-        with self.monitor.pause(), self._no_profile_on_failure():
-            try:
-                tf.test.experimental.sync_devices()
-            finally:
-                tf.profiler.experimental.stop()
-            self.plan = None
-            self._say(
-                f"{tensorboard_command(str(self.train_dir))} shows it on its page Profile, which "
-                "needs the package tensorboard-plugin-profile"
-            )
-
-    @contextlib.contextmanager
-    def _no_profile_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # a profile must not stop the run
-            first, last = self.plan
-            self.plan = None
-            self._say(f"none of steps {first} to {last}: {first_line(error, 300)}")
-
-    def _say(self, line: str) -> None:
-        self.monitor.say(f"profile     {line}")
+        self._running, self.plan = False, None
+        with self.monitor.pause():
+            tf.test.experimental.sync_devices()
+            tf.profiler.experimental.stop()
+        self.monitor.say(
+            f"profile     {tensorboard_command(str(self.train_dir))} shows it on its page "
+            "Profile, which needs the package tensorboard-plugin-profile"
+        )

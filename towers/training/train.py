@@ -16,9 +16,7 @@ from towers.builder.device_types import shown_name
 from towers.devices import remote
 from towers.errors import InputError
 from towers.formatting import count, figure, printable
-from towers.monitoring import dashboard
 from towers.monitoring.monitor import Monitor, tensorboard_command
-from towers.monitoring.pictures import Gallery
 from towers.monitoring.profiler import Profiler
 from towers.monitoring.results import read_result
 from towers.options.flags import options_from_call
@@ -145,10 +143,8 @@ def _train(
         _announce(monitor, prepared)
         profiler = stack.enter_context(Profiler(run.folder, options.profile_range(), monitor))
         stack.enter_context(preemption).listener.keep(prepared.batches)
-        gallery = Gallery(monitor, run.builder, run.train_state.model, run.data)
-        gallery.show_towers(step, run.task.options, prepared.first_batch)
         if options.histogram_every_epochs:
-            gallery.show_histograms(step)
+            monitor.histograms(step, run.train_state.model)
         callbacks = Callbacks(keras_callbacks, run, timetable, place)
         saver = Saver(prepared, monitor, preemption, callbacks, place)
         evaluator = Evaluator(prepared, monitor, preemption, callbacks, saver)
@@ -180,7 +176,7 @@ def _train(
                 exactness.after_step(step)
             saver.save_if_due(step)
             if timetable.draws_histograms(step):
-                gallery.show_histograms(step)
+                monitor.histograms(step, run.train_state.model)
             evaluator.after_step(step)
         profiler.stop()
         if saver.unsaved:
@@ -193,8 +189,8 @@ def _train(
         evaluations = evaluator.evaluate_at_end(step) if place.stage == END else None
         if evaluations and not preemption():
             exactness.after_step(step)  # of the evaluation
-        if evaluations and options.histogram_every_epochs:
-            gallery.show_histograms(step)
+        if evaluations and options.histogram_every_epochs and step > timetable.first_step:
+            monitor.histograms(step, run.train_state.model)
     if evaluations is None:
         signals.print_error(
             f"stopped at step {step} of {last}: saved; the same command continues the run"
@@ -219,7 +215,6 @@ def _train(
         "batch_size": options.batch_size,
         "train_dir": options.train_dir,
     }
-    dashboard.close_root(run.folder, result, step)
     manifest.finish(run.folder, run.train_state.variables())
     files.write_json(run.folder / RESULT, result)  # written last: it marks the run as finished
     if skipped:
@@ -291,17 +286,13 @@ def _last_session(folder: Path) -> Mapping[str, Any]:
 def _finished_line(run: RunContext, result: Mapping[str, Any]) -> str:
     timetable, folder = run.timetable(), result["train_dir"]
     step, last = timetable.first_step, timetable.last_step
-    if step == last:
-        done = f"has all its {step} steps"
-        more = f"--num_epochs above {timetable.epochs(step):g} continues"
-        if 0 < run.options.max_steps <= step:
-            more = f"--max_steps above {step} continues"
-    else:
+    done, more = f"has all its {step} steps", "more --num_epochs or --max_steps"
+    if step < last:
         done = f"ended early, at step {step} of {last}"
-        more = "a larger --early_stopping_epochs continues"
+        more = "a larger --early_stopping_epochs"
         if "planned_steps" in result:
-            more = "an empty or another --callbacks=, or more --num_epochs, continue"
-    line = f"finished    {folder} {done}: {more} it, --overwrite moves it aside"
+            more = "an empty or another --callbacks=, or more --num_epochs,"
+    line = f"finished    {folder} {done}: {more} continues it, --overwrite moves it aside"
     trained = _last_session(Path(folder)).get("flags", {})
     unused = [
         f"--{field.name}={f'{now:g}' if isinstance(now, float) else text_of(now)}"

@@ -1,4 +1,4 @@
-"""Evaluations during a run and at its end: metrics, pictures and the best checkpoint."""
+"""Evaluations during a run and at its end, and the stages that follow them."""
 
 import contextlib
 import dataclasses

@@ -18,7 +18,7 @@ from towers import files
 from towers.errors import InputError
 from towers.graphs.placement import Placement
 from towers.graphs.step_graph import step_graph
-from towers.monitoring import custom_scalars, dashboard, tower_metrics
+from towers.monitoring import dashboard, tower_metrics
 from towers.monitoring.event_writer import EventWriter
 from towers.monitoring.speed import Speed, by_tower
 from towers.training.parallelize import builder_of, passes_of
@@ -165,13 +165,11 @@ class TowerBoard(keras.callbacks.Callback):
         self._writer = EventWriter(self.folder, x)
         devices = self._builder.devices
         metrics = [f"validation {name}" for name in self.model.get_metrics_result()]
-        summaries = [
-            custom_scalars.layout([m for m in metrics if m != "validation loss"]),  # has a chart
-            dashboard.text_summary("environment", dashboard.environment(devices)),
-        ]
         if self._graph is not None:
+            metrics = [m for m in metrics if m != "validation loss"]  # which has a chart
+            texts = {"environment": dashboard.environment(devices)}
             step = step_graph(self._graph, Placement((), (), ()))
-            dashboard.write_root(self.folder, summaries, step)
+            dashboard.write_root(self.folder, metrics, texts, step)
 
 
 def _numbers(logs: Any) -> dict[str, float]:

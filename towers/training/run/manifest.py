@@ -23,6 +23,7 @@ import dataclasses
 import hashlib
 import inspect
 import re
+import subprocess
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path

@@ -5,7 +5,6 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import tensorflow as tf
 
@@ -16,6 +15,7 @@ from towers.errors import InputError
 from towers.formatting import count
 from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement, short_device_name
+from towers.graphs.step_graph import step_graph
 from towers.monitoring import dashboard
 from towers.options import code_trust
 from towers.options.flags import IDENTITY
@@ -41,7 +41,6 @@ class PreparedRun:
     timetable: Timetable
     train_loop: Callable  # traced
     batches: Iterator  # for the train loop
-    first_batch: tuple[Any, tf.Tensor]  # of the run, for pictures: (example, draws)
     placement: Placement  # of the graph of a step
     report: Mapping[str, list[str]]  # {"rules", "placement": lines}
 
@@ -153,7 +152,7 @@ def _prepare(
     model = run.train_state.model
     placement = traced(model, lambda: read_placement(train_loop, batches, tf.constant(0)))
     report = {"rules": rules, "placement": _report_placement(run, placement, say)}
-    state = preemption.checkpoints, restored, timetable, train_loop, batches, batch
+    state = preemption.checkpoints, restored, timetable, train_loop, batches
     return PreparedRun(run, *state, placement, report)
 
 
@@ -193,13 +192,13 @@ def _open_dashboard(prepared: PreparedRun) -> None:
         "rules": prepared.report["rules"],
         "placement": lines,
         "model": "\n".join(model).splitlines(),
+        "flags": run.options.to_flagfile().splitlines(),
+        "environment": dashboard.environment(run.builder.devices),
     }
     graph = prepared.train_loop.get_concrete_function(prepared.batches, tf.constant(0)).graph
     part = "validation" if run.data.validation else "test"
     metrics = [f"{part} {name}" for name in run.task.metric_directions() if name != "loss"]
-    dashboard.open_root(
-        run.folder, run.options, run.builder.devices, texts, prepared.placement, graph, metrics
-    )
+    dashboard.write_root(run.folder, metrics, texts, step_graph(graph, prepared.placement))
 
 
 def run_summary(run: RunContext) -> list[str]:
