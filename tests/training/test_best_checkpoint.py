@@ -8,30 +8,10 @@ import pytest
 import towers
 from tests import tiny
 from tests.runs import done, forget_after
-from towers.training.callbacks.best_checkpoint import BestTracker, step_of
+from towers.training.callbacks.best_checkpoint import step_of
 from towers.training.train import train
 
-pytestmark = pytest.mark.unit
-
-MAX = ("accuracy", "max")
-
-
-def filled(folder, values, objective=MAX, patience=0.0, keep=True):
-    """Return the evaluations after 10, 20, ... steps of 5 examples."""
-    best = BestTracker(folder, objective, patience, keep, step=0)
-    for i, value in enumerate(values, 1):
-        best.add(10 * i, 50 * i, value)
-    return best
-
-
-def test_a_run_that_goes_on_knows_what_was_before_and_not_what_comes(tmp_path):
-    filled(tmp_path, [0.1, 0.3, 0.9]).write()
-    assert step_of(tmp_path) == 30
-    again = BestTracker(tmp_path, MAX, 0.0, True, step=20)
-    assert again.step == 20 and again.knows(20) and not again.knows(30)
-    other = BestTracker(tmp_path, ("loss", "min"), 0.0, True, step=20)
-    assert other.step is None
-
+pytestmark = pytest.mark.run
 
 GIVEN = dict(validation_fraction=0.25, evaluate_every_epochs=0.5, keep_best=True, batch_size=9)
 
@@ -40,7 +20,6 @@ def points(train_dir):
     return json.loads((train_dir / "best.json").read_text())["points"]
 
 
-@pytest.mark.run
 def test_the_best_checkpoint_is_kept_and_is_what_the_test_set_sees(tmp_path, capsys):
     options = tiny.options(tmp_path, **GIVEN, max_steps=40, keep_checkpoints=1, learning_rate=1.0)
     result = train(options)
@@ -55,7 +34,6 @@ def test_the_best_checkpoint_is_kept_and_is_what_the_test_set_sees(tmp_path, cap
     assert found["examples"] == tiny.TEST_SIZE
 
 
-@pytest.mark.run
 def test_evaluations_of_other_examples_are_not_compared(tmp_path):
     """Or no later evaluation could become the best, and the weights of before would be kept."""
     images, labels = tiny.arrays(60)
@@ -72,7 +50,6 @@ def test_evaluations_of_other_examples_are_not_compared(tmp_path):
     assert points(tmp_path)[0][0] >= 20 and step_of(tmp_path) >= 20
 
 
-@pytest.mark.run
 def test_a_run_stops_early_and_where_it_would_have_if_it_is_killed(tmp_path, capsys):
     given = GIVEN | dict(max_steps=60, learning_rate=0.3, checkpoint_every_steps=4)
     folder, cut, patience = tmp_path / "whole", tmp_path / "cut", dict(early_stopping_epochs=1.5)

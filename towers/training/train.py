@@ -23,7 +23,7 @@ from towers.options.flags import options_from_call
 from towers.options.functions import PREFIX
 from towers.options.run import Options, text_of
 from towers.training.callbacks import user_callbacks
-from towers.training.callbacks.best_checkpoint import best_of
+from towers.training.callbacks.best_checkpoint import BestTracker
 from towers.training.callbacks.evaluator import Evaluator
 from towers.training.callbacks.exactness import ExactnessChecks
 from towers.training.callbacks.preemption import PreemptionHandler
@@ -235,7 +235,7 @@ def _place_of(prepared: PreparedRun) -> Place:
 def _is_over(run: RunContext, place: Place) -> bool:
     """Return whether a run makes no further step."""
     timetable = run.timetable()
-    at_end = timetable.first_step == timetable.last_step or best_of(run).is_over()
+    at_end = timetable.first_step == timetable.last_step or BestTracker(run).is_over()
     return at_end or place.is_stopped(run.options, timetable.last_step)
 
 

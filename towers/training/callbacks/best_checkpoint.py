@@ -22,48 +22,34 @@ NAME = "best.json"
 class BestTracker:
     """Tracks the evaluations of a run and which of them is the best."""
 
-    def __init__(
-        self,
-        folder: Path,
-        objective: tuple[str, str],
-        patience: float,
-        keep: bool,
-        step: int,
-        data: str | None = None,
-    ):
-        """Read the evaluations up to a step; start from scratch if they are of other examples.
+    def __init__(self, run: RunContext):
+        """Read the evaluations up to the step of a run; later ones are made again.
 
-        Args:
-            folder: of the run.
-            objective: metric, and which is better: "max" or "min".
-            patience: examples without improvement after which a run ends; 0: never.
-            keep: whether the checkpoint of the best evaluation is kept.
-            step: where the run resumes; later evaluations are dropped, and made again.
-            data: sha256 of the examples that are evaluated, None if it is not known.
+        Start from scratch if they are of other examples, or another metric.
         """
-        self._path = folder / NAME
-        name, direction = objective
+        options, evaluated = run.options, run.data.validation or run.data.test
+        self._path = run.folder / NAME
+        self._patience = options.early_stopping_epochs * run.data.train.size  # examples; 0: none
+        self._keep = options.keep_best
+        self._is_needed = bool(self._patience or self._keep)
+        name, direction = run.task.objective()
+        data = evaluated.checksum()["sha256"] if self._is_needed else None
         self._about = {"objective": name, "direction": direction, "data": data}
-        self._patience, self._keep = patience, keep
-        content = files.read_json(self._path) if patience or keep else {}
+        content = files.read_json(self._path) if self._is_needed else {}
         same = all(content.get(name) == value for name, value in self._about.items())
+        step = int(run.train_state.step.numpy())
         self._points = [p for p in content.get("points", []) if same and p[0] <= step]
-
-    def knows(self, step: int) -> bool:
-        """Return whether step `step` was evaluated."""
-        return any(point[0] == step for point in self._points)
 
     def add(self, step: int, examples: int, value: float | None) -> bool:
         """Add an evaluation; return whether it is the best so far, the first of equal ones.
 
         Args:
-            step: number of updates before it; a step that is known already is not added again.
+            step: number of updates before it; one that is evaluated again is not added again.
             examples: number of examples seen by then.
             value: value of the objective, None if there is none.
         """
-        if self.knows(step):
-            return self.step == step
-        self._points.append([step, examples, value])
+        if all(step != known for known, *_ in self._points):
+            self._points.append([step, examples, value])
         return self.step == step
 
     @property
@@ -85,7 +71,7 @@ class BestTracker:
 
         If the file cannot be written, `say` prints a warning; without it RunError is raised.
         """
-        if not self._patience and not self._keep:
+        if not self._is_needed:
             return
         found = {"points": self._points, "step": self.step if self._keep else None}
         try:
@@ -94,15 +80,6 @@ class BestTracker:
             if say is None:
                 raise
             say(f"warning     {error}; training goes on, and it is written again")
-
-
-def best_of(run: RunContext) -> BestTracker:
-    """Return the evaluations of a run up to its step."""
-    options, evaluated = run.options, run.data.validation or run.data.test
-    patience, keep = options.early_stopping_epochs * run.data.train.size, options.keep_best
-    data = evaluated.checksum()["sha256"] if patience or keep else None
-    step = int(run.train_state.step.numpy())
-    return BestTracker(run.folder, run.task.objective(), patience, keep, step, data)
 
 
 def step_of(folder: Path) -> int | None:

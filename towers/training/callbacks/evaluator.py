@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from towers.monitoring.monitor import Monitor
-from towers.training.callbacks.best_checkpoint import best_of
+from towers.training.callbacks.best_checkpoint import BestTracker
 from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.callbacks.saver import Saver
 from towers.training.callbacks.user_callbacks import Callbacks, figures
@@ -32,7 +32,7 @@ class Evaluator:
     def __post_init__(self) -> None:
         """Prepare evaluations; the first one compiles their function."""
         self._run = self.prepared.run
-        self.best = best_of(self._run)
+        self.best = BestTracker(self._run)
         self.prepared.checkpoints.best = self.best.step if self._run.options.keep_best else None
         self._last: Evaluation | None = None  # of the current weights
         self._part = "validation" if self._run.data.validation else "test"
