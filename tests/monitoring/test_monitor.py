@@ -90,13 +90,6 @@ def test_the_lines_in_full(make, clock, out):
         assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d: " + re.escape(words), line)
 
 
-def test_an_evaluation_that_is_made_again_is_drawn_once(tmp_path, make):
-    monitor = make()
-    for accuracy in 0.25, 0.5:
-        monitor.eval_point(30, {"accuracy": accuracy, "accuracy_ema": None})
-    assert list(tiny.events(tmp_path / "eval")) == [(30, "test/accuracy", 0.25)]
-
-
 def test_the_speed_is_the_median_without_the_first_window(clock, make):
     monitor = make(last=5, batch_size=100)
     assert monitor.examples_per_second() is None

@@ -106,26 +106,3 @@ def test_another_model_is_refused_without_a_word_of_overwriting(trained, capsys)
     code, _, err = command(capsys, "evaluate", f"--train_dir={trained('classes')}", model)
     assert code == 2 and "has --model=tests.tiny:cnn: leave --model out" in err
     assert "--overwrite" not in err and err.count("\n") == 1
-
-
-@pytest.mark.run
-def test_a_test_set_that_is_held_out_of_a_changed_file_is_told(tmp_path, capsys):
-    table, x = tmp_path / "t.npz", np.arange(20.0)[:, None]
-    y = np.arange(20) % 2
-    np.savez(table, x=x, y=y)
-    given = dict(train_dir=tmp_path / "run", dataset=str(table))
-    given["model"] = lambda: keras.Sequential([keras.layers.Dense(2)])
-    towers.train(**given, max_steps=1)
-    capsys.readouterr()
-    towers.evaluate(**given)
-    out = capsys.readouterr().out
-    assert "warning" not in out and f"by chance: {table} has none" in out
-    np.savez(table, x=x[1:], y=y[1:])
-    towers.train(**given, max_steps=2)
-    told = [line for line in capsys.readouterr().out.splitlines() if "differs" in line]
-    assert len(told) == 2 and "held out" in told[1]
-    towers.evaluate(**given)  # the run has gone on with these, and had seen the others
-    assert "(data.test) differs" in capsys.readouterr().out
-    np.savez(other := tmp_path / "other.npz", x=x[::-1], y=y[::-1])
-    towers.evaluate(**given | dict(dataset=str(other)))
-    assert "(data.test) differs" in capsys.readouterr().out

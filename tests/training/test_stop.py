@@ -7,12 +7,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests import tiny
-from towers.training.callbacks import preemption
 
 pytestmark = pytest.mark.process
 SOON = 15  # seconds; on a machine of one's own it is 3
@@ -105,32 +103,6 @@ def test_a_run_that_waits_for_a_batch_is_left_at_a_signal_or_after_a_while(start
     assert "blocking.py" in err  # the stack of the thread that waits
     assert code == 76 and f"--on_stall=stop: step {newest()} is saved" in line
     assert before < newest() < 40
-
-
-@pytest.mark.unit
-def test_the_first_step_and_evaluation_may_compile_for_any_time(monkeypatch):
-    """On a GPU that is newer than TensorFlow the driver compiles kernels for minutes."""
-    now, said, dumped = [0.0], [], []
-    monkeypatch.setattr(preemption.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(preemption.faulthandler, "dump_traceback", lambda *a, **k: dumped.append(a))
-    checkpoints = SimpleNamespace(snapshot=dict, is_remote=False)
-    handler = preemption.PreemptionHandler(checkpoints, said.append, stall_seconds=300)
-    handler.listener = SimpleNamespace(asked=None, save_asked=False, waited=lambda: 0)
-    loop = SimpleNamespace(position=lambda: (1, 1), between_steps=lambda: False)
-
-    def block(waiting):
-        with waiting:
-            for _ in range(30):
-                now[0] += 60
-                handler._tick()
-
-    block(handler.steps(loop, 0, 1))
-    block(handler.evaluation(1))
-    assert said == []
-    later = handler.steps(loop, 1, 1), handler.evaluation(2), handler.save(3)
-    for waiting, words in zip(later, ("a step", "evaluat", "the disk"), strict=True):
-        block(waiting)
-        assert "stalled" in said[-1] and words in said[-1] and dumped.pop()
 
 
 @pytest.mark.parametrize(

@@ -62,17 +62,6 @@ def test_each_tower_is_seen(float64, tmp_path):
     assert any("custom_scalars" in tag for tag in accumulator.Tags()["tensors"])
 
 
-@runs.by_the_clock
-def test_one_tower_is_seen_too(float64, tmp_path):
-    model = make(1)
-    expected = norm_of(model, X[:5], Y[:5])
-    fit(model, towers.callbacks.TowerBoard(tmp_path, every_steps=1))
-    first = read_scalars(tmp_path / "train" / "tower_0")[0]
-    assert first["tower/gradient_norm"] == pytest.approx(expected, rel=1e-5)
-    assert first["tower/step_seconds"] > 0
-    assert read_scalars(tmp_path / "train")[1]["speed/examples_per_second"] > 0
-
-
 class Interrupted(Exception):
     pass
 

@@ -18,7 +18,6 @@ from towers import cli
 from towers.errors import InputError
 from towers.formatting import figure
 from towers.monitoring.event_writer import read_scalars
-from towers.monitoring.monitor import Monitor
 from towers.training.callbacks import saver
 from towers.training.run import manifest
 from towers.training.run.setup import RunContext
@@ -333,17 +332,3 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(
     assert (code, out) == (2, "") and err.count("\n") == 4 + 1
     assert f"towers: no checkpoint in {tmp_path}/checkpoints can be read" in err
     assert tiny.files(tmp_path) == before
-
-
-# Odd runs
-
-
-def test_a_run_whose_output_nobody_reads_any_more_is_saved(tmp_path, monkeypatch):
-    def train_point(monitor, step, metrics):
-        if step > 3:
-            raise BrokenPipeError
-
-    monkeypatch.setattr(Monitor, "train_point", train_point)
-    with pytest.raises(BrokenPipeError):
-        train(tiny.options(tmp_path, log_every_steps=1, max_steps=9))
-    assert tiny.saved_steps(tmp_path) == [0, 4]

@@ -51,7 +51,6 @@ _NAMES = {  # of parts, for people
     "data.validation": "the validation set (data.validation)",
     "data.test": "the test set (data.test)",
 }
-_HELD_OUT = "; if it is held out of data that changed, the run was trained on some of its examples"
 
 
 def write(run: RunContext, folder: Path, restored: int | None) -> list[str]:
@@ -161,7 +160,6 @@ def differences(
     new, old = _compared(now), _compared(before)
     return [
         f"{_NAMES.get(name, name)} differs: {_shorten(value)} now, {_shorten(old[name])} {when}"
-        f"{_HELD_OUT if name == 'data.test' else ''}"
         for name, value in new.items()
         if None not in (value, old.get(name)) and value != old[name]
     ]
