@@ -59,8 +59,7 @@ def parse_monitor(monitor: str, known: Mapping[str, str | None]) -> Objective:
         InputError: the metric does not exist, or its direction is unknown.
     """
     direction, _, name = monitor.rpartition(":")
-    for part in "val_", "test_", "validation_":
-        name = name.removeprefix(part)
+    name = name.removeprefix("val_")
     name = {n.lower(): n for n in known}.get(name.lower(), name)  # Keras calls one AUC, or auc
     if direction not in ("", "max", "min") or name.removesuffix("_ema") not in known:
         raise InputError(

@@ -44,9 +44,10 @@ def _matches(directory: Path, pattern: str) -> list[re.Match]:
 
 def without_index(directory: Path) -> list[int]:
     """Return the steps whose data are newer than all checkpoints, but whose index was deleted."""
-    newest = max(dict(find(directory)), default=-1)
+    # A run may be writing one meanwhile: what is looked for first is named last.
     steps = {int(match[1]) for match in _matches(directory, r"ckpt-(\d+)\.data-[\w-]+")}
     begun = {int(match[1]) for match in _matches(directory, r"ckpt-(\d+)\.index\.new")}
+    newest = max(dict(find(directory)), default=-1)
     return sorted(step for step in steps - begun if step > newest)
 
 
