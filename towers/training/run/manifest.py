@@ -23,7 +23,6 @@ import dataclasses
 import hashlib
 import inspect
 import re
-import subprocess
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
