@@ -35,6 +35,7 @@ from towers.training.run.prepare_run import PreparedRun, begin, restore
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import RunContext, prepare
 from towers.training.run.tensorflow_errors import user_facing_errors
+from towers.training.step.evaluation import Evaluation
 
 RESULT = "result.json"
 
@@ -136,8 +137,7 @@ def _train(
     options, step, last = run.options, timetable.first_step, timetable.last_step
     place = _place_of(prepared)
     with contextlib.ExitStack() as stack:
-        towers = run.builder.devices
-        monitor = Monitor(run.folder, timetable, towers, out=out, start=start)
+        monitor = Monitor(run.folder, timetable, run.builder.devices, out=out, start=start)
         checkpoints.say = monitor.say
         stack.enter_context(contextlib.closing(checkpoints))
         _announce(monitor, prepared)
@@ -172,8 +172,7 @@ def _train(
             saver.after_step(step, values)
             monitor.after_step(step, values, run.task.num_skipped)
             callbacks.end_step(values)
-            if not preemption():
-                exactness.after_step(step)
+            exactness.after_step(step)
             saver.save_if_due(step)
             if timetable.draws_histograms(step):
                 monitor.histograms(step, run.train_state.model)
@@ -183,11 +182,9 @@ def _train(
             saver.save(step, now=True)
         ended = step == last or evaluator.stops_early()
         if ended and place.stage == EPOCH and not preemption():
-            if step < last:
-                monitor.say(f"stopping    early, at step {step}: {evaluator.stop_reason()}")
             evaluator.finish(step)
         evaluations = evaluator.evaluate_at_end(step) if place.stage == END else None
-        if evaluations and not preemption():
+        if evaluations:
             exactness.after_step(step)  # of the evaluation
         if evaluations and options.histogram_every_epochs and step > timetable.first_step:
             monitor.histograms(step, run.train_state.model)
@@ -196,7 +193,20 @@ def _train(
             f"stopped at step {step} of {last}: saved; the same command continues the run"
         )
         return None
+    return _write_result(prepared, monitor, evaluator, evaluations)
+
+
+def _write_result(
+    prepared: PreparedRun,
+    monitor: Monitor,
+    evaluator: Evaluator,
+    evaluations: Mapping[str, Evaluation],
+) -> dict[str, Any]:
+    """Write and print the result of a run, from the evaluations of its final weights."""
+    run, timetable, place = prepared.run, prepared.timetable, evaluator.saver.place
+    step, options, devices = prepared.steps_done(), run.options, run.builder.devices
     skipped, (name, direction) = run.task.num_skipped(), run.task.objective()
+    ended_by_callback = step < timetable.last_step and evaluator.callbacks.stopped()
     result = {
         "steps": step,
         "examples": timetable.examples(step),
@@ -207,11 +217,11 @@ def _train(
         "test_examples": evaluations["test"].examples,
         **({} if skipped is None else {"skipped_steps": skipped}),
         **({"best_step": evaluator.best.step} if options.keep_best else {}),
-        **({"planned_steps": last} if step < last and callbacks.stopped() else {}),
+        **({"planned_steps": timetable.last_step} if ended_by_callback else {}),
         "objective": f"{'validation' if 'validation' in evaluations else 'test'}_{name}",
         "direction": direction,
-        "num_towers": len(towers),
-        "devices": list(map(shown_name, towers)),
+        "num_towers": len(devices),
+        "devices": list(map(shown_name, devices)),
         "batch_size": options.batch_size,
         "train_dir": options.train_dir,
     }

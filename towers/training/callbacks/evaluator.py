@@ -86,16 +86,15 @@ class Evaluator:
         """Return whether the run ends early."""
         return self.best.is_over() or self.callbacks.stopped()
 
-    def stop_reason(self) -> str:
-        """Return why the run ends early."""
-        if self.callbacks.stopped():
-            return "a callback has set stop_training"
-        name, _ = self._run.task.objective()
-        epochs = self._run.options.early_stopping_epochs
-        return f"{name} was best at step {self.best.step}, {epochs:g} epochs ago or more"
-
     def finish(self, step: int) -> None:
         """Make the weights final, as `use_ema` does, call on_train_end and save what changed."""
+        if step < self.prepared.timetable.last_step:
+            why = "a callback has set stop_training"
+            if not self.callbacks.stopped():
+                name, _ = self._run.task.objective()
+                epochs = self._run.options.early_stopping_epochs
+                why = f"{name} was best at step {self.best.step}, {epochs:g} epochs ago or more"
+            self.monitor.say(f"stopping    early, at step {step}: {why}")
         changed, called = self._run.task.finish(), bool(self.callbacks)
         changed |= self.callbacks.end_run()
         self._last = None if changed else self._last

@@ -24,7 +24,7 @@ class ExactnessChecks:
         self._recorded: set[str] = set()
 
     def after_step(self, step: int) -> None:
-        """Make the checks that are due after so many steps.
+        """Make the checks that are due after so many steps, unless a signal has come.
 
         Args:
             step: number of steps made.
@@ -33,6 +33,8 @@ class ExactnessChecks:
             RunError: towers differ from one device, and `--on_inexact` is not "warn".
         """
         run = self.prepared.run
+        if self.preemption():
+            return
         with self.monitor.pause(), self.preemption.check(step):
             self._checks.after_step(step)
         if found_on_towers(run):
