@@ -533,9 +533,7 @@ _ELEMENTWISE = {
     keras.optimizers.Adadelta: ("_accumulated_grads", "_accumulated_delta_vars"),
     keras.optimizers.Ftrl: ("_accumulators", "_linears"),
 }
-_OF_ITS_OWN = (
-    "clipnorm clipvalue global_clipnorm use_ema loss_scale_factor gradient_accumulation_steps"
-).split()
+_OF_ITS_OWN = "clipnorm", "use_ema", "loss_scale_factor", "gradient_accumulation_steps"
 
 
 def elementwise_slots(
@@ -543,8 +541,8 @@ def elementwise_slots(
 ) -> list[dict[str, keras.Variable]] | None:
     """Return {`unique_id` of a weight: slot} for each kind of slot of an elementwise optimizer.
 
-    None if it is of another class, or also clips, averages or scales. Public: `variables`, which
-    does not tell to which weight a slot belongs.
+    None if it is of another class, or also clips each weight, averages or scales. Public:
+    `variables`, which does not tell to which weight a slot belongs.
     """
     if type(optimizer) not in _ELEMENTWISE or any(getattr(optimizer, n) for n in _OF_ITS_OWN):
         return None

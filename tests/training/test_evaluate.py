@@ -67,7 +67,7 @@ def test_the_command_repeats_the_numbers_of_the_run(trained, capsys, flag):
     code, out, err = command(capsys, "evaluate", f"--train_dir={folder}", "--json", *more)
     found = json.loads(out)
     assert code == 0 and out.count("\n") == 1
-    assert " ".join(found) == ("accuracy accuracy_ema loss loss_ema examples step num_towers")
+    assert " ".join(found) == ("loss accuracy loss_ema accuracy_ema examples step num_towers")
     for name in "accuracy", "accuracy_ema", "loss", "loss_ema":
         exact = "accuracy" in name or not flag
         assert found[name] == pytest.approx(result[f"test_{name}"], rel=0 if exact else 1e-6, abs=0)

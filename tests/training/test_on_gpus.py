@@ -44,14 +44,14 @@ def test_one_gpu_keeps_everything_and_the_tutorials_way_stays_on_the_host():
 
 
 def test_the_numbers_are_those_of_cpus():
-    """A replica computes its own learning rate, evaluation reads its copies."""
+    """A replica computes its own learning rate."""
     given = dict(dtype="float64", ema_decay=0.9, batch_size=7)
     theirs = tiny.Loop(tiny.options("unused", devices="/cpu:0", **given))
-    batch = tiny.arrays(7), tf.ones([7])
-    before = theirs.run.task.eval_arrays(*batch)
+    batches = [(tiny.arrays(7), tf.ones([7]))]
+    before = theirs.run.task.test_step.evaluate(batches, 7).metrics
     theirs(3)
     ours = loop_of(2, "replicated", **given)
-    tiny.assert_close(ours.run.task.eval_arrays(*batch), before, 1e-9)
+    tiny.assert_close(ours.run.task.test_step.evaluate(batches, 7).metrics, before, 1e-9)
     ours(3)
     tiny.assert_close(ours.state(), theirs.state(), 1e-9)
     assert [int(replica.examples) for replica in ours.train_state.replicas] == [3 * 7] * 2
@@ -106,20 +106,6 @@ def test_seconds_of_towers_are_measured_where_a_point_is_due(run_with_a_best):
     points = [p[tag] for p in read_scalars(folder / "train").values() if tag in p]
     assert points and all(0 < seconds < 10 for seconds in points)
     assert "data        0.0 MiB on each GPU: the host sends" in out
-
-
-def test_a_tower_evaluates_its_own_copy_and_the_averages_of_all():
-    """So no weight is sent: with another copy on the second tower, its examples fare otherwise."""
-    loop = loop_of(2, "replicated", dtype="float64", ema_decay=0.5)
-    loop(2)
-    batch = tiny.arrays(8), tf.ones([8])
-    before = loop.run.task.eval_arrays(*batch)
-    for weight in loop.train_state.replicas[1].weights:
-        weight.assign(weight * 3)
-    after = loop.run.task.eval_arrays(*batch)
-    assert after["loss_ema"] == before["loss_ema"] and after["loss"] != before["loss"]
-    loop.train_state.set_copies()
-    tiny.assert_identical(loop.run.task.eval_arrays(*batch), before)
 
 
 def test_a_step_that_nobody_looks_at_sends_nothing_to_the_host():

@@ -21,7 +21,7 @@ from towers.monitoring.event_writer import read_scalars
 from towers.training.callbacks import saver
 from towers.training.run import manifest
 from towers.training.run.setup import RunContext
-from towers.training.step.task import Task
+from towers.training.step import evaluation
 from towers.training.train import train
 
 pytestmark = pytest.mark.run
@@ -104,22 +104,22 @@ def in_parts(whole, folder):
 
 def stopped_in_an_evaluation(monkeypatch, flags):
     """Run with signals in the second evaluation; return what it has traced, with the exit code."""
-    make, evaluate, batches, traced = RunContext.train_loop, Task._evaluate, [], []
+    make, evaluate, batches, traced = RunContext.train_loop, evaluation.traced, [], []
 
     def observed(*args, **kwargs):
         traced.append(make(*args, **kwargs))
         return traced[-1]
 
-    def signalled(task, batch):
+    def signalled(model, call):
         batches.append(1)
         if len(batches) == 6:  # the second of the evaluation after 9 steps; one has four
             os.kill(os.getpid(), signal.SIGINT), os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(task, batch)
+        return evaluate(model, call)
 
     handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     with monkeypatch.context() as patch:
         patch.setattr(RunContext, "train_loop", observed)
-        patch.setattr(Task, "_evaluate", signalled)
+        patch.setattr(evaluation, "traced", signalled)
         code = cli.main(["train", *flags, "--steps_per_loop=3"])
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
     return code, [loop.function.experimental_get_tracing_count() for loop in traced]

@@ -114,7 +114,6 @@ def measure(
     loss: tf.Tensor,
     builder: TowerBuilder,
     measured: tf.Tensor,
-    scale: Any,
 ) -> dict[str, tf.Tensor]:
     """Return the seconds of a step up to its gathered gradients, and its towers' losses and norms.
 
@@ -124,7 +123,6 @@ def measure(
         loss: the gathered loss.
         builder: builder of the towers.
         measured: bool scalar: whether the step is measured; else norms are 0, and on GPUs all is.
-        scale: scale of the losses; None: 1.
 
     Returns:
         For each tower, [towers], 0 without examples: "tower_seconds" (from the batch to its
@@ -139,7 +137,7 @@ def measure(
         parts = zip(gradients.losses, gradients.of_towers, builder.devices, strict=False)
         ends = [_end_time((own_loss, own), device) for own_loss, own, device in parts]
         gathered = time_after((gradients.gathered, ends))
-        norms = _norms(gradients, builder, measured, scale)
+        norms = _norms(gradients, builder, measured, 1.0)
         with tf.device(HOST):
             own_seconds = tf.stack(ends) - start
             compute_seconds = tf.reduce_max(own_seconds)
@@ -149,7 +147,7 @@ def measure(
             of_towers = {
                 "tower_seconds": own_seconds,
                 "tower_examples": counts,
-                "tower_loss": tf.math.divide_no_nan(losses, counts * _as_float32(scale)),
+                "tower_loss": tf.math.divide_no_nan(losses, counts),
             }
             return {
                 **_pad(of_towers, builder),
@@ -197,6 +195,30 @@ def measure_joined(
     with tf.device(HOST):
         metrics = _pad({"tower_examples": examples}, builder)
     return metrics | _if_measured(compute, measured, builder)
+
+
+def measure_outputs(
+    gradients: TowerGradients | None, builder: TowerBuilder, measured: tf.Tensor, scale: Any
+) -> dict[str, tf.Tensor]:
+    """Return the keys of `measure` for a step in which towers have no loss of their own.
+
+    Args:
+        gradients: the towers' parts of the loss's gradient; None if they are unknown.
+        builder: builder of the towers.
+        measured: see `measure`.
+        scale: scale of the loss.
+    """
+    num_towers = len(builder.devices)
+    shapes = measured_shapes(num_towers) | timed_shapes(num_towers)
+    values = {name: tf.zeros(shape) for name, shape in shapes.items()}
+    found = measure_joined(gradients, builder, measured, scale) if gradients else {}
+    seconds = found.pop("tower_step_seconds", values["tower_seconds"])
+    return values | found | {
+        "tower_loss": tf.fill([num_towers], float("nan")),
+        "tower_seconds": tf.cast(seconds, tf.float64),
+        "compute_seconds": tf.cast(tf.reduce_max(seconds), tf.float64),
+        "gather_seconds": tf.zeros([], tf.float64),
+    }  # fmt: skip
 
 
 def _squares(
@@ -258,13 +280,9 @@ def _norms(
     with tf.device(HOST):
         examples = tf.cast(tf.stack(gradients.counts), tf.float32)
         share = examples / tf.reduce_sum(examples)
-        own = tf.math.divide_no_nan(tf.sqrt(squares[:-1]), share * _as_float32(scale))
+        own = tf.math.divide_no_nan(tf.sqrt(squares[:-1]), share * tf.cast(scale, tf.float32))
         norms = _pad({"tower_gradient_norm": own}, builder)
-        return norms | {"data_gradient_norm": tf.sqrt(squares[-1]) / _as_float32(scale)}
-
-
-def _as_float32(scale: Any) -> tf.Tensor:
-    return tf.cast(1.0 if scale is None else scale, tf.float32)
+        return norms | {"data_gradient_norm": tf.sqrt(squares[-1]) / tf.cast(scale, tf.float32)}
 
 
 def _if_measured(

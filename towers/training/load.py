@@ -101,8 +101,8 @@ def load(
         trust: whether functions that the run names may be called though it is somebody else's.
 
     Returns:
-        The model of the run's model function, compiled if the run's flags say how. Its inputs are
-        preprocessed, as images by the run's `augment`; `towers export` adds that to the model.
+        The model of the run's model function, compiled by it or as the run's flags say. Its inputs
+        are preprocessed, as images by the run's `augment`; `towers export` adds that to the model.
 
     Raises:
         InputError: there is no such run or checkpoint, it is damaged, or the model now has other
@@ -153,7 +153,7 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
             image_shape=task["image_shape"],
         )
         inline = PREFIX in f"{options.loss}{options.metrics}{options.optimizer}"
-        if (options.loss or options.metrics) and not inline:  # inline objects have no name to load
+        if not (network.compiled or inline):  # inline objects have no name to load
             model.compile_from_flags(network, options)
     variables = by_unique_name((v.path, v) for v in variables_of(network))
     values |= averages_in(values) if averages else {}

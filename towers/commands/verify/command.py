@@ -52,7 +52,6 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     names = cluster.devices if cluster else devices.tower_devices(max(numbers), of_run.devices)
     dataset = load_data(of_run)
     exact = dataclasses.replace(of_run, dtype="float64")
-    scaled = of_run.dtype == "mixed_float16"
     say(
         f"verify      {of_run.model} on {dataset.name}: {options.steps} steps of batch size "
         f"{of_run.batch_size} in float64, one device against {','.join(map(str, numbers))} towers"
@@ -64,7 +63,7 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     steps = batches, (example, counted * tf.cast(padded, counted.dtype)), say
 
     def towers(options: Options, number: int) -> RunContext:
-        return assemble(options, names[:number], dataset, loss_scaling=scaled, exact=True)
+        return assemble(options, names[:number], dataset, exact=True)
 
     def one_device(options: Options) -> PlainRunner:
         # A plain CPU if CPUs emulate GPUs; other machines are compared with this one.
@@ -72,7 +71,7 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         one = devices.tower_devices(0)[0] if device_types.are_remote(names) else one
         run = towers(options, 1)  # refuses what a run refuses
         notes[:] = loss_checks.check(run.task, batches[0])
-        return PlainRunner(run, options, one, scaled)
+        return PlainRunner(run, options, one)
 
     failure = f"{of_run.model} cannot be trained"
     reference = in_float64(lambda: one_device(exact), batches[0], failure, say)

@@ -33,7 +33,7 @@ class Difference:
     Attributes:
         num_towers: number of the runner's towers.
         step: 0 for the first; -1 for the initial variables.
-        name: as "loss", "gradient/conv1/kernel", "model/conv1/kernel" or "evaluation/loss".
+        name: as "loss", "model/conv1/kernel" or "evaluation/loss".
         relative_difference: largest absolute difference, divided by the array's largest value, or
             by its rounding noise if that is known and larger; if both are zero, by a millionth of
             the largest array of its kind.

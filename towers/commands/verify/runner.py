@@ -27,10 +27,10 @@ Arrays = dict[str, np.ndarray]
 class Runner:
     """A model that trains on its own towers, or on one device as plain Keras does.
 
-    Subclasses have `make_step(batch)`, which returns "loss", "metric/...", "gradient/..." if
-    known, and all variables; and `evaluate(batch)`: "evaluation/..." and "prediction/...". Those on
-    towers have `tower_function(batch)`, the towers' function and its arguments; those on one device
-    the graph of a step, `graph(batch)`.
+    Subclasses have `make_step(batch)`, which returns "loss", "metric/..." and all variables; and
+    `evaluate(batch)`: "evaluation/..." and "prediction/...". Those on towers have
+    `tower_function(batch)`, the towers' function and its arguments; those on one device the graph
+    of a step, `graph(batch)`.
     """
 
     num_towers: int  # 1 for plain Keras, too
@@ -48,16 +48,9 @@ class Runner:
         weights = {id(v) for w in self.model.trainable_variables for v in (w, w.value)}
         return [name for name, variable in self.named.items() if id(variable) in weights]
 
-    def results(self, metrics: Mapping[str, tf.Tensor], gradients: Sequence[Any]) -> Arrays:
-        """Return the arrays of a step, and all variables after it.
-
-        Args:
-            metrics: of the step.
-            gradients: in the order of the trainable variables, None where they are not known.
-        """
-        pairs = zip(self.model.trainable_variables, gradients, strict=True)
-        named = {f"gradient/{v.path}": tf.convert_to_tensor(g) for v, g in pairs if g is not None}
-        return {name: x.numpy() for name, x in (metrics | named).items()} | self.variables()
+    def results(self, metrics: Mapping[str, tf.Tensor]) -> Arrays:
+        """Return the metrics of a step, and all variables after it."""
+        return {name: x.numpy() for name, x in metrics.items()} | self.variables()
 
     def assign(self, values: Mapping[str, np.ndarray]) -> None:
         """Set the variables."""
@@ -86,16 +79,17 @@ class TrainRunner(Runner):
         self.run.train_state.set_copies()
 
     def make_step(self, batch: Any) -> Arrays:
-        """Make a step; the gradients are the gathered ones."""
+        """Make a step."""
         with user_facing_errors(self.run.options):
-            metrics, gradients = self._step(*batch)
+            metrics = self._step(*batch)
         batch_metrics = {n.replace("batch/", "metric/"): v for n, v in metrics.items() if "/" in n}
-        return self.results({"loss": metrics["loss"]} | batch_metrics, gradients)
+        return self.results({"loss": metrics["loss"]} | batch_metrics)
 
     def evaluate(self, batch: Any) -> Arrays:
         """Return the metrics of an evaluation."""
         with user_facing_errors(self.run.options):
-            return evaluation_arrays(self.run.task.eval_arrays(*batch), self.run.options)
+            evaluation = self.run.task.test_step.evaluate([batch], len(batch[1]))
+            return evaluation_arrays(evaluation.metrics, self.run.options)
 
     def tower_function(self, batch: Any) -> tuple[Callable, Sequence[Any]]:
         """See `Runner`."""

@@ -19,7 +19,7 @@ from towers.options.triggers import Timetable
 from towers.training.run.place import END, Place
 from towers.training.run.setup import RunContext
 from towers.training.step.evaluation import Evaluation
-from towers.training.step.task import Task
+from towers.training.step.step import Task
 from towers.training.step.train_state import restore_after
 
 _K = keras.callbacks

@@ -1,8 +1,7 @@
-"""Builds the user's Keras model from its name, compiled if its function or the flags say so."""
+"""Builds the user's Keras model from its name, compiled by its function or by the flags."""
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,15 +17,14 @@ from towers.options.functions import call_without_arguments, load_function
 from towers.options.run import OF_COMPILED, Options
 from towers.tf_internals import force_float64
 from towers.training.step.keras_model import floatx_of, overrides
-from towers.training.step.optimizer_step import is_decayed
-from towers.training.step.optimizers import DECAY_APART, clips_of, make_optimizer
-from towers.training.step.output_activation import check_rows
+from towers.training.step.optimizers import DECAY_APART, is_decayed, make_optimizer
+from towers.training.step.output_activation import SmoothedCrossEntropy, check_rows
 
 
 def build_model(
     options: Options, dataset: Data, exact: bool = False
-) -> tuple[keras.Model, Options]:
-    """Return the model, compiled if function or flags say so, and options with its `augment`.
+) -> tuple[keras.Model, Options, bool]:
+    """Return the compiled model, options with its `augment`, and whether flags have compiled it.
 
     Args:
         options: of the run.
@@ -53,15 +51,16 @@ def build_model(
         exact=exact,
         no_classes=dataset.no_classes,
     )
-    if network.compiled:
-        _refuse_overridden(options)
-        kind = augment.resolve(options.augment, dataset, compiled=True)
-        resolved = dataclasses.replace(options, augment=kind)
-    elif options.loss or options.metrics:
+    by_flags = not network.compiled
+    if by_flags:
+        if not (options.loss or options.metrics):
+            check_classifier(network, resolved, dataset)
         with floatx_of(options.dtype):  # the loss and the metrics compute in it
             compile_from_flags(network, options)
     else:
-        check_classifier(network, resolved, dataset)
+        _refuse_overridden(options)
+        kind = augment.resolve(options.augment, dataset, compiled=True)
+        resolved = dataclasses.replace(options, augment=kind)
     if options.test_time_flip:
         if dataset.image_shape is None:
             raise InputError(
@@ -69,7 +68,7 @@ def build_model(
             )
         for output in getattr(network, "outputs", None) or []:
             check_rows(output)
-    return network, resolved
+    return network, resolved, by_flags
 
 
 def build_for(
@@ -173,30 +172,33 @@ def check_classifier(model: keras.Model, options: Options, data: Data) -> None:
 def compile_from_flags(model: keras.Model, options: Options) -> None:
     """Compile a model as --loss, --metrics and the flags of the update say.
 
+    By default it is a classifier: cross entropy of logits, and accuracy.
+
     Args:
         model: built. Weight decay is added to the regularisers of its kernels.
         options: of the run.
 
     Raises:
-        InputError: a flag names nothing that can be used, or --label_smoothing is given.
+        InputError: a flag names nothing that can be used, or excludes another.
     """
-    if options.label_smoothing:
+    smoothing = options.label_smoothing
+    if options.loss and smoothing:
         raise InputError(
-            f"--label_smoothing={options.label_smoothing:g} is the classifier's own: with --loss "
-            "or --metrics give a loss that smooths, as module:function"
+            f"--label_smoothing={smoothing:g} is for the default loss: leave it out, or give a "
+            "--loss that smooths, as module:function"
         )
     loss: Any = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     if options.loss:
         loss = _resolve("loss", options.loss, keras.losses.get)
-    names = filter(None, options.metrics.split(","))
-    metrics = [_resolve("metrics", name, keras.metrics.get) for name in names]
+    elif smoothing:
+        loss = SmoothedCrossEntropy(smoothing)
+    names = options.metrics or ("" if options.loss else "accuracy")
+    metrics = [_resolve("metrics", n, keras.metrics.get) for n in names.split(",") if n]
     weights = model.trainable_variables
     if options.weight_decay and options.optimizer not in DECAY_APART:
         for weight in filter(is_decayed, weights):
-            own = weight.regularizer
-            weight.regularizer = functools.partial(_with_decay, options.weight_decay, own)
-    optimizer = make_optimizer(weights, options, **clips_of(options))
-    model.compile(optimizer, loss, metrics=metrics)
+            weight.regularizer = _with_decay(weight.regularizer, options.weight_decay / 2)
+    model.compile(make_optimizer(weights, options), loss, metrics=metrics)
 
 
 def _arguments(
@@ -266,10 +268,15 @@ def _refuse_overridden(options: Options) -> None:
             )
 
 
-def _with_decay(decay: float, own: Callable | None, weight: Any) -> tf.Tensor:
-    value = tf.convert_to_tensor(weight)
-    penalty = tf.cast(decay, value.dtype) * tf.nn.l2_loss(value)
-    return penalty if own is None else penalty + own(value)
+def _with_decay(regularizer: Callable | None, l2: float) -> Callable:
+    """Return a regulariser that also adds `l2` times the sum of squares."""
+    kinds = keras.regularizers
+    if regularizer is None:
+        return kinds.L2(l2)
+    if type(regularizer) in (kinds.L1, kinds.L2, kinds.L1L2):
+        config = regularizer.get_config()
+        return kinds.L1L2(config.get("l1", 0.0), config.get("l2", 0.0) + l2)
+    return lambda weight: regularizer(weight) + kinds.L2(l2)(weight)
 
 
 def _resolve(flag: str, name: str, get: Callable) -> Any:

@@ -222,7 +222,7 @@ def run_summary(run: RunContext) -> list[str]:
         gather = "gradients are summed by collectives, each tower has its variables"
     elif run.builder.gather_at_variables:
         gather = "each gradient is gathered on its variable's tower"
-    as_stored = options.augment == "off" and run.task.model.compiled
+    as_stored = options.augment == "off" and not run.task.by_flags
     dtype = None if as_stored else options.input_dtype
     return [
         f"towers      {towers}: {', '.join(map(shown_name, run.builder.devices))}; {gather}",

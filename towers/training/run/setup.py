@@ -21,9 +21,9 @@ from towers.options.run import Options
 from towers.options.triggers import Timetable
 from towers.training.run.model import build_model
 from towers.training.run.tensorflow_errors import user_facing_errors
-from towers.training.step import compiled, schedules
+from towers.training.step import schedules
 from towers.training.step.optimizers import check_own
-from towers.training.step.task import Classifier, Task
+from towers.training.step.step import Task
 from towers.training.step.train_loop import make_train_loop
 from towers.training.step.train_state import VARIABLES, TrainState, placement
 
@@ -84,7 +84,7 @@ class RunContext:
         """Return `Task.make_train_step` of this run, which also takes row numbers for examples."""
         of_examples = self.task.make_train_step(self.learning_rate)
 
-        def train_step(example: Any, draws: tf.Tensor, **keywords: Any) -> tuple:
+        def train_step(example: Any, draws: tf.Tensor, **keywords: Any) -> dict[str, tf.Tensor]:
             if tf.is_tensor(example):
                 example = self.on_towers.example(example)
             return of_examples(example, draws, **keywords)
@@ -156,7 +156,6 @@ def assemble(
     device_names: Sequence[str],
     dataset: Data,
     *,
-    loss_scaling: bool | None = None,
     exact: bool = False,
 ) -> RunContext:
     """Build a run on devices, one for each tower, with a data set.
@@ -165,7 +164,6 @@ def assemble(
         options: of the run.
         device_names: one for each tower.
         dataset: what it trains on.
-        loss_scaling: whether there is a loss scale; None: if the precision needs one.
         exact: whether, with float64, layers of another floating type compute in float64, too.
 
     Raises:
@@ -175,13 +173,11 @@ def assemble(
     given, diagnostics = options, []
     # Checkpoints identify variables by name.
     with user_facing_errors(options), tf_internals.named_as_in_a_new_process():
-        network, options = build_model(options, dataset, exact)
+        network, options, by_flags = build_model(options, dataset, exact)
         if not network.trainable_variables:
             raise InputError(
                 f"--model={options.model} has no trainable weights: there is nothing to train"
             )
-        if loss_scaling is None:
-            loss_scaling = options.dtype == "mixed_float16"
         place, home = placement(options.variables, device_names)
         if place in VARIABLES:
             options = dataclasses.replace(options, variables=place)
@@ -196,11 +192,9 @@ def assemble(
             on_inexact=options.on_inexact,
         )
         of_step = dataclasses.replace(options.part(StepOptions), variables=place)
-        if network.compiled:
-            task = compiled.Compiled(builder, network, of_step, dataset)
-        else:
-            reports = bool(options.callbacks)  # which may ask for a batch's accuracy
-            task = Classifier(builder, network, of_step, dataset, loss_scaling, reports)
+        # Callbacks may ask for the metrics of a batch, and verify compares them.
+        reports = bool(options.metrics or options.callbacks or exact) or not by_flags
+        task = Task(builder, network, of_step, dataset, by_flags, reports)
         task.objective()  # raises InputError for a metric that does not exist
     _check_validation(options, dataset)
     size = dataset.train.size

@@ -1,30 +1,32 @@
-"""The results of an evaluation."""
+"""Evaluation: a model's own `test_step`, with its weights and with their moving averages."""
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from towers.builder.replica_context import integers_on
 from towers.formatting import figure
+from towers.training.parallelize import traced
 from towers.training.step.train_state import copy_beside
 
 AVERAGED = "_ema"  # ends the names of metrics of the averages
+Stop = Callable[[], bool]
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """The results of evaluating a split."""
 
-    # "accuracy" and "loss" (mean cross entropy in nats) of a classifier, the metrics of a compiled
-    # model; those of the moving averages end in "_ema".
-    metrics: Mapping[str, float | None]
+    metrics: Mapping[str, float]  # the model's; those of the moving averages end in "_ema"
     examples: int  # their number
 
     def table(self) -> list[str]:
         """Return the metrics as the lines of a table."""
-        names = [name for name in self.metrics if not name.endswith("_ema")]
+        names = [name for name in self.metrics if not name.endswith(AVERAGED)]
         rows = [(name, self.metrics[name], self.metrics.get(f"{name}_ema")) for name in names]
         averaged = any(average is not None for *_, average in rows)
         lines, width = [], max(12, *(len(name) for name, *_ in rows))
@@ -34,23 +36,103 @@ class Evaluation:
         return lines
 
 
-class MetricState:
-    """A second state of the metrics, for evaluating the averages of the weights."""
+class TestStep:
+    """Evaluates batches by a model's own `test_step`, whose calls run on towers."""
 
-    def __init__(self, variables: Iterable[keras.Variable]):
-        """Create a second variable for each variable of the metrics."""
-        self._twins = [(v, copy_beside(v.value)) for v in variables]
+    def __init__(
+        self,
+        model: keras.Model,
+        test_step: Callable[[Any], dict[str, tf.Tensor]],
+        averages: Sequence[tuple[keras.Variable, tf.Variable]],
+        home: str,
+        without_penalty: bool,
+    ):
+        """Set what is evaluated.
 
-    def reset(self) -> None:
-        """Copy the initial state from the metrics, which have been reset."""
-        for variable, twin in self._twins:
-            twin.assign(variable.value)
+        Args:
+            model: that is evaluated.
+            test_step: updates the model's metrics by an example, and returns them as scalars.
+            averages: (variable, its moving average); empty without any.
+            home: the device of all that is not on towers.
+            without_penalty: whether "loss" is without the penalties of weights that Keras adds.
+        """
+        self._model, self._averages = model, averages
+        weights = model.trainable_variables if without_penalty else ()
+        self._penalised = [v for v in weights if v.regularizer is not None]
+        metrics = model.metrics_variables if averages else ()
+        self._of_averages = [(v, copy_beside(v.value)) for v in metrics]  # a second state of them
+
+        def step(example: Any) -> list[dict[str, tf.Tensor]]:
+            with tf.device(home), integers_on(home):
+                results = [test_step(example)]
+                if averages:
+                    with self._averages_used():
+                        results.append(test_step(example))
+            return results
+
+        # Keras weighs the loss of an output by the size of the batch, if that is static.
+        self._step = tf.function(step, autograph=False)
+
+    def evaluate(
+        self, batches: Iterable[Any], examples: int, stop: Stop = lambda: False
+    ) -> Evaluation | None:
+        """Evaluate the current weights, and their averages if there are any, in one pass.
+
+        Args:
+            batches: of (example, counted): `[B]`, 1 for each example and 0 for padding, which
+                comes last.
+            examples: their number.
+            stop: called before each batch; if it returns True, None is returned.
+        """
+        self._model.reset_metrics()
+        for variable, other in self._of_averages:
+            other.assign(variable.value)
+        logs: Sequence[dict[str, tf.Tensor]] = []
+        for example, counted in batches:
+            if stop():
+                return None
+            number = int(tf.reduce_sum(counted))
+            example = tf.nest.map_structure(lambda t, n=number: t[:n], example)
+            logs = traced(self._model, lambda x=example: self._step(x))
+        metrics = self._totals(logs[0])
+        if self._averages:
+            with self._averages_used():
+                of_averages = self._totals(logs[1])
+            metrics |= {f"{name}{AVERAGED}": value for name, value in of_averages.items()}
+        return Evaluation(metrics, examples)
+
+    def _totals(self, logs: dict[str, tf.Tensor]) -> dict[str, float]:
+        """Return the metrics over all batches, or `logs` if the model's own step has others."""
+        metrics = scalars(self._model.get_metrics_result())
+        metrics = metrics if metrics.keys() == logs.keys() else logs
+        totals = {name: float(value) for name, value in metrics.items()}
+        for weight in self._penalised:
+            totals["loss"] -= float(weight.regularizer(weight))
+        return totals
 
     @contextlib.contextmanager
-    def used(self, averages: Iterable[tuple[keras.Variable, tf.Variable]]) -> Iterator[None]:
-        """Read averages in place of variables in the block, and update this state."""
-        pairs = [*averages, *self._twins]
-        with keras.StatelessScope([(v, tf.convert_to_tensor(new)) for v, new in pairs]) as scope:
+    def _averages_used(self) -> Iterator[None]:
+        """Read averages in place of variables in the block, and update their own metrics."""
+        pairs = [(v, tf.convert_to_tensor(x)) for v, x in (*self._averages, *self._of_averages)]
+        with keras.StatelessScope(pairs) as scope:
             yield
-        for variable, twin in self._twins:
-            twin.assign(scope.get_current_value(variable))
+        for variable, other in self._of_averages:
+            other.assign(scope.get_current_value(variable))
+
+
+def scalars(logs: Any) -> dict[str, Any]:
+    """Return the scalars in Keras' logs, and the elements of its vectors as NAME_0, NAME_1, ..."""
+    flat = {"loss": logs} if not isinstance(logs, Mapping) else dict(_leaves(logs))
+    numbers = {name: value for name, value in flat.items() if not value.shape.rank}
+    for name, value in flat.items():
+        if value.shape.rank == 1 and value.shape[0] is not None:
+            numbers |= {f"{name}_{i}": value[i] for i in range(value.shape[0])}
+    return numbers
+
+
+def _leaves(logs: Mapping, before: str = "") -> Iterator[tuple[str, tf.Tensor]]:
+    for name, value in logs.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{before}{name}_")
+        else:
+            yield f"{before}{name}", tf.convert_to_tensor(value)

@@ -6,7 +6,7 @@ values and slots are one vector each, Keras' own arithmetic runs once on them, a
 assigned, which launches no kernel. Variables, slots and checkpoints stay as they are. Vectors are
 short and exist only while they are updated, so a step takes little memory beside its variables.
 
-    gradients, weights = flatten_updates(gradients, weights, optimizer, is_decayed)
+    gradients, weights = flatten_updates(gradients, weights, optimizer)
     apply(optimizer, gradients, weights)
 
 TensorFlow's fused kernels (ResourceApplyKerasMomentum, ResourceApplyAdam) exist for some optimizers
@@ -129,7 +129,6 @@ def flatten_updates(
     gradients: Sequence[Any],
     weights: Sequence[keras.Variable],
     optimizer: keras.optimizers.Optimizer,
-    is_decayed: Callable[[keras.Variable], bool],
     is_tested: bool = False,
 ) -> tuple[list[Any], list[Any]]:
     """Return gradients and weights, concatenated where possible into a `FlatVariable`.
@@ -141,7 +140,6 @@ def flatten_updates(
         gradients: one for each weight: dense, sparse or None.
         weights: Keras variables.
         optimizer: of the weights.
-        is_decayed: returns whether a weight has an L2 penalty beside its regulariser.
         is_tested: whether updates wait for the test of all gradients; then large weights are each a
             `FlatVariable`, too. Else Keras updates these, in place.
     """
@@ -157,11 +155,8 @@ def flatten_updates(
         known = slots is not None and factors(weight.regularizer) is not None
         return kind_of(weight.value) is not None and known and not alone
 
-    def regularised(weight: keras.Variable) -> tuple:
-        return *factors(weight.regularizer), is_decayed(weight)
-
     def known(gradient: Any, weight: keras.Variable) -> Any:
-        if gradient is None and can_join(weight) and any(regularised(weight)):
+        if gradient is None and can_join(weight) and any(factors(weight.regularizer)):
             return tf.zeros(weight.shape, weight.dtype)
         return gradient
 
@@ -173,7 +168,7 @@ def flatten_updates(
     for group in grouped(pairs, kind, lambda pair: num_bytes(pair[1])):
         gradient, weight = group[0]
         if len(group) > 1 or (is_tested and kind(group[0])):
-            segments = grouped(group, lambda pair: regularised(pair[1]))
+            segments = grouped(group, lambda pair: factors(pair[1].regularizer))
             group = [pair for segment in segments for pair in segment]
             weight_segments = [[weight for _, weight in segment] for segment in segments]
             weight = FlatVariable([weight.value for _, weight in group], weight_segments)
@@ -300,8 +295,8 @@ def updates_joined(
                 if not weights or any(gradient is None for gradient in grads):
                     apply(optimizer, grads, weights or None, finite)
                 else:
-                    given = (lambda _: False), finite is not None
-                    apply(optimizer, *flatten_updates(grads, weights, optimizer, *given), finite)
+                    parts = flatten_updates(grads, weights, optimizer, finite is not None)
+                    apply(optimizer, *parts, finite)
 
             vars(optimizer).pop("apply")  # Keras' own, from here on
             try:

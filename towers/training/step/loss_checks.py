@@ -18,7 +18,6 @@ from towers import tf_internals
 from towers.errors import InputError
 from towers.training.step.keras_model import overrides
 from towers.training.step.output_activation import output_ending
-from towers.training.step.task import Task
 
 _OF_COMPILE = "keras.src.trainers.compile_utils"  # calls losses and metrics
 _FRAMEWORKS = "keras tensorflow numpy optree towers contextlib functools".split()
@@ -54,8 +53,8 @@ class LossInput:
         """Name of the Keras function that the loss computes; "" for a loss of the user's."""
         function = getattr(self.loss, "fn", None)
         modules = type(self.loss).__module__, getattr(function, "__module__", None) or ""
-        is_keras = all(module.partition(".")[0] == "keras" for module in modules)
-        return function.__name__ if is_keras else ""
+        is_known = all(module.partition(".")[0] in ("keras", "towers") for module in modules)
+        return function.__name__ if is_known else ""
 
 
 class LossRecorder:
@@ -156,7 +155,7 @@ def _is_per_example(call: Callable, loss: Any, y: Any, outputs: Any, weights: An
     return masks == [None] and values.shape.rank == 1 and values.shape[0] == outputs.shape[0]
 
 
-def check(task: Task, batch: Any) -> list[str]:
+def check(task: Any, batch: Any) -> list[str]:
     """Check a task on its first batch; return warnings of likely mistakes.
 
     Args:
@@ -167,22 +166,18 @@ def check(task: Task, batch: Any) -> list[str]:
         InputError: data, model and loss do not match.
     """
     example, _ = batch
-    recorder: LossRecorder | None = getattr(task, "recorder", None)
-    if recorder is None:
-        lines = _check_classifier(task, example)
-    else:
-        lines = [
-            f"{_flag_of(task)}: its step changes the variable {name}, which no checkpoint holds, "
-            "so a run that was stopped goes on with other numbers: make it by add_weight(..., "
-            "trainable=False); for draws keep a keras.random.SeedGenerator in the layer"
-            for name in task.unsaved
-        ]
-        lines += _check_losses(task, example) if recorder.is_keras else []
+    lines = [
+        f"{_flag_of(task)}: its step changes the variable {name}, which no checkpoint holds, so a "
+        "run that was stopped goes on with other numbers: make it by add_weight(..., "
+        "trainable=False); for draws keep a keras.random.SeedGenerator in the layer"
+        for name in task.unsaved
+    ]
+    lines += _check_losses(task, example) if task.recorder.is_keras else []
     return [f"warning     {line}" for line in dict.fromkeys(lines)]
 
 
 @contextlib.contextmanager
-def translate_loss_errors(task: Task, batches: Any) -> Iterator[None]:
+def translate_loss_errors(task: Any, batches: Any) -> Iterator[None]:
     """Raise errors of Keras' own losses and metrics in the block as InputError of one line.
 
     Args:
@@ -231,23 +226,7 @@ def _raised_in_compiled(error: BaseException) -> bool:
     return all(module.partition(".")[0] in _FRAMEWORKS for module in after)
 
 
-def _check_classifier(task: Task, example: Any) -> list[str]:
-    for weights in example[2:]:
-        if not isinstance(weights, tf.Tensor) or weights.shape.rank != 1:
-            raise InputError(
-                f"--dataset={task.options.dataset}: sample weights of shape {_shapes_of(weights)}; "
-                "a classifier takes one number for each example"
-            )
-    final, _ = output_ending(task.model)
-    if final not in ("softmax", "sigmoid"):
-        return []
-    return [
-        f"{task.options.model} ends in a {final}, and the loss takes logits, of which it takes the "
-        f"softmax itself: it will learn badly; take the {final} off the last layer"
-    ]
-
-
-def _check_losses(task: Task, example: Any) -> list[str]:
+def _check_losses(task: Any, example: Any) -> list[str]:
     leaves = tf.nest.flatten(example[1]) if len(example) > 1 else []
     activation, layer = output_ending(task.model)
     lines = []
@@ -356,7 +335,7 @@ def _outside_of_0_to_1(values: np.ndarray, kind: str) -> str:
     return f"targets go from {least:g} to {most:g}, and {kind} takes 0..1: {advice}"
 
 
-def _flag_of(task: Task) -> str:
+def _flag_of(task: Any) -> str:
     options = task.options
     return f"--loss={options.loss}" if options.loss else f"--model={options.model}"
 

@@ -5,7 +5,6 @@ a step on the weights' devices, never in a tower. Copies of the weights get the 
 make the same update. A `FlatVariable` may stand for several weights on a GPU.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,19 +13,11 @@ import tensorflow as tf
 
 from towers.builder.device_types import is_gpu
 from towers.builder.flatten import grouped, num_bytes
-from towers.builder.gather import map_values
 from towers.options.parts import StepOptions
 from towers.training.step import fused_update
 from towers.training.step.train_state import TrainState, WeightCopy
 
-# A loss scale doubles after this many steps without overflow (Micikevicius et al. 2018).
-STEPS_TO_DOUBLE = 2000
 EMA_EXAMPLES = 128  # per which `ema_decay` applies: the tutorial's batch size
-
-
-def is_decayed(weight: keras.Variable) -> bool:
-    """Return whether weight decay applies: to kernels, not to biases and scales."""
-    return len(weight.shape) > 1
 
 
 def make_update(
@@ -41,7 +32,7 @@ def make_update(
     returns the scalars "gradient_norm" (before clipping) and "penalty". If `loss` or the norm is
     not finite it changes no weight, and restores the variables in `statistics`. Its arguments:
 
-        gradients: for each of `train_state.replicas`, the mean gradients times the loss scale.
+        gradients: for each of `train_state.replicas`, the mean gradients.
         learning_rates: one for each replica.
         statistics: (variable, value before the step) of what the towers assigned.
         loss: the gathered loss.
@@ -49,7 +40,7 @@ def make_update(
 
     Args:
         train_state: the variables that the step changes.
-        rules: weight decay, clipping and averages, see `optimizers.rules_of`.
+        rules: `ema_decay` and `batch_size`.
         rate_is_set: whether `learning_rates` are assigned to the optimizers.
         squares_rows: see `Task`.
     """
@@ -62,10 +53,10 @@ def make_update(
         loss: tf.Tensor | None = None,
         num_examples: Any = 0,
     ) -> dict[str, tf.Tensor]:
-        scale, replicas = train_state.loss_scale, train_state.replicas
+        replicas = train_state.replicas
         rates = learning_rates if rate_is_set else [None] * len(replicas)
         updates = [
-            _replica_update(replica, replica_gradients, rate, scale, rules, squares_rows)
+            _replica_update(replica, replica_gradients, rate, squares_rows)
             for replica, replica_gradients, rate in zip(replicas, gradients, rates, strict=True)
         ]
         penalties, norms, applies = zip(*updates, strict=True)
@@ -120,7 +111,7 @@ def end_step(
     finite: Sequence[tf.Tensor],
     statistics: Sequence[tuple[tf.Variable, tf.Tensor]],
     num_examples: Any,
-    tolerated: tf.Tensor | bool | None = None,
+    tolerated: tf.Tensor | bool = False,
     moves: tf.Tensor | None = None,
 ) -> None:
     """Count a step, and restore the variables that its towers assigned if it was not finite.
@@ -134,11 +125,9 @@ def end_step(
         finite: a bool scalar for each replica on its device, or the first one's alone.
         statistics: (variable, value before the step) of what the step assigned.
         num_examples: of the step.
-        tolerated: None: whether the loss scale of `train_state` is above 1.
+        tolerated: whether a loss scale was above 1.
         moves: whether floats, such as moving means, keep their new values; None: if `finite`.
     """
-    if tolerated is None:
-        tolerated = False if train_state.loss_scale is None else train_state.loss_scale > 1.0
     first, advances, rows = finite[0], [], tf.cast(num_examples, tf.int64)
     for i, replica in enumerate(train_state.replicas):
         is_finite, in_a_row = finite[min(i, len(finite) - 1)], train_state.in_a_row[i]
@@ -157,9 +146,6 @@ def end_step(
     others = [pair for pair in statistics if not pair[0].dtype.is_floating]
     _restore_unless(first if moves is None else moves, floats)
     _restore_unless(first if tolerated is False else first | tolerated, others)
-    if train_state.loss_scale is not None:
-        with tf.device(train_state.loss_scale.device):
-            _set_loss_scale(train_state, first)
 
 
 def _restore_unless(finite: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
@@ -176,15 +162,6 @@ def _restore_unless(finite: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Ten
         return tf.no_op()
 
     tf.cond(finite, tf.no_op, put_back)
-
-
-def _set_loss_scale(train_state: TrainState, finite: tf.Tensor) -> None:
-    scale, good_steps = train_state.loss_scale, train_state.good_steps
-    scale.assign(tf.where(finite, scale, tf.maximum(scale / 2.0, 1.0)))
-    good_steps.assign((good_steps + 1) * tf.cast(finite, tf.int64))
-    double = good_steps >= STEPS_TO_DOUBLE
-    scale.assign(tf.where(double, scale * 2.0, scale))
-    good_steps.assign(good_steps * tf.cast(~double, tf.int64))
 
 
 def _make_replica_reducer(replicas: Sequence[WeightCopy]) -> Callable:
@@ -215,34 +192,27 @@ def _replica_update(
     replica: WeightCopy,
     gradients: list[Any],
     learning_rate: tf.Tensor | None,
-    loss_scale: tf.Variable | None,
-    rules: StepOptions,
     squares_rows: bool,
 ) -> tuple[tf.Tensor, tf.Tensor, Callable]:
     """Return the regularisation loss, the gradients' norm, and `apply(finite)`, the update."""
     optimizer = replica.optimizer
-    decayed = functools.partial(_is_penalised, rules)
     if not squares_rows:
         gradients = _each(_dense, gradients, replica.weights)
-    parts = fused_update.flatten_updates(gradients, replica.weights, optimizer, decayed, True)
+    parts = fused_update.flatten_updates(gradients, replica.weights, optimizer, True)
     gradients, weights = parts
-    if loss_scale is not None:
-        # A power of 2: nothing is rounded.
-        gradients = _each(lambda g, _: _scaled(g, 1.0 / loss_scale), gradients, weights)
     with tf.device(replica.device):
-        penalties, gradients = _regularise(weights, gradients, rules)
+        penalties, gradients = _regularise(weights, gradients)
         used = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
         gradients, weights = [g for g, _ in used], [w for _, w in used]
         penalty, norm = _sum(penalties), global_norm(gradients)
 
     def apply(finite: tf.Tensor | None) -> None:
         with tf.device(replica.device):
-            clipped = _clip(gradients, weights, norm, rules)
             if learning_rate is not None:
                 rate = optimizer.learning_rate
                 value = tf.cast(learning_rate, rate.dtype)
                 rate.assign(value if finite is None else tf.where(finite, value, rate))
-            fused_update.apply(optimizer, clipped, weights, finite)
+            fused_update.apply(optimizer, gradients, weights, finite)
 
     return penalty, norm, apply
 
@@ -263,7 +233,7 @@ def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variab
 
 
 def _regularise(
-    weights: Sequence[keras.Variable], gradients: list[Any], rules: StepOptions
+    weights: Sequence[keras.Variable], gradients: list[Any]
 ) -> tuple[list[tf.Tensor], list[Any]]:
     """Return the terms of the regularisation loss, and the gradients with its gradients added."""
     total = []
@@ -271,32 +241,22 @@ def _regularise(
     def add(gradient: Any, weight: Any) -> Any:
         if isinstance(weight, fused_update.FlatVariable):
             return weight.map_segments(add, gradient)
-        decayed = _is_penalised(rules, weight)
-        if weight.regularizer is None and not decayed:
+        if weight.regularizer is None:
             return gradient
         value = tf.convert_to_tensor(weight.value)
         l1, l2 = fused_update.factors(weight.regularizer) or (None, 0.0)
         if l1 == 0.0:  # a tape would need a further pass for a tensor of ones
-            factor = 2.0 * l2 + (rules.weight_decay if decayed else 0.0)
-            total.append(factor * tf.nn.l2_loss(value))
-            return factor * value if gradient is None else factor * value + gradient
+            total.append(2.0 * l2 * tf.nn.l2_loss(value))
+            return 2.0 * l2 * value if gradient is None else 2.0 * l2 * value + gradient
         with tf.GradientTape() as tape:
             tape.watch(value)
-            penalty = tf.zeros([], value.dtype)
-            if weight.regularizer is not None:
-                penalty += tf.cast(weight.regularizer(value), value.dtype)
-            if decayed:
-                penalty += rules.weight_decay * tf.nn.l2_loss(value)
+            penalty = tf.cast(weight.regularizer(value), value.dtype)
         total.append(penalty)
         of_penalty = tape.gradient(penalty, value)
         return of_penalty if gradient is None else of_penalty + gradient
 
     sums = _each(add, gradients, weights)
     return total, sums
-
-
-def _is_penalised(rules: StepOptions, weight: Any) -> bool:
-    return rules.weight_decay > 0 and is_decayed(weight)
 
 
 def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
@@ -318,31 +278,6 @@ def _sum(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
 def _widest(values: Sequence[Any]) -> tf.DType:
     """Return the widest dtype, float32 at least: 16 bits are too few for sums."""
     return max([tf.float32, *(v.dtype for v in values)], key=lambda dtype: dtype.size)
-
-
-def _clip(
-    gradients: list[Any], weights: Sequence[keras.Variable], norm: tf.Tensor, rules: StepOptions
-) -> list[Any]:
-    """Return the clipped gradients; `norm` is their global norm."""
-    if limit := rules.clip_norm:
-        return _each(lambda g, w: _clip_by_norm(g, w, limit), gradients, weights)
-    if limit := rules.clip_value:
-        return _each(lambda g, _: tf.clip_by_value(g, -limit, limit), gradients, weights)
-    if limit := rules.clip_global_norm:
-        # As tf.clip_by_global_norm, which takes gradients of one type only; NaN if not finite.
-        factor = limit * tf.minimum(1.0 / norm, 1.0 / tf.constant(limit, norm.dtype))
-        factor += norm - norm
-        return _each(lambda g, _: _scaled(g, factor), gradients, weights)
-    return gradients
-
-
-def _clip_by_norm(gradient: Any, weight: Any, limit: float) -> Any:
-    if not isinstance(weight, fused_update.FlatVariable):
-        return tf.clip_by_norm(gradient, limit)
-    parts = weight.split(gradient)
-    norms = tf.sqrt(2.0 * tf.stack([tf.nn.l2_loss(part) for part in parts]))
-    factors = tf.unstack(limit / tf.maximum(norms, limit))
-    return weight.join([part * factor for part, factor in zip(parts, factors, strict=True)])
 
 
 def update_averages(
@@ -376,7 +311,3 @@ def update_averages(
                 average.assign_add(change)
             else:
                 fused_update.set_value(average, tf.where(finite, average + change, average))
-
-
-def _scaled(gradient: Any, factor: tf.Tensor) -> Any:
-    return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)

@@ -1,17 +1,14 @@
 """The optimizer that the flags name, and its description in the run's summary."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 
 from towers.errors import InputError
 from towers.options.functions import call_without_arguments
-from towers.options.parts import StepOptions, UpdateOptions
+from towers.options.parts import UpdateOptions
 from towers.training.step.muon import Muon
-from towers.training.step.optimizer_step import is_decayed
 
 MOST_SKIPPED = 10  # steps in a row that are not finite, with --on_nan=skip
 
@@ -36,8 +33,13 @@ CLIPS = {"clip_norm": "clipnorm", "clip_value": "clipvalue", "clip_global_norm":
 DECAY_APART = ("adamw", "lion", "lamb", "muon")  # with decoupled weight decay
 
 
+def is_decayed(weight: keras.Variable) -> bool:
+    """Return whether weight decay applies: to kernels, not to biases and scales."""
+    return len(weight.shape) > 1
+
+
 def make_optimizer(
-    weights: Sequence[keras.Variable], options: UpdateOptions, **clips: float
+    weights: Sequence[keras.Variable], options: UpdateOptions
 ) -> keras.optimizers.Optimizer:
     """Return the Keras optimizer that `options.optimizer` names.
 
@@ -45,7 +47,6 @@ def make_optimizer(
         weights: the trainable variables that it will update.
         options: of the run. The learning rate of an optimizer in `OPTIMIZERS` is set every step;
             that of a user's function is its own.
-        **clips: Keras' clipping arguments, for an optimizer that clips by itself.
 
     Raises:
         InputError: the user's function returns no optimizer.
@@ -58,18 +59,13 @@ def make_optimizer(
                 "keras.optimizers.Optimizer is needed"
             )
         return optimizer
+    clips = {name: limit for flag, name in CLIPS.items() if (limit := getattr(options, flag))}
     optimizer = OPTIMIZERS[options.optimizer](options)(options.learning_rate, **clips)
     if options.optimizer == "muon":
         optimizer.outputs = {weight.path for weight in list(filter(is_decayed, weights))[-1:]}
     if options.optimizer in DECAY_APART:
         optimizer.exclude_from_weight_decay(var_list=[v for v in weights if not is_decayed(v)])
     return optimizer
-
-
-def rules_of(options: StepOptions) -> StepOptions:
-    """Return the options without a weight decay that the optimizer makes itself."""
-    is_apart = options.optimizer in DECAY_APART
-    return dataclasses.replace(options, weight_decay=0.0) if is_apart else options
 
 
 def is_own(options: UpdateOptions) -> bool:
@@ -88,33 +84,27 @@ def check_own(options: UpdateOptions) -> None:
             )
 
 
-def clips_of(options: UpdateOptions) -> dict[str, float]:
-    """Return the clipping flags as arguments of a Keras optimizer."""
-    return {name: limit for flag, name in CLIPS.items() if (limit := getattr(options, flag))}
-
-
-def describe_flags(options: UpdateOptions, loss_scale: Any) -> dict[str, str]:
-    """Return `Task.describe_update` of an update by flags.
+def describe_update(model: keras.Model, flags: UpdateOptions | None) -> dict[str, str]:
+    """Return the run's summary of an update: "decay", "scale", "clips" and "clock".
 
     Args:
-        options: of the run.
-        loss_scale: its variable, None without one.
+        model: compiled.
+        flags: that have made its optimizer; None: it has its own.
     """
-    apart = options.optimizer in DECAY_APART
-    decay = f"{options.optimizer}, apart from the gradient" if apart else "L2"
-    rate = f"learning rate {options.learning_rate:g} {options.schedule}"
-    if is_own(options):
-        rate = "with the learning rate of its own"
+    scaled = getattr(model.optimizer, "dynamic_scale", None)
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    clips = {name: getattr(optimizer, name, None) for name in CLIPS.values()}
+    decay = f"{getattr(optimizer, 'weight_decay', None) or 0:g}"
+    clock = f"updates; {getattr(optimizer, 'name', 'no optimizer')}, with its own learning rate"
+    if flags:
+        apart = flags.optimizer in DECAY_APART
+        kind = f"{flags.optimizer}, apart from the gradient" if apart else "L2"
+        decay = f"{flags.weight_decay:g} ({kind})"
+        rate = f"learning rate {flags.learning_rate:g} {flags.schedule}"
+        clock = f"examples; {flags.optimizer}, {rate}"
     return {
-        "decay": f"weight decay {options.weight_decay:g} ({decay})",
-        "scale": describe_scale(loss_scale),
-        "clips": ", ".join(f"{n}={limit}" for n in CLIPS if (limit := getattr(options, n))),
-        "clock": f"examples; {options.optimizer}, {rate}",
+        "decay": f"weight decay {decay}",
+        "scale": "" if scaled is None else f"; loss scale from {float(scaled.numpy()):g}",
+        "clips": ", ".join(f"{name}={limit}" for name, limit in clips.items() if limit),
+        "clock": clock,
     }
-
-
-def describe_scale(loss_scale: Any) -> str:
-    """Return the summary's text on the loss scale, "" without one."""
-    if loss_scale is None:
-        return ""
-    return f"; loss scale from {float(loss_scale.numpy()):g}"

@@ -1,6 +1,5 @@
-"""The final activation of a model's outputs, and the cross entropy of logits."""
+"""The final activation of a model's outputs, and a cross entropy of logits."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -56,18 +55,6 @@ def _name(activation: object) -> str | None:
     return name if name in ("softmax", "sigmoid") else None
 
 
-def logits_of(model: keras.Model, inputs: Any, flips: bool) -> Any:
-    """Return a model's outputs in evaluation.
-
-    Args:
-        model: any Keras model.
-        inputs: of a batch.
-        flips: whether outputs are averaged with those of mirror images, see `mirrored`.
-    """
-    call = functools.partial(model, training=False)
-    return mirrored(call, inputs) if flips else call(inputs)
-
-
 def check_rows(output: Any) -> None:
     """Raise InputError for an output, symbolic or not, that has no single row for each image."""
     if tf.TensorShape(output.shape).rank != 2:
@@ -96,18 +83,18 @@ def mirrored(call: Callable, images: tf.Tensor) -> Any:
     return tf.nest.map_structure(mean, call(images), call(tf.reverse(images, [2])))
 
 
-def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
-    """Return the cross entropy of each example, `[b]`, computed in float32 at least.
+class SmoothedCrossEntropy(keras.losses.SparseCategoricalCrossentropy):
+    """Cross entropy of logits with label smoothing (Szegedy et al. 2016).
 
-    Args:
-        labels: integers `[b]`.
-        logits: `[b, classes]`.
-        smoothing: label smoothing (Szegedy et al. 2016): the right class has probability
-            1 - `smoothing`, and the rest is spread over all classes.
+    The right class has probability 1 - `smoothing`, and the rest is spread over all classes.
     """
-    logits = tf.cast(logits, tf.float32) if logits.dtype.size < 4 else logits
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-    if not smoothing:
-        return losses
-    of_all = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)
-    return (1.0 - smoothing) * losses + smoothing * of_all
+
+    def __init__(self, smoothing: float):
+        """Set the smoothing, 0 to 1."""
+        super().__init__(from_logits=True)
+        self.smoothing = smoothing
+
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+        """Return the loss of each example."""
+        of_all = -tf.reduce_mean(tf.nn.log_softmax(y_pred), axis=-1)
+        return (1.0 - self.smoothing) * super().call(y_true, y_pred) + self.smoothing * of_all

@@ -31,12 +31,12 @@ class NonFiniteGuard:
     """
 
     train_state: TrainState
-    on_update: Callable | None = None  # see `Task`
 
     def __post_init__(self) -> None:
         """Belong to the step that is being traced."""
         self.graph = tf.compat.v1.get_default_graph()
         self.gradients: Sequence[Any] = ()  # of the last update
+        self.norm = tf.zeros([])  # of these
         self._losses: list[tf.Tensor] = []
         self._finite: list[tf.Tensor] = []
         self._scales: list[tf.Tensor] = []  # before the step
@@ -73,10 +73,8 @@ class NonFiniteGuard:
         if scale is not None:
             scale = tf.convert_to_tensor(scale.value)
             self._scales.append(scale)
-        if self.on_update:
-            self.on_update(gradients, weights)
-        norm = global_norm([g for g in gradients if g is not None])
-        finite = finite_now(self.train_state, 0, norm, _total(self._losses))
+        self.norm = global_norm([g for g in gradients if g is not None])
+        finite = finite_now(self.train_state, 0, self.norm, _total(self._losses))
         self._finite.append(finite)
         finite = _all(self._finite)
         if scale is not None:  # the optimizer skips the update and halves the scale itself

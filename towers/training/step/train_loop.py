@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from towers.builder.device_types import HOST
 from towers.monitoring import tower_metrics
-from towers.training.step.task import Task
+from towers.training.step.step import Task
 from towers.training.step.train_state import TrainState, counter
 
 
@@ -45,13 +45,13 @@ def make_train_loop(task: Task, train_step: Callable, *, telemetry: bool = True)
             counted = received.assign_add(1)
         with tf.control_dependencies([counted]):  # the step starts after this
             if not telemetry:
-                return train_step(*batch)[0]
+                return train_step(*batch)
             arrived = tower_metrics.time_after(batch)
             with tf.name_scope("telemetry"):
                 waited = arrived - start
             if barrier:
                 batch = barrier.before(batch, measured)
-            values, _ = train_step(*batch, measured=measured)
+            values = train_step(*batch, measured=measured)
             return values | {"input_wait_seconds": waited}
 
     @tf.function(autograph=False)
@@ -124,6 +124,4 @@ class TrainLoop:
         values = self.function(iterator, num_steps)
         values |= {name: variable.read_value() for name, variable in self.scalars.items()}
         values["stuck"] = self.train_state.stuck()
-        if "data_gradient_norm" in values:
-            values.setdefault("gradient_norm", values["data_gradient_norm"])
         return values

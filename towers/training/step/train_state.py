@@ -18,10 +18,10 @@ from towers import tf_internals
 from towers.builder.device_types import HOST, are_gpus, are_remote
 from towers.builder.flatten import num_bytes
 from towers.builder.sharding import is_device
+from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 
 VARIABLES = ("cpu", "replicated")
-INITIAL_LOSS_SCALE = 2.0**15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,6 @@ class TrainState:
         averages: list of (variable, its moving average); empty without EMA.
         step: int64, updates so far.
         examples: int64, examples seen so far: the clock of every schedule.
-        loss_scale: float32, or None where the precision needs none.
-        good_steps: int64, steps since the loss scale last changed.
         in_a_row: int64, one on the device of each replica: non-finite steps in a row, without those
             of a loss scale that can still be lowered. At `limit` of them no further step changes
             anything. It is not saved.
@@ -59,7 +57,6 @@ class TrainState:
         model: keras.Model,
         *optimizers: keras.optimizers.Optimizer,
         ema: bool = False,
-        loss_scaling: bool = False,
         device: str = HOST,
         copies: Sequence[WeightCopy] = (),
         limit: int = 1,
@@ -70,7 +67,6 @@ class TrainState:
             model: whose weights these are.
             *optimizers: that update them.
             ema: whether to keep moving averages of the weights.
-            loss_scaling: whether the loss is scaled.
             device: of counters and of the averages.
             copies: of the weights on other towers.
             limit: number of non-finite steps in a row after which a step changes nothing.
@@ -92,10 +88,6 @@ class TrainState:
             averaged = [v for v in variables_of(model) if ema and v.value.dtype.is_floating]
             self.averages = [(v, copy_beside(v.value)) for v in averaged]
             self.step = counter("step", device)
-            self.loss_scale = self.good_steps = None
-            if loss_scaling:
-                self.loss_scale = tf.Variable(INITIAL_LOSS_SCALE, trainable=False)
-                self.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64)
         self.in_a_row = [counter("in_a_row", replica.device) for replica in self.replicas]
         self._sums: list[Callable[[], tf.Tensor]] | None = None
         self.set_copies()  # of an optimizer that is built already: its slots are not 0
@@ -146,8 +138,6 @@ class TrainState:
         named += [(f"optimizer/{v.path}", v.value) for v in slots]
         named += [(f"average/{v.path}", average) for v, average in self.averages]
         named += [("step", self.step), ("examples", self.examples)]
-        if self.loss_scale is not None:
-            named += [("loss_scale", self.loss_scale), ("good_steps", self.good_steps)]
         return by_unique_name(named)
 
 
@@ -237,6 +227,27 @@ def placement(variables: str, devices: Sequence[str]) -> tuple[str, str]:
             f"towers.devices.tower_devices({len(devices)}) before anything creates a tensor"
         )
     return variables, devices[0] if variables == "replicated" and are_gpus(devices) else HOST
+
+
+def place(model: keras.Model, builder: TowerBuilder, variables: str) -> None:
+    """Move the variables of a compiled model to where a run has them.
+
+    Args:
+        model: compiled.
+        builder: of the towers.
+        variables: "cpu", "replicated" or "spread".
+    """
+    parts = [*model.metrics, *optimizers_of(model)]
+    others = [*model.non_trainable_variables, *(v for part in parts for v in part.variables)]
+    move_all(others, builder.gather_device)
+    if variables == "replicated":
+        move_all(model.trainable_variables, builder.devices[0])
+    elif variables == "spread":
+        shard(model.trainable_variables, builder.devices)
+        builder.gather_at_variables = True
+    # Of optimizers that are built already, as those of a model that was loaded.
+    slots = [p for optimizer in optimizers_of(model) for p in tf_internals.slots_of(optimizer)]
+    move([(slot, tf_internals.value_of(weight).device) for slot, weight in slots])
 
 
 def move_all(variables: Iterable[keras.Variable], device: str) -> list[keras.Variable]:

@@ -108,7 +108,7 @@ class KeptCopies:
                     if gradient is not of_first[place]:
                         total = tf.add_n([total, _gradient_of_penalty(twin, copy)])
                     own.append(total)
-                parts = fused_update.flatten_updates(own, twins, copy, lambda _: False)
+                parts = fused_update.flatten_updates(own, twins, copy)
                 fused_update.apply(copy, *parts)
 
     def _place_of(self, gradient: Any, weight: keras.Variable, sums: Sequence[Any]) -> int | None:
