@@ -4,11 +4,13 @@ A layer in a tower adds the loss of its slice. A loss that is a sum over example
 whole batch, so that the mean over all towers' examples, as in `gradients`, is the loss of one
 device. `concat` returns the added losses beside the outputs, joins them, and adds them to the same
 layers outside of the towers.
+
+Policies, by ("loss", place): "mean", weighted by examples; "sum"; "rows": a loss for each example,
+which the function adds to that example's loss; None: neither.
 """
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -20,42 +22,24 @@ from towers.builder.rng import BatchSlice
 from towers.builder.variable_aggregation import widen
 
 
-@dataclasses.dataclass(frozen=True)
-class AddedLoss:
-    """The policy that combines a layer's losses of several slices to that of the batch."""
-
-    layer: str  # its path
-    # "mean", weighted by examples; "sum"; "rows": a loss for each example, which the function adds
-    # to that example's loss; None: neither.
-    policy: str | None
-    by_example: bool  # whether the loss has a row for each example
-    reason: str = ""  # why the analysis failed
-
-
 @contextlib.contextmanager
 def record_losses(
-    scope: ReplicaScope, rows: BatchSlice | None, known: Sequence[AddedLoss]
+    scope: ReplicaScope, rows: BatchSlice | None, policies: Mapping[Any, str | None]
 ) -> Iterator[None]:
     """Record the losses that layers add in the block; scale those that are sums to the batch.
 
     Args:
         scope: gets the losses, in `added`.
         rows: the tower's slice; None if the batch is not split.
-        known: the analysis of the losses, in the order in which they are added.
+        policies: of the losses, in the order in which they are added.
     """
 
     def make(before: Callable) -> Callable:
         def add_loss(layer: keras.Layer, loss: Any) -> None:
-            losses = [
-                tf.cast(value, keras.config.floatx())
-                if tf.is_tensor(value) and not value.dtype.is_floating
-                else value
-                for value in tf.nest.flatten(loss)
-            ]
+            losses = list(map(as_float, tf.nest.flatten(loss)))
             if not scope.is_inside():
                 for i, value in enumerate(losses):
-                    place = len(scope.added)
-                    if rows and place < len(known) and known[place].policy == "sum":
+                    if rows and policies.get(("loss", len(scope.added))) == "sum":
                         losses[i] = value / _share(rows, value.dtype)
                     scope.added.append((layer, losses[i]))
             before(layer, losses)
@@ -66,7 +50,15 @@ def record_losses(
         yield
 
 
-def as_rows(scope: ReplicaScope, rows: BatchSlice, known: Sequence[AddedLoss]) -> list[tf.Tensor]:
+def as_float(loss: Any) -> tf.Tensor:
+    """Return a loss as a tensor of floats."""
+    loss = tf.convert_to_tensor(loss)
+    return loss if loss.dtype.is_floating else tf.cast(loss, keras.config.floatx())
+
+
+def as_rows(
+    scope: ReplicaScope, rows: BatchSlice, policies: Mapping[Any, str | None]
+) -> list[tf.Tensor]:
     """Return the losses that layers have added in a tower as rows, to be joined over the towers.
 
     A layer that is called again by itself drops its earlier losses, as in Keras.
@@ -74,18 +66,17 @@ def as_rows(scope: ReplicaScope, rows: BatchSlice, known: Sequence[AddedLoss]) -
     Args:
         scope: has recorded the losses; its `loss_rows` are set.
         rows: the tower's slice.
-        known: as for `record_losses`.
+        policies: as for `record_losses`.
     """
     added_rows, current = [], {id(loss) for loss in scope.losses}
     for place, (layer, loss) in enumerate(scope.added):
         if id(loss) not in current:
             continue
-        of_loss = known[place] if place < len(known) else AddedLoss("", "mean", False)
-        wide = widen(loss)
-        if of_loss.policy != "rows":
+        wide, by_example = widen(loss), bool(loss.shape.rank)
+        if policies.get(("loss", place)) != "rows":
             wide *= _share(rows, wide.dtype)
-        added_rows.append(wide if of_loss.by_example else tf.expand_dims(wide, 0))
-        scope.loss_rows.append((layer, loss.dtype, of_loss.by_example))
+        added_rows.append(wide if by_example else tf.expand_dims(wide, 0))
+        scope.loss_rows.append((layer, loss.dtype, by_example))
     return added_rows
 
 

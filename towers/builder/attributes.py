@@ -6,9 +6,20 @@ has found. Using a tensor that cannot be joined raises InputError.
 """
 
 import dataclasses
+import enum
 import functools
+import sys
+import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any
 
 import keras
@@ -16,57 +27,230 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.namespaces import CONTAINERS, MOST_PARTS, Namespace, namespace_of
 from towers.builder.op_names import NO_LAYER, layer_of, tower_of
 from towers.builder.sharding import num_rows
 from towers.errors import InputError
 
 ROWS = "rows"  # policy: concatenate a tensor that has a row for each example
-Place = tuple[Namespace, str]  # where a name is, and the name
-_PYTHON = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic, tf.DType)
-_TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+_LIBRARIES = {"tensorflow", "keras", "numpy", *sys.stdlib_module_names}
+_SIMPLE = (bool, int, float, complex, str, bytes, enum.Enum, type(None), np.generic)
+_PYTHON = (*_SIMPLE, np.ndarray, tf.DType)
+_MOST_VALUES = 100_000  # are followed
+_MOST_PARTS = 1_000  # of a list that is looked through: a larger one holds data
+_CONTENT = "content"  # stands for the name of all that a list holds
+_MISSING = object()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Holder:
+    """A place with values that a function can set."""
+
+    itself: Any  # a dict, also that of an object's attributes or a module; a list; a closure's cell
+    description: str  # of one of its names, with a place for it
+    names: Collection[str] | None = None  # that are looked at; None: all
+    layer: keras.Layer | None = None  # whose attribute it is, or is in
+    is_users: bool = True  # not of this library
+
+    def read(self, without_keras: bool = True) -> dict[Any, Any]:
+        """Return {name: value}, by default without what Keras and TensorFlow keep in objects."""
+        if isinstance(self.itself, types.CellType):
+            (name,) = self.names
+            try:
+                return {name: self.itself.cell_contents}
+            except ValueError:  # it is empty
+                return {}
+        if isinstance(self.itself, list):
+            return {_CONTENT: tuple(self.itself)}
+        if self.names is not None:
+            return {name: self.itself[name] for name in self.names if name in self.itself}
+        own = _of_keras() if without_keras and self.layer is not None else ()
+        return {name: x for name, x in self.itself.items() if not _is_private(name, own)}
+
+    def write(self, name: Any, value: Any) -> None:
+        """Set a name, without the tracking of Keras; to _MISSING: remove it."""
+        if isinstance(self.itself, list):
+            is_tensorflows = type(self.itself).__module__.startswith("tensorflow")
+            of_class = type(self.itself) if is_tensorflows else list
+            of_class.__setitem__(self.itself, slice(None), list(value))
+        elif isinstance(self.itself, dict) and value is _MISSING:
+            dict.pop(self.itself, name, None)
+        elif isinstance(self.itself, dict):
+            dict.__setitem__(self.itself, name, value)
+        elif value is _MISSING:
+            del self.itself.cell_contents
+        else:
+            self.itself.cell_contents = value
+
+
+Place = tuple[Holder, Any]  # a holder and a name in it
+
+
+def _is_private(name: Any, of_keras: Collection[str]) -> bool:
+    return name in of_keras or (isinstance(name, str) and name.startswith("_self_"))
+
+
+@functools.cache
+def _of_keras() -> frozenset[str]:
+    return frozenset(vars(keras.Layer(name="attributes"))) | {"_tower_steps"}
+
+
+def description(place: Place) -> str:
+    """Return what the place is, as "the attribute 'z' of layer encoder"."""
+    holder, name = place
+    return holder.description.replace("{!r}", repr(name))
+
+
+# What a function can reach.
+
+
+def reached_by(fn: Callable) -> list[Holder]:
+    """Return what a function can read, through whatever it holds; libraries are left out."""
+    found: dict[tuple, Holder] = {}
+    seen: dict[int, tuple[Any, bool]] = {}  # {id: (value, is_users)}; what is held keeps its id
+    waiting: list[tuple[Any, Holder]] = [(fn, Holder({}, "{!r}"))]  # (value, what it is in)
+    while waiting and len(seen) < _MOST_VALUES:
+        value, inside = waiting.pop()
+        known = id(value) in seen and (seen[id(value)][1] or not inside.is_users)
+        if known or isinstance(value, _SIMPLE):
+            continue
+        seen[id(value)] = value, inside.is_users
+        for holder in _holders_at(value, inside):
+            # Functions of one module read different names of it.
+            key = id(holder.itself), frozenset(holder.names or ()), holder.is_users
+            if key not in found:
+                found[key] = holder
+                for name, each in holder.read(without_keras=False).items():
+                    of_name = dataclasses.replace(holder, description=description((holder, name)))
+                    parts = each if name == _CONTENT and isinstance(each, tuple) else [each]
+                    waiting += [(part, of_name) for part in parts]
+        waiting += [(part, inside) for part in _parts_of(value)]
+    return list(found.values())
+
+
+def _holders_at(value: Any, inside: Holder) -> Iterator[Holder]:
+    of_class = type(value)
+    if isinstance(value, types.FunctionType):
+        if _is_of_library(value.__module__):
+            return
+        code, is_users = value.__code__, not _is_ours(value.__module__)
+        for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=False):
+            around = "the variable {!r} around the towers' function"
+            yield Holder(cell, around, [name], is_users=is_users)
+        names, known = _names_in(code), value.__globals__
+        modules = [known[name] for name in names if isinstance(known.get(name), types.ModuleType)]
+        for module in [known, *(vars(m) for m in modules if not _is_of_library(m.__name__))]:
+            yield Holder(module, "the global variable {!r}", names, is_users=is_users)
+    elif isinstance(value, keras.Layer):
+        for layer in tf_internals.layers_of(value):
+            where = f"the attribute {{!r}} of layer {layer.path or layer.name}"
+            yield Holder(vars(layer), where, layer=layer)
+    elif issubclass(of_class, list | dict):
+        if len(value) <= _MOST_PARTS:
+            yield dataclasses.replace(inside, itself=value, names=None)
+    elif _has_attributes(value):
+        where = f"the attribute {{!r}} of a {of_class.__name__}"
+        yield Holder(vars(value), where, is_users=not _is_ours(of_class.__module__))
+
+
+def _has_attributes(value: Any) -> bool:
+    if isinstance(value, types.SimpleNamespace | tf.Module):
+        return True
+    of_class = type(value).__module__
+    is_data = not isinstance(value, type | types.ModuleType | types.MethodType)
+    is_known = _is_of_library(of_class) or of_class.startswith("towers.builder")
+    return is_data and not is_known and hasattr(value, "__dict__")
+
+
+def _parts_of(value: Any) -> list[Any]:
+    if isinstance(value, types.FunctionType) and not _is_of_library(value.__module__):
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [*defaults, getattr(value, "__wrapped__", None)]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, staticmethod | classmethod):
+        return [value.__func__]
+    if isinstance(value, property | functools.cached_property):
+        return [getattr(value, name, None) for name in ("fget", "func")]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, value.keywords]
+    if isinstance(value, tuple | set):
+        return list(value)[:_MOST_PARTS]
+    if isinstance(value, keras.Layer):
+        objects = tf_internals.layers_of(value)
+    else:
+        objects = [value] if _has_attributes(value) and not _is_ours(type(value).__module__) else []
+    classes = dict.fromkeys(each for x in objects for each in type(x).__mro__)
+    users = [each for each in classes if not _is_of_library(each.__module__)]
+    return [x for each in users for x in vars(each).values()]
+
+
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals and attributes in a function's code, inner functions included."""
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(code.co_names).union(*map(_names_in, inner))
+
+
+def _is_of_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _is_ours(module: str | None) -> bool:
+    return (module or "").partition(".")[0] == "towers"
+
+
+# What copies leave there.
 
 
 class Attributes:
-    """A snapshot of namespaces: attributes of layers and objects, variables around functions."""
+    """A snapshot of holders' values."""
 
-    def __init__(self) -> None:
-        """Begin without namespaces."""
-        self._before: dict[tuple, tuple[Namespace, dict[str, Any]]] = {}
-        self._layers: set[int] = set()  # ids of those that are saved
-
-    def save(self, namespace: Namespace) -> None:
-        """Save the values of a namespace, unless they are saved already."""
-        if namespace.key not in self._before and namespace.is_users:
-            values = {name: _snapshot(value) for name, value in namespace.users_values().items()}
-            self._before[namespace.key] = namespace, values
-
-    def save_layers(self, layer: keras.Layer) -> None:
-        """Save the attributes of a layer and its sublayers, unless they are saved already."""
-        if id(layer) not in self._layers:
-            self._layers |= {id(sublayer) for sublayer in tf_internals.layers_of(layer)}
-            for sublayer in tf_internals.layers_of(layer):
-                self.save(namespace_of(sublayer))
+    def __init__(self, holders: Iterable[Holder]):
+        """Keep the values of the user's holders."""
+        users = {id(holder): holder for holder in holders if holder.is_users}.values()
+        self._before = {holder: holder.read() for holder in users}
 
     def changed(self) -> list[Place]:
         """Return the names that now have other tensors or, of layers, other Python values."""
-        places = {
-            (id(namespace.owner), name): (namespace, name)
-            for namespace, before in self._before.values()
-            for name, value in namespace.users_values().items()
-            if not (name in before and _is_same(before[name], _snapshot(value)))
-            and _is_kept(_leaves(_snapshot(value)), isinstance(namespace.owner, keras.Layer))
-        }
-        return list(places.values())
+        return [
+            (holder, name)
+            for holder, before in self._before.items()
+            for name, value in holder.read().items()
+            if not _is_same(before.get(name, _MISSING), value)
+            and _is_kept(keras.tree.flatten(value), holder.layer is not None)
+        ]
 
     def restore(self, places: Iterable[Place]) -> None:
         """Set names to their saved values."""
-        for namespace, name in places:
-            before = self._before[namespace.key][1]
-            if name in before:
-                namespace.set(name, _restored(before[name]))
-            else:
-                namespace.remove(name)
+        for holder, name in places:
+            holder.write(name, self._before[holder].get(name, _MISSING))
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    # Tensors and objects are compared by identity, numbers and texts by value.
+    if type(before) is not type(now):
+        return False
+    if isinstance(before, tuple):
+        return len(before) == len(now) and all(map(_is_same, before, now))
+    return before is now or (isinstance(before, bool | int | float | str) and before == now)
+
+
+def _is_kept(leaves: Sequence[Any], in_layer: bool) -> bool:
+    # An object other than a layer may count calls on purpose: it is kept only if it has tensors.
+    tensors = list(filter(tf.is_tensor, leaves))
+    if not tf.executing_eagerly():  # a constant is of no slice
+        tensors = [x for x in tensors if tf.is_symbolic_tensor(x) or not isinstance(x, tf.Tensor)]
+    known = all(isinstance(x, _PYTHON) or tf.is_tensor(x) for x in leaves)
+    return bool(in_layer or tensors) and known
+
+
+def values_at(places: Iterable[Place]) -> list[Any]:
+    """Return the values at places."""
+    return [holder.read().get(name) for holder, name in places]
+
+
+def tensors_in(values: Any) -> list[Any]:
+    """Return the tensors in values, dense, sparse and ragged."""
+    return list(filter(tf.is_tensor, keras.tree.flatten(values)))
 
 
 class SideOutputs:
@@ -75,35 +259,36 @@ class SideOutputs:
     def __init__(
         self,
         places: Sequence[Place] = (),
-        policies: Sequence[str | None] = (),
-        reached: Sequence[Namespace] = (),
+        policies: Mapping[Any, str | None] | None = None,
+        reached: Sequence[Holder] = (),
     ):
         """Set what is joined.
 
         Args:
             places: attributes that the function sets.
-            policies: of each tensor in them; None if it cannot be joined.
+            policies: {("attribute", place): policy} of each tensor in them; None if it cannot be
+                joined.
             reached: of a function that is called once, on the whole batch: where to look for them.
         """
-        self.places, self.policies, self.reached = places, policies, reached
+        self.places, self.policies, self.reached = places, policies or {}, reached
         self._values: list[Any] = []  # of the attributes, after the last call
 
     def wrap(self, fn: Callable) -> Callable:
         """Return a function that returns (the result of `fn`, the tensors that it sets)."""
 
         def with_side_outputs(*batch: Any) -> tuple[Any, list[Any]]:
-            namespaces = self.reached or [namespace for namespace, _ in self.places]
-            if not namespaces:
+            holders = self.reached or [holder for holder, _ in self.places]
+            if not holders:
                 return fn(*batch), []
-            attributes = Attributes()
-            for namespace in namespaces:
-                attributes.save(namespace)
+            attributes = Attributes(holders)
             result = fn(*batch)
             if self.reached:
                 self.places = attributes.changed()
-                found = tensors_at(self.places)
-                self.policies = [ROWS if x.shape.rank else "first" for x in found]
-            self._values = _values_at(self.places)
+                found = enumerate(tensors_in(values_at(self.places)))
+                self.policies = {
+                    ("attribute", i): ROWS if x.shape.rank else "first" for i, x in found
+                }
+            self._values = values_at(self.places)
             attributes.restore(self.places)
             rows = []
             for value, policy in self._tensors():
@@ -136,115 +321,23 @@ class SideOutputs:
         tensors = iter(aggregated)
 
         def replaced(leaf: Any) -> Any:
-            return next(tensors) if isinstance(leaf, _TENSORS) else leaf
+            return next(tensors) if tf.is_tensor(leaf) else leaf
 
-        for place, snapshot in zip(self.places, self._values, strict=True):
-            namespace, name = place
-            namespace.set(name, _restored(snapshot, replaced))
-            for tensor in filter(tf.is_symbolic_tensor, _tensors_in(snapshot)):
-                joins = _JOINS.setdefault(tensor.graph, _Joins())
-                joins.not_joined[tensor.name] = description(place)
+        for place, value in zip(self.places, self._values, strict=True):
+            holder, name = place
+            holder.write(name, keras.tree.map_structure(replaced, value))
+            for tensor in filter(tf.is_symbolic_tensor, tensors_in(value)):
+                _JOINS.setdefault(tensor.graph, _Joins()).holders[tensor.name] = description(place)
 
     def _tensors(self) -> Iterator[tuple[Any, str | None]]:
-        tensors = _tensors_in(self._values)
-        known = self.policies if len(self.policies) == len(tensors) else [None] * len(tensors)
-        return zip(tensors, known, strict=True)
-
-
-def description(place: Place) -> str:
-    """Return what the place is, as "the attribute 'z' of layer encoder"."""
-    namespace, name = place
-    return namespace.description.replace("{!r}", repr(name))
-
-
-def tensors_at(places: Iterable[Place]) -> list[Any]:
-    """Return the tensors at places."""
-    return _tensors_in(_values_at(places))
-
-
-def _values_at(places: Iterable[Place]) -> list[Any]:
-    return [_snapshot(namespace.values().get(name)) for namespace, name in places]
-
-
-def _is_kept(leaves: Sequence[Any], in_layer: bool) -> bool:
-    # An object other than a layer may count calls on purpose: it is kept only if it has tensors.
-    tensors = [leaf for leaf in leaves if isinstance(leaf, _TENSORS)]
-    if not tf.executing_eagerly():  # a constant is of no slice
-        tensors = [x for x in tensors if tf.is_symbolic_tensor(x) or not isinstance(x, tf.Tensor)]
-    return bool(in_layer or tensors) and all(isinstance(x, _PYTHON + _TENSORS) for x in leaves)
-
-
-def _tensors_in(snapshots: Any) -> list[Any]:
-    return [leaf for leaf in _leaves(snapshots) if isinstance(leaf, _TENSORS)]
+        tensors = tensors_in(self._values)
+        known = [key for key in self.policies if isinstance(key, tuple) and key[0] == "attribute"]
+        policies = map(self.policies.get, known if len(known) == len(tensors) else tensors)
+        return zip(tensors, policies, strict=True)
 
 
 def _num_examples(batch: Any) -> Any:
-    return num_rows(next(x for x in tf.nest.flatten(batch) if isinstance(x, _TENSORS)))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Container:
-    """The snapshot of a list, tuple, dict or set."""
-
-    itself: Any
-    keys: Sequence[Any]  # of a dict
-    parts: Sequence[Any]  # snapshots of its content
-
-
-def _snapshot(value: Any) -> Any:
-    if isinstance(value, CONTAINERS) and len(value) > MOST_PARTS:
-        return value
-    if isinstance(value, dict):
-        return _Container(value, list(value), [_snapshot(part) for part in value.values()])
-    if isinstance(value, CONTAINERS):
-        return _Container(value, (), [_snapshot(part) for part in value])
-    return value
-
-
-def _restored(snapshot: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    # Lists and dicts stay the same objects and get their content again.
-    if not isinstance(snapshot, _Container):
-        return leaf(snapshot)
-    itself, parts = snapshot.itself, [_restored(part, leaf) for part in snapshot.parts]
-    library = type(itself).__module__.partition(".")[0]
-    if library == "tensorflow":  # a tf.Module's, which compares its content: one without tracking
-        return dict(zip(snapshot.keys, parts, strict=True)) if isinstance(itself, dict) else parts
-    # Keras' own containers track what their methods are given, not those of the class below.
-    container = super(type(itself), itself) if library == "keras" else itself
-    if isinstance(itself, dict):
-        container.clear()
-        for key, part in zip(snapshot.keys, parts, strict=True):
-            container.__setitem__(key, part)
-    elif isinstance(itself, list):
-        container.__setitem__(slice(None), parts)
-    elif isinstance(itself, set):
-        container.clear()
-        container.update(parts)
-    elif any(new is not old for new, old in zip(parts, itself, strict=True)):
-        return type(itself)(*parts) if hasattr(itself, "_fields") else type(itself)(parts)
-    return itself
-
-
-def _leaves(snapshot: Any) -> list[Any]:
-    if isinstance(snapshot, list):
-        return [leaf for part in snapshot for leaf in _leaves(part)]
-    return _leaves(list(snapshot.parts)) if isinstance(snapshot, _Container) else [snapshot]
-
-
-def _is_same(before: Any, now: Any) -> bool:
-    # Tensors and objects are compared by identity, numbers and texts by value.
-    if isinstance(before, _Container):
-        return (
-            isinstance(now, _Container)
-            and type(before.itself) is type(now.itself)
-            and list(before.keys) == list(now.keys)
-            and len(before.parts) == len(now.parts)
-            and all(map(_is_same, before.parts, now.parts))
-        )
-    if isinstance(before, np.ndarray) and isinstance(now, np.ndarray):
-        return np.array_equal(before, now)
-    simple = isinstance(before, bool | int | float | str)
-    return before is now or (simple and type(before) is type(now) and before == now)
+    return num_rows(next(filter(tf.is_tensor, tf.nest.flatten(batch))))
 
 
 # Uses of one tower's tensors outside of the towers.
@@ -260,7 +353,7 @@ class _Joins:
         self.of_towers: set[str] = set()  # names of the towers' ops
         self.num_checked = 0  # of the graph's ops, see `refuse_uses`
         self.returned: set[str] = set()  # names of joined tensors
-        self.not_joined: dict[str, str] = {}  # {name of a tensor: the attribute that holds it}
+        self.holders: dict[str, str] = {}  # {name of a tensor: the attribute that holds it}
 
 
 _JOINS: MutableMapping[tf.Graph, _Joins] = weakref.WeakKeyDictionary()
@@ -307,7 +400,7 @@ def refuse_uses() -> None:
                 made_by = layer if layer == NO_LAYER else f"layer {layer}"
                 description = f"a tensor that {made_by} makes"
                 raise InputError(
-                    f"{joins.not_joined.get(x.name, description)} is used outside of the "
+                    f"{joins.holders.get(x.name, description)} is used outside of the "
                     "towers, each of which has another one, of its slice, and these do not make "
                     "that of the batch: return it from the layer's call, with a row "
                     "for each example, and compute from that"

@@ -159,7 +159,7 @@ class Checks:
         analysis = analyze(fn, batch)
         if analysis.trace is None:
             return [diagnostics.not_checked(analysis.reason)]
-        check = Check(analysis, type(self._builder))
+        check = Check(analysis, self._builder)
         values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
         check.weights = set(map(id, values)) or None
         return check.run()
@@ -232,7 +232,7 @@ class Checks:
         # Towers inside of a tower read and assign what that does: the check of it has both.
         is_inner = isinstance(tf_internals.open_scope(), ReplicaScope)
         place = None if silent and eager else (lambda: None) if eager else weakref.ref(graph)
-        check = Check(analysis, type(self._builder), backward) if analysis.trace else None
+        check = Check(analysis, self._builder, backward) if analysis.trace else None
         if check is None:
             reasons = [] if self.when == "off" else [analysis.reason]
             analysis.lines = list(map(diagnostics.not_checked, reasons))

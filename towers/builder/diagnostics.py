@@ -1,4 +1,4 @@
-"""Diagnostics: lines on what several towers may compute otherwise than one device."""
+"""Diagnostics: messages on what several towers may compute otherwise than one device."""
 
 import re
 from collections.abc import Iterable
@@ -8,66 +8,52 @@ import keras
 from towers.builder.op_names import NO_LAYER, layer_of
 from towers.builder.rng import SEEN, SEEN_OPS
 
-# Ops whose random numbers do not depend on the example, and what to write in their place.
-_USE_KERAS = "draw from a keras.random.SeedGenerator, by keras.random.uniform, normal or dropout"
-_UNIFORM = "make them from numbers of keras.random.uniform or normal"
-_OTHERS = {
-    **dict.fromkeys(
-        "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal RandomShuffle "
-        "Multinomial RandomGamma RandomPoisson RandomPoissonV2 ParameterizedTruncatedNormal "
-        "StatefulUniform StatefulUniformInt StatefulUniformFullInt StatefulStandardNormal "
-        "StatefulStandardNormalV2 StatefulTruncatedNormal StatefulRandomBinomial RngReadAndSkip "
-        "RngSkip".split(),
-        _USE_KERAS,
-    ),
-    **dict.fromkeys(
-        "StatelessMultinomial StatelessRandomGammaV2 StatelessRandomGammaV3 "
-        "StatelessRandomBinomial StatelessRandomPoisson StatelessParameterizedTruncatedNormal "
-        "StatelessRandomUniform StatelessRandomNormal StatelessTruncatedNormal".split(),
-        _UNIFORM,
-    ),
-}
+# Ops whose random numbers do not depend on the example.
+_RANDOM = re.compile(
+    r"(Stateless)?(Parameterized)?(Random(?!Get|Index|GammaGrad)|TruncatedNormal|Multinomial)|Rng|"
+    r"Stateful(Uniform|Standard|Truncated|Random)"
+)
+_PYTHON = re.compile(r"(Eager)?PyFunc")
 _TABLES = re.compile(
     r"LookupTable(Insert|Remove|Import)|Queue(Enqueue|Dequeue)|(Stage|Unstage|MapStage)$|Barrier"
 )
-_PYTHON = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
+_EFFECTS = re.compile(
+    r".*(Mutable(Dense)?HashTable|Queue|Stage|Unstage|Write\w*Summary|WriteFile|Save|Restore|Iterator)"
+)
+NOT_CHECKED = "not checked: "
+_ONE_DEVICE = 'or train on one device, exactly: on_inexact="one_device" (--on_inexact=one_device)'
 
 
-def random_ops(ops: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a line for each layer whose random numbers ignore the example; `ops`: (name, type)."""
-    layer_ops = {
-        (layer_of(name), kind)
-        for name, kind in ops
-        if kind in _OTHERS or kind in _PYTHON or (kind in SEEN_OPS and SEEN not in name)
-    }
-    lines = []
-    for layer, kind in sorted(layer_ops):
-        if kind in _PYTHON:
+def untried(ops: Iterable[tuple[str, str]]) -> list[str]:
+    """Return messages on the ops because of which a function is not run on copies.
+
+    Args:
+        ops: (name, type) of each.
+    """
+    lines, effects = [], set()
+    for layer, seen, kind in sorted({(layer_of(name), SEEN in name, kind) for name, kind in ops}):
+        if _PYTHON.match(kind):
             lines.append(
                 f"python code: layer {layer} calls Python while it runs ({kind}), of which nothing "
                 "is known; write it in TensorFlow or keras.ops"
             )
-        else:
+        elif _RANDOM.match(kind) and not (seen and kind in SEEN_OPS):
             lines.append(
                 f"random op: layer {layer} draws by {kind}, whose numbers do not follow the "
-                f"example; {_OTHERS.get(kind, _USE_KERAS)}"
+                "example; draw from a keras.random.SeedGenerator, by keras.random.uniform, normal "
+                "or dropout"
             )
+        elif _TABLES.match(kind):
+            lines.append(
+                f"state: layer {layer} changes a table or a queue ({kind}), which each tower does "
+                "for its slice, in an order of chance; keep what it holds in a keras.Variable, or "
+                "change it outside of the towers"
+            )
+        elif _EFFECTS.match(kind):
+            effects.add(kind)
+    if effects and not lines:
+        return [not_checked(f"it would have effects ({', '.join(sorted(effects))})")]
     return lines
-
-
-def tables(ops: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a line for each layer that changes a table or a queue; see `random_ops`."""
-    layer_ops = {(layer_of(name), kind) for name, kind in ops if _TABLES.match(kind)}
-    return [
-        f"state: layer {layer} changes a table or a queue ({kind}), which each tower does for its "
-        "slice, in an order of chance; keep what it holds in a keras.Variable, or change it "
-        "outside of the towers"
-        for layer, kind in sorted(layer_ops)
-    ]
-
-
-NOT_CHECKED = "not checked: "
-_ONE_DEVICE = 'or train on one device, exactly: on_inexact="one_device" (--on_inexact=one_device)'
 
 
 def unclear_draw(layer: str, why: str = "") -> str:
@@ -92,6 +78,18 @@ LOCAL_BATCH_NORM = (
     "by the statistics of its own examples: make a tf.function of the step, or leave BatchNorm "
     "local (batch_norm='local')"
 )
+_REMEDIES = {
+    "output": "Its result for an example depends on the rest of the batch, of which each tower has "
+    "only its part: compute each example from itself",
+    "rows": "An optimizer that squares rows, such as Adam, computes another update (SGD does not): "
+    "look the weight up by each example's own numbers",
+    "state": "Compute its value from each example by itself, or do not assign it in training",
+}
+_OF_GRADIENTS = (
+    "Something in the forward or backward pass depends on the whole batch, of which each tower has "
+    "only its part: for example, clip the summed gradient (clipnorm of the optimizer) in place of "
+    "a clip in tf.custom_gradient"
+)
 
 
 def inexact(kind: str, where: str, by: float, how: str) -> str:
@@ -103,22 +101,10 @@ def inexact(kind: str, where: str, by: float, how: str) -> str:
         by: the difference, relative to the largest value.
         how: the trial that shows it.
     """
-    remedy = {
-        "output": "Its result for an example depends on the rest of the batch, of which each tower "
-        "has only its part: compute each example from itself",
-        "rows": "An optimizer that squares rows, such as Adam, computes another update (SGD does "
-        "not): look the weight up by each example's own numbers",
-        "state": "Compute its value from each example by itself, or do not assign it in training",
-    }.get(
-        kind,
-        "Something in the forward or backward pass depends on the whole batch, of which each tower "
-        "has only its part: for example, clip the summed gradient (clipnorm of the optimizer) "
-        "in place of a clip in tf.custom_gradient",
-    )
     size = "in its shape" if by == float("inf") else f"by {by:.0e} of the largest value"
     return (
-        f"inexact: {where} differs between towers and one device {size}, {how}. {remedy}, "
-        f"{_ONE_DEVICE}"
+        f"inexact: {where} differs between towers and one device {size}, {how}. "
+        f"{_REMEDIES.get(kind, _OF_GRADIENTS)}, {_ONE_DEVICE}"
     )
 
 
@@ -136,8 +122,8 @@ def added_loss(layer: str) -> str:
     """Return the message for an added loss that is neither a mean nor a sum over examples."""
     return (
         f"inexact: layer {layer} adds a loss that is neither a mean nor a sum over the examples of "
-        f"a batch, and a tower has only its part of them. Use keras.ops.mean over examples, "
-        f"{_ONE_DEVICE}"
+        "a batch, or that the loss function changes after it is added. A tower has only its part "
+        f"of the examples. Use keras.ops.mean over examples, {_ONE_DEVICE}"
     )
 
 

@@ -12,13 +12,11 @@ import keras
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder import diagnostics, rng_layout
-from towers.builder.added_losses import AddedLoss
-from towers.builder.attributes import ROWS, SideOutputs
+from towers.builder import diagnostics
+from towers.builder.attributes import ROWS, SideOutputs, reached_by
 from towers.builder.batch_norm import averages_of
-from towers.builder.namespaces import reached_by
 from towers.builder.replica_scope import SEED_STATE
-from towers.builder.rng import DrawInfo
+from towers.builder.rng import WHOLE, BatchAxis, DrawInfo
 from towers.builder.traces import Trace, Tracer
 from towers.builder.variable_aggregation import policy_of
 from towers.errors import InputError
@@ -26,32 +24,34 @@ from towers.errors import InputError
 
 @dataclasses.dataclass
 class FunctionAnalysis:
-    """What towers know of a function. The check may choose other policies than the first ones."""
+    """What towers know of a function. The check may choose other policies than the first ones.
 
-    draws: Sequence[DrawInfo] | None = None  # in order; None: the function could not be traced
-    policies: dict[int, str] = dataclasses.field(default_factory=dict)  # of states, by id
-    added: Sequence[AddedLoss] = ()  # the losses that layers add, in order
-    static_rows: Sequence[int] = ()  # ids of `tf.Variable`s: see `gather.StaticIndexedSlices`
+    Attributes:
+        draws: its random ops, in order; None: the function could not be traced.
+        policies: how towers' values are combined, by id of an assigned variable, ("loss", place)
+            of a loss that a layer adds, or ("attribute", place) of a tensor in an attribute.
+        static_rows: ids of `tf.Variable`s, see `gather.StaticIndexedSlices`.
+        side_outputs: the tensors that it leaves in attributes.
+        trace: on one device, if the function could be traced.
+        reason: why it could not be traced.
+        refusal: why towers cannot call it, although one device can.
+        lines: what is reported of it.
+    """
+
+    draws: Sequence[DrawInfo] | None = None
+    policies: dict[Any, str | None] = dataclasses.field(default_factory=dict)
+    static_rows: Sequence[int] = ()
     side_outputs: SideOutputs = dataclasses.field(default_factory=SideOutputs)
     tracer: Tracer | None = None
-    trace: Trace | None = None  # on one device, if the function could be traced
-    reason: str = ""  # why it could not be traced
-    refusal: str = ""  # why towers cannot call it, although one device can
-    lines: list[str] = dataclasses.field(default_factory=list)  # what is reported of it
+    trace: Trace | None = None
+    reason: str = ""
+    refusal: str = ""
+    lines: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def by_example(self) -> bool | None:
         """Whether it returns a row for each example; None: unknown."""
         return self.trace and self.trace.by_example
-
-    @property
-    def states(self) -> list[keras.Variable]:
-        """The variables that it assigns and whose policy is neither declared nor known."""
-        layers = [namespace.owner for namespace in self.tracer.reached] if self.trace else []
-        norms = [x for x in layers if isinstance(x, keras.layers.BatchNormalization) and x.built]
-        averages = {key for norm in norms for key in averages_of(norm)}
-        found = [v for v in (self.trace.states if self.trace else ()) if id(v) not in averages]
-        return [v for v in found if v.name != SEED_STATE and policy_of(v) in (None, "sum")]
 
     @property
     def needs_check(self) -> bool:
@@ -62,48 +62,49 @@ class FunctionAnalysis:
         places = zip(trace.shapes, trace.not_by_example, strict=True)
         unclear = [x for x, without in places if x is not None and not without]
         return bool(
-            self.states
-            or self.added
+            self._has_states()
+            or trace.losses
             or any(drawn.is_folded for drawn in self.draws or ())
-            or any(policy != ROWS for policy in self.side_outputs.policies)
+            or any(self.policies["attribute", i] != ROWS for i in range(len(trace.holders)))
             or any(not x.is_fully_defined() for x in unclear)
             or any(d and d % trace.size == 0 for x in unclear for d in x[1:] if x.rank)
         )
 
+    def _has_states(self) -> bool:
+        """Return whether it assigns variables whose policy is neither declared nor known."""
+        norms = [x for x in self.tracer.layers if isinstance(x, keras.layers.BatchNormalization)]
+        averages = {key for norm in norms if norm.built for key in averages_of(norm)}
+        found = [v for v in self.trace.states if id(v) not in averages and v.name != SEED_STATE]
+        return any(policy_of(v) in (None, "sum") for v in found)
+
     @property
     def not_joined(self) -> list[str]:
-        """Lines on tensors that the function leaves and that cannot be joined."""
-        holders = self.trace.holders if self.trace else ()
-        pairs = zip(holders, self.side_outputs.policies, strict=False)
-        return [diagnostics.not_joined(holder) for holder, policy in pairs if policy is None]
+        """Messages on tensors that the function leaves and that cannot be joined."""
+        holders = enumerate(self.trace.holders if self.trace else ())
+        lost = [holder for i, holder in holders if self.policies["attribute", i] is None]
+        return list(map(diagnostics.not_joined, lost))
 
     def check_joinable(self) -> None:
         """Raise InputError if the function's results cannot be joined along the batch."""
-        if self.trace is not None and (reason := self._rowless_reason):
+        if self.trace is not None and any(self.trace.not_by_example):
             raise InputError(
-                f"what the towers' function returns cannot be joined along the batch: {reason}; "
-                "compute that from the joined outputs"
+                "what the towers' function returns cannot be joined along the batch: "
+                f"{self.unjoinable_reason}; compute that from the joined outputs"
             )
-
-    @property
-    def _rowless_reason(self) -> str:
-        if any(self.trace.not_by_example):
-            return f"its output {self.trace.not_by_example.index(True)} has no row for each example"
-        return ""
 
     @property
     def unjoinable_reason(self) -> str:
         """The reason why slices' results cannot be joined to that of the batch; "" if they can."""
-        return self._rowless_reason or self.refusal
+        if any(self.trace.not_by_example):
+            return f"its output {self.trace.not_by_example.index(True)} has no row for each example"
+        return self.refusal
 
     @property
     def single_example_reason(self) -> str:
         """The reason why a slice of one example returns another shape; "" if it does not."""
-        if not self.trace.squeezes:
-            return ""
         one = self.tracer.traced_or_none(1)
         ranks = [[x.rank for x in trace.shapes if x] for trace in (self.trace, one) if trace]
-        if len(ranks) == 2 and ranks[0] == ranks[1]:
+        if len(ranks) < 2 or ranks[0] == ranks[1]:
             return ""
         return (
             "it squeezes all axes of size 1, also that of the batch where a tower has one example; "
@@ -121,25 +122,20 @@ def analyze(fn: Callable, batch: Sequence[Any]) -> FunctionAnalysis:
     Raises:
         InputError: the function does what a tower may not.
     """
-    return _analyze(Tracer(tf_internals.converted_as_here(fn), batch, reached_by(fn)))
-
-
-@tf.autograph.experimental.do_not_convert
-def _analyze(tracer: Tracer) -> FunctionAnalysis:
+    tracer = Tracer(tf_internals.converted_as_here(fn), batch, reached_by(fn))
     with tf.init_scope():
-        trace = tracer.first_trace()
+        trace = tf.autograph.experimental.do_not_convert(tracer.first_trace)()
     if trace is None:
         return FunctionAnalysis(tracer=tracer, reason=tracer.failure)
-    draws = rng_layout.from_one_size(trace)
-    if draws is None:  # other dimensions are multiples of its size, too
-        with tf.init_scope():
-            other = tracer.traced_or_none(trace.slice_sizes[0])
-        draws = rng_layout.from_two_sizes(trace, other)
+    policies: dict[Any, str | None] = {("loss", i): "mean" for i, _ in enumerate(trace.losses)}
+    for i, x in enumerate(trace.attribute_values):
+        has_rows = not isinstance(x, tf.Tensor) or (x.shape.rank and x.shape[0] == trace.size)
+        policies["attribute", i] = ROWS if has_rows else "mean"
     return FunctionAnalysis(
-        draws=draws,
-        added=[AddedLoss(layer, "mean", rows) for layer, rows in trace.losses],
+        draws=[_layout(trace.size, *drawn) for drawn in trace.draws],
+        policies=policies,
         static_rows=list(_with_static_rows(trace)),
-        side_outputs=SideOutputs(trace.attributes, _policies_of_attributes(trace)),
+        side_outputs=SideOutputs(trace.attributes, policies),
         tracer=tracer,
         trace=trace,
     )
@@ -148,6 +144,28 @@ def _analyze(tracer: Tracer) -> FunctionAnalysis:
 def unsplit(fn: Callable) -> FunctionAnalysis:
     """Return what is known of a function that is called once, with the whole batch."""
     return FunctionAnalysis(side_outputs=SideOutputs(reached=reached_by(fn)))
+
+
+def _layout(size: int, op: str, dims: Sequence[int | None] | None, layer: str) -> DrawInfo:
+    """Return what is known of a random op; its layout is None if that is unclear.
+
+    The batch is the axis that has as many elements as there are examples, or the one that has a
+    multiple of it: several numbers of an example, which are taken for neighbors. Without such an
+    axis the numbers are for the whole batch.
+
+    Args:
+        size: number of examples.
+        op: the random op.
+        dims: its shape.
+        layer: that draws.
+    """
+    if dims is None or None in dims:
+        return DrawInfo(op, None, None, layer)
+    axes = [axis for axis, dim in enumerate(dims) if dim == size]
+    axes = axes or [axis for axis, dim in enumerate(dims) if dim and dim % size == 0]
+    layout = None if len(axes) > 1 else BatchAxis(*axes) if axes else WHOLE
+    factors = [(0, dim // size) if axis in axes else (dim, 0) for axis, dim in enumerate(dims)]
+    return DrawInfo(op, tuple(factors), layout, layer, dims)
 
 
 def _with_static_rows(trace: Trace) -> Iterator[int]:
@@ -168,14 +186,6 @@ def _with_static_rows(trace: Trace) -> Iterator[int]:
         numbers = [] if inner is None else list(number_of_rows(inner))
         if numbers and all(number and number % trace.size for number in numbers):
             yield id(variable)
-
-
-def _policies_of_attributes(trace: Trace) -> list[str | None]:
-    def policy(x: Any) -> str | None:
-        has_rows = not isinstance(x, tf.Tensor) or (x.shape.rank and x.shape[0] == trace.size)
-        return ROWS if has_rows else "mean"
-
-    return [policy(x) for x in trace.attribute_values]
 
 
 def parts_of(fn: Callable, batch: Sequence[Any]) -> list[Any]:

@@ -38,16 +38,16 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | No
     """
     if is_split(batch) and tf_internals.is_recording():
         return _as_one_op(builder, fn, batch, passes)
-    analysis, values = FunctionAnalysis(), PythonValues()
+    analysis = FunctionAnalysis()
     if is_split(batch):
         number = len(builder.devices)
         analysis = builder.analyze(fn, *batch, num_slices=number, backward=False)
         analysis.check_joinable()
-    slices = occupied(split(builder, batch, never_empty=True))
+    values, slices = PythonValues(analysis), occupied(split(builder, batch, never_empty=True))
     copies = passes.copies(builder, slices) if passes else ()
     note = passes and passes.note
     results = call_copies(builder, fn, slices, batch, values, note=note, copies=copies)
-    return values.put_into(builder.gather(gather.join, results), builder, batch, analysis)
+    return values.put_into(builder.gather(gather.join, results))
 
 
 @attributes.joins_towers
@@ -59,7 +59,7 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
     """
     analysis = builder.analyze(fn, *batch)
     analysis.check_joinable()
-    values, side_outputs = PythonValues(), analysis.side_outputs
+    values, side_outputs = PythonValues(analysis), analysis.side_outputs
     fn = values.taken_from(tf_internals.converted_as_here(fn))
     leaves = tf.nest.flatten(batch)
     dense = [i for i, x in enumerate(leaves) if isinstance(x, tf.Tensor) and x.dtype.is_floating]
@@ -82,7 +82,7 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
         return _values(result), result
 
     def forward(slices: Sequence[Slice]) -> tuple[Replicas, list[Any]]:
-        replicas = Replicas(builder, slices, analysis, states, analysis.added, copies)
+        replicas = Replicas(builder, slices, analysis, states, analysis.policies, copies)
         return replicas, builder.run(lambda r: builder.forward(on_tower, r), replicas)
 
     while True:
@@ -163,7 +163,7 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
         (whole, sides), added = _with_values(whole, recorded)
         side_outputs.assign(sides, leaves)
         added_losses.add_to_layers(scopes[0], added)
-    return values.put_into(whole, builder, batch, analysis)
+    return values.put_into(whole)
 
 
 def _identities(gradients: Sequence[Any]) -> list[Any]:

@@ -60,7 +60,7 @@ def mean_gradients(
         return loss, replica.scope.count, replica.gradients(gradients, masters)
 
     for slices in rounds(builder, batch):  # `accumulate_steps` rounds
-        replicas = Replicas(builder, slices, analysis, {}, analysis.added, copies)
+        replicas = Replicas(builder, slices, analysis, {}, analysis.policies, copies)
         with gather.after(sums):
             if slices[0].rows:
                 total = slices[0].rows.total

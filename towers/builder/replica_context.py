@@ -15,7 +15,7 @@ with the whole batch computes; it also has what `map`, `sum` and `concat` run:
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -210,7 +210,7 @@ class Replicas:
         slices: Sequence[Slice],
         analysis: FunctionAnalysis,
         own: dict[int, Any] | None = None,
-        added: Sequence[added_losses.AddedLoss] = (),
+        added: Mapping[Any, str | None] | None = None,
         copies: WeightCopies = (),
     ):
         """Make the contexts.
@@ -220,11 +220,11 @@ class Replicas:
             slices: one for each tower; the last towers may have none.
             analysis: of the function.
             own: see `ReplicaContext`.
-            added: the losses that layers add.
+            added: policies of the losses that layers add.
             copies: of weights.
         """
         check_devices([*builder.devices, builder.gather_device])
-        self.builder, self.analysis, self.own, self.added = builder, analysis, own, added
+        self.builder, self.analysis, self.own, self.added = builder, analysis, own, added or {}
         self.copies = copies
         self.moments, self.sync_group = _moments_of(builder), None
         if len(slices) > 1:
@@ -274,7 +274,7 @@ def call_copies(
     """
     options = {"num_slices": len(builder.devices), "backward": tf_internals.is_recording()}
     analysis = builder.analyze(fn, *batch, **options)
-    added_too = analysis.added if to_join else ()
+    added_too = analysis.policies if to_join else None
     replicas = Replicas(builder, slices, analysis, added=added_too, copies=copies)
     fn, sides, added = tf_internals.converted_as_here(fn), [], []
     fn = to_join.taken_from(fn) if to_join else fn

@@ -15,9 +15,16 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.attributes import Attributes, Place, description, tensors_at
+from towers.builder.added_losses import as_float
+from towers.builder.attributes import (
+    Attributes,
+    Holder,
+    Place,
+    description,
+    tensors_in,
+    values_at,
+)
 from towers.builder.made_up_rows import known_values, possible_shapes, sample, spec_of, stand_in
-from towers.builder.namespaces import Namespace
 from towers.builder.op_names import NO_LAYER
 from towers.builder.replica_scope import ReplicaScope, assign_by_op
 from towers.builder.rng import SEEN
@@ -52,8 +59,8 @@ class Trace:
     captured: Sequence[Any] = ()  # what it captures, variables' handles and tensors
     ops: Sequence[tuple[str, str]] = ()  # (name, type) of all that it runs
     float_bytes: int = 8  # of its narrowest floats
-    squeezes: bool = False  # whether it squeezes all axes of 1, also that of one example
-    shapes: list[tf.TensorShape | None] = dataclasses.field(default_factory=list)  # of all results
+    leaves: list[Any] = dataclasses.field(default_factory=list)  # of what it returns
+    shapes: list[tf.TensorShape | None] = dataclasses.field(default_factory=list)  # of these
     # (op, shape or None, layer) of its random ops, in order.
     draws: list[tuple[str, list[int | None] | None, str]] = dataclasses.field(default_factory=list)
     assigned: list[tf.Variable] = dataclasses.field(default_factory=list)
@@ -105,7 +112,7 @@ class Seen:
 class Tracer:
     """Traces a function and runs the traces."""
 
-    def __init__(self, fn: Callable, batch: Sequence[Any], reached: Sequence[Namespace]):
+    def __init__(self, fn: Callable, batch: Sequence[Any], reached: Sequence[Holder]):
         """Set the function.
 
         Args:
@@ -119,6 +126,8 @@ class Tracer:
         self.shapes: Sequence[tf.TensorShape] = [leaf.shape for leaf in self.batch]
         self.real: list[tf.Tensor] | None = None
         self.keep_rows(known_values(self.batch) if self.batch else None)
+        sizes = [leaf.shape[0] for leaf in self.batch if leaf.shape.rank]
+        self.batch_size: int | None = next(iter(sizes), None)  # if it is known
         self.failure = ""  # why the function could not be traced
         self.in_float32 = False  # whether layers of 16 bits compute in float32 in the next traces
         # {id of a variable's handle: (the variable, its value, the copy)}.
@@ -144,7 +153,7 @@ class Tracer:
 
         If lengths are unknown, they are those with which all results have rows.
         """
-        layers = self._layers()
+        layers = self.layers
         shapes = [leaf.shape[1:] for leaf in self.batch if leaf.shape.rank]
         shapes += [v.shape for layer in layers[:1] for v in layer.variables]
         dims = {dim for shape in shapes for dim in shape if dim}
@@ -203,7 +212,7 @@ class Tracer:
 
         def program(inputs: list, scale: tf.Tensor, counted: tf.Tensor) -> dict[str, Any]:
             batch = self._batch(inputs, size, each=call is not None)
-            dense = [x for x in tf.nest.flatten(batch) if _is_dense_float(x)]
+            dense = [x for x in tf.nest.flatten(batch) if is_dense_float(x)]
             seen = Seen()
             with tf.device("/cpu:0"), self._recording(trace, seen, one, counted, named):
                 with tf.GradientTape(persistent=True) as tape:
@@ -219,9 +228,9 @@ class Tracer:
                         seen.states = [[value] for _, value in updates.values()]
                         trace.weights = [v for v in tape.watched_variables() if v.dtype.is_floating]
                 leaves = tf.nest.flatten(returned)
-                trace.shapes = trace.shapes or [
-                    x.shape if tf.is_tensor(x) else None for x in leaves
-                ]
+                if not trace.leaves:
+                    trace.leaves = leaves
+                    trace.shapes = [x.shape if tf.is_tensor(x) else None for x in leaves]
                 joined = [] if call and not one.is_joined else map(_value, leaves)
                 outputs = [x for x in joined if isinstance(x, tf.Tensor) and is_number(x)]
                 gradients: Sequence[Any] = []
@@ -247,18 +256,20 @@ class Tracer:
                 **{field.name: getattr(seen, field.name) for field in dataclasses.fields(seen)},
             }
 
-        layers = self._layers() if self.in_float32 else []
+        layers = self.layers if self.in_float32 else []
         quiet = np.errstate(all="ignore")  # Keras' constants may not fit into 16 bits
         with tf.init_scope(), quiet, _computing_in_float32(layers):
             trace.function = tf.function(program, autograph=False).get_concrete_function(
-                self._specs(size), tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.int32)
+                self._specs(size), tf.TensorSpec([], tf.float64), tf.TensorSpec([None], tf.float64)
             )
         trace.captured = list(trace.function.captured_inputs)
         _read_ops(trace)
         return trace
 
-    def _layers(self) -> list[keras.Layer]:
-        return [n.owner for n in self.reached if isinstance(n.owner, keras.Layer)]
+    @property
+    def layers(self) -> list[keras.Layer]:
+        """The layers that the function can reach, each once, the outermost first."""
+        return list({id(x.layer): x.layer for x in self.reached if x.layer is not None}.values())
 
     def _batch(self, inputs: Sequence[Any], size: int, each: bool) -> Any:
         """Return the function's arguments for a trace; `each` tower has the same `PerTower`."""
@@ -280,10 +291,10 @@ class Tracer:
     ) -> Iterator[None]:
         """Record random ops, layers and added losses in the block; restore attributes at its end.
 
-        The added loss of number `counted` counts, the others are replaced by zeros.
+        Added losses are multiplied by `counted`.
         """
         calls: list[str] = []  # a stack of layers
-        attributes, graph = Attributes(), tf.compat.v1.get_default_graph()
+        attributes, graph = Attributes(self.reached), tf.compat.v1.get_default_graph()
 
         def is_outside() -> bool:
             return tf.compat.v1.get_default_graph() is graph
@@ -298,7 +309,6 @@ class Tracer:
 
         def make_call(before: Callable) -> Callable:
             def call(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
-                attributes.save_layers(layer)
                 calls.append(layer.path or layer.name)
                 try:
                     result = before(layer, *args, **kwargs)
@@ -315,13 +325,13 @@ class Tracer:
 
         def make_add_loss(before: Callable) -> Callable:
             def add_loss(layer: keras.Layer, loss: Any) -> None:
-                losses = [tf.convert_to_tensor(value) for value in tf.nest.flatten(loss)]
+                losses = list(map(as_float, tf.nest.flatten(loss)))
                 for i, value in enumerate(losses):
                     if not is_outside():
                         losses[i] = tf.zeros_like(value)
                         continue
-                    place = len(trace.losses) % len(one.losses) if one else len(trace.losses)
-                    losses[i] = value * tf.cast(tf.equal(counted, place), value.dtype)
+                    times = tf.cast(counted[len(trace.losses)], value.dtype)
+                    losses[i] = tf.math.multiply_no_nan(value, times)
                     seen.losses.append(tf.cast(tf.reduce_sum(value), tf.float64))
                     trace.losses.append((layer.path or layer.name, bool(value.shape.rank)))
                 before(layer, losses)
@@ -330,8 +340,6 @@ class Tracer:
 
         before, _HERE.tracing = is_tracing(), True
         try:
-            for namespace in self.reached:
-                attributes.save(namespace)
             with (
                 tf_internals.inline_functions(),
                 tf_internals.recording_restarted(),
@@ -344,8 +352,10 @@ class Tracer:
             ):
                 yield
             trace.attributes = one.attributes if one else attributes.changed()
-            trace.attribute_values = tensors_at(trace.attributes)
-            trace.holders = [description(x) for x in trace.attributes for _ in tensors_at([x])]
+            trace.attribute_values = tensors_in(values_at(trace.attributes))
+            trace.holders = [
+                description(x) for x in trace.attributes for _ in tensors_in(values_at([x]))
+            ]
             for x in map(_value, trace.attribute_values):
                 known = tf.is_symbolic_tensor(x) and is_number(x)
                 seen.attributes.append(tf.identity(x) if known else tf.zeros([]))
@@ -374,7 +384,7 @@ class Tracer:
         inputs: Sequence[Any],
         values: Values,
         scale: float = 1.0,
-        counted: int = -1,
+        counted: Sequence[float] | None = None,
     ) -> Results:
         """Run a trace on copies of the variables.
 
@@ -383,7 +393,7 @@ class Tracer:
             inputs: from `inputs`.
             values: what each variable begins from.
             scale: of the gradient that goes back through the function.
-            counted: number of the added loss that counts; -1 for none.
+            counted: what multiplies each added loss, of all towers; None for zeros.
 
         Returns:
             Arrays: "outputs"; the gradients "inputs" and "weights", and "squares", the squares of
@@ -401,7 +411,8 @@ class Tracer:
                 copy.assign(values(variable, value))
             captures = [own[id(c)] if id(c) in own else stand_in(c) for c in trace.captured]
             trace.function.set_external_captures(captures)
-            number = tf.constant(scale, tf.float64), tf.constant(counted, tf.int32)
+            counted = np.zeros(len(trace.losses)) if counted is None else counted
+            number = tf.constant(scale, tf.float64), tf.constant(counted, tf.float64)
             # To optimize a trace takes longer than to run it.
             with optimizer_set("disable_meta_optimizer", True, otherwise=False):
                 found = tf_internals.call_for_at_most(_SECONDS, trace.function, inputs, *number)
@@ -456,7 +467,8 @@ def is_number(x: tf.Tensor) -> bool:
     return dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex
 
 
-def _is_dense_float(x: Any) -> bool:
+def is_dense_float(x: Any) -> bool:
+    """Return whether x is a dense tensor of floats."""
     return isinstance(x, tf.Tensor) and x.dtype.is_floating
 
 
@@ -494,7 +506,6 @@ def _read_ops(trace: Trace) -> None:
     definition = graph.as_graph_def()
     nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
     trace.ops = [(node.name, node.op) for node in nodes]
-    trace.squeezes = any(n.op == "Squeeze" and not n.attr["squeeze_dims"].list.i for n in nodes)
     # Keras casts a model's inputs; what is only cast is not computed with.
     computing = [op for op in graph.get_operations() if op.type not in ("Const", "Cast")]
     outputs = [x for op in computing for x in op.outputs]

@@ -1,0 +1,175 @@
+"""The trials of the check: what rows and variables both sides begin from."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towers.builder.replica_scope import SEED_STATE
+from towers.builder.traces import Trace, Values, is_dense_float
+
+_PERIOD = 4093  # of noise: a prime, so that rows of a weight get different numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What both sides begin from."""
+
+    how: str
+    inputs: Sequence[Any]
+    values: Values
+    scale: float  # of what goes back
+    loose: float = 1.0  # times the tolerance: one large example costs the others digits
+
+
+def trials(one: Trace, rows: Callable[[int], list[Any]]) -> Iterator[Trial]:
+    """Yield the trials, those first that find most.
+
+    Args:
+        one: the trace on one device.
+        rows: returns arguments of the function, for 0 as they come, else in another order.
+    """
+
+    def changed(seed: int, change: Callable) -> list[Any]:
+        return [change(x) if is_dense_float(x) else x for x in rows(seed)]
+
+    small, big = small_scale(one), 1e3 if one.float_bytes >= 4 else 1.0
+    far = 100.0 if one.float_bytes == 8 else 10.0
+    loose = 1.0 if one.float_bytes == 8 else 10.0
+    yield Trial("on these examples", rows(0), as_it_is, small)
+    yield Trial("with noise on the variables", rows(1), noisy, small)
+    yield Trial("after many steps", rows(0), _late, small)
+    yield Trial("with one far example", changed(2, _far(100.0)), noisy, small, far)
+    yield Trial("with one far example", changed(1, _far(-100.0, 0.0)), noisy, big, far)
+    yield Trial("with noise on the variables", rows(2), noisy, big)
+    for share in (1e-3, 1e-2):
+        yield Trial("with small gradients", rows(1), noisy, share * small)
+    for values in (_a_step_before, _in_mode(1, 0.5), _in_mode(2, -0.5)):
+        yield Trial("in a later step", rows(0), values, small)
+    for part in range(2):  # a large counter hides what is added to it
+        yield Trial("after many steps", rows(0), _partly_late(one, part), small)
+    yield Trial("on these examples", rows(3), as_it_is, small)
+    yield Trial("with missing values (NaN)", changed(0, _with_nan), noisy, small)
+    for seed, factor in enumerate((30.0, 3.0, -3.0, 10.0, -10.0, -30.0), 3):
+        large = changed(seed, lambda x, factor=factor: x * tf.cast(factor, x.dtype))
+        yield Trial("with large inputs", large, noisy, small, loose)
+
+
+def small_scale(one: Trace) -> float:
+    """Return that of a mean over examples; 16 bits overflow soon."""
+    return (1.0 if one.float_bytes >= 4 else 0.05) / one.size
+
+
+def jittered(trial: Trial, step: float, has_weights: bool) -> Trial:
+    """Return a trial with other last digits of the weights; without weights, of the inputs.
+
+    A function may ask whether inputs are equal to something.
+    """
+
+    def values(variable: tf.Variable, value: np.ndarray) -> Any:
+        value = trial.values(variable, value)
+        return _jitter(value, step) if variable.dtype.is_floating else value
+
+    moves = [is_dense_float(x) and not has_weights for x in trial.inputs]
+    pairs = zip(trial.inputs, moves, strict=True)
+    inputs = [_jitter(x, step) if is_moved else x for x, is_moved in pairs]
+    return dataclasses.replace(trial, inputs=inputs, values=values)
+
+
+# What a copy of a variable begins from.
+
+
+def as_it_is(_: tf.Variable, value: np.ndarray) -> Any:
+    """Return the variable's value."""
+    return value
+
+
+def noisy(variable: tf.Variable, value: np.ndarray) -> Any:
+    """Return a float's value with noise: a weight of zero would hide what it is the weight of."""
+    if not variable.dtype.is_floating:
+        return value
+    waves = _waves(1.0, 12.9898, value.shape)
+    # Others than weights stay positive, as a variance must be.
+    noise = 0.1 * waves if variable.trainable else 0.05 + 0.05 * np.abs(waves)
+    return (np.asarray(value, np.float64) + noise).astype(value.dtype)
+
+
+def _late(variable: tf.Variable, value: np.ndarray) -> Any:
+    """Return what a counter, an average or a flag may be after many steps."""
+    value, is_float = noisy(variable, value), variable.dtype.is_floating
+    if (variable.trainable and is_float) or SEED_STATE in variable.name:
+        return value
+    if value.dtype == bool:
+        return ~value
+    if value.shape:
+        return (np.asarray(value, np.float64) + 100.0).astype(value.dtype) if is_float else value
+    more = 1000 if is_float or variable.dtype.size >= 4 else 50
+    return (np.asarray(value, np.float64) + more).astype(value.dtype)
+
+
+def _partly_late(one: Trace, part: int) -> Values:
+    """Return values with every other state as after many steps."""
+    states = [id(v.handle) for v in one.variables if not v.trainable]
+    late = set(states[part::2])
+    return lambda v, value: _late(v, value) if id(v.handle) in late else value
+
+
+def _a_step_before(variable: tf.Variable, value: np.ndarray) -> Any:
+    """Return a counter's value from which the next step is a round number."""
+    if not _is_number(variable, value) or (variable.trainable and variable.dtype.is_floating):
+        return noisy(variable, value)
+    return np.asarray(999 if variable.dtype.size >= 4 else 99, value.dtype)
+
+
+def _in_mode(number: int, amount: float) -> Values:
+    """Return values with each single number a little more: a stage, or how far a gate is open."""
+
+    def values(variable: tf.Variable, value: np.ndarray) -> Any:
+        if not _is_number(variable, value):
+            return noisy(variable, value)
+        more = amount if variable.dtype.is_floating else number
+        return (np.asarray(value, np.float64) + more).astype(value.dtype)
+
+    return values
+
+
+def _is_number(variable: tf.Variable, value: np.ndarray) -> bool:
+    return not (value.shape or value.dtype == bool or SEED_STATE in variable.name)
+
+
+# Rows that are changed. Whole numbers stay: they may be classes or indices.
+
+
+def _with_nan(x: tf.Tensor) -> tf.Tensor:
+    """Make one number of the first example and one of the last NaN."""
+    array = x.numpy()
+    flat = array.reshape(len(array), -1)
+    flat[[0, -1], :1] = np.nan
+    return tf.constant(array)
+
+
+def _far(factor: float, rest: float = 1.0) -> Callable:
+    """Return a change that moves the first example far away, and multiplies the others."""
+
+    def far(x: tf.Tensor) -> tf.Tensor:
+        first = x[:1] * tf.cast(factor, x.dtype) + tf.cast(1.0, x.dtype)
+        return tf.concat([first, x[1:] * tf.cast(rest, x.dtype)], axis=0)
+
+    return far
+
+
+def _jitter(value: Any, step: float) -> Any:
+    """Return a value with other last digits. Whole numbers stay: they may be marks, as of -1."""
+    array = np.asarray(value)
+    wide = array if array.dtype.itemsize >= 4 else array.astype(np.float64)
+    moved = wide * (1 + step * np.sign(_waves(7.0 + 1e6 * step, 78.233, array.shape)))
+    return np.where(np.rint(array) == array, array, moved).astype(array.dtype)
+
+
+def _waves(phase: float, frequency: float, shape: Sequence[int]) -> np.ndarray:
+    """Return numbers from -1 to 1, which repeat: many sines would take longer than a trial."""
+    size = int(np.prod(shape))
+    waves = np.sin(phase + frequency * np.arange(min(size, _PERIOD)))
+    return np.resize(waves, size).reshape(shape)
