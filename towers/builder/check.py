@@ -35,6 +35,7 @@ _ULP = {8: 2.0**-52, 4: 2.0**-22, 2: 2.0**-8, 1: 2.0**-2}
 _EPS_OF_GRADIENTS = 0.02
 _TIMES_ROUNDING = 10.0  # a difference counts if it is above so many times the measured rounding
 _SURE = 0.1  # a gradient that differs by less is reported if it differs in two trials
+_BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase", "While", "StatelessWhile"}
 _GRADIENTS = ("gradient", "rows", "input")
 _POLICIES = ("mean", "sum", "max", "min")
 
@@ -125,23 +126,24 @@ class Check:
         return [diagnostics.not_checked(self.analysis.refusal)]
 
     def _try_whole_batch(self, seconds: float) -> list[str]:
-        """Make two trials of as many examples as in the batch, unless they take long.
+        """Make two trials of as many examples as in the batch, if the function asks for the number.
 
-        A function may ask for the number of examples.
+        It may if it has other ops then, or branches. What takes long is left out.
 
         Args:
             seconds: that the other trials took.
         """
-        size, most = self.tracer.batch_size, _SECONDS * self.one.size
+        few, size = self.analysis.trace, self.tracer.batch_size
         part = size // self.builder.num_slices if size else 0
-        if not part or part == size or size == self.one.size or seconds * size > most:
+        if part in (0, size) or size == few.size or seconds * size > _SECONDS * few.size:
             return []
-        trace = self.tracer.traced_or_none(size, size - part)
-        if trace is None:
+        whole = self.tracer.traced_or_none(size, size - part)
+        kinds = [sorted(kind for _, kind in trace.ops) for trace in (few, whole) if trace]
+        if kinds[0] == kinds[-1] and not _BRANCHES & set(kinds[0]):
             return []
-        analysis = dataclasses.replace(self.analysis, trace=trace)
+        analysis = dataclasses.replace(self.analysis, trace=whole)
         check = Check(analysis, self.builder, False, most_trials=2)
-        check.one, check._is_made = trace, True
+        check.one, check._is_made = whole, True
         try:
             check.towers = check._trace_on_towers()
         except Exception as error:  # as in `run`
