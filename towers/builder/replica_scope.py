@@ -165,6 +165,19 @@ class ReplicaScope(keras.StatelessScope):
         for key in self.stand_ins.keys() & self.updates.keys():
             self.updates[key] = self.updates[key][0], self.stand_ins[key].read_value()
 
+    def check_backward(self, forward: "ReplicaScope") -> None:
+        """Raise InputError if this scope, of a backward pass, assigns what the forward pass did not.
+
+        Assignments of a forward pass that is made again are dropped.
+        """
+        known = set(map(id, forward.assigned()))
+        new = [v for v in self.assigned() if id(v) not in known and v.name != SEED_STATE]
+        if new:
+            raise InputError(
+                f"a backward pass assigns {new[0].path}, and towers make the assignments of their "
+                "forward passes alone: assign it in the forward pass"
+            )
+
     def _make_stand_in(self, variable: keras.Variable) -> None:
         # Inner graphs can assign it; its first value is set outside of them.
         with tf.init_scope(), tf.device(self.device):

@@ -147,8 +147,11 @@ class TowerBuilder:
             upstream: the gradient of the loss of the whole batch by the tower's outputs.
             variables: variables, of copies the first, and tensors.
         """
-        with replica.replaced():  # layers may be called again
-            return replica.tape.gradient(replica.outputs, replica.sources(variables), upstream)
+        with replica.replaced() as scope:  # layers may be called again
+            sources = replica.sources(variables)
+            gradients = replica.tape.gradient(replica.outputs, sources, upstream)
+        scope.check_backward(replica.scope)
+        return gradients
 
     def run(self, fn: Callable, replicas: Replicas) -> list[Any]:
         """Call `fn` under each tower's `tf.device` and name scope; return the results in order.
