@@ -1,11 +1,14 @@
 """What the check finds on the user's rows, and what becomes of it."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers import RunError, TowerBuilder
+from towers import InputError, RunError, TowerBuilder
+from towers.builder import check
 
 pytestmark = [pytest.mark.run, pytest.mark.checked]
 X = np.random.default_rng(0).normal(size=(8, 4))
@@ -59,6 +62,8 @@ FAULTS = {
             layer.weight.value
         ),
     ),
+    "a number of examples": lambda _, x: x * 2 if x.shape[0] == 8 else x,
+    "many examples": lambda _, x: tf.cond(tf.shape(x)[0] > 7, lambda: x * 2, lambda: x),
     "text": lambda _, x: (x, tf.strings.as_string(tf.argsort(x[:, 0]))),
 }
 
@@ -67,6 +72,53 @@ FAULTS = {
 def test_the_check_finds(name, float64):
     builder = TowerBuilder(["/cpu:0", "/cpu:1"])
     assert builder.check(State(FAULTS[name]), (), tf.constant(X))
+
+
+@pytest.mark.parametrize("how, is_told", [("", False), ("squared", True), ("by example", False)])
+def test_an_added_loss_may_only_be_added(how, is_told, float64):
+    def add(layer, x):
+        layer.add_loss(tf.reduce_mean(x**2, axis=1) if how == "by example" else tf.reduce_mean(x))
+        return x
+
+    def loss_fn(x):
+        losses, added = tf.reduce_sum(layer(x), axis=1), 3 * layer.losses[0]
+        return losses + (added**2 if how == "squared" else added)
+
+    layer, told = State(add), []
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=told.append)
+    loss, _ = builder.gradients(loss_fn, layer.trainable_variables, tf.constant(X))
+    assert ["inexact: layer suspect adds a loss" in line for line in told] == [True] * is_told
+    assert np.isclose(loss, np.mean(loss_fn(tf.constant(X))), rtol=1e-12) != is_told
+
+
+def test_a_state_that_a_backward_pass_assigns_is_refused(float64):
+    layer = State(lambda me, x: backward(lambda u: (me.number.assign(1.0), u)[1])(x[:, 0]))
+    for devices in ["/cpu:0"], ["/cpu:0", "/cpu:1"]:
+        builder = TowerBuilder(devices, on_warning=lambda _: None)
+        with pytest.raises(InputError, match="a backward pass assigns suspect/number"):
+            builder.gradients(layer, layer.trainable_variables, tf.constant(X))
+
+
+def test_towers_that_raise_an_error_are_told_first(float64):
+    def five_largest(x):
+        return x * tf.cast(x >= tf.math.top_k(tf.transpose(x), 5)[0][:, -1], x.dtype)
+
+    told = []
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=told.append).concat(five_largest, X)
+    assert len(told) == 1 and told[0].startswith("not checked: towers raise an error")
+    one = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=told.append, on_inexact="one_device")
+    assert np.allclose(one.concat(five_largest, X), five_largest(tf.constant(X)))
+
+
+def test_what_takes_long_is_left_out_after_the_first_trials(monkeypatch, float64):
+    seconds = itertools.count(step=25.0)
+    monkeypatch.setattr(check.time, "monotonic", lambda: next(seconds))
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"])
+    assert builder.check(State(lambda _, x: x), (), tf.constant(X)) == []
+    monkeypatch.setattr(check, "_SECONDS", 1.0)
+    (line,) = builder.check(State(lambda _, x: x), (), tf.constant(X))
+    assert line.startswith("not checked: it takes more than")
 
 
 def centered(x):

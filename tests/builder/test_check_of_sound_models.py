@@ -44,6 +44,12 @@ def test_a_gradient_that_normalisations_make_vanish_is_rounding():
     assert told(lambda x: model(x, training=True), ROWS) == []
 
 
+def test_a_far_example_costs_moments_digits():
+    """The second of two normalizations divides what the first has left of the others."""
+    norm = of_layers("float64", L.BatchNormalization)
+    assert told(lambda x: norm(norm(x * 1e-2, training=True), training=True), ROWS) == []
+
+
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_sums_in_16_bits_may_be_rough(policy):
     """On a CPU the gradient of a bias in bfloat16 stops growing at 256 terms."""

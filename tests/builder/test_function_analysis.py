@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.runs import released
 from towers import TowerBuilder
 
 pytestmark = pytest.mark.graph
-layers = keras.layers
 DEVICES = ["/cpu:0", "/cpu:1", "/cpu:2"]
 X = np.random.default_rng(0).normal(size=(7, 4, 6)).astype("float32")
 SEED = (3, 4)
@@ -117,54 +115,22 @@ def test_weights_that_are_looked_up_by_unique_numbers_are_told(name):
     assert "sparse gradient of the weight weight" in told
 
 
-class Noise(layers.Layer):
-    """Noise for each example or, in a later stage, the same for all."""
+def test_a_function_is_analyzed_anew_when_its_model_changes_what_it_does():
+    """Noise is for each example or, in a later stage, the same for all."""
+    calls, settings = [], types.SimpleNamespace(table={"is_late": [False]})
 
-    stage = 0
+    def losses(x):
+        calls.append(0)
+        shape = (1, *x.shape[1:]) if settings.table["is_late"][0] else x.shape
+        return tf.reduce_sum(tf.sin(x + uniform(shape)), axis=[1, 2])
 
-    def __init__(self, calls):
-        super().__init__()
-        self.kind, self.calls, self.settings = 0, 0, types.SimpleNamespace(kind=0)
-        self.settings.inner = types.SimpleNamespace(table={"kind": [0]})
-        self.called = lambda: calls.append(0)
-
-    def call(self, x):
-        self.called()
-        self.calls += 1
-        later = int(self.kind) or STAGE or self.settings.kind or not self.trainable
-        later = later or self.settings.inner.table["kind"][0] or self.stage
-        return x + (uniform((1, *x.shape[1:])) if later else uniform(x.shape))
-
-
-STAGE = 0
-STAGES = {
-    "an attribute": lambda layer, stage: setattr(layer, "kind", stage),
-    "a string": lambda layer, stage: setattr(layer, "kind", str(stage)),
-    "a global variable": lambda layer, stage: globals().update(STAGE=stage),
-    "an object": lambda layer, stage: setattr(layer.settings, "kind", stage),
-    "a list in a dict of an object's object": lambda layer, stage: (
-        layer.settings.inner.table.update(kind=[stage])
-    ),
-    "its class": lambda _, stage: setattr(Noise, "stage", stage),
-    "a frozen layer": lambda layer, stage: setattr(layer, "trainable", not stage),
-}
-
-
-@pytest.mark.parametrize("place", released(STAGES, *STAGES.keys() - {"a string", "an object"}))
-def test_a_function_is_analyzed_anew_when_its_model_changes_what_it_does(place):
-    calls = []
-    builder, layer = TowerBuilder(DEVICES), Noise(calls)
-
-    def loss_of_towers():
-        loss_fn = lambda x: tf.reduce_sum(tf.sin(layer(x)), axis=[1, 2])  # noqa: E731
-        found = tf.function(lambda x: builder.gradients(loss_fn, [], x)[0])(tf.constant(X))
-        return found, len(calls), tf.reduce_mean(loss_fn(X))
-
-    for stage in 0, 1, 0:
-        STAGES[place](layer, stage)
+    builder = TowerBuilder(DEVICES)
+    for is_late in False, True, False:
+        settings.table["is_late"] = [is_late]
         calls.clear()
-        found, num_calls, expected = loss_of_towers()
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        found = tf.function(lambda x: builder.gradients(losses, [], x)[0])(tf.constant(X))
+        num_calls = len(calls)
+        np.testing.assert_allclose(found, tf.reduce_mean(losses(X)), rtol=1e-5)
         assert num_calls <= 5 + len(DEVICES)  # two analyses, and the check on two towers
 
 

@@ -10,7 +10,6 @@ import pytest
 import tensorflow as tf
 
 from tests import fits
-from tests.runs import rare
 from towers import TowerBuilder
 
 pytestmark = [pytest.mark.run, pytest.mark.checked]
@@ -215,19 +214,10 @@ INNOCENT = {
 }
 
 
-def told(fn, tokens=False, compiled=True):
-    """Return what a builder of two towers says of a layer that it calls; the zoo has gradients."""
-    lines = []
+def told(fn, tokens=False):
+    """Return what the check says of a layer on two towers."""
     layer, x = Layer(fn), tf.constant(X, tf.int32 if tokens else keras.backend.floatx())
-    towers = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=lines.append)
-
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(towers.concat(layer, x))
-        return tape.gradient(loss, layer.trainable_variables)
-
-    tf.function(step, autograph=False).get_concrete_function(x) if compiled else step(x)
-    return lines
+    return TowerBuilder(["/cpu:0", "/cpu:1"]).check(layer, layer.trainable_variables, x)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -249,40 +239,18 @@ def test_rounding_in_float32_hides_few_faults_and_is_never_taken_for_one():
     assert [n for n, fn in INNOCENT.items() if told(fn, "token" in n)] == []
 
 
-def test_it_says_so_eagerly(float64):
-    assert told(FUNCTIONS["softmax over the batch"][1], compiled=False)
-
-
-# Only real values, whole numbers of a hundred and more, are treated otherwise.
-REAL = {
-    "whole numbers": lambda x: ops.where(ops.floor(x) == x, x / ops.max(ops.floor(x)), x),
-    "logarithms": lambda x: ops.where(ops.log(x) > 4.6, x - ops.mean(ops.log(x)), x),
-}
-
-
-def of_numbers_of_the_batch(model, x, y):
-    return model.compute_loss(x, y, model.part(x * 2 - tf.reduce_min(x)))
-
-
-@pytest.mark.parametrize(
-    "name, own_step",
-    [rare("logarithms", False), ("whole numbers", False), ("whole numbers", True)],
-)
-def test_fit_tries_a_real_batch(name, own_step):
+def test_fit_tries_a_real_batch():
+    """Only real values, whole numbers of a hundred and more, are treated otherwise."""
     x = np.random.default_rng(0).integers(100, 200, size=(14, 4)).astype(float)
-    given = {"x": x, "y": np.ones((14, 4)), "batch_size": 7}
 
-    def part():
-        return Layer(
-            lambda layer, x: REAL[name](x) * layer.table[0, 0] * layer.weight[0, 0] + layer.shift
-        )
+    def of_whole(layer, x):
+        x = ops.where(ops.floor(x) == x, x / ops.max(ops.floor(x)), x)
+        return x * layer.table[0, 0] * layer.weight[0, 0] + layer.shift
 
     def build():
-        if own_step:
-            return fits.of_step(of_numbers_of_the_batch, part=part)
-        model = keras.Sequential([keras.Input((4,)), part()])
+        model = keras.Sequential([keras.Input((4,)), Layer(of_whole)])
         model.compile("sgd", "mse")
         return model
 
     with pytest.warns(UserWarning, match="inexact: layer .*suspect"):
-        fits.fit(build, given, 2, epochs=1)
+        fits.fit(build, {"x": x, "y": np.ones((14, 4)), "batch_size": 7}, 2, epochs=1)

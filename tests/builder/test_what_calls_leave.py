@@ -132,29 +132,23 @@ def test_what_a_function_leaves_and_cannot_be_joined_is_told():
 
 
 class Seen:
-    """Is not looked through: a class holds more than this model's."""
+    """Is reached through the class itself."""
 
 
 def seen(model, x):
     Seen.x = x
 
 
-@pytest.mark.parametrize(
-    "leave, use, said",
-    [
-        (spread, lambda m: m.spread, "attribute 'spread' of layer leaving"),
-        (seen, lambda m: ops.mean(Seen.x), "a tensor that layer leaving"),
-    ],
-)
-def test_a_step_that_uses_what_cannot_be_joined_runs_on_one_device(leave, use, said):
-    with pytest.warns(UserWarning, match=f"train_step of .* runs on one device: .*{said}"):
-        found = fitted(leave, use, 2)
-    assert not fits.differences(fitted(leave, use), found)
-
-
-def test_what_cannot_be_joined_and_is_not_used_is_no_fault():
-    parts = spread, lambda m: 0.0
+def test_a_class_may_hold_what_a_layer_leaves():
+    parts = seen, lambda model: ops.mean(Seen.x)
     assert not fits.differences(fitted(*parts), fitted(*parts, 2))
+
+
+def test_a_model_that_leaves_what_cannot_be_joined_runs_on_one_device():
+    parts, said = (spread, lambda model: model.spread), "attribute 'spread' of layer leaving"
+    with pytest.warns(UserWarning, match=f"runs on one device: .*{said}"):
+        found = fitted(*parts, 2)
+    assert not fits.differences(fitted(*parts), found)
 
 
 # Variables whose gradient is their new value, as in float8, run on one device.

@@ -2,7 +2,7 @@
 
 Each copy of a function reads these names as they were before the first copy. After the last copy
 they have the values of one device: Python values of one call, and tensors joined as the analysis
-has found. Using a tensor that cannot be joined raises InputError.
+has found.
 """
 
 import dataclasses
@@ -10,14 +10,12 @@ import enum
 import functools
 import sys
 import types
-import weakref
 from collections.abc import (
     Callable,
     Collection,
     Iterable,
     Iterator,
     Mapping,
-    MutableMapping,
     Sequence,
 )
 from typing import Any
@@ -27,9 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.op_names import NO_LAYER, layer_of, tower_of
 from towers.builder.sharding import num_rows
-from towers.errors import InputError
 
 ROWS = "rows"  # policy: concatenate a tensor that has a row for each example
 _LIBRARIES = {"tensorflow", "keras", "numpy", *sys.stdlib_module_names}
@@ -45,14 +41,13 @@ _MISSING = object()
 class Holder:
     """A place with values that a function can set."""
 
-    itself: Any  # a dict, also that of an object's attributes or a module; a list; a closure's cell
+    itself: Any  # a list; a dict, also an object's attributes or a module's; a class; a cell
     description: str  # of one of its names, with a place for it
     names: Collection[str] | None = None  # that are looked at; None: all
     layer: keras.Layer | None = None  # whose attribute it is, or is in
-    is_users: bool = True  # not of this library
 
-    def read(self, without_keras: bool = True) -> dict[Any, Any]:
-        """Return {name: value}, by default without what Keras and TensorFlow keep in objects."""
+    def read(self) -> dict[Any, Any]:
+        """Return {name: value}; all that a list holds has one name."""
         if isinstance(self.itself, types.CellType):
             (name,) = self.names
             try:
@@ -61,10 +56,14 @@ class Holder:
                 return {}
         if isinstance(self.itself, list):
             return {_CONTENT: tuple(self.itself)}
-        if self.names is not None:
-            return {name: self.itself[name] for name in self.names if name in self.itself}
-        own = _of_keras() if without_keras and self.layer is not None else ()
-        return {name: x for name, x in self.itself.items() if not _is_private(name, own)}
+        content = vars(self.itself) if isinstance(self.itself, type) else self.itself
+        return {k: v for k, v in content.items() if self.names is None or k in self.names}
+
+    def users_values(self) -> dict[Any, Any]:
+        """Return {name: value} without what Keras and TensorFlow keep in their objects."""
+        own = _of_keras() if self.layer is not None else ()
+        values = self.read().items()
+        return {k: v for k, v in values if k not in own and not str(k).startswith("_self_")}
 
     def write(self, name: Any, value: Any) -> None:
         """Set a name, without the tracking of Keras; to _MISSING: remove it."""
@@ -72,6 +71,8 @@ class Holder:
             is_tensorflows = type(self.itself).__module__.startswith("tensorflow")
             of_class = type(self.itself) if is_tensorflows else list
             of_class.__setitem__(self.itself, slice(None), list(value))
+        elif isinstance(self.itself, type):
+            delattr(self.itself, name) if value is _MISSING else setattr(self.itself, name, value)
         elif isinstance(self.itself, dict) and value is _MISSING:
             dict.pop(self.itself, name, None)
         elif isinstance(self.itself, dict):
@@ -83,10 +84,6 @@ class Holder:
 
 
 Place = tuple[Holder, Any]  # a holder and a name in it
-
-
-def _is_private(name: Any, of_keras: Collection[str]) -> bool:
-    return name in of_keras or (isinstance(name, str) and name.startswith("_self_"))
 
 
 @functools.cache
@@ -106,50 +103,53 @@ def description(place: Place) -> str:
 def reached_by(fn: Callable) -> list[Holder]:
     """Return what a function can read, through whatever it holds; libraries are left out."""
     found: dict[tuple, Holder] = {}
-    seen: dict[int, tuple[Any, bool]] = {}  # {id: (value, is_users)}; what is held keeps its id
-    waiting: list[tuple[Any, Holder]] = [(fn, Holder({}, "{!r}"))]  # (value, what it is in)
+    seen: dict[int, tuple[Any, bool]] = {}  # {id: (value, whether the user's)}; it keeps its id
+    # (value, what it is in: None for an object of this library).
+    waiting: list[tuple[Any, Holder | None]] = [(fn, Holder({}, "{!r}"))]
     while waiting and len(seen) < _MOST_VALUES:
         value, inside = waiting.pop()
-        known = id(value) in seen and (seen[id(value)][1] or not inside.is_users)
+        known = id(value) in seen and (seen[id(value)][1] or inside is None)
         if known or isinstance(value, _SIMPLE):
             continue
-        seen[id(value)] = value, inside.is_users
+        seen[id(value)] = value, inside is not None
         for holder in _holders_at(value, inside):
             # Functions of one module read different names of it.
-            key = id(holder.itself), frozenset(holder.names or ()), holder.is_users
+            key = id(holder.itself), frozenset(holder.names or ())
             if key not in found:
                 found[key] = holder
-                for name, each in holder.read(without_keras=False).items():
+                for name, each in holder.read().items():
                     of_name = dataclasses.replace(holder, description=description((holder, name)))
-                    parts = each if name == _CONTENT and isinstance(each, tuple) else [each]
+                    parts = each if isinstance(holder.itself, list) else [each]
                     waiting += [(part, of_name) for part in parts]
-        waiting += [(part, inside) for part in _parts_of(value)]
+        is_ours = _is_ours(getattr(value, "__module__", None))
+        waiting += [(part, None if is_ours else inside) for part in _parts_of(value, is_ours)]
     return list(found.values())
 
 
-def _holders_at(value: Any, inside: Holder) -> Iterator[Holder]:
+def _holders_at(value: Any, inside: Holder | None) -> Iterator[Holder]:
     of_class = type(value)
     if isinstance(value, types.FunctionType):
-        if _is_of_library(value.__module__):
+        if _is_of_library(value.__module__) or _is_ours(value.__module__):
             return
-        code, is_users = value.__code__, not _is_ours(value.__module__)
+        code, known = value.__code__, value.__globals__
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=False):
-            around = "the variable {!r} around the towers' function"
-            yield Holder(cell, around, [name], is_users=is_users)
-        names, known = _names_in(code), value.__globals__
+            yield Holder(cell, "the variable {!r} around the towers' function", [name])
+        names = _names_in(code)
         modules = [known[name] for name in names if isinstance(known.get(name), types.ModuleType)]
         for module in [known, *(vars(m) for m in modules if not _is_of_library(m.__name__))]:
-            yield Holder(module, "the global variable {!r}", names, is_users=is_users)
+            yield Holder(module, "the global variable {!r}", names)
     elif isinstance(value, keras.Layer):
         for layer in tf_internals.layers_of(value):
             where = f"the attribute {{!r}} of layer {layer.path or layer.name}"
             yield Holder(vars(layer), where, layer=layer)
+    elif isinstance(value, type):
+        if not (_is_of_library(value.__module__) or _is_ours(value.__module__)):
+            yield Holder(value, f"the attribute {{!r}} of class {value.__name__}")
     elif issubclass(of_class, list | dict):
-        if len(value) <= _MOST_PARTS:
+        if inside is not None and len(value) <= _MOST_PARTS:
             yield dataclasses.replace(inside, itself=value, names=None)
-    elif _has_attributes(value):
-        where = f"the attribute {{!r}} of a {of_class.__name__}"
-        yield Holder(vars(value), where, is_users=not _is_ours(of_class.__module__))
+    elif _has_attributes(value) and not _is_ours(of_class.__module__):
+        yield Holder(vars(value), f"the attribute {{!r}} of a {of_class.__name__}")
 
 
 def _has_attributes(value: Any) -> bool:
@@ -161,10 +161,13 @@ def _has_attributes(value: Any) -> bool:
     return is_data and not is_known and hasattr(value, "__dict__")
 
 
-def _parts_of(value: Any) -> list[Any]:
+def _parts_of(value: Any, is_ours: bool) -> list[Any]:
+    """Return what else a value leads to; of this library's objects and functions all."""
     if isinstance(value, types.FunctionType) and not _is_of_library(value.__module__):
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return [*defaults, getattr(value, "__wrapped__", None)]
+        cells = value.__closure__ or () if is_ours else ()
+        inner = [part for cell in cells for part in Holder(cell, "", [""]).read().values()]
+        return [*defaults, *inner, getattr(value, "__wrapped__", None)]
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, staticmethod | classmethod):
@@ -173,15 +176,16 @@ def _parts_of(value: Any) -> list[Any]:
         return [getattr(value, name, None) for name in ("fget", "func")]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, value.keywords]
-    if isinstance(value, tuple | set):
-        return list(value)[:_MOST_PARTS]
+    if isinstance(value, tuple | set | list | dict):
+        parts = value.values() if isinstance(value, dict) else value
+        return list(parts) if len(value) <= _MOST_PARTS else []
+    if is_ours:
+        return list(vars(value).values()) if _has_attributes(value) else []
     if isinstance(value, keras.Layer):
         objects = tf_internals.layers_of(value)
     else:
-        objects = [value] if _has_attributes(value) and not _is_ours(type(value).__module__) else []
-    classes = dict.fromkeys(each for x in objects for each in type(x).__mro__)
-    users = [each for each in classes if not _is_of_library(each.__module__)]
-    return [x for each in users for x in vars(each).values()]
+        objects = [value] if _has_attributes(value) else []
+    return [each for x in objects for each in type(x).__mro__]
 
 
 def _names_in(code: types.CodeType) -> frozenset[str]:
@@ -205,16 +209,15 @@ class Attributes:
     """A snapshot of holders' values."""
 
     def __init__(self, holders: Iterable[Holder]):
-        """Keep the values of the user's holders."""
-        users = {id(holder): holder for holder in holders if holder.is_users}.values()
-        self._before = {holder: holder.read() for holder in users}
+        """Keep the values of holders."""
+        self._before = {holder: holder.users_values() for holder in holders}
 
     def changed(self) -> list[Place]:
         """Return the names that now have other tensors or, of layers, other Python values."""
         return [
             (holder, name)
             for holder, before in self._before.items()
-            for name, value in holder.read().items()
+            for name, value in holder.users_values().items()
             if not _is_same(before.get(name, _MISSING), value)
             and _is_kept(keras.tree.flatten(value), holder.layer is not None)
         ]
@@ -323,11 +326,8 @@ class SideOutputs:
         def replaced(leaf: Any) -> Any:
             return next(tensors) if tf.is_tensor(leaf) else leaf
 
-        for place, value in zip(self.places, self._values, strict=True):
-            holder, name = place
+        for (holder, name), value in zip(self.places, self._values, strict=True):
             holder.write(name, keras.tree.map_structure(replaced, value))
-            for tensor in filter(tf.is_symbolic_tensor, tensors_in(value)):
-                _JOINS.setdefault(tensor.graph, _Joins()).holders[tensor.name] = description(place)
 
     def _tensors(self) -> Iterator[tuple[Any, str | None]]:
         tensors = tensors_in(self._values)
@@ -338,70 +338,3 @@ class SideOutputs:
 
 def _num_examples(batch: Any) -> Any:
     return num_rows(next(filter(tf.is_tensor, tf.nest.flatten(batch))))
-
-
-# Uses of one tower's tensors outside of the towers.
-
-_SAME = ("Placeholder", "Const", "ReadVariableOp")  # have the same output in all towers
-
-
-class _Joins:
-    """The ops of a graph that join what towers return."""
-
-    def __init__(self) -> None:
-        self.own: set[str] = set()  # names of ops that may use one tower's tensors
-        self.of_towers: set[str] = set()  # names of the towers' ops
-        self.num_checked = 0  # of the graph's ops, see `refuse_uses`
-        self.returned: set[str] = set()  # names of joined tensors
-        self.holders: dict[str, str] = {}  # {name of a tensor: the attribute that holds it}
-
-
-_JOINS: MutableMapping[tf.Graph, _Joins] = weakref.WeakKeyDictionary()
-
-
-def joins_towers(fn: Callable) -> Callable:
-    """Decorate a function that joins towers: its ops may use one tower's tensors."""
-
-    @functools.wraps(fn)
-    def joining(*args: Any) -> Any:
-        if tf.executing_eagerly():
-            return fn(*args)
-        graph = tf.compat.v1.get_default_graph()
-        start = len(graph.get_operations())
-        result = fn(*args)
-        joins = _JOINS.setdefault(graph, _Joins())
-        new_names = [op.name for op in graph.get_operations()[start:]]
-        joins.own.update(new_names)
-        joins.of_towers.update(name for name in new_names if tower_of(name) is not None)
-        leaves = tf.nest.flatten(result, expand_composites=True)
-        joins.returned |= {leaf.name for leaf in leaves if tf.is_symbolic_tensor(leaf)}
-        return result
-
-    return joining
-
-
-def refuse_uses() -> None:
-    """Raise InputError if an op outside of the towers uses one tower's tensor."""
-    graph = tf.compat.v1.get_default_graph()
-    joins = _JOINS.get(graph)
-    if joins is None:
-        return
-    ops = graph.get_operations()[joins.num_checked :]
-    joins.num_checked += len(ops)
-    for op in ops:
-        # Ops of a tape that goes back through the towers' backward passes belong to no tower. For
-        # each op in a tower, tf.vectorized_map, as in batch_jacobian, makes ops in its scope.
-        vectorized = "/pfor/" in op.name and tower_of(op.name) is not None
-        known = op.name in joins.own or "gradient_tape" in op.name or vectorized
-        for x in () if known else op.inputs:
-            used = x.op.name in joins.of_towers and x.op.type not in _SAME
-            if used and x.name not in joins.returned:
-                layer = layer_of(x.op.name)
-                made_by = layer if layer == NO_LAYER else f"layer {layer}"
-                description = f"a tensor that {made_by} makes"
-                raise InputError(
-                    f"{joins.holders.get(x.name, description)} is used outside of the "
-                    "towers, each of which has another one, of its slice, and these do not make "
-                    "that of the batch: return it from the layer's call, with a row "
-                    "for each example, and compute from that"
-                )

@@ -46,8 +46,9 @@ class _Entry:
 
     @property
     def inexact(self) -> list[str]:
-        """The messages on what differs."""
-        return [line for line in self.analysis.lines if not diagnostics.is_unchecked(line)]
+        """The messages on what differs, or that towers raise an error where one device does not."""
+        analysis, is_unchecked = self.analysis, diagnostics.is_unchecked
+        return [x for x in analysis.lines if analysis.refusal or not is_unchecked(x)]
 
     def serves(self, parts: Sequence[Any], graph: Any) -> bool:
         """Return whether it is of a function with these parts in a graph; None: in none."""
@@ -177,7 +178,7 @@ class Checks:
         waiting = [e for e in entries if e.check and not e.is_checked]
         if not waiting and step < self._next_step:
             return []
-        known, start, idle = len(self.inexact), time.monotonic(), time.monotonic() - self._last
+        known, start, last = len(self.inexact), time.monotonic(), self._last
         for entry in waiting:
             self._make(entry)
         if step >= self._next_step:
@@ -185,7 +186,8 @@ class Checks:
                 if entry.check and entry not in waiting and not entry.analysis.lines:
                     self._found(entry, entry.check.again())
             self._last = time.monotonic()
-            self._next_step = self._step_after(step, self._last - start <= _SHARE * idle)
+            is_cheap = self._last - start <= _SHARE * (start - last)
+            self._next_step = self._step_after(step, is_cheap)
             if self._next_step == float("inf"):  # the traces of both sides are not needed again
                 for entry in self._entries:
                     entry.check = None
@@ -222,10 +224,8 @@ class Checks:
         entry = next((entry for entry in self._entries if entry.serves(parts, graph)), None)
         calls = 1
         if entry is not None:
-            if silent or not eager:
-                return entry
-            calls = entry.calls = entry.calls + 1
-            if calls not in _AGAIN:
+            calls = entry.calls = entry.calls + (eager and not silent)
+            if silent or not eager or calls not in _AGAIN:
                 return entry
             self._entries.remove(entry)  # what Python holds may be another
         analysis = analyze(fn, batch)
@@ -276,7 +276,7 @@ class Checks:
             self.warn([diagnostics.on_one_device(inexact[0])])
             return
         self.warn(inexact)
-        self.warn(() if self.is_deferred or self.when == "off" else analysis.not_joined)
+        self.warn(() if self.when == "off" else analysis.not_joined)
 
     def _watch(self, entry: _Entry) -> None:
         """Let the graph around hand over real rows when it runs, and check the function on these.
@@ -285,8 +285,7 @@ class Checks:
         """
         check, graph = entry.check, tf.compat.v1.get_default_graph()
         made_up = check and check.towers and check.tracer.real is None
-        is_known = entry.analysis.lines and not (check and check.needs_other_rows)
-        if not made_up or self.is_deferred or entry.runs is not None or is_known:
+        if not made_up or self.is_deferred or entry.runs is not None or entry.inexact:
             return
         if tf.executing_eagerly() or self.when == "off" or tf_internals.is_compiled_by_xla(graph):
             return

@@ -4,6 +4,7 @@ The function is traced once on one device, for a prime number of examples, and n
 of that size is the batch. Whether the rules hold for the function is checked by `check`.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -65,7 +66,7 @@ class FunctionAnalysis:
             self._has_states()
             or trace.losses
             or any(drawn.is_folded for drawn in self.draws or ())
-            or any(self.policies["attribute", i] != ROWS for i in range(len(trace.holders)))
+            or any(self.policies["attribute", i] != ROWS for i in range(len(trace.left)))
             or any(not x.is_fully_defined() for x in unclear)
             or any(d and d % trace.size == 0 for x in unclear for d in x[1:] if x.rank)
         )
@@ -80,8 +81,8 @@ class FunctionAnalysis:
     @property
     def not_joined(self) -> list[str]:
         """Messages on tensors that the function leaves and that cannot be joined."""
-        holders = enumerate(self.trace.holders if self.trace else ())
-        lost = [holder for i, holder in holders if self.policies["attribute", i] is None]
+        left = enumerate(self.trace.left if self.trace else ())
+        lost = [where for i, (where, _) in left if self.policies["attribute", i] is None]
         return list(map(diagnostics.not_joined, lost))
 
     def check_joinable(self) -> None:
@@ -97,7 +98,7 @@ class FunctionAnalysis:
         """The reason why slices' results cannot be joined to that of the batch; "" if they can."""
         if any(self.trace.not_by_example):
             return f"its output {self.trace.not_by_example.index(True)} has no row for each example"
-        return self.refusal
+        return self.refusal or next(iter(self.not_joined), "")
 
     @property
     def single_example_reason(self) -> str:
@@ -128,7 +129,7 @@ def analyze(fn: Callable, batch: Sequence[Any]) -> FunctionAnalysis:
     if trace is None:
         return FunctionAnalysis(tracer=tracer, reason=tracer.failure)
     policies: dict[Any, str | None] = {("loss", i): "mean" for i, _ in enumerate(trace.losses)}
-    for i, x in enumerate(trace.attribute_values):
+    for i, x in enumerate(x for _, x in trace.left):
         has_rows = not isinstance(x, tf.Tensor) or (x.shape.rank and x.shape[0] == trace.size)
         policies["attribute", i] = ROWS if has_rows else "mean"
     return FunctionAnalysis(
@@ -203,16 +204,11 @@ def parts_of(fn: Callable, batch: Sequence[Any]) -> list[Any]:
         kind = "Tensor" if isinstance(leaf, tf.Tensor) else type(leaf).__name__
         shapes.append((kind, getattr(leaf, "dtype", None), of_each))
     parts: list[Any] = [str((tf.nest.map_structure(lambda _: 0, list(batch)), shapes))]
-    while fn is not None:
-        code = getattr(fn, "__code__", None)  # of a method, too
-        if code is None:
-            return [*parts, fn]
-        parts += [code, getattr(fn, "__self__", None), *(fn.__defaults__ or ())]
-        parts += (fn.__kwdefaults__ or {}).values()
-        for cell in fn.__closure__ or ():
-            try:
-                parts.append(cell.cell_contents)
-            except ValueError:  # the cell is empty
-                continue
-        fn = getattr(fn, "__wrapped__", None)
+    code = getattr(fn, "__code__", None)  # of a method, too
+    if code is None:
+        return [*parts, fn]
+    parts += [code, getattr(fn, "__self__", None), *(fn.__defaults__ or ())]
+    for cell in fn.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            parts.append(cell.cell_contents)
     return parts

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder import added_losses, attributes, gather
+from towers.builder import added_losses, gather
 from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.passes import CopiesError, Passes, TowerGradients
 from towers.builder.python_values import PythonValues
@@ -50,7 +50,6 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | No
     return values.put_into(builder.gather(gather.join, results))
 
 
-@attributes.joins_towers
 def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | None) -> Any:
     """Return the joined results as one op for tapes.
 
@@ -107,9 +106,7 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
             "results of `map` by tf.concat, or call the function without towers"
         )
 
-    @attributes.joins_towers
     def backward(*upstream: tf.Tensor) -> list[Any]:
-        attributes.refuse_uses()
         if tf_internals.is_recording() and any(isinstance(v[-1], tf.Variable) for _, v in copies):
             raise CopiesError("the gradient of a gradient does not see copies of the weights")
         with tf.device(builder.gather_device), tf.name_scope("split"):

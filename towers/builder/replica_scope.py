@@ -166,9 +166,9 @@ class ReplicaScope(keras.StatelessScope):
             self.updates[key] = self.updates[key][0], self.stand_ins[key].read_value()
 
     def check_backward(self, forward: "ReplicaScope") -> None:
-        """Raise InputError if this scope, of a backward pass, assigns what the forward pass did not.
+        """Raise InputError if this scope, of a backward pass, assigns what `forward` did not.
 
-        Assignments of a forward pass that is made again are dropped.
+        A backward pass that makes the forward pass again assigns the same, which is dropped.
         """
         known = set(map(id, forward.assigned()))
         new = [v for v in self.assigned() if id(v) not in known and v.name != SEED_STATE]

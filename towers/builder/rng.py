@@ -1,7 +1,7 @@
 """Random numbers by example: a tower draws its rows of what one device draws for the whole batch.
 
 Dropout masks, noise and augmentation then depend on an example's place in the global batch, and not
-on the number of towers. `rng_layout` finds which axis of a draw is the batch. TensorFlow's
+on the number of towers. `function_analysis` finds which axis of a draw is the batch. TensorFlow's
 generators are counter-based (Philox, Salmon et al. 2011), so a draw can begin at any row.
 """
 

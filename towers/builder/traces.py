@@ -25,7 +25,7 @@ from towers.builder.attributes import (
     values_at,
 )
 from towers.builder.made_up_rows import known_values, possible_shapes, sample, spec_of, stand_in
-from towers.builder.op_names import NO_LAYER
+from towers.builder.op_names import layer_of
 from towers.builder.replica_scope import ReplicaScope, assign_by_op
 from towers.builder.rng import SEEN
 from towers.builder.sharding import PerTower, as_leaves
@@ -42,6 +42,10 @@ _HERE = threading.local()
 # From a variable and its value to what its copy begins from.
 Values = Callable[[tf.Variable, np.ndarray], Any]
 Results = dict[str, list[np.ndarray]]
+# What is seen while a function is traced: losses that layers add, summed; of each state, and of
+# each attribute, the towers' tensors; outputs of layers.
+Seen = dict[str, list[Any]]
+_SEEN = "losses", "states", "attributes", "layers"
 
 
 def is_tracing() -> bool:
@@ -69,8 +73,8 @@ class Trace:
     layers: list[str] = dataclasses.field(default_factory=list)  # in "layers"
     losses: list[tuple[str, bool]] = dataclasses.field(default_factory=list)  # (layer, has rows)
     attributes: list[Place] = dataclasses.field(default_factory=list)  # that it sets
-    attribute_values: list[Any] = dataclasses.field(default_factory=list)  # the tensors in them
-    holders: list[str] = dataclasses.field(default_factory=list)  # where each of these is
+    # (where it is, tensor) of each in these attributes.
+    left: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -99,16 +103,6 @@ class Trace:
         return None if any(not x.is_fully_defined() for x in known) else False
 
 
-@dataclasses.dataclass
-class Seen:
-    """What is seen while a function is traced, as tensors."""
-
-    losses: list[tf.Tensor] = dataclasses.field(default_factory=list)  # that layers add, summed
-    states: list[list[tf.Tensor]] = dataclasses.field(default_factory=list)  # of each the towers'
-    layers: list[tf.Tensor] = dataclasses.field(default_factory=list)
-    attributes: list[tf.Tensor] = dataclasses.field(default_factory=list)
-
-
 class Tracer:
     """Traces a function and runs the traces."""
 
@@ -125,7 +119,7 @@ class Tracer:
         self.batch = [leaf for leaf in self.leaves if not isinstance(leaf, PerTower)]
         self.shapes: Sequence[tf.TensorShape] = [leaf.shape for leaf in self.batch]
         self.real: list[tf.Tensor] | None = None
-        self.keep_rows(known_values(self.batch) if self.batch else None)
+        self.keep_rows(known_values(self.batch))
         sizes = [leaf.shape[0] for leaf in self.batch if leaf.shape.rank]
         self.batch_size: int | None = next(iter(sizes), None)  # if it is known
         self.failure = ""  # why the function could not be traced
@@ -151,27 +145,22 @@ class Tracer:
     def first_trace(self) -> Trace | None:
         """Return a trace on one device for the fewest examples that the function takes, or None.
 
-        If lengths are unknown, they are those with which all results have rows.
+        If lengths are unknown, they are the first with which it can be called.
         """
-        layers = self.layers
         shapes = [leaf.shape[1:] for leaf in self.batch if leaf.shape.rank]
-        shapes += [v.shape for layer in layers[:1] for v in layer.variables]
+        shapes += [v.shape for layer in self.layers[:1] for v in layer.variables]
         dims = {dim for shape in shapes for dim in shape if dim}
         clear = [n for n in _PRIMES if not any(dim % n == 0 for dim in dims)]
         # The function may take no other number of examples than that of its batch.
         own = {x.shape[0] for x in self.batch if x.shape.rank}
         prime = next(n for n in (*clear, *_PRIMES) if n not in own)
         sizes = [(prime * n, (prime - 2) * n) for n in _MULTIPLES if prime * n not in own]
-        fallback = None
-        for shapes in possible_shapes(self.real or self.batch, layers):
+        for shapes in possible_shapes(self.real or self.batch):
             self.shapes = shapes
             traces = (self.traced_or_none(*each) for each in sizes)
             if trace := next(filter(None, traces), None):
-                if not any(trace.not_by_example):
-                    return trace
-                fallback = fallback or (trace, shapes)
-        trace, self.shapes = fallback or (None, self.shapes)
-        return trace
+                return trace
+        return None
 
     def traced_or_none(self, size: int, of_first: int = 0) -> Trace | None:
         """Return a trace on one device; if the function raises an error, None, and keep why.
@@ -213,7 +202,7 @@ class Tracer:
         def program(inputs: list, scale: tf.Tensor, counted: tf.Tensor) -> dict[str, Any]:
             batch = self._batch(inputs, size, each=call is not None)
             dense = [x for x in tf.nest.flatten(batch) if is_dense_float(x)]
-            seen = Seen()
+            seen: Seen = {key: [] for key in _SEEN}
             with tf.device("/cpu:0"), self._recording(trace, seen, one, counted, named):
                 with tf.GradientTape(persistent=True) as tape:
                     tape.watch(dense)
@@ -225,7 +214,7 @@ class Tracer:
                             scope.close(size)
                         updates = scope.updates
                         trace.states = [v for v, _ in updates.values()]
-                        seen.states = [[value] for _, value in updates.values()]
+                        seen["states"] = [[value] for _, value in updates.values()]
                         trace.weights = [v for v in tape.watched_variables() if v.dtype.is_floating]
                 leaves = tf.nest.flatten(returned)
                 if not trace.leaves:
@@ -253,7 +242,7 @@ class Tracer:
                 "inputs": [_or_zeros(g, x) for x, g in pairs[: len(dense)]],
                 "weights": [_or_zeros(g, v) for v, g in of_weights],
                 "squares": [_squares(g) for _, g in of_weights],
-                **{field.name: getattr(seen, field.name) for field in dataclasses.fields(seen)},
+                **seen,
             }
 
         layers = self.layers if self.in_float32 else []
@@ -293,7 +282,6 @@ class Tracer:
 
         Added losses are multiplied by `counted`.
         """
-        calls: list[str] = []  # a stack of layers
         attributes, graph = Attributes(self.reached), tf.compat.v1.get_default_graph()
 
         def is_outside() -> bool:
@@ -304,22 +292,18 @@ class Tracer:
             with tf.name_scope(SEEN):
                 drawn = tf_internals.draw_op(op_name)(shape, **arguments)
             dims = None if drawn.shape.rank is None else drawn.shape.as_list()
-            trace.draws.append((op_name, dims, calls[-1] if calls else NO_LAYER))
+            trace.draws.append((op_name, dims, layer_of(drawn.op.name)))
             return drawn
 
         def make_call(before: Callable) -> Callable:
             def call(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
-                calls.append(layer.path or layer.name)
-                try:
-                    result = before(layer, *args, **kwargs)
-                    if named and is_outside():
-                        found = [x for x in tf.nest.flatten(result) if isinstance(x, tf.Tensor)]
-                        found = [x for x in found if x.shape.rank and is_number(x)]
-                        seen.layers += found
-                        trace.layers += [calls[-1]] * len(found)
-                    return result
-                finally:
-                    calls.pop()
+                result = before(layer, *args, **kwargs)
+                if named and is_outside():
+                    found = [x for x in tf.nest.flatten(result) if isinstance(x, tf.Tensor)]
+                    found = [x for x in found if x.shape.rank and is_number(x)]
+                    seen["layers"] += found
+                    trace.layers += [layer.path or layer.name] * len(found)
+                return result
 
             return call
 
@@ -332,7 +316,7 @@ class Tracer:
                         continue
                     times = tf.cast(counted[len(trace.losses)], value.dtype)
                     losses[i] = tf.math.multiply_no_nan(value, times)
-                    seen.losses.append(tf.cast(tf.reduce_sum(value), tf.float64))
+                    seen["losses"].append(tf.cast(tf.reduce_sum(value), tf.float64))
                     trace.losses.append((layer.path or layer.name, bool(value.shape.rank)))
                 before(layer, losses)
 
@@ -352,13 +336,14 @@ class Tracer:
             ):
                 yield
             trace.attributes = one.attributes if one else attributes.changed()
-            trace.attribute_values = tensors_in(values_at(trace.attributes))
-            trace.holders = [
-                description(x) for x in trace.attributes for _ in tensors_in(values_at([x]))
+            trace.left = [
+                (description(place), x)
+                for place in trace.attributes
+                for x in tensors_in(values_at([place]))
             ]
-            for x in map(_value, trace.attribute_values):
+            for x in (_value(x) for _, x in trace.left):
                 known = tf.is_symbolic_tensor(x) and is_number(x)
-                seen.attributes.append(tf.identity(x) if known else tf.zeros([]))
+                seen["attributes"].append(tf.identity(x) if known else tf.zeros([]))
         finally:
             _HERE.tracing = before
             attributes.restore(attributes.changed())

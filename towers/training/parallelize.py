@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from towers import devices as tower_devices
 from towers import tf_internals
-from towers.builder import attributes, batch_norm, made_up_rows
+from towers.builder import batch_norm, made_up_rows
 from towers.builder.device_types import HOST, are_remote
 from towers.builder.joined_outputs import concat
 from towers.builder.passes import CopiesError, Passes, TowerGradients
@@ -260,7 +260,6 @@ class _Steps:
                 try:
                     with self._assignments_checked():
                         result = fn(*args)
-                    attributes.refuse_uses()
                 except Exception as error:
                     refused = _found_in(error, RunError)  # by a check, for on_inexact="stop"
                     if not self._on_one_device.pop(name, "") and can_fail and not refused:
