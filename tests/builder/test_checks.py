@@ -55,34 +55,26 @@ def test_a_check_of_any_rows_returns_messages(float64):
 
 
 @pytest.mark.parametrize(
-    "when, expected",
+    "when, is_cheap, expected",
     [
-        ("once", {1: ["run"], 100: ["again"]}),
-        ("always", {1: ["run"], 10: ["again"], 100: ["again"]}),
-        ("off", {}),
+        ("once", True, {1: ["run"], 100: ["again"]}),
+        ("always", True, {1: ["run"], 10: ["again"], 100: ["again"]}),
+        ("always", False, {1: ["run"], 10: ["again"]}),
+        ("off", True, {}),
     ],
 )
-def test_checks_that_are_left_to_steps(made, when, expected):
+def test_checks_that_are_left_to_steps(made, when, is_cheap, expected):
     told, found = [], {}
     towers = builder(told, check=when)
     towers.checks.is_deferred = True
     towers.concat(squares, tf.constant(X))
     assert not made, "the first step comes before the check"
     for step in range(1, 121):
-        towers.checks._last -= 1e6  # seconds have gone by: a check is cheap
+        towers.checks._last -= 1e6 * is_cheap  # seconds have gone by
         towers.checks.after_step(step)
         if made:
             found[step], made[:] = list(made), []
     assert (found, told) == (expected, [])
-
-
-def test_a_check_that_is_not_cheap_is_made_more_rarely(made):
-    towers = builder([], check="always")
-    towers.checks.is_deferred = True
-    towers.concat(squares, tf.constant(X))
-    for step in range(1, 121):
-        towers.checks.after_step(step)
-    assert made == ["run", "again"]
 
 
 def test_what_has_passed_is_not_checked_again(made):
@@ -127,37 +119,48 @@ def test_one_device_is_exact_and_says_so_once(compiled, float64):
     assert len(told) == 1 and "runs on one device" in told[0]
 
 
-def test_a_function_is_checked_on_the_rows_of_its_first_run(float64):
-    """A mask of -1 is in no row that is made up."""
+# A value that is in no row that is made up.
 
-    told, w = [], tf.Variable(np.ones((3, 2)))
-    towers = builder(told)
 
-    @tf.function(autograph=False)
-    def step(x):
-        def masked(x):
-            absent = tf.reduce_sum(tf.cast(x == -1.5, x.dtype))
-            return tf.reduce_sum(x @ w, 1) / (1.0 + absent)
+def of_marks(towers, signature=None):
+    """Return a compiled step in which all numbers of 7.25 get the mean of the batch."""
+    w = tf.Variable(np.ones((3, 2)))
+    fn = lambda x: tf.where(x == 7.25, tf.reduce_mean(x), x) @ w  # noqa: E731
+    return tf.function(lambda x: towers.concat(fn, x), signature, autograph=False)
 
-        return towers.concat(masked, x)
 
+MARKED = np.where(X > 0, 7.25, X)
+
+
+@pytest.mark.parametrize("when", [1, 100])
+def test_a_function_is_checked_on_the_rows_of_its_first_and_its_hundredth_run(when, float64):
+    told = []
+    step = of_marks(builder(told))
     step.get_concrete_function(tf.TensorSpec([7, 3], tf.float64))
-    assert not told
-    step(tf.constant(np.where(X > 0, X, -1.5)))
+    for run in range(1, when + 1):
+        assert not told
+        step(tf.constant(MARKED if run == when else X))
     assert len(told) == 1 and told[0].startswith("inexact: ")
 
 
-def test_a_value_that_later_rows_have_is_found_in_a_later_run(float64):
-    told, w = [], tf.Variable(np.ones((3, 2)))
-    towers = builder(told)
+def test_rows_of_other_lengths_than_those_made_up_are_checked(float64):
+    for rows, number in (X, 0), (MARKED, 1):
+        told = []
+        step = of_marks(builder(told), [tf.TensorSpec([None, None, 3], tf.float64)])
+        step(tf.constant(np.stack([rows] * 6, axis=1)))
+        assert ["inexact: " in line for line in told] == [True] * number
 
-    @tf.function(autograph=False)
-    def step(x):
-        return towers.concat(lambda x: tf.where(x == 7.25, tf.reduce_mean(x), x) @ w, x)
 
-    for run in range(1, 101):
-        step(tf.constant(np.where(X > 0, 7.25, X) if run == 100 else X))
-        assert bool(told) == (run == 100)
+def test_a_check_does_not_wait_for_the_thread_that_it_holds(float64, monkeypatch):
+    """TensorFlow may have a single thread that runs ops; then the step goes on meanwhile."""
+    monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: 1)
+    told, threads = [], []
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: threads.append(thread))
+    of_marks(builder(told))(tf.constant(MARKED))
+    (thread,) = [thread for thread in threads if not thread.daemon]
+    assert not told
+    thread.run()
+    assert len(told) == 1
 
 
 def test_what_is_printed_is_printed_by_the_towers_alone(capfd):
@@ -217,43 +220,4 @@ def test_a_difference_is_reported_once_whatever_its_size(float64):
     towers = builder(told)
     for times in 1.0, 2.0:
         towers.concat(lambda x, times=times: (x - times * tf.reduce_mean(x, 0)) @ w, tf.constant(X))
-    assert len(told) == 1
-
-
-def test_rows_of_other_lengths_than_those_made_up_are_checked(float64):
-    told, w = [], tf.Variable(np.ones((3, 2)))
-    towers = builder(told)
-
-    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, None, 3], tf.float64)])
-    def step(x):
-        return towers.concat(lambda x: tf.where(x == 7.25, tf.reduce_mean(x), x) @ w, x)
-
-    step(tf.constant(np.stack([X] * 6, axis=1)))
-    assert not told
-    other = builder(told)
-    rows = np.stack([np.where(X > 0, 7.25, X)] * 6, axis=1)
-    again = tf.function(
-        lambda x: other.concat(lambda x: tf.where(x == 7.25, tf.reduce_mean(x), x) @ w, x),
-        input_signature=[tf.TensorSpec([None, None, 3], tf.float64)],
-        autograph=False,
-    )
-    again(tf.constant(rows))
-    assert len(told) == 1 and told[0].startswith("inexact: ")
-
-
-def test_a_check_does_not_wait_for_the_thread_that_it_holds(float64, monkeypatch):
-    """TensorFlow may have a single thread that runs ops; then the step goes on meanwhile."""
-    monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: 1)
-    told, w, threads = [], tf.Variable(np.ones((3, 2))), []
-    monkeypatch.setattr(threading.Thread, "start", lambda thread: threads.append(thread))
-    towers = builder(told)
-
-    @tf.function(autograph=False)
-    def step(x):
-        return towers.concat(lambda x: tf.where(x == 7.25, tf.reduce_mean(x), x) @ w, x)
-
-    step(tf.constant(np.where(X > 0, 7.25, X)))
-    (thread,) = [thread for thread in threads if not thread.daemon]
-    assert not told
-    thread.run()
     assert len(told) == 1

@@ -170,10 +170,8 @@ def _parts_of(value: Any, is_ours: bool) -> list[Any]:
         return [*defaults, *inner, getattr(value, "__wrapped__", None)]
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
-    if isinstance(value, staticmethod | classmethod):
-        return [value.__func__]
-    if isinstance(value, property | functools.cached_property):
-        return [getattr(value, name, None) for name in ("fget", "func")]
+    if isinstance(value, staticmethod | classmethod | property | functools.cached_property):
+        return [getattr(value, name, None) for name in ("__func__", "fget", "func")]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, value.keywords]
     if isinstance(value, tuple | set | list | dict):

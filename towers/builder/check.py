@@ -127,10 +127,8 @@ class Check:
     def _try_whole_batch(self, seconds: float) -> list[str]:
         """Make two trials of as many examples as in the batch, if the function asks for the number.
 
-        It may if it has other ops then, or branches. What takes long is left out.
-
-        Args:
-            seconds: that the other trials took.
+        It may if it has other ops then, or branches. What takes long is left out, by the seconds
+        that the other trials took.
         """
         few, size = self.analysis.trace, self.tracer.batch_size
         part = size // self.builder.num_slices if size else 0
@@ -351,10 +349,6 @@ class Check:
         """Return whether an added loss changes the outputs' mean as on one device.
 
         It does not change them, unless they are the losses of examples.
-
-        Args:
-            place: of the loss.
-            policy: by which towers add it.
         """
         one, sizes = self.one, self.analysis.trace.slice_sizes
         rows = self.tracer.inputs(one.size, kind=self._kind)

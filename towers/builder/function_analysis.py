@@ -153,12 +153,6 @@ def _layout(size: int, op: str, dims: Sequence[int | None] | None, layer: str) -
     The batch is the axis that has as many elements as there are examples, or the one that has a
     multiple of it: several numbers of an example, which are taken for neighbors. Without such an
     axis the numbers are for the whole batch.
-
-    Args:
-        size: number of examples.
-        op: the random op.
-        dims: its shape.
-        layer: that draws.
     """
     if dims is None or None in dims:
         return DrawInfo(op, None, None, layer)

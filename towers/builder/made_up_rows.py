@@ -59,7 +59,7 @@ def sample(spec: tf.TypeSpec, random: np.random.Generator, kind: int = 0) -> Any
         kind: 0: normal floats, and 0 and 1; 1: floats between 0 and 1; 2: these, and 1 and 2.
             Numbers of uint8 are below 256; text is made of numbers.
     """
-    shape = filled(spec.shape).as_list()
+    shape = [_LENGTHS[0] if dim is None else dim for dim in spec.shape]
     if spec.dtype.is_floating or spec.dtype.is_complex:
         value = random.normal(size=shape) if kind == 0 else random.random(shape)
     else:
@@ -110,12 +110,8 @@ def known_values(tensors: Sequence[Any]) -> list[Any] | None:
 
 
 def stand_in(captured: tf.Tensor) -> tf.Tensor:
-    """Return a captured tensor if it is eager, else one of its shape: of ones, or of fractions."""
+    """Return a captured tensor if it is eager, else one of its shape."""
     if not tf.is_symbolic_tensor(captured):
         return captured
-    shape = [_LENGTHS[0] if dim is None else dim for dim in captured.shape]
-    if not captured.dtype.is_floating:
-        return tf.ones(shape, captured.dtype)
-    # A weight of 1, or of 0, would hide what it is the weight of.
-    waves = np.sin(1 + 12.9898 * np.arange(np.prod(shape, dtype=int)))
-    return tf.cast(0.4 + 0.2 * waves.reshape(shape), captured.dtype)
+    spec = tf.TensorSpec(captured.shape, captured.dtype)
+    return sample(spec, np.random.default_rng(0), kind=2)  # a weight of 0 would hide what it is of
