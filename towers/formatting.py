@@ -78,6 +78,7 @@ _AROUND = re.compile(
     r'(?m)^Graph execution error.*|^Detected at node.*\n(\s*(File ".*", line \d+.*)?\n)*|^<stack.*'
     r"|.*root error\(s\) found.*|\(\d\) [A-Z_]+:|\[\[\{\{.*?\}\}\]\]|\{\{.*?\}\} *"
     r"|^Exception encountered when .*|^Arguments received by .*|\x1b\[\d+m"
+    r"|\Ain user code:\n(.*\n)*\s*\n"
 )
 
 

@@ -18,7 +18,7 @@ from towers import TowerBuilder
 from towers.errors import InputError
 from towers.training.run.setup import prepare
 
-pytestmark = pytest.mark.run
+pytestmark = [pytest.mark.run, pytest.mark.checked]
 RANDOM = np.random.default_rng(0)
 DATA = {"x": RANDOM.normal(size=(17, 3)), "y": RANDOM.normal(size=(17, 1)), "batch_size": 7}
 layers, ops = keras.layers, keras.ops

@@ -30,6 +30,7 @@ from towers.builder.sharding import num_rows
 ROWS = "rows"  # policy: concatenate a tensor that has a row for each example
 _LIBRARIES = {"tensorflow", "keras", "numpy", *sys.stdlib_module_names}
 _SIMPLE = (bool, int, float, complex, str, bytes, enum.Enum, type(None), np.generic)
+_CODE = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
 _PYTHON = (*_SIMPLE, np.ndarray, tf.DType)
 _MOST_VALUES = 100_000  # are followed
 _MOST_PARTS = 1_000  # of a list that is looked through: a larger one holds data
@@ -57,7 +58,8 @@ class Holder:
         if isinstance(self.itself, list):
             return {_CONTENT: tuple(self.itself)}
         content = vars(self.itself) if isinstance(self.itself, type) else self.itself
-        return {k: v for k, v in content.items() if self.names is None or k in self.names}
+        names = content if self.names is None else self.names
+        return {name: content[name] for name in names if name in content}
 
     def users_values(self) -> dict[Any, Any]:
         """Return {name: value} without what Keras and TensorFlow keep in their objects."""
@@ -104,8 +106,8 @@ def reached_by(fn: Callable) -> list[Holder]:
     """Return what a function can read, through whatever it holds; libraries are left out."""
     found: dict[tuple, Holder] = {}
     seen: dict[int, tuple[Any, bool]] = {}  # {id: (value, whether the user's)}; it keeps its id
-    # (value, what it is in: None for an object of this library).
-    waiting: list[tuple[Any, Holder | None]] = [(fn, Holder({}, "{!r}"))]
+    # (value, where it is: None for an object of this library).
+    waiting: list[tuple[Any, Place | None]] = [(fn, (Holder({}, ""), ""))]
     while waiting and len(seen) < _MOST_VALUES:
         value, inside = waiting.pop()
         known = id(value) in seen and (seen[id(value)][1] or inside is None)
@@ -118,15 +120,15 @@ def reached_by(fn: Callable) -> list[Holder]:
             if key not in found:
                 found[key] = holder
                 for name, each in holder.read().items():
-                    of_name = dataclasses.replace(holder, description=description((holder, name)))
                     parts = each if isinstance(holder.itself, list) else [each]
-                    waiting += [(part, of_name) for part in parts]
+                    is_method = isinstance(holder.itself, type) and isinstance(each, _CODE)
+                    waiting += [(part, (holder, name)) for part in parts if not is_method]
         is_ours = _is_ours(getattr(value, "__module__", None))
         waiting += [(part, None if is_ours else inside) for part in _parts_of(value, is_ours)]
     return list(found.values())
 
 
-def _holders_at(value: Any, inside: Holder | None) -> Iterator[Holder]:
+def _holders_at(value: Any, inside: Place | None) -> Iterator[Holder]:
     of_class = type(value)
     if isinstance(value, types.FunctionType):
         if _is_of_library(value.__module__) or _is_ours(value.__module__):
@@ -147,7 +149,7 @@ def _holders_at(value: Any, inside: Holder | None) -> Iterator[Holder]:
             yield Holder(value, f"the attribute {{!r}} of class {value.__name__}")
     elif issubclass(of_class, list | dict):
         if inside is not None and len(value) <= _MOST_PARTS:
-            yield dataclasses.replace(inside, itself=value, names=None)
+            yield Holder(value, description(inside), layer=inside[0].layer)
     elif _has_attributes(value) and not _is_ours(of_class.__module__):
         yield Holder(vars(value), f"the attribute {{!r}} of a {of_class.__name__}")
 
@@ -170,7 +172,7 @@ def _parts_of(value: Any, is_ours: bool) -> list[Any]:
         return [*defaults, *inner, getattr(value, "__wrapped__", None)]
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
-    if isinstance(value, staticmethod | classmethod | property | functools.cached_property):
+    if isinstance(value, _CODE):
         return [getattr(value, name, None) for name in ("__func__", "fget", "func")]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, value.keywords]
@@ -183,7 +185,9 @@ def _parts_of(value: Any, is_ours: bool) -> list[Any]:
         objects = tf_internals.layers_of(value)
     else:
         objects = [value] if _has_attributes(value) else []
-    return [each for x in objects for each in type(x).__mro__]
+    classes = dict.fromkeys(each for x in objects for each in type(x).__mro__)
+    users = [each for each in classes if not _is_of_library(each.__module__)]
+    return users + [x for each in users for x in vars(each).values()]
 
 
 def _names_in(code: types.CodeType) -> frozenset[str]:

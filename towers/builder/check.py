@@ -135,8 +135,7 @@ class Check:
         if part in (0, size) or size == few.size or seconds * size > _SECONDS * few.size:
             return []
         whole = self.tracer.traced_or_none(size, size - part)
-        kinds = [sorted(kind for _, kind in trace.ops) for trace in (few, whole) if trace]
-        if kinds[0] == kinds[-1] and not _BRANCHES & set(kinds[0]):
+        if whole is None or (few.kinds == whole.kinds and not _BRANCHES & set(few.kinds)):
             return []
         analysis = dataclasses.replace(self.analysis, trace=whole)
         check = Check(analysis, self.builder, False, most_trials=2)

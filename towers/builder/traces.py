@@ -83,6 +83,11 @@ class Trace:
         return list({id(v.handle): v for v in found}.values())
 
     @property
+    def kinds(self) -> list[str]:
+        """The types of its ops but casts, sorted."""
+        return sorted(kind for _, kind in self.ops if kind != "Cast")
+
+    @property
     def not_by_example(self) -> list[bool]:
         """For each result whether it surely has no row for each example."""
         known = [x is not None and x.rank is not None for x in self.shapes]
