@@ -124,9 +124,9 @@ class Tracer:
         self.batch = [leaf for leaf in self.leaves if not isinstance(leaf, PerTower)]
         self.shapes: Sequence[tf.TensorShape] = [leaf.shape for leaf in self.batch]
         self.real: list[tf.Tensor] | None = None
-        self.keep_rows(known_values(self.batch))
         sizes = [leaf.shape[0] for leaf in self.batch if leaf.shape.rank]
         self.batch_size: int | None = next(iter(sizes), None)  # if it is known
+        self.keep_rows(known_values(self.batch))
         self.failure = ""  # why the function could not be traced
         self.in_float32 = False  # whether layers of 16 bits compute in float32 in the next traces
         # {id of a variable's handle: (the variable, its value, the copy)}.
@@ -139,7 +139,7 @@ class Tracer:
         """
         if not batch or not all(map(len, batch)):
             return True
-        number = min(int(x.shape[0]) for x in batch)
+        self.batch_size = number = min(int(x.shape[0]) for x in batch)
         rows = np.linspace(0, number - 1, min(number, MOST_ROWS)).astype(int)
         with tf.init_scope():
             self.real = [tf.gather(x, rows) for x in batch]

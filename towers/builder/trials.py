@@ -46,12 +46,8 @@ def trials(one: Trace, rows: Callable[[int], list[Any]]) -> Iterator[Trial]:
     yield Trial("with noise on the variables", rows(2), noisy, big)
     for share in (1e-3, 1e-2):
         yield Trial("with small gradients", rows(1), noisy, share * small)
-    for of_float, of_others in (
-        (lambda _: 99.0, lambda _: 99),  # the next step is a round number
-        (lambda x: x + 0.5, lambda x: x + 1),
-        (lambda x: x - 0.5, lambda x: x + 2),
-    ):
-        yield Trial("in a later step", rows(0), _with_numbers(of_float, of_others), small)
+    for values in (_a_step_before, _in_mode(1, 0.5), _in_mode(2, -0.5)):
+        yield Trial("in a later step", rows(0), values, small)
     for part in range(2):  # a large counter hides what is added to it
         yield Trial("after many steps", rows(0), _partly_late(one, part), small)
     yield Trial("on these examples", rows(3), as_it_is, small)
@@ -119,16 +115,27 @@ def _partly_late(one: Trace, part: int) -> Values:
     return lambda v, value: _late(v, value) if id(v.handle) in late else value
 
 
-def _with_numbers(of_float: Callable, of_others: Callable) -> Values:
-    """Return values with each single number changed: a counter, a stage, how far a gate is open."""
+def _in_mode(number: int, amount: float) -> Values:
+    """Return values with each single number a little more: a stage, or how far a gate is open."""
 
     def values(variable: tf.Variable, value: np.ndarray) -> Any:
-        if value.shape or value.dtype == bool or SEED_STATE in variable.name:
+        if not _is_number(variable, value):
             return noisy(variable, value)
-        change = of_float if variable.dtype.is_floating else of_others
-        return np.asarray(change(float(value)), value.dtype)
+        more = amount if variable.dtype.is_floating else number
+        return (np.asarray(value, np.float64) + more).astype(value.dtype)
 
     return values
+
+
+def _a_step_before(variable: tf.Variable, value: np.ndarray) -> Any:
+    """Return a counter's value from which the next step is a round number."""
+    if not _is_number(variable, value) or (variable.trainable and variable.dtype.is_floating):
+        return noisy(variable, value)
+    return np.asarray(999 if variable.dtype.size >= 4 else 99, value.dtype)
+
+
+def _is_number(variable: tf.Variable, value: np.ndarray) -> bool:
+    return not (value.shape or value.dtype == bool or SEED_STATE in variable.name)
 
 
 # Rows that are changed. Whole numbers stay: they may be classes or indices.
