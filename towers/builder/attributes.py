@@ -68,7 +68,12 @@ class Holder:
         return {k: v for k, v in values if k not in own and not str(k).startswith("_self_")}
 
     def write(self, name: Any, value: Any) -> None:
-        """Set a name, without the tracking of Keras; to _MISSING: remove it."""
+        """Set a name, without the tracking of Keras.
+
+        Args:
+            name: as `read` has it.
+            value: its new value; _MISSING removes it.
+        """
         if isinstance(self.itself, list):
             is_tensorflows = type(self.itself).__module__.startswith("tensorflow")
             of_class = type(self.itself) if is_tensorflows else list

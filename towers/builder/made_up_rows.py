@@ -18,10 +18,10 @@ def possible_shapes(leaves: Sequence[Any]) -> Iterator[list[tf.TensorShape]]:
         yield shapes
         return
     for length in _LENGTHS:
-        yield [shape if shape.rank is None else filled(shape, length) for shape in shapes]
+        yield [shape if shape.rank is None else _filled(shape, length) for shape in shapes]
 
 
-def filled(shape: tf.TensorShape, length: int = _LENGTHS[0]) -> tf.TensorShape:
+def _filled(shape: tf.TensorShape, length: int = _LENGTHS[0]) -> tf.TensorShape:
     """Return a shape with a length in place of those that are unknown, but for axis 0."""
     return tf.TensorShape([*shape[:1], *(length if dim is None else dim for dim in shape[1:])])
 
@@ -47,7 +47,7 @@ def spec_of(leaf: Any, size: int, shape: tf.TensorShape) -> tf.TypeSpec:
     if shape.rank is None:
         raise ValueError("the shape of an argument is unknown; set it by tf.ensure_shape")
     kind = tf.SparseTensorSpec if isinstance(leaf, tf.SparseTensor) else tf.TensorSpec
-    return kind([size, *filled(shape)[1:]], leaf.dtype)
+    return kind([size, *_filled(shape)[1:]], leaf.dtype)
 
 
 def sample(spec: tf.TypeSpec, random: np.random.Generator, kind: int = 0) -> Any:

@@ -66,6 +66,11 @@ def jittered(trial: Trial, step: float, has_weights: bool) -> Trial:
     """Return a trial with other last digits of the weights; without weights, of the inputs.
 
     A function may ask whether inputs are equal to something.
+
+    Args:
+        trial: any.
+        step: the relative change.
+        has_weights: of the function.
     """
 
     def values(variable: tf.Variable, value: np.ndarray) -> Any:
@@ -82,12 +87,22 @@ def jittered(trial: Trial, step: float, has_weights: bool) -> Trial:
 
 
 def as_it_is(_: tf.Variable, value: np.ndarray) -> Any:
-    """Return the variable's value."""
+    """Return the variable's value.
+
+    Args:
+        _: the variable.
+        value: its value.
+    """
     return value
 
 
 def noisy(variable: tf.Variable, value: np.ndarray) -> Any:
-    """Return a float's value with noise: a weight of zero would hide what it is the weight of."""
+    """Return a float's value with noise: a weight of zero would hide what it is the weight of.
+
+    Args:
+        variable: any.
+        value: its value.
+    """
     if not variable.dtype.is_floating:
         return value
     waves = _waves(1.0, 12.9898, value.shape)
