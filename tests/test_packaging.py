@@ -224,7 +224,7 @@ def test_test_script_checks_the_style_chooses_tiers_and_passes_arguments_on(chec
     for line, chosen in {
         "--fast": [quick],
         "": [release],
-        "--all": [release, "-m extended"],
+        "--all": [f"{release} --checked", "-m extended --checked"],
         "--fast builder -x": [f"{quick} tests/builder -x"],
     }.items():
         done = run(checkout, "scripts/test", *line.split(), PYTHON=str(python))

@@ -165,7 +165,12 @@ class Monitor:
         )
 
     def histograms(self, step: int, model: keras.Model) -> None:
-        """Write histograms of the finite weights of a model after `step` updates."""
+        """Write histograms of the finite weights of a model.
+
+        Args:
+            step: number of updates so far.
+            model: whose trainable weights are shown.
+        """
         summary = Summary()
         with self.pause():
             for variable in model.trainable_variables:

@@ -42,9 +42,11 @@ class Profiler:
 
     @contextlib.contextmanager
     def call(self, step: int, num_steps: int) -> Iterator[None]:
-        """Profile the block, a call that makes `num_steps` steps after `step` ones, if it is due.
+        """Profile the block, a call of the train loop, if it is due; the page shows it as one step.
 
-        The page shows the call as one step.
+        Args:
+            step: number of steps before the call.
+            num_steps: number of steps in it.
         """
         if self.plan and self.plan[0] <= step < self.plan[1] and not self._running:
             with self.monitor.pause():

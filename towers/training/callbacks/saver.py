@@ -57,10 +57,14 @@ class Saver:
             self.save(step, now=step == self.prepared.timetable.last_step)
 
     def save(self, step: int, now: bool = False) -> None:
-        """Save a checkpoint, in a thread unless `now`; raise if a step or weight is not finite.
+        """Save a checkpoint; raise if a step or weight is not finite.
 
         Copies of the weights that have drifted apart, as on unlike GPUs, are set to the saved
         values: the run continues as one that is resumed from this checkpoint.
+
+        Args:
+            step: of the checkpoint.
+            now: wait until it is written, which else a thread does.
         """
         with self.monitor.pause():
             if drifted := self.prepared.run.train_state.make_copies_equal():

@@ -32,6 +32,11 @@ class Place:
     logs: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the last epoch
 
     def is_stopped(self, options: Options, last_step: int) -> bool:
-        """Return whether a callback ended the run: with others, or for more steps, it continues."""
+        """Return whether a callback ended the run: with others, or for more steps, it continues.
+
+        Args:
+            options: of the run.
+            last_step: up to which it is to train.
+        """
         same = self.stopped_by == options.callbacks and self.planned_steps == last_step
         return bool(self.stopped_by) and same

@@ -95,6 +95,6 @@ class SmoothedCrossEntropy(keras.losses.SparseCategoricalCrossentropy):
         self.smoothing = smoothing
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        """Return the loss of each example."""
+        """Return the loss of each example, see `keras.Loss`."""
         of_all = -tf.reduce_mean(tf.nn.log_softmax(y_pred), axis=-1)
         return (1.0 - self.smoothing) * super().call(y_true, y_pred) + self.smoothing * of_all
