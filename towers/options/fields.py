@@ -60,12 +60,7 @@ class CheckedOptions:
 
 
 def check_value(field: dataclasses.Field, value: Any) -> None:
-    """Raise InputError if a value is not allowed for the option of a field.
-
-    Args:
-        field: of `Options`, with its limits.
-        value: any.
-    """
+    """Raise InputError if a value is not allowed by a field's metadata, see `option`."""
     choices, takes_function = field.metadata.get("choices"), field.metadata.get("own")
     if choices and value not in choices and not (takes_function and ":" in value):
         close = difflib.get_close_matches(str(value), choices, n=1)

@@ -47,8 +47,8 @@ class Verb:
     # When what is not given comes from the flags.cfg of the run in --train_dir: "" never; "always",
     # so that there must be one; "if_any": it may be a new run.
     run_flags: str = ""
-    # "module:function", called with the options and a function that prints lines; by default `run`
-    # in the verb's command.py.
+    # "module:function", by default `run` in the verb's command.py. It is called with the options
+    # and `say`, a function that prints a line, and returns the JSON of the verb.
     function: str = ""
     # How TensorFlow is started before: "" not at all, "import" only imported, "cpu" without GPUs,
     # "options" with the GPU options.
@@ -165,12 +165,7 @@ def option_name(flag: str) -> str:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Parse a value of a run's option as a command line has it; its range is not checked.
-
-    Args:
-        name: of the option.
-        text: the value as typed.
-    """
+    """Parse a value of a run's option as it is typed, see `parse`; its range is not checked."""
     return _read_argv([f"--{name}={text}"], _TRAIN)[name]
 
 
@@ -340,12 +335,7 @@ def _check_identity(
 
 
 def main_help(version: str, verbs: Sequence[Verb]) -> str:
-    """Return the text of `towers --help`, with the verbs in this order.
-
-    Args:
-        version: of towers.
-        verbs: in the order in which they are shown.
-    """
+    """Return the text of `towers --help`, with the version and the verbs in order; see `Verb`."""
     lines = "\n".join(f"  {verb.name:10} {verb.help}" for verb in verbs)
     return (
         f"towers {version}: data-parallel training, the same numbers at any number of towers\n\n"

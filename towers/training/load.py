@@ -120,16 +120,7 @@ def load(
 
 
 def load_run(options: Options, *, averages: bool = False, step: int | None = None) -> TrainedModel:
-    """Build the model of a run and read its weights.
-
-    Args:
-        options: of the run, with its `train_dir`.
-        averages: whether the weights are to be their moving averages.
-        step: see `read_weights`.
-
-    Raises:
-        InputError: see `load`.
-    """
+    """Build the model of a run in `options.train_dir` and read its weights, see `load`."""
     found, values = read_weights(Path(options.train_dir), step)
     if averages and not averages_in(values):
         raise InputError(
@@ -192,11 +183,7 @@ def averages_in(values: Values) -> Values:
 
 
 def read_weights(train_dir: Path, step: int | None = None) -> tuple[int, Values]:
-    """Return the step of a run's checkpoint, and its values of the variables of `KINDS`, by name.
-
-    Args:
-        train_dir: the folder of the run.
-        step: of the checkpoint; None: the best one where the run keeps that, else the newest.
+    """Return the step of a run's checkpoint, and its values of `KINDS` by name; see `load`.
 
     Raises:
         InputError: there is none, or it cannot be read. No older one stands in for it: its results

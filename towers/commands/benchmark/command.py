@@ -83,11 +83,7 @@ class Runner:
 
 
 def run(options: BenchmarkOptions, say: Say = print) -> dict[str, Any]:
-    """Measure the speed and the scaling of a run.
-
-    Args:
-        options: of the verb.
-        say: prints a line.
+    """Measure the speed and the scaling of a run; see `flags.Verb`.
 
     Returns:
         "results", one for each number of towers; "ratios" {"2": 2 towers / their control}, medians
@@ -112,13 +108,7 @@ def run(options: BenchmarkOptions, say: Say = print) -> dict[str, Any]:
 
 
 def start(options: BenchmarkOptions, stack: contextlib.ExitStack, say: Say) -> list[Runner]:
-    """Start a process for each number of towers, which the stack ends.
-
-    Args:
-        options: of the verb.
-        stack: ends the processes when it is closed.
-        say: prints a line.
-    """
+    """Start a process for each number of towers, which the stack ends; see `run`."""
     given, growth, runners = options.run, {}, []
     if not given.per_process_gpu_memory_fraction + given.gpu_memory_limit_mib:
         growth = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}  # all processes share the GPUs' memory
@@ -139,14 +129,7 @@ def start(options: BenchmarkOptions, stack: contextlib.ExitStack, say: Say) -> l
 
 
 def take_turns(runners: Sequence[Runner], windows: int, seconds: float, say: Say) -> None:
-    """Run so many windows of at least so many seconds of each runner, one after the other.
-
-    Args:
-        runners: whose loops take turns.
-        windows: the number of rounds.
-        seconds: the least length of a window.
-        say: prints a line.
-    """
+    """Run windows of each runner, one after the other; see `BenchmarkOptions`."""
     turns = [(r, loop, seconds * share) for r in runners for loop, share in r.loops.items()]
     total = sum(length for *_, length in turns)
     say(f"measuring   {windows} rounds of {total:.0f} s at least, a window each in turn")
@@ -164,22 +147,12 @@ def _numbers(named: str) -> list[int]:
 
 
 def ratio_of(longer: Sequence[float], shorter: Sequence[float]) -> dict[str, float]:
-    """Return median, min and max of longer / shorter, window by window.
-
-    Args:
-        longer: a number for each window.
-        shorter: as many, by which they are divided.
-    """
+    """Return median, min and max of longer / shorter, window by window; see `Runner`."""
     values = [a / b for a, b in zip(longer, shorter, strict=True)]
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def spread(values: Mapping[str, float], digits: int = 0) -> str:
-    """Return what `ratio_of` returns as "102 (99 to 104)".
-
-    Args:
-        values: what `ratio_of` returns.
-        digits: decimals of each number.
-    """
+    """Return values, see `ratio_of`, as "102 (99 to 104)", with so many decimals."""
     low, middle, high = (f"{values[key]:.{digits}f}" for key in ("min", "median", "max"))
     return f"{middle} ({low} to {high})"

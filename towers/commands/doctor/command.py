@@ -38,14 +38,9 @@ class Check:
 
 
 def run(options: Options, say: Callable[[str], None]) -> list[Check]:
-    """Check versions, GPUs, and a computation on each device.
+    """Check versions, GPUs, and a computation on each device; see `flags.Verb`.
 
-    Args:
-        options: the GPU options are used.
-        say: called with each finding as soon as it is known, then with a summary.
-
-    Returns:
-        The findings, at least one.
+    Each finding is said as soon as it is known, then a summary.
     """
     findings = []
     for check in _checks(options):

@@ -34,11 +34,7 @@ Inputs = Any  # a structure of tensors
 
 
 def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Write a run's model to a file, load it again, and compare the outputs of both.
-
-    Args:
-        options: the run, the format and the file.
-        say: called with each line to print.
+    """Write a run's model to a file, load it, and compare the outputs of both; see `flags.Verb`.
 
     Returns:
         {"passed", "output", "format", "step", "averages", "max_relative_difference"}.

@@ -41,11 +41,7 @@ by default the current one. They run as they are: put your own model and data in
 
 
 def run(options: InitOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Write the files, and print what to type next; return {}.
-
-    Args:
-        options: the folder.
-        say: called with each line to print.
+    """Write the files, and print what to type next; return {}; see `flags.Verb`.
 
     Raises:
         InputError: a file exists, or cannot be written.

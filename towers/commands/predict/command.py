@@ -30,13 +30,9 @@ Row = tuple[str, int, dict[str, np.ndarray]]  # file, index there, outputs by na
 
 
 def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
-    """Print the outputs of a run's newest or best checkpoint for each example; return {}.
+    """Print the outputs of a run's newest or best checkpoint for each example; see `flags.Verb`.
 
     All files are checked before anything is printed, and read again when they are needed.
-
-    Args:
-        options: the run and the files.
-        say: called with each line about the run.
     """
     run_options = dataclasses.replace(options.run, jit_compile=False)
     devices.configure_run(run_options)

@@ -35,12 +35,7 @@ It runs TensorFlow's server on this machine, for one program at a time, until Ct
 
 
 def run(options: WorkerOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Serve until Ctrl-C or another signal; return {}.
-
-    Args:
-        options: the address and the GPU options.
-        say: called with each line to print.
-    """
+    """Serve until Ctrl-C or another signal; return {}; see `flags.Verb`."""
     from towers.workers import server  # not needed for help and usage errors
 
     server.serve(*parse_address(options.address, "address"), options.run.gpu_options(), say)

@@ -93,12 +93,7 @@ def _digest_of(options: Options) -> str:
 
 
 def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:
-    """Add "final" to the manifest.
-
-    Args:
-        folder: of the run.
-        variables: see `TrainState.variables`.
-    """
+    """Add "final" to the manifest in a run's folder; of variables, see `TrainState.variables`."""
     model = {name: v for name, v in variables.items() if name.startswith("model/")}
     final = {"step": int(variables["step"].numpy())}
     final |= {"weights": _hash(model), "state": _hash(variables)}
@@ -122,12 +117,7 @@ def passed(folder: Path) -> set[str]:
 
 
 def write_passed(folder: Path, keys: Collection[str]) -> None:
-    """Set "passed" in the manifest of a run.
-
-    Args:
-        folder: of the run.
-        keys: all that have passed in it, or before it.
-    """
+    """Set the keys that have passed in a run, or before it, in its manifest, see `passed`."""
     files.write_json(folder / NAME, read(folder) | {"passed": sorted(keys)})
 
 

@@ -70,12 +70,7 @@ class RunContext:
         return cache_on_devices(self.data.train, self.builder.devices)
 
     def batches(self, step: int, examples: int) -> tf.data.Dataset:
-        """Return the batches from a step on, or their row numbers if towers hold the data.
-
-        Args:
-            step: number of updates before the first batch.
-            examples: number of examples seen before it.
-        """
+        """See `Split.train_batches`: of this run, or their row numbers if towers hold the data."""
         source = self.on_towers or self.data.train
         size, seed = self.options.batch_size, self.options.seed
         return source.train_batches(size, seed=seed, step=step, examples=examples)
