@@ -40,12 +40,7 @@ def is_own(text: str) -> bool:
 
 
 def is_of_run(path: str, text: str) -> bool:
-    """Return whether a flagfile with this text is a run's flags.cfg, or a copy of one.
-
-    Args:
-        path: of the flagfile.
-        text: its content.
-    """
+    """Return whether a flagfile with this text is a run's flags.cfg or its copy, see `check`."""
     path = Path(path)
     return _MARK in text or path.name == "flags.cfg" and (path.parent / "checkpoints").is_dir()
 

@@ -177,12 +177,7 @@ def option_text(option: str, value: Any) -> Any:
 
 
 def may_be_same_object(before: str, now: str) -> bool:
-    """Return whether an option that was an object is now a name, perhaps of the same object.
-
-    Args:
-        before: text of the option, as in a run's flags.cfg.
-        now: text of the option that is given now.
-    """
+    """Return whether an object's text is now a name, perhaps of the same; see `option_text`."""
     return before.startswith(PREFIX) and ":" in now and not now.startswith(PREFIX)
 
 

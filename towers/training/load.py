@@ -154,13 +154,7 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
 
 
 def assign(options: Options, step: int, variables: Mapping[str, Any], values: Values) -> None:
-    """Assign the values of a checkpoint to the variables of a run's model.
-
-    Args:
-        options: of the run.
-        step: of the checkpoint.
-        variables: {name: variable}.
-        values: {name: value}.
+    """Assign values, by name, of a run's checkpoint to variables, by name; see `read_weights`.
 
     Raises:
         InputError: names or shapes differ.

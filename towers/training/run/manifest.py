@@ -176,12 +176,7 @@ def _shorten(value: Any) -> str:
 
 
 def task_of(data: Data, options: Options) -> dict[str, Any]:
-    """Return what a manifest records of the data, to build the model without them.
-
-    Args:
-        data: of the run.
-        options: of the run, with `augment` resolved.
-    """
+    """Return what builds a model without its data, see `model.build_model`."""
     return {
         "num_classes": data.num_classes,
         "class_names": list(data.class_names),

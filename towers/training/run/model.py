@@ -137,13 +137,7 @@ def _input_specs(options: Options, x: Any, image_shape: Sequence[int] | None) ->
 
 
 def check_classifier(model: keras.Model, options: Options, data: Data) -> None:
-    """Raise InputError unless an uncompiled model returns logits of the data's classes.
-
-    Args:
-        model: built.
-        options: of the run, with `augment` resolved.
-        data: of the run.
-    """
+    """Raise InputError unless a built model returns logits of the classes, see `build_model`."""
     name, num_classes = options.model, data.num_classes
     if overrides(model, "train_step"):
         raise InputError(
