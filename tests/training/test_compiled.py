@@ -141,7 +141,7 @@ def recomputed():
         (dict(), "--loss="),
         (dict(model=compiled("adam", None)), "is compiled without a loss: give one"),
         (dict(loss="none_such"), "--loss=none_such"),
-        (dict(loss="keras.losses:Loss"), "--loss=keras.losses:Loss: its loss cannot be computed"),
+        (dict(loss="keras.losses:Loss"), "--loss=keras.losses:Loss: its loss or a metric cannot"),
         (dict(loss="mse", metrics="keras.metrics:MeanIoU"), "missing a required argument"),
         (dict(loss="mse", label_smoothing=0.1), "--label_smoothing"),
         (dict(loss="mse", monitor="auc"), "--monitor=auc"),

@@ -137,8 +137,19 @@ class Task:
         figures: list[str] = []
         assigned: list[tf.Variable] = []
 
+        def no_gradient(_: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+            return tf.nest.map_structure(tf.zeros_like, sources)
+
+        def build(optimizer: keras.optimizers.Optimizer) -> Callable:
+            return lambda _, weights: optimizer.built or optimizer.build(list(weights))
+
+        # The backward pass of Keras' own step would take most of the time, and tells nothing.
+        left_out = [(tf.GradientTape, "gradient", lambda _: no_gradient)]
+        left_out += [(o, "apply", lambda _, o=o: build(o)) for o in optimizers_of(model)]
+        left_out = [] if overrides(model, "train_step", "compute_loss") else left_out
+
         def step(example: Any, draws: tf.Tensor) -> None:
-            with tf.device(self.builder.gather_device):
+            with tf.device(self.builder.gather_device), tf_internals.replaced(*left_out):
                 data = self._data(example, draws)
                 with self.recorder.record(data[1:2]):
                     names[:] = scalars(method_of(model, "train_step")(data))
