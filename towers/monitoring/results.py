@@ -49,15 +49,21 @@ def objective_of(result: Mapping[str, Any]) -> Objective:
 
 
 def parse_monitor(monitor: str, known: Mapping[str, str | None]) -> Objective:
-    """Return the metric that --monitor names, and its direction.
+    """Return the metric that selects the best evaluation, and "max" or "min".
 
     Args:
-        monitor: a metric such as "auc" or "val_auc"; "max:" or "min:" may precede it.
+        monitor: --monitor, such as "auc" or "val_auc"; "max:" or "min:" may precede it; "" for the
+            accuracy, else the first metric whose direction is known, else the loss.
         known: {metric: its direction, None if unknown}.
 
     Raises:
         InputError: the metric does not exist, or its direction is unknown.
     """
+    if not monitor:
+        candidates = [name for name in known if name != "loss" and known[name]]
+        rest = "loss" if "loss" in known else next(iter(known))
+        name = "accuracy" if "accuracy" in candidates else next(iter(candidates), rest)
+        return name, known[name] or "min"
     direction, _, name = monitor.rpartition(":")
     name = name.removeprefix("val_")
     name = {n.lower(): n for n in known}.get(name.lower(), name)  # Keras calls one AUC, or auc

@@ -7,7 +7,7 @@ warning. Losses, metrics and training steps of the user's own are not checked.
 import contextlib
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -347,3 +347,12 @@ def shape_of(shape: Sequence[int | None]) -> str:
 
 def _shapes_of(structure: Any) -> Any:
     return tf.nest.map_structure(lambda t: shape_of(tuple(t.shape)), structure)
+
+
+def text_of_loss(loss: Any) -> str:
+    """Return the name of a loss, or those of several."""
+    if isinstance(loss, Mapping):
+        return ", ".join(f"{name}: {text_of_loss(part)}" for name, part in loss.items())
+    if isinstance(loss, list | tuple):
+        return ", ".join(map(text_of_loss, loss))
+    return str(getattr(loss, "name", None) or getattr(loss, "__name__", None) or loss)

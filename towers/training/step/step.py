@@ -473,7 +473,7 @@ class Task:
 
     def describe(self) -> str:
         """Return a short description for the run's summary."""
-        loss = _loss_text(getattr(self.model, "loss", None) or "its own")
+        loss = loss_checks.text_of_loss(getattr(self.model, "loss", None) or "its own")
         step = ", a train_step of its own" if overrides(self.model, "train_step") else ""
         metrics = [name for name in self._figures if name != "loss"]
         return f"loss {loss}; {', '.join(metrics) or 'no metrics'}{step}"
@@ -498,13 +498,7 @@ class Task:
         Raises:
             InputError: `options.monitor` is no metric of this task, or its direction is unknown.
         """
-        known = self.metric_directions()
-        if not self.options.monitor:
-            candidates = [name for name in known if name != "loss" and known[name]]
-            rest = "loss" if "loss" in known else next(iter(known))
-            name = "accuracy" if "accuracy" in candidates else next(iter(candidates), rest)
-            return name, known[name] or "min"
-        return parse_monitor(self.options.monitor, known)
+        return parse_monitor(self.options.monitor, self.metric_directions())
 
 
 def _rows_of(outputs: Any) -> tf.Tensor:
@@ -512,11 +506,3 @@ def _rows_of(outputs: Any) -> tf.Tensor:
     rows = [tf.reshape(output, [tf.shape(output)[0], -1]) for output in tf.nest.flatten(outputs)]
     # Weights that all differ: the plain sum of a softmax would always be 1.
     return sum(tf.linalg.matvec(x, tf.cos(tf.range(tf.shape(x)[1], dtype=x.dtype))) for x in rows)
-
-
-def _loss_text(loss: Any) -> str:
-    if isinstance(loss, Mapping):
-        return ", ".join(f"{name}: {_loss_text(part)}" for name, part in loss.items())
-    if isinstance(loss, list | tuple):
-        return ", ".join(map(_loss_text, loss))
-    return str(getattr(loss, "name", None) or getattr(loss, "__name__", None) or loss)
