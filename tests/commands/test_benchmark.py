@@ -14,7 +14,6 @@ from tests.runs import command as command_line
 from towers import cli
 from towers.commands.benchmark import command, own_run
 from towers.commands.benchmark.command import Runner
-from towers.errors import RunError
 from towers.training.run.setup import prepare
 
 pytestmark = pytest.mark.unit
@@ -70,14 +69,6 @@ def wait_for_the_end():
     while leftovers.marked(os.environ[leftovers.VARIABLE]):
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-@pytest.mark.process
-def test_a_process_that_ends_is_one_line():
-    runner = Runner(["-c", "import os; os.kill(os.getpid(), 9)"], {})
-    with pytest.raises(RunError, match="^a process .* failed: killed by SIGKILL: it said nothing$"):
-        runner.answer("ready")
-    runner.close()
 
 
 @pytest.mark.process
