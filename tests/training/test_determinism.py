@@ -5,7 +5,7 @@ import pytest
 from tests import tiny
 from tests.programs import python
 from tests.runs import points
-from tests.worker_processes import workers
+from tests.worker_processes import started
 from towers.training.run import manifest
 
 pytestmark = pytest.mark.process
@@ -54,8 +54,8 @@ def test_runs_evaluations_and_fit_need_no_clock(tmp_path):
 @pytest.mark.extended
 def test_workers_and_the_program_are_both_deterministic_or_neither(tmp_path):
     task = "--model=tests.tiny:dense --dataset=tests.tiny:images --augment=none --batch_size=8"
-    with workers(1, "--deterministic") as (address,):
-        run = f"train {task} --max_steps=2 --workers={address}".split()
+    with started(1, "--deterministic") as (worker,):
+        run = f"train {task} --max_steps=2 --workers={worker.address}".split()
         own = f"--train_dir={tmp_path}/own"
         refused = python("-m", "towers", *run, own)
         assert refused.returncode == 2 and "type --deterministic here" in refused.stderr

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import itertools
 import json
 import sys
@@ -24,7 +25,7 @@ from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import tower_devices
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step.keras_model import floatx_of
-from towers.training.step.output_activation import logits_of
+from towers.training.step.output_activation import mirrored
 
 Row = tuple[str, int, dict[str, np.ndarray]]  # file, index there, outputs by name
 
@@ -64,7 +65,9 @@ def _rows(
     @floatx_of(trained.options.dtype)
     def on_tower(x: Any) -> Any:
         with ReplicaScope():  # drops assignments, as of call counters and seeds
-            return logits_of(trained.model, trained.inputs(x), trained.options.test_time_flip)
+            call = functools.partial(trained.model, training=False)
+            flips = trained.options.test_time_flip
+            return mirrored(call, trained.inputs(x)) if flips else call(trained.inputs(x))
 
     @tf.function(autograph=False)
     def predict(x: Any) -> Any:
