@@ -176,6 +176,21 @@ def check(task: Any, batch: Any) -> list[str]:
     return [f"warning     {line}" for line in dict.fromkeys(lines)]
 
 
+def check_test_step(model: keras.Model, name: str) -> None:
+    """Raise InputError for Keras' own test_step without a loss, after a training step.
+
+    Args:
+        model: compiled.
+        name: --model.
+    """
+    has_own = overrides(model, "test_step", "compute_loss")
+    if not has_own and model.loss is None and not model.losses:
+        raise InputError(
+            f"--model={name} has a train_step of its own, no test_step, and no loss by compile, so "
+            'it cannot be evaluated: give it a test_step that returns a dict such as {"loss": loss}'
+        )
+
+
 @contextlib.contextmanager
 def translate_loss_errors(task: Any, batches: Any) -> Iterator[None]:
     """Raise errors of Keras' own losses and metrics in the block as InputError of one line.

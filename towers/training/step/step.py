@@ -154,7 +154,7 @@ class Task:
                 with self.recorder.record(data[1:2]):
                     names[:] = scalars(method_of(model, "train_step")(data))
                 if has_own:  # else they are the same
-                    self._check_test_step()
+                    loss_checks.check_test_step(model, options.model)
                     data = self._data(example, None)
                     figures[:] = scalars(method_of(model, "test_step")(data))
 
@@ -175,16 +175,6 @@ class Task:
                     'such as {"loss": loss}'
                 )
         return tuple(sorted(n, key=lambda name: name != "loss") for n in (names, figures or names))
-
-    def _check_test_step(self) -> None:
-        """Raise InputError for Keras' own test_step without a loss, after a training step."""
-        model, has_own = self.model, overrides(self.model, "test_step", "compute_loss")
-        if not has_own and model.loss is None and not model.losses:
-            raise InputError(
-                f"--model={self.options.model} has a train_step of its own, no test_step, and no "
-                "loss by compile, so it cannot be evaluated: give it a test_step that returns a "
-                'dict such as {"loss": loss}'
-            )
 
     # Training.
 
