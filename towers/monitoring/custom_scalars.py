@@ -12,7 +12,6 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import summary as layout_summary
 
 _EVALUATED = "(test|validation)/"  # before a metric's name
-_EXACT = "learning_rate", "progress/epoch", "progress/examples"  # not to be smoothed
 
 # {category: {chart: patterns of tags}}
 CHARTS = {
@@ -56,10 +55,6 @@ def layout(metrics: Sequence[str]) -> Any:
     for title, charts in CHARTS.items():
         category = dashboard.category.add(title=title)
         for name, tags in charts.items():
-            if tags in _EXACT:  # TensorBoard smooths all charts except margin charts
-                series = layout_pb2.MarginChartContent.Series(value=tags, lower=tags, upper=tags)
-                category.chart.add(title=name).margin.series.append(series)
-                continue
             shown = {name: tags.split()}
             if name == "METRICS":
                 names = {metric: re.escape(metric.partition(" ")[2]) for metric in metrics}

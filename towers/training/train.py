@@ -277,14 +277,12 @@ def _check_not_beyond(run: RunContext) -> None:
     options, step = run.options, int(run.train_state.step.numpy())
     beyond = int(run.train_state.examples.numpy()) - run.total_examples
     if beyond >= options.batch_size or 0 < options.max_steps < step:
-        epochs = run.timetable().epochs(step)
         asked = f"--num_epochs={run.total_epochs:g}"
         if 0 < options.max_steps < step:
             asked = f"--max_steps={options.max_steps}"
         raise InputError(
-            f"{asked}: the run in {run.folder} has made {count(step, 'step')}, {epochs:.4g} "
-            f"epochs: give more, or towers evaluate --train_dir={run.folder} for what it has "
-            "reached"
+            f"{asked}: the run in {run.folder} has made {count(step, 'step')}, which are more: "
+            f"raise it, or type towers evaluate --train_dir={run.folder}"
         )
 
 
