@@ -85,7 +85,7 @@ def train(
             continues = not options.overwrite and bool(checkpoint.find(folder / "checkpoints"))
             remote.connect_run(options, continues)
             run = prepare(options)
-            user_callbacks.prepare(callbacks, run.task)
+            user_callbacks.check(callbacks, run.task)
         recorded = {} if options.overwrite else manifest.read(folder)
         task = recorded.get("task", {})
         try:

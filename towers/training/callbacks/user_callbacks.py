@@ -41,12 +41,11 @@ def load(names: str) -> list[_K.Callback]:
     return callbacks
 
 
-def prepare(callbacks: Sequence[_K.Callback], task: Task) -> None:
-    """Set the `mode` of callbacks: Keras knows only the metrics of a compiled model.
+def check(callbacks: Sequence[_K.Callback], task: Task) -> None:
+    """Check that callbacks suit a run.
 
-    Args:
-        callbacks: of the run. InputError if one sets the learning rate, as the schedule does.
-        task: of the run. InputError if it has no metric that a callback monitors.
+    Raises:
+        InputError: one sets the learning rate, as the schedule does, or monitors no metric.
     """
     directions = task.metric_directions()
     for callback in callbacks:
@@ -61,14 +60,13 @@ def prepare(callbacks: Sequence[_K.Callback], task: Task) -> None:
             if metric not in directions and getattr(callback, "save_best_only", True):
                 names = ", ".join(directions)
                 raise InputError(f"--callbacks: {kind} monitors {callback.monitor}, not {names}")
-            callback.mode = directions.get(metric) or "auto"
 
 
 @dataclasses.dataclass
 class Callbacks:
     """Calls the hooks of a run's Keras callbacks. False if there are none."""
 
-    callbacks: Sequence[_K.Callback]  # as `prepare` leaves them
+    callbacks: Sequence[_K.Callback]
     run: RunContext  # whose model they see
     timetable: Timetable
     place: Place  # holds the figures of the epoch so far
