@@ -160,20 +160,24 @@ def measure(
 
 
 def measure_joined(
-    gradients: TowerGradients, builder: TowerBuilder, measured: tf.Tensor, scale: Any
+    gradients: TowerGradients | None, builder: TowerBuilder, measured: tf.Tensor, scale: Any
 ) -> dict[str, tf.Tensor]:
-    """Measure the towers' gradients where one loss is computed from all outputs.
+    """Return the keys of `measure` where one loss is computed from the outputs of all towers.
+
+    Towers have no loss of their own then, and "tower_seconds" are those of forward and backward.
 
     Args:
-        gradients: the towers' parts of the loss's gradient.
+        gradients: the towers' parts of the loss's gradient; None if they are unknown.
         builder: builder of the towers.
         measured: see `measure`.
         scale: scale of the loss.
-
-    Returns:
-        "tower_examples", "tower_gradient_norm" and "data_gradient_norm" as in `measure`, and
-        "tower_step_seconds" (forward and backward, 0 if unknown).
     """
+    num_towers = len(builder.devices)
+    shapes = measured_shapes(num_towers) | timed_shapes(num_towers)
+    unknown = {name: tf.zeros(shape) for name, shape in shapes.items()}
+    unknown["tower_loss"] = tf.fill([num_towers], math.nan)
+    if gradients is None:
+        return unknown
     with tf.device(HOST):
         examples = tf.cast(tf.stack(gradients.counts), tf.float32)
 
@@ -189,36 +193,13 @@ def measure_joined(
                 # Nothing waits for this clock, so it may be read too late.
                 seconds += tf.maximum(tf.stack(ends) - start, 0.0)
         with tf.device(HOST):
-            times = _pad({"tower_step_seconds": tf.cast(seconds, tf.float32)}, builder)
-            return times | norms
+            seconds = tf.cast(seconds, tf.float32)
+            times = {"compute_seconds": tf.reduce_max(seconds)}
+            return norms | times | _pad({"tower_seconds": seconds}, builder)
 
     with tf.device(HOST):
-        metrics = _pad({"tower_examples": examples}, builder)
-    return metrics | _if_measured(compute, measured, builder)
-
-
-def measure_outputs(
-    gradients: TowerGradients | None, builder: TowerBuilder, measured: tf.Tensor, scale: Any
-) -> dict[str, tf.Tensor]:
-    """Return the keys of `measure` for a step in which towers have no loss of their own.
-
-    Args:
-        gradients: the towers' parts of the loss's gradient; None if they are unknown.
-        builder: builder of the towers.
-        measured: see `measure`.
-        scale: scale of the loss.
-    """
-    num_towers = len(builder.devices)
-    shapes = measured_shapes(num_towers) | timed_shapes(num_towers)
-    values = {name: tf.zeros(shape) for name, shape in shapes.items()}
-    found = measure_joined(gradients, builder, measured, scale) if gradients else {}
-    seconds = found.pop("tower_step_seconds", values["tower_seconds"])
-    return values | found | {
-        "tower_loss": tf.fill([num_towers], float("nan")),
-        "tower_seconds": tf.cast(seconds, tf.float64),
-        "compute_seconds": tf.cast(tf.reduce_max(seconds), tf.float64),
-        "gather_seconds": tf.zeros([], tf.float64),
-    }  # fmt: skip
+        known = _pad({"tower_examples": examples}, builder)
+    return unknown | known | _if_measured(compute, measured, builder)
 
 
 def _squares(

@@ -24,7 +24,7 @@ from towers.monitoring.speed import Speed, by_tower
 from towers.training.parallelize import builder_of, passes_of
 from towers.training.step.train_state import dynamic_scale
 
-_OF_TOWERS = ("tower_examples", "tower_gradient_norm", "tower_step_seconds")
+_OF_TOWERS = ("tower_examples", "tower_gradient_norm", "tower_seconds")
 
 
 class TowerBoard(keras.callbacks.Callback):
@@ -145,8 +145,8 @@ class TowerBoard(keras.callbacks.Callback):
         values = dict(zip(_OF_TOWERS, self._seen.numpy().tolist(), strict=True))
         self._measured.assign(False)
         of_towers = {"gradient_norm": values["tower_gradient_norm"]}
-        if any(values["tower_step_seconds"]):
-            of_towers["step_seconds"] = values["tower_step_seconds"]
+        if any(values["tower_seconds"]):
+            of_towers["step_seconds"] = values["tower_seconds"]
         num_batches = self.params.get("steps")
         scalars = _numbers(self.model.get_metrics_result()) | {
             **by_tower(self._builder.devices, of_towers, values["tower_examples"]),

@@ -335,7 +335,7 @@ class Task:
                     gradients = TowerGradients.of_one_tower(example, guard.gradients)
                 if measured is not None:
                     with tf.name_scope("telemetry"):
-                        seen = tower_metrics.measure_outputs(gradients, builder, measured, scale)
+                        seen = tower_metrics.measure_joined(gradients, builder, measured, scale)
                 known = {id(variable) for variable, _ in before}
                 before += [pair for pair in passes.before.values() if id(pair[0]) not in known]
                 names = "loss", *(name for name in logs if "loss" in name), *logs
