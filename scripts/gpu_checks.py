@@ -32,7 +32,6 @@ from scripts import step_memory
 from tests import user_models
 from towers import cli, devices, tf_internals
 from towers.builder import collectives
-from towers.builder.xla import tried_out
 from towers.devices import gpus, memory, nvml
 from towers.devices.nvml import MIB
 from towers.errors import RunError
@@ -283,7 +282,7 @@ def ways(number: int, model: str) -> list[Check]:
             if SIMULATED and xla:
                 raise CannotAsk("this TensorFlow has no CUDA, so XLA compiles for no GPU")
             if way == "train with XLA":  # before this process takes the GPU's memory
-                yield {"XLA's trial in another process": tried_out([GPU])}
+                devices.try_xla([GPU])
             for size in SIZES:
                 try:
                     if way.startswith("train"):

@@ -16,8 +16,7 @@ import pynvml
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder import device_types
-from towers.devices import gpus
+from towers.devices import gpus, shown_names
 from towers.options.parts import GpuOptions
 
 MIB = 2**20
@@ -140,8 +139,8 @@ def install(monkeypatch, *cards, driver=True):
     machine = Machine(cards)
     install_driver(monkeypatch, *cards, there=driver)
     monkeypatch.setattr(gpus, "_in_force", GpuOptions())
-    monkeypatch.setattr(device_types, "_shown", {})
-    monkeypatch.setattr(device_types, "in_use", False)
+    monkeypatch.setattr(shown_names, "_shown", {})
+    monkeypatch.setattr(shown_names, "in_use", False)
     monkeypatch.setattr(tf_internals, "has_listed_devices", lambda: machine._devices is not None)
     monkeypatch.setattr(tf_internals, "has_started", lambda: machine.started)
     monkeypatch.setattr(tf_internals, "device_memory_bytes", machine.device_memory_bytes)

@@ -36,7 +36,7 @@ from tensorflow.python.eager import cancellation, context, forwardprop_util, rec
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import config as tf_config
-from tensorflow.python.framework import errors_impl, op_def_registry, tensor_util
+from tensorflow.python.framework import op_def_registry, tensor_util
 from tensorflow.python.ops import control_flow_util, random_ops_util
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as draw_ops
 from tensorflow.python.ops import resource_variable_ops as variable_ops
@@ -606,11 +606,28 @@ def draw_op(name: str) -> Callable:
 _OF_INTEGERS = "take signbit equal not_equal less less_equal greater greater_equal".split()
 
 
-def patch_integer_ops(make: Callable[[str], Make]) -> Block:
-    """Replace keras.ops that compare integers; Embedding calls `take`, argmax `signbit`.
+def integers_as_int64() -> Block:
+    """Make Keras' ops compare int32 tensors as int64; Embedding calls `take`, argmax `signbit`.
 
-    Public: none; TensorFlow computes with int32 on the host.
+    Public: none; TensorFlow computes with int32 on the host, also for a GPU.
     """
+
+    def wide(name: str, value: Any) -> Any:
+        if not tf.is_tensor(value) or value.shape.rank == 0:  # a scalar is of a shape: the host
+            return value
+        if name == "signbit" and value.dtype.is_floating:  # Keras computes it by an int32
+            value = tf.bitcast(tf.cast(value, tf.float32), tf.int32)
+        return tf.cast(value, tf.int64) if value.dtype == tf.int32 else value
+
+    def make(name: str) -> Make:
+        def call(keras_op: Callable, *args: Any, **kwargs: Any) -> Any:
+            result = keras_op(*(wide(name, value) for value in args), **kwargs)
+            if name == "take" and tf.is_tensor(args[0]):  # rows of a table have its type
+                result = tf.cast(result, args[0].dtype)
+            return result
+
+        return lambda keras_op: functools.partial(call, keras_op)
+
     return replaced(*((keras_backend.numpy, name, make(name)) for name in _OF_INTEGERS))
 
 
@@ -692,10 +709,6 @@ def converted_as_here(fn: Callable) -> Callable:
     if status.status.name != "ENABLED":
         return fn
     return tf.__internal__.autograph.tf_convert(fn, status)
-
-
-# A graph uses a tensor of another graph. Public: tf.errors has all other errors.
-InaccessibleTensorError = errors_impl.InaccessibleTensorError
 
 
 def is_stateful(op_type: str) -> bool:

@@ -100,18 +100,6 @@ def test_gradients_are_those_of_the_mean(num_towers, way, parts, size):
         assert_close(gradients, tape.gradient(expected, model.trainable_variables))
 
 
-def test_towers_without_a_batch_go_back_from_the_mean_of_all_their_examples(num_towers):
-    model, builder = network(), TowerBuilder(DEVICES[:num_towers])
-    batch = tf.constant(X[:2]), tf.constant(Y[:2]), tf.constant(WEIGHTS[:2])
-    with tf.GradientTape() as tape:
-        each = [losses_of(model)(*batch) for _ in range(num_towers)]
-        expected = tf.reduce_mean(tf.concat(each, axis=0))
-    own = lambda: losses_of(model)(*batch)  # noqa: E731
-    loss, gradients = builder.gradients(own, model.trainable_variables)
-    assert_close([loss], [expected])
-    assert_close(gradients, tape.gradient(expected, model.trainable_variables))
-
-
 @pytest.mark.parametrize("parts", [1, 2], ids=["whole", "parts"])
 def test_fit_is_that_of_keras(num_towers, parts):
     weights = []
@@ -142,23 +130,6 @@ def test_float16_keeps_what_it_keeps_on_one_device(num_towers):
         x, scales
     )
     np.testing.assert_allclose(found, tape.gradient(mean, layer.kernel.value), rtol=2e-3)
-
-
-def test_fit_in_float16_is_that_of_keras(num_towers):
-    weights = []
-    for on_towers in False, True:
-        keras.utils.set_random_seed(3)
-        with_floats = keras.layers.Dense(4, "tanh", dtype="mixed_float16")
-        last = keras.layers.Dense(2, dtype="mixed_float16")
-        model = keras.Sequential([keras.Input((6,), dtype="float32"), with_floats, last])
-        if on_towers:
-            parallelize(model, num_towers)
-        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e3))
-        model.compile(optimizer, "mse", loss_weights=[1e-7])
-        model.fit(X.astype("float32"), Y.astype("float32"), 7, 3, shuffle=False, verbose=0)
-        weights.append(model.get_weights())
-    for a, b in zip(*weights, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-6)
 
 
 # Of runs.

@@ -145,11 +145,6 @@ def a_loss_that_is_traced():
     return case._replace(losses=tf.function(case.losses))
 
 
-@row(TWO)
-def a_loss_that_is_traced_for_slices_of_one_size():
-    return a_loss_that_is_traced()._replace(batch=[tf.constant(X[:6])])
-
-
 @row(THREE, rare=[TWO])
 def functions_inside():
     w = tf.Variable(2.0, dtype=tf.float64)
@@ -303,17 +298,6 @@ class Adds(layers.Layer):
         return x
 
 
-class Twice(layers.Layer):
-    """Calls a part that adds losses two times."""
-
-    def __init__(self, part):
-        super().__init__()
-        self.part = part
-
-    def call(self, x):
-        return self.part(x) - 0.5 * self.part(2 * x)
-
-
 def with_rest(call, rest, model):
     """Return a case whose `rest` is added to the loss in each tower, or after all of them."""
     of_each = lambda x: tf.reduce_mean(tf.sin(call(x)), axis=1)  # noqa: E731
@@ -340,12 +324,6 @@ def losses_that_layers_add():
     )  # fmt: skip
     active = layers.Dense(3, activity_regularizer="l2", kernel_regularizer="l1")
     return of_added(Adds(*kinds), active)
-
-
-@row(JOINED, rare=[THREE, JOINED_IN_PARTS])
-def losses_of_a_part_that_is_called_twice():
-    inner = layers.Dense(3), Adds(lambda x: 0.3 * keras.ops.mean(x), tf.reduce_sum)
-    return of_added(Twice(sequential((3,), *inner)))
 
 
 class Leaving(layers.Layer):
@@ -516,7 +494,7 @@ def batch_norm_of_masked_steps():
     return of_model(sequential((6, 3), layers.Masking(0.0), norm, Positions()), x)
 
 
-@row(GPUS, rare=[JOINED_UNKNOWN, GPUS_UNKNOWN])
+@row(GPUS, UNKNOWN, rare=[JOINED_UNKNOWN, GPUS_UNKNOWN])
 def fused_batch_norm():
     """In float32, of all ranks; a mean of 15 deviations must cost few digits."""
     keras.config.set_dtype_policy("float32")

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from towers import PerTower
 from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 
@@ -62,14 +63,16 @@ def test_masks_of_outputs_are_joined():
 
 @pytest.mark.graph
 @pytest.mark.parametrize("take", [lambda x, w: x * w, lambda x, w: tf.gather(w, [0]) * x])
-def test_a_tensor_that_is_no_argument_has_its_gradient(take):
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_a_tensor_that_is_not_split_has_its_gradient(take, handed_over):
     scale = tf.Variable([2.0])
 
     @tf.function
     def step(x):
         with tf.GradientTape() as tape:
-            captured = scale * 3
-            loss = tf.reduce_sum(builder(2).concat(lambda x: take(x, captured), x) ** 2)
+            w = scale * 3
+            fn, others = (take, [PerTower([w, w])]) if handed_over else (lambda x: take(x, w), [])
+            loss = tf.reduce_sum(builder(2).concat(fn, x, *others) ** 2)
         return tape.gradient(loss, scale)
 
     assert step(tf.ones([5, 1])).numpy().tolist() == [5 * 2 * 6 * 3]
@@ -93,20 +96,6 @@ def test_functions_may_return_outputs_beside_their_losses(compiled):
         np.testing.assert_allclose(outputs["outputs"], 2 * X[:5, :1])
     *_, alone = builder(2).gradients(lambda x: (x[:, 0], x), [], x)
     np.testing.assert_array_equal(alone, x)
-
-
-@pytest.mark.graph
-def test_outputs_whose_axes_depend_on_the_slice_are_refused():
-    rows = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0], [5.0]], dtype=tf.float64)
-
-    def step(rows):
-        with tf.GradientTape():
-            towers = builder(2, on_warning=lambda line: None)  # that it cannot be checked
-            return towers.concat(lambda x: x.to_tensor(), rows)
-
-    for run in (step, tf.function(step)):
-        with pytest.raises((InputError, tf.errors.InvalidArgumentError), match="fixed size"):
-            run(rows)
 
 
 def test_second_derivatives_are_those_of_one_device_or_refused():

@@ -1,4 +1,4 @@
-"""Towers in several threads, towers in towers, and what is beside them: nobody meets a patch."""
+"""Towers in several threads, and what is beside them: nobody meets a patch."""
 
 import concurrent.futures
 import functools
@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tests.builder import test_equality as equality
 from tests.builder.test_equality import THREE, assert_equal
-from tests.runs import rare
 from towers import TowerBuilder, tf_internals
+from towers.errors import InputError
 
 pytestmark = pytest.mark.run
 layers = keras.layers
@@ -57,15 +57,17 @@ def test_nothing_is_left_behind_by_an_error(error):
     assert not tf_internals._SWITCHES
 
 
-@pytest.mark.parametrize("inner_towers", [rare(1), rare(2), 3])
-def test_towers_in_towers_draw_by_example_and_assign_once(inner_towers):
-    """Four examples for each of two towers, which split them again."""
-    dropout, plain = (layers.Dropout(0.5, seed=3) for _ in range(2))
-    inner, outer = TowerBuilder(["/cpu:0"] * inner_towers), TowerBuilder(TWO)
+@pytest.mark.graph
+def test_towers_in_towers_are_refused():
+    inner, outer = TowerBuilder(TWO), TowerBuilder(TWO)
+    with pytest.raises(InputError, match="call the function itself"):
+        outer.concat(lambda x: inner.concat(lambda x: 2 * x, x), tf.constant(X))
 
-    @tf.function
-    def step(x):
-        return outer.concat(lambda x: inner.concat(lambda x: dropout(x, training=True), x), x)
 
-    for _ in range(2):
-        np.testing.assert_array_equal(step(tf.constant(X)), plain(tf.constant(X), training=True))
+@pytest.mark.graph
+def test_towers_read_what_a_scope_around_them_holds():
+    """As the averages of weights in an evaluation."""
+    weight = keras.Variable(2.0)
+    with keras.StatelessScope([(weight, tf.constant(3.0))]):
+        found = TowerBuilder(TWO).concat(lambda x: weight * x, tf.ones(4))
+    np.testing.assert_array_equal(found, [3.0] * 4)

@@ -122,15 +122,6 @@ def test_ops_of_gradients_are_executed_on_their_towers(float64):
     assert devices_of(ops, "ReadVariableOp", "while/body") == set()
 
 
-@pytest.mark.parametrize("num_towers", [1, 2])
-def test_results_are_on_the_gather_device(num_towers):
-    towers = TowerBuilder(["/cpu:1", "/cpu:2"][:num_towers], gather_device="/cpu:3")
-    for gather in towers.sum, towers.concat:
-        assert gather(lambda x: 2 * x, tf.ones(4)).device.endswith("CPU:3")
-    devices = [x.device[-5:] for x in towers.map(lambda x: 2 * x, tf.ones(4))]
-    assert devices == ["CPU:1", "CPU:2"][:num_towers]
-
-
 REFUSED = {
     r'a list with one device for each tower, such as \["/gpu:0", "/gpu:1"\]': [
         lambda: TowerBuilder("/gpu:0"),
@@ -140,16 +131,8 @@ REFUSED = {
     "cannot join scalars: use sum or map": [
         lambda: builder(2).concat(lambda: tf.constant(1.0)),
     ],
-    "the same structure: tower 0 returned {'a': 1}, tower 1 returned {'b': 1}": [
-        lambda: builder(2).sum(lambda x: x, PerTower([{"a": 1}, {"b": 1}])),
-    ],
     "PerTower holds 2 values for 3 towers: it must hold one for each": [
         lambda: builder(3).map(lambda x: x, PerTower([1, 2])),
-    ],
-    r"PerTower\(3\): a list with a value for each tower": [lambda: PerTower(3)],
-    r"shapes \(2, 3\), \(1, 3\): .* builder.concat": [
-        lambda: builder(2).sum(lambda x: x, tf.ones([3, 3])),
-        lambda: tf.function(builder(2).sum)(lambda x: x, tf.ones([3, 3])),
     ],
     "cannot hold scalars: make a list of numbers an array; capture .*towers.PerTower": [
         lambda x=x: builder(2).map(lambda *_: None, tf.ones(2), {"x": x})
@@ -158,7 +141,7 @@ REFUSED = {
     r"must have the same size along axis 0, not \[8, 6\]": [
         lambda: builder(2).map(lambda *_: None, tf.ones(8), np.ones((6, 2))),
     ],
-    "one loss for each example, shape .b., not a scalar: reduce all axes but the first": [
+    r"one loss for each example, shape .b., not \(\) for . examples: reduce all axes": [
         lambda: builder(2).gradients(tf.reduce_mean, [tf.Variable([1.0, 2.0])], tf.ones(2)),
     ],
     "must be a list of tf.Variables or keras.Variables, but holds": [
@@ -170,9 +153,6 @@ REFUSED_AS_INPUT = {
     "output . has no row for each example": [
         lambda: tf.function(builder(2).concat)(lambda x: tf.reduce_mean(x, 0), tf.ones([4, 5])),
         lambda: builder(2).gradients(lambda x: (x, tf.reduce_mean(x)), [], tf.ones(4)),
-    ],
-    "cpu0.*write it as TensorFlow does, /gpu:0 or /cpu:0": [
-        lambda: TowerBuilder(["cpu0"]).sum(tf.reduce_sum, tf.ones(3)),
     ],
     "(/gpu:7|/cpu:9).*TensorFlow has /": [
         lambda: TowerBuilder(["/gpu:7", "/cpu:1"]).sum(lambda: tf.constant(1.0)),
@@ -373,27 +353,6 @@ def test_losses_of_16_bits_are_summed_in_32(dtype):
         assert gradient.numpy() == pytest.approx(0.25, rel=0.01)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "mixed_float16"])
-@pytest.mark.parametrize("num_towers", [1, 2, 3])
-def test_float16_overflows_where_it_does_on_one_device(dtype, num_towers):
-    """The gradients of 1000 losses sum up to 100,000, of which the mean is 100."""
-    layer = layers.Dense(1, use_bias=False, kernel_initializer="ones", dtype=dtype)
-    table = tf.Variable([[1.0]] * 3, dtype=layer.variable_dtype)
-    layer.build((None, 1))
-    rows = tf.range(1000) % 3
-
-    def loss_fn(x, rows):
-        looked_up = tf.cast(tf.gather(table, rows), x.dtype) * x
-        return tf.cast((layer(x) + looked_up)[:, 0], tf.float32)
-
-    batch, variables = (tf.fill([1000, 1], tf.cast(100, tf.float16)), rows), [layer.kernel, table]
-    step = tf.function(lambda *batch: builder(num_towers).gradients(loss_fn, variables, *batch))
-    _, gradients = step(*batch)
-    assert [g.dtype for g in gradients] == [v.dtype for v in variables]
-    assert dense(gradients[0]) == pytest.approx(100, rel=1e-3)
-    assert dense(gradients[1])[:, 0] == pytest.approx([100 / 3] * 3, rel=0.04)  # adds in 16 bits
-
-
 def test_variables_created_in_a_tower_are_named():
     net = keras.Sequential([layers.Dense(1, name="dense")], name="net")
     creations = {
@@ -454,17 +413,6 @@ def test_assignments_of_some_towers_only(compiled):
     compiled(lambda x: towers.gradients(loss_fn, [], x, PerTower([0, 1, 2])))(tf.ones(7))
     assert {several.path, counter.path} == {line.split()[3] for line in told}
     assert [v.numpy() for v in (several, single, none, counter)] == [15, 4, 9, 1]
-
-
-def test_mixed_precision_gives_gradients_in_32_bits():
-    layer = layers.Dense(1, kernel_initializer="ones", dtype="mixed_bfloat16")
-    layer.build([None, 3])
-    loss_fn = lambda x: layer(x)[:, 0] ** 2  # noqa: E731
-    loss, gradients = builder(2).gradients(loss_fn, layer.trainable_variables, X)
-    assert loss_fn(X).dtype == tf.bfloat16
-    assert {g.dtype for g in gradients} == {tf.float32} == {loss.dtype}
-    expected = one_device(loss_fn, layer.trainable_variables, X)[1]
-    assert_same(gradients, expected, tolerance=0.05)
 
 
 # The module.

@@ -182,23 +182,11 @@ def test_new_values_as_gradients_run_on_one_device_and_a_builder_refuses_them():
 # Losses that layers add.
 
 
-def adding(*losses, **last):
-    return sequential((3,), layers.Dense(3), Adds(*losses), layers.Dense(1, **last))
-
-
-def test_stateless_calls_return_them_and_the_model_has_them_without_a_tape(float64):
-    model, builder = adding(tf.reduce_sum, lambda x: tf.reduce_mean(x**2)), TowerBuilder(DEVICES)
-    variables = model.trainable_variables, model.non_trainable_variables
-
-    def losses(x):
-        y, _, found = model.stateless_call(*variables, x, return_losses=True)
-        return tf.reduce_mean(y**2, axis=1) + sum(found)
-
-    expected = np.mean(losses(X))
-    np.testing.assert_allclose(builder.gradients(losses, [], X)[0], expected, rtol=1e-10)
+def test_a_model_has_the_losses_of_its_layers_without_a_tape(float64):
+    model = sequential((3,), layers.Dense(3), Adds(tf.reduce_sum, lambda x: tf.reduce_mean(x**2)))
     model(X)
     expected = [float(loss) for loss in model.losses]
-    builder.concat(model, X)
+    TowerBuilder(DEVICES).concat(model, X)
     np.testing.assert_allclose([float(loss) for loss in model.losses], expected, rtol=1e-10)
 
 
@@ -219,37 +207,3 @@ def test_what_cannot_be_told_is_said_and_nothing_else():
         assert "not checked: the loss that layer" in told(
             lambda x, value=value: tf.reduce_mean(x) + value
         )
-
-
-class PartsOfTheLoss(keras.Model):
-    """Weighs the losses of its parts, each read where it was added, and again after the update."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = adding(tf.reduce_sum)
-        self.decoder = layers.Dense(1, activity_regularizer="l1")
-
-    def call(self, x):
-        return self.decoder(self.encoder(x))
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        of_parts = 2 * sum(self.encoder.losses) + 3 * sum(self.decoder.losses)
-        return tf.reduce_mean((y_pred - y) ** 2) + of_parts + sum(self.encoder.layers[1].losses)
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(y=y, y_pred=self(x))
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss, "encoder": sum(self.encoder.losses)}
-
-
-def test_fit_has_the_losses_of_each_part():
-    def build():
-        model = PartsOfTheLoss()
-        model.compile("sgd", "mse")
-        return model
-
-    found = fits.fit(build, DATA | {"shuffle": False}, 2, epochs=1)
-    assert not fits.differences(found, fits.fit(build, DATA | {"shuffle": False}, epochs=1))

@@ -15,11 +15,11 @@ import towers
 from tests import tiny
 from tests.data import image_files
 from tests.runs import as_trained, command
-from towers.builder import xla
 from towers.commands.predict import command as of_predict
 from towers.commands.predict import inputs
 from towers.commands.predict.options import PredictOptions
 from towers.data import augment
+from towers.devices import xla_trial
 from towers.errors import InputError
 from towers.training.train import train
 
@@ -130,7 +130,9 @@ def test_what_cannot_be_read_is_one_line_and_nothing_is_printed(run, files, tmp_
 def printed(monkeypatch, capsys, of_run, *names):
     """Return what the command prints for a model."""
     monkeypatch.setattr(of_predict, "load_run", lambda *_, **__: of_run)
-    monkeypatch.setattr(xla, "tried_out", None)  # nothing is compiled, as for GPUs unknown to it
+    monkeypatch.setattr(
+        xla_trial, "try_xla", None
+    )  # nothing is compiled, as for GPUs unknown to it
     of_run_options = dataclasses.replace(of_run.options, jit_compile=True)
     options = PredictOptions(of_run_options, tuple(map(str, names)))
     of_predict.run(options, lambda line: None)

@@ -10,8 +10,9 @@ import tensorflow as tf
 import towers
 from tests import tiny
 from tests.runs import command, result_of
-from towers.builder import xla
+from towers.builder import cross_host
 from towers.data import ArraySplit, augment
+from towers.devices import xla_trial
 from towers.training.run.setup import prepare
 
 pytestmark = pytest.mark.graph
@@ -95,8 +96,8 @@ def test_a_mirror_image_counts_as_much(trained):
 @pytest.mark.run
 def test_an_evaluation_needs_no_xla(trained, monkeypatch):
     """A run that had --jit_compile can be evaluated on a GPU that XLA does not know."""
-    monkeypatch.setattr(xla, "compiled", None)
-    monkeypatch.setattr(xla, "tried_out", None)
+    monkeypatch.setattr(cross_host, "compiled_by_xla", None)
+    monkeypatch.setattr(xla_trial, "try_xla", None)
     assert towers.evaluate(train_dir=str(trained("classes")), jit_compile=True)["step"] == 18
 
 

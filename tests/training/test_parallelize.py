@@ -320,7 +320,7 @@ def ragged_tokens():
 
 
 ON_ONE_DEVICE = {
-    "fixed size": (of_outputs(
+    "ConcatOp : Dimension 1": (of_outputs(
         lambda self, x: self.table(x.to_tensor()), table=lambda: keras.layers.Embedding(9, 3)
     ), ragged_tokens),
     "axis=-1": (of_outputs(

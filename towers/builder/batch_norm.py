@@ -12,7 +12,6 @@ tower packed (`MovingAverageUpdate`).
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,7 +24,6 @@ from towers import tf_internals
 from towers.builder.device_types import is_gpu
 from towers.builder.replica_scope import MovingAverageUpdate, ReplicaScope
 from towers.builder.sync import SyncHandle
-from towers.errors import InputError
 
 _MOST_IMAGES = 65_535  # that cuDNN normalizes by given moments
 
@@ -41,15 +39,7 @@ def over_all_towers(sync: SyncHandle | None, mode: str, device: str) -> Iterator
     """
 
     def sync_of(layer: Any) -> SyncHandle | None:
-        if sync is None or not (mode == "sync" or layer.synchronized):
-            return None
-        if sync.by_xla:
-            raise InputError(
-                "jit_compile: each tower is compiled as a whole, and BatchNorm over all towers "
-                "meets in its middle: set batch_norm='local' (--batch_norm=local), and no layer's "
-                "synchronized=True"
-            )
-        return sync
+        return sync if mode == "sync" or layer.synchronized else None
 
     def make_call(keras_call: Callable) -> Callable:
         def call(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> Any:
@@ -108,8 +98,7 @@ def _call(
         if not on_gpu or tf.is_tensor(correction):
             variance, correction = variance * correction, 1.0
     else:
-        normalise = _normalise_apart if on_gpu else _normalise_together
-        y, mean, variance = normalise(x, scale, offset, layer.epsilon, sync)
+        y, mean, variance = _normalise(x, scale, offset, layer.epsilon, sync, on_gpu)
     weight = 1.0 - layer.momentum
     for moving, value, share in (
         (layer.moving_mean, mean, weight),
@@ -147,76 +136,24 @@ def _number(x: tf.Tensor) -> int | tf.Tensor:
     return tf.cast(tf.size(x) // x.shape[-1], tf.float32) if known is None else known // x.shape[-1]
 
 
-def _normalise_together(
-    x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, sync: SyncHandle
-) -> tuple:
+def _normalise(
+    x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, sync: SyncHandle,
+    on_gpu: bool,
+) -> tuple:  # fmt: skip
     """Return x normalised by the moments of all towers, and these.
 
     Forward and backward need one exchange each: of moments, then of the gradient's sums.
     """
-    num_channels, by = x.shape[-1], functools.partial(_by_moments, x, epsilon)
-
-    @tf.custom_gradient
-    def normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple:
-        _, mean, variance, *_ = _in_training(x, scale, offset, epsilon)
-        number = _number(x)
-        squares = variance * _correction(x) * number
-        packed = tf.concat([mean, squares, [tf.cast(number, mean.dtype)]], axis=0)
-        packed = _zero_if_empty(packed, sync)
-
-        def combine(values: tf.Tensor) -> tf.Tensor:
-            mean, variance, everything = _combine(values, num_channels)
-            return tf.concat([mean, variance, [everything]], axis=0)
-
-        together = sync.all_reduce(packed, combine, packed.shape)
-        mean, variance, everything = tf.split(together, [num_channels, num_channels, 1])
-
-        def gradient(upstream: tf.Tensor, *_: Any) -> tuple:
-            direct, of_scale, of_offset, *_ = tf.raw_ops.FusedBatchNormGradV3(
-                y_backprop=upstream, x=x, scale=scale, reserve_space_1=mean,
-                reserve_space_2=variance, reserve_space_3=variance, epsilon=epsilon,
-                is_training=False,
-            )  # fmt: skip
-            sums = sync.all_sum(tf.stack([of_scale, of_offset]))
-            weight = -scale * tf.math.rsqrt(variance + epsilon) / everything
-            weight = _zero_if_empty(weight, sync)  # else padding is in the sums of the layer before
-            by_moments = by(weight * sums[0], weight * sums[1], mean, variance)
-            return direct + by_moments, of_scale, of_offset
-
-        return (by(scale, offset, mean, variance), mean, variance), gradient
-
-    return normalise(x, scale, offset)
-
-
-def _normalise_apart(
-    x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, sync: SyncHandle
-) -> tuple:
-    """Normalise as `_normalise_together`, by the kernel of training backward, for GPUs.
-
-    That kernel subtracts the gradient through its own tower's moments. It is put back, and the
-    gradient through all towers' moments is subtracted, as one linear function of x in each channel.
-    """
+    backward = _backward_by_own_moments if on_gpu else _backward
 
     @tf.custom_gradient
     def normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple:
         _, own_mean, own_variance, *reserved = _in_training(x, scale, offset, epsilon)
-        layer = _layer_apart(own_mean, own_variance, x, scale, epsilon, sync)
+        layer = _layer_of(own_mean, own_variance, x, scale, epsilon, sync, on_gpu)
         sync.layers.append(layer)
 
         def gradient(upstream: tf.Tensor, *_: Any) -> tuple:
-            if layer.lines is None:
-                _prepare([each for each in sync.layers if each.lines is None], sync)
-            direct, by_own_scale, of_offset, *_ = tf.raw_ops.FusedBatchNormGradV3(
-                y_backprop=upstream, x=x, scale=layer.kernel_scale, reserve_space_1=reserved[0],
-                reserve_space_2=reserved[1], reserve_space_3=reserved[2], epsilon=epsilon,
-            )  # fmt: skip
-            sums = tf.stack([by_own_scale, of_offset])
-            sums = sync.all_reduce(sums, tf.identity, [sync.num_towers, *sums.shape])
-            slope, level, of_scale = tf.unstack(
-                tf.reduce_sum(layer.lines * tf.expand_dims(sums, 2), axis=[0, 1])
-            )
-            line = _by_moments(x, epsilon, slope, level, own_mean, layer.own_variance)
-            return direct + line, of_scale, of_offset
+            return backward(upstream, x, layer, reserved, sync)
 
         y = _by_moments(x, epsilon, scale, offset, layer.mean, layer.variance)
         return (y, layer.mean, layer.variance), gradient
@@ -225,16 +162,17 @@ def _normalise_apart(
 
 
 @dataclasses.dataclass(eq=False)
-class _LayerApart:
-    """A layer of C channels on one of N GPUs: its moments, and the factors of backward."""
+class _Layer:
+    """A layer of C channels in one of N towers: its moments, and the factors of backward."""
 
+    own_mean: tf.Tensor
     own_variance: tf.Tensor
     moments: tf.Tensor  # of each tower, mean and variance, and a third row, [N, 3, C]
     mean: tf.Tensor  # of all towers, as the variance
     variance: tf.Tensor
     scale: tf.Tensor
     epsilon: float
-    number: Any  # of this tower's values of a channel; this and the next two are [C] if unknown
+    number: Any  # of this tower's values of a channel, [C], as the next two
     everything: Any  # their number in all towers
     share: Any  # this tower's share of them; 0 for a padded slice without examples
     kernel_scale: tf.Tensor | None = None  # argument `scale` of backward's kernel
@@ -243,40 +181,80 @@ class _LayerApart:
     lines: tf.Tensor | None = None
 
 
-def _layer_apart(
-    mean: tf.Tensor, variance: tf.Tensor, x: tf.Tensor, scale: tf.Tensor, epsilon: float,
-    sync: SyncHandle,
-) -> _LayerApart:  # fmt: skip
+def _layer_of(
+    own_mean: tf.Tensor, own_variance: tf.Tensor, x: tf.Tensor, scale: tf.Tensor, epsilon: float,
+    sync: SyncHandle, on_gpu: bool,
+) -> _Layer:  # fmt: skip
     # The variance is the kernel's. Variances are combined as in Chan et al. 1979, by the towers'
     # variances and the variance of their means: large means do not cancel.
-    number, correction, shape = _number(x), _correction(x), [sync.num_towers, 3, *mean.shape]
-    if sync.equal and not tf.is_tensor(number):
-        everything, share = float(number * sync.num_towers), 1.0 / sync.num_towers
+    number, correction, channels = _number(x), _correction(x), own_mean.shape
+    if on_gpu and sync.equal and not tf.is_tensor(number):
         # One kernel averages the towers' rows, and takes the variance of the third one. The factors
         # undo that a kernel divides a variance by one less than the number of its values.
-        factors = [[1.0], [correction], [math.sqrt(1.0 - share)]]
-        packed = tf.stack([mean, variance, mean]) * factors
-        moments = sync.all_reduce(packed, tf.identity, shape, number)
-        channels = [3 * mean.shape[0]]
-        rows, ones = tf.reshape(moments, [sync.num_towers, *channels, 1, 1]), tf.ones(channels)
-        _, averages, spreads, *_ = _in_training(rows, ones, tf.zeros(channels), epsilon, "NCHW")
-        mean, variance, _ = tf.unstack(tf.reshape(averages, shape[1:]))
-        variance += tf.unstack(tf.reshape(spreads, shape[1:]))[2]
+        factors = [[1.0], [correction], [math.sqrt(1.0 - 1.0 / sync.num_towers)]]
+        packed = tf.stack([own_mean, own_variance, own_mean]) * factors
+        moments = sync.stack(packed, number)
+        numbers = number, number * sync.num_towers, 1.0 / sync.num_towers
+        number, everything, share = (np.full(channels, n, np.float32) for n in numbers)
+        rows, ones = tf.reshape(moments, [sync.num_towers, -1, 1, 1]), tf.ones(3 * channels[0])
+        _, averages, spreads, *_ = _in_training(rows, ones, 0.0 * ones, epsilon, "NCHW")
+        mean, variance, _ = tf.unstack(tf.reshape(averages, packed.shape))
+        variance += tf.unstack(tf.reshape(spreads, packed.shape))[2]
     else:
-        number = tf.fill(mean.shape, tf.cast(number, mean.dtype))
-        packed = _zero_if_empty(tf.stack([mean, variance * correction, number]), sync)
-        moments = sync.all_reduce(packed, tf.identity, shape)
+        number = tf.fill(channels, tf.cast(number, tf.float32))
+        packed = _zero_if_empty(tf.stack([own_mean, own_variance * correction, number]), sync)
+        moments = sync.stack(packed)
         means, variances, numbers = tf.unstack(moments, axis=1)
         everything = tf.reduce_sum(numbers, axis=0)
         share = tf.unstack(numbers)[sync.tower] / everything
         mean = tf.reduce_sum(numbers * means, axis=0) / everything
         variances += tf.math.squared_difference(means, mean)
         variance = tf.reduce_sum(numbers * variances, axis=0) / everything
-    own = tf.unstack(packed)[1]
-    return _LayerApart(own, moments, mean, variance, scale, epsilon, number, everything, share)
+    own = own_mean, tf.unstack(packed)[1]
+    return _Layer(*own, moments, mean, variance, scale, epsilon, number, everything, share)
 
 
-def _prepare(layers: Sequence[_LayerApart], sync: SyncHandle) -> None:
+def _backward(
+    upstream: tf.Tensor, x: tf.Tensor, layer: _Layer, _: Any, sync: SyncHandle
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Return the gradients by x, scale and offset, by the kernel of inference."""
+    direct, of_scale, of_offset, *_ = tf.raw_ops.FusedBatchNormGradV3(
+        y_backprop=upstream, x=x, scale=layer.scale, reserve_space_1=layer.mean,
+        reserve_space_2=layer.variance, reserve_space_3=layer.variance, epsilon=layer.epsilon,
+        is_training=False,
+    )  # fmt: skip
+    sums = tf.reduce_sum(sync.stack(tf.stack([of_scale, of_offset])), axis=0)
+    weight = -layer.scale * tf.math.rsqrt(layer.variance + layer.epsilon) / layer.everything
+    # Padding would be in the sums of the layer before.
+    slope, level = tf.unstack(_zero_if_empty(weight, sync) * sums)
+    line = _by_moments(x, layer.epsilon, slope, level, layer.mean, layer.variance)
+    return direct + line, of_scale, of_offset
+
+
+def _backward_by_own_moments(
+    upstream: tf.Tensor, x: tf.Tensor, layer: _Layer, reserved: Sequence[tf.Tensor],
+    sync: SyncHandle,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:  # fmt: skip
+    """Return the gradients by x, scale and offset, by the kernel of training, for GPUs.
+
+    That kernel subtracts the gradient through its own tower's moments. It is put back, and the
+    gradient through all towers' moments is subtracted, as one linear function of x in each channel.
+    """
+    if layer.lines is None:
+        _prepare([each for each in sync.layers if each.lines is None], sync)
+    direct, by_own_scale, of_offset, *_ = tf.raw_ops.FusedBatchNormGradV3(
+        y_backprop=upstream, x=x, scale=layer.kernel_scale, reserve_space_1=reserved[0],
+        reserve_space_2=reserved[1], reserve_space_3=reserved[2], epsilon=layer.epsilon,
+    )  # fmt: skip
+    sums = sync.stack(tf.stack([by_own_scale, of_offset]))
+    slope, level, of_scale = tf.unstack(
+        tf.reduce_sum(layer.lines * tf.expand_dims(sums, 2), axis=[0, 1])
+    )
+    line = _by_moments(x, layer.epsilon, slope, level, layer.own_mean, layer.own_variance)
+    return direct + line, of_scale, of_offset
+
+
+def _prepare(layers: Sequence[_Layer], sync: SyncHandle) -> None:
     """Set the factors of backward of these layers, by few ops for all: launches are slow on a GPU.
 
     x normalised by all towers' moments is `ratio[j]` times x normalised by tower j's, plus
@@ -285,19 +263,13 @@ def _prepare(layers: Sequence[_LayerApart], sync: SyncHandle) -> None:
     """
     sizes = [layer.scale.shape[0] for layer in layers]
 
-    def joined(name: str) -> Any:
-        values = [getattr(layer, name) for layer in layers]
-        if not any(map(tf.is_tensor, values)):
-            return np.repeat(np.array(values, np.float32), sizes)
-        rows = zip(values, sizes, strict=True)
-        return tf.concat(
-            [v if tf.is_tensor(v) else np.full([size], v, np.float32) for v, size in rows], axis=-1
-        )
+    def joined(name: str) -> tf.Tensor:
+        return tf.concat([getattr(layer, name) for layer in layers], axis=-1)
 
     of_layers = [getattr(layer, name) for name in ("mean", "variance", "scale") for layer in layers]
     mean, variance, scale = tf.unstack(tf.reshape(tf.concat(of_layers, axis=0), [3, -1]))
     means, variances, _ = tf.unstack(joined("moments"), axis=1)
-    epsilon = joined("epsilon")
+    epsilon = np.repeat(np.float32([layer.epsilon for layer in layers]), sizes)
     inverse = tf.math.rsqrt(variance + epsilon)
     # Ratio and shift: factors of each tower's sums, in the sum by scale.
     by_all = tf.stack([tf.sqrt(variances + epsilon), means - mean], axis=1) * inverse
@@ -335,19 +307,6 @@ def _zero_if_empty(values: tf.Tensor, sync: SyncHandle) -> tf.Tensor:
     return tf.where(sync.count > 0, values, tf.zeros_like(values))
 
 
-def _combine(gathered: tf.Tensor, num_channels: int, epsilon: float = 0.0) -> tuple:
-    """Return mean, variance and number of all towers' values; `epsilon` is added to the number.
-
-    `gathered` [N, C + C + 1] has each tower's mean, sum of squared differences from it, and number.
-    They are combined as in Chan et al. 1979: large means do not cancel.
-    """
-    means, squares, numbers = tf.split(gathered, [num_channels, num_channels, 1], axis=1)
-    everything = tf.reduce_sum(numbers) + epsilon
-    mean = tf.reduce_sum(numbers * means, axis=0) / everything
-    squares += numbers * tf.math.squared_difference(means, mean)
-    return mean, tf.reduce_sum(squares, axis=0) / everything, everything
-
-
 # The formula, for all else.
 
 
@@ -372,4 +331,9 @@ def _moments(
         present = tf.cast(sync.count > 0, inputs.dtype)
         number, squares = number * present, squares * present
     packed = tf.concat([tf.reshape(mean, [size]), tf.reshape(squares, [size]), [number]], axis=0)
-    return _combine(sync.all_gather(packed), size, epsilon)[:2]
+    # Combined as in Chan et al. 1979: large means do not cancel.
+    means, squares, numbers = tf.split(sync.all_gather(packed), [size, size, 1], axis=1)
+    everything = tf.reduce_sum(numbers) + epsilon
+    mean = tf.reduce_sum(numbers * means, axis=0) / everything
+    squares += numbers * tf.math.squared_difference(means, mean)
+    return mean, tf.reduce_sum(squares, axis=0) / everything

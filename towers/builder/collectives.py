@@ -29,69 +29,54 @@ def are_used(devices: Sequence[str]) -> bool:
     return apart and are_gpus(devices) and not are_remote(devices)
 
 
-def all_sum(values: Sequence[Sequence[tf.Tensor]], devices: Sequence[str]) -> list[list[tf.Tensor]]:
+def all_sum(
+    values: Sequence[Sequence[tf.Tensor] | None], devices: Sequence[str], backward: bool = True
+) -> list[list[tf.Tensor]]:
     """Return for each tower the sums over all towers, on its own device.
 
-    The last tensors of the lists are summed first, as a backward pass computes gradients in that
-    order, in buckets of one type. Each collective costs a round trip, so small tensors are packed;
-    but a bucket that is sent while the next is computed costs nothing.
+    They are summed in buckets of one type. Each collective costs a round trip, so small tensors are
+    packed; but a bucket that is sent while the next is computed costs nothing.
 
     Args:
-        values: for each tower a list of tensors.
-        devices: of the towers.
-
-    Raises:
-        ValueError: two towers share a device, or the function is not compiled.
+        values: for each tower a list of tensors; None for zeros, but not for the first.
+        devices: of the towers, each another.
+        backward: sum the last ones first, as a backward pass computes gradients in that order.
     """
-    if tf.executing_eagerly():
-        raise ValueError(
-            "towers that run one after the other cannot sum together: make a tf.function of the "
-            "step, or gather on one device"
-        )
-    if len(set(devices)) < len(devices):
-        raise ValueError(f"towers sum over {devices}, but each needs a device of its own")
-    sums: list[list] = [[None] * len(values[0]) for _ in devices]
-    for bucket in _buckets(values[0], range(len(values[0]))[::-1]):
-        collective = Collective(devices)
-        for tower, (device, tower_values) in enumerate(zip(devices, values, strict=True)):
+    like = values[0]
+    sums: list[list] = [[None] * len(like) for _ in devices]
+    order = range(len(like))[:: -1 if backward else 1]
+    for bucket in grouped(order, lambda i: like[i].dtype, lambda i: num_bytes(like[i])):
+        collective, first = Collective(devices), [like[i] for i in bucket]
+        size = sum(value.shape.num_elements() for value in first)
+        for tower, (device, own) in enumerate(zip(devices, values, strict=True)):
             with tf.device(device):
-                total = collective.sum(pack([tower_values[i] for i in bucket]), device)
-                parts = unpack(total, [tower_values[i] for i in bucket])
+                given = pack([own[i] for i in bucket]) if own else tf.zeros([size], first[0].dtype)
+                parts = unpack(collective.sum(given, device), first)
             for i, part in zip(bucket, parts, strict=True):
                 sums[tower][i] = part
     return sums
 
 
 def broadcast(values: Sequence[tf.Tensor], devices: Sequence[str]) -> list[list[tf.Tensor]]:
-    """Return for each device the values of the first one, sent in buckets as by `all_sum`.
+    """Return for each device the values of the first one; the first of them are sent first.
 
     The others add zeros. TensorFlow's op for a broadcast is dropped on a device that does not use
     what it receives, and the others then wait for it forever.
 
     Args:
-        values: floats on the first device; the first of them are sent first.
+        values: floats on the first device.
         devices: of the towers, each another.
     """
-    received: list[list] = [list(values), *([None] * len(values) for _ in devices[1:])]
-    for bucket in _buckets(values, range(len(values))):
-        collective, like = Collective(devices), [values[i] for i in bucket]
-        size = sum(value.shape.num_elements() for value in like)
-        for tower, device in enumerate(devices):
-            with tf.device(device):
-                given = tf.zeros([size], like[0].dtype) if tower else pack(like)
-                parts = unpack(collective.sum(given, device), like)
-            for i, part in zip(bucket, parts if tower else like, strict=True):
-                received[tower][i] = part
-    return received
-
-
-def _buckets(values: Sequence[tf.Tensor], order: Sequence[int]) -> list[list[int]]:
-    """Return the indices of values, in this order, in buckets of one type."""
-    return grouped(order, lambda i: values[i].dtype, lambda i: num_bytes(values[i]))
+    zeros = [None] * (len(devices) - 1)
+    _, *received = all_sum([values, *zeros], devices, backward=False)
+    return [list(values), *received]
 
 
 class Collective:
-    """One collective: each device of the group calls the same method once."""
+    """One collective: each device of the group calls the same method once.
+
+    A caller gives a value of the same shape and type as all others, and its own device.
+    """
 
     def __init__(self, devices: Sequence[str]):
         """Set the devices of the group."""
@@ -99,22 +84,12 @@ class Collective:
         self._first_key, self._turn = next(_first_keys), _turn_of_call()
 
     def sum(self, value: tf.Tensor, device: str) -> tf.Tensor:
-        """Return the sum of all devices' values, on `device`.
-
-        Args:
-            value: of this device, of the same shape and type on all.
-            device: of the caller, one of the group.
-        """
+        """Return the sum of all devices' values, on `device`; see `Collective`."""
         op = functools.partial(tf.raw_ops.CollectiveReduceV2, merge_op="Add", final_op="Id")
         return self._launch(op, value, device)
 
     def stack(self, value: tf.Tensor, device: str) -> tf.Tensor:
-        """Return the stack of all devices' values, `[N, ...]`, on `device`.
-
-        Args:
-            value: as for `sum`.
-            device: as for `sum`.
-        """
+        """Return the stack of all devices' values, `[N, ...]`, on `device`; see `Collective`."""
         stacked = self._launch(tf.raw_ops.CollectiveGatherV2, tf.expand_dims(value, 0), device)
         stacked.set_shape([len(self._devices), *value.shape])
         return stacked
@@ -124,7 +99,6 @@ class Collective:
         # each collective and device, and a process has room for some 32,000. A tower that fails
         # ends the collectives of its step at once without it.
         value.shape.assert_is_fully_defined()  # TensorFlow keeps the shape with the key
-        num_cards, num_gpus = len(tf.config.get_visible_devices("GPU")), len(devices_here("GPU"))
         with tf.device(device):
             # TensorFlow's NCCL misreads bfloat16 as float32 of as many elements.
             known = tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
@@ -134,20 +108,15 @@ class Collective:
                 group_key=_group_key(self._devices),
                 instance_key=self._turn + self._first_key,
                 ordering_token=[_ordering_token(device)],
-                communication_hint=communication(self._devices, num_cards, num_gpus),
+                communication_hint=_hint(self._devices),
             )
             return tf.cast(result, value.dtype)
 
 
-def communication(devices: Sequence[str], num_cards: int, num_gpus: int) -> str:
-    """Return "nccl" if each device is a card of its own, else "auto", TensorFlow's choice.
-
-    Args:
-        devices: of the towers.
-        num_cards: how many physical GPUs TensorFlow sees.
-        num_gpus: how many devices it has made of them; more if a card is several.
-    """
-    on_gpus = all(tf.DeviceSpec.from_string(name).device_type == "GPU" for name in devices)
+def _hint(devices: Sequence[str]) -> str:
+    # NCCL needs a card for each device, of which several may be on one.
+    num_cards, num_gpus = len(tf.config.get_visible_devices("GPU")), len(devices_here("GPU"))
+    on_gpus = all("gpu:" in device.lower() for device in devices)
     return "nccl" if on_gpus and num_cards == num_gpus else "auto"
 
 

@@ -1,22 +1,44 @@
-"""Reads and sums across devices and machines, with as few transfers as possible.
+"""Reads of variables across devices and machines, with as few transfers as possible.
 
-A variable on another machine is sent to each machine once; the values of a machine's towers are
-summed there before they are sent. What a GPU reads of other devices is packed, since it waits at
-each transfer.
+A variable on another machine is sent to each machine once. What a GPU reads of other devices is
+packed, since it waits at each transfer. XLA cannot read a variable on another device, as masters
+are: what a compiled program reads is read outside of it, once, and passed in as a tensor.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder.device_types import is_gpu, machine_of
-from towers.builder.flatten import pack, unpack
+from towers.builder.flatten import grouped, pack, unpack
 from towers.builder.sharding import is_device
 
-FETCHED = "fetched_state"  # name scope of ops that differ between towers
+
+def compiled_by_xla(compute: Callable) -> Any:
+    """Compile a function without arguments by XLA; return the structure of tensors that it does."""
+    with read_outside():
+        return tf.function(compute, jit_compile=True, autograph=False)()
+
+
+@contextlib.contextmanager
+def read_outside() -> Iterator[None]:
+    """Make functions that the block calls read variables outside, on the block's device."""
+    eager, graph = tf.executing_eagerly(), tf.compat.v1.get_default_graph()
+    outside, values = tf.init_scope if eager else graph.as_default, {}
+
+    def read(variable: tf.Variable, original: Callable) -> tf.Tensor:
+        if tf.executing_eagerly() or tf.compat.v1.get_default_graph() is graph:
+            return original(variable)
+        if id(variable) not in values:
+            with outside():
+                values[id(variable)] = tf.identity(original(variable))
+        return values[id(variable)]
+
+    with tf_internals.patch_reads(read):
+        yield
 
 
 class WeightBroadcast:
@@ -25,15 +47,13 @@ class WeightBroadcast:
     def __init__(self, devices: Sequence[str]):
         """Set the towers' devices; nothing is read yet."""
         self._graph = tf.compat.v1.get_default_graph()
-        self._eager = tf.executing_eagerly()
-        machines = list(map(machine_of, devices))
-        self._first = dict(zip(reversed(machines), reversed(devices), strict=True))
+        self._first = {machine_of(device): device for device in reversed(devices)}
         self._copies: dict[tuple[str, int], tf.Tensor] = {}
 
     def on(self, device: str) -> contextlib.AbstractContextManager[None]:
         """Make reads in the block, for the tower on `device`, use its machine's one copy."""
         machine = machine_of(device)
-        if self._eager or not machine:
+        if tf.executing_eagerly() or not machine:
             return contextlib.nullcontext()
 
         def read(variable: tf.Variable, original: Callable) -> tf.Tensor:
@@ -57,7 +77,7 @@ class VariablePrefetch:
     def __init__(self, device: str):
         """Set the tower's device; nothing is read yet."""
         self._device, self._graph = device, tf.compat.v1.get_default_graph()
-        self._reads: dict[tuple, list[tuple[tf.Variable, tf.Tensor]]] = {}
+        self._reads: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
 
     def prefetch(self, variable: tf.Variable) -> tf.Tensor | None:
         """Return a stand-in for a variable's value, None if reading it costs no transfer."""
@@ -67,21 +87,21 @@ class VariablePrefetch:
         here = is_device(variable.device, self._device)
         if here or tf.executing_eagerly() or tf.compat.v1.get_default_graph() is not self._graph:
             return None
-        with tf.name_scope(FETCHED):
+        if id(variable) not in self._reads:
             stand_in = _stand_in(tf.zeros(variable.shape, variable.dtype))
-        group = variable.device, self._device, variable.dtype
-        self._reads.setdefault(group, []).append((variable, stand_in))
-        return stand_in
+            self._reads[id(variable)] = variable, stand_in
+        return self._reads[id(variable)][1]
 
     def join(self) -> None:
         """Replace the stand-ins by the packed values."""
-        for (source, device, _), reads in self._reads.items():
-            variables = [variable for variable, _ in reads]
-            with tf.device(source), tf.name_scope("fetch"):
+        reads = list(self._reads.values())
+        for group in grouped(reads, lambda read: (read[0].device, read[0].dtype)):
+            variables, stand_ins = zip(*group, strict=True)
+            with tf.device(variables[0].device), tf.name_scope("fetch"):
                 packed = pack([tf.convert_to_tensor(variable) for variable in variables])
-            with tf.device(device), tf.name_scope("fetch"):
+            with tf.device(self._device), tf.name_scope("fetch"):
                 values = unpack(packed, variables)
-            for (_, stand_in), value in zip(reads, values, strict=True):
+            for stand_in, value in zip(stand_ins, values, strict=True):
                 tf_internals.set_input(stand_in.op, value)
         self._reads.clear()
 
@@ -90,23 +110,3 @@ def _stand_in(value: tf.Tensor) -> tf.Tensor:
     # An op that TensorFlow keeps and does not fold: else each tower would fetch the value, and a
     # shape that is computed from it would be that of the zeros.
     return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
-
-
-def sum_by_machine(values: Sequence[Any], plan: Any) -> Sequence[Any]:
-    """Return the sum of each machine's `values`, or `values` if all are of this process.
-
-    Args:
-        values: of the towers; the last towers may have none.
-        plan: the `gather.GatherPlan`.
-    """
-    groups: dict[str, list[tuple[Any, str]]] = {}
-    for value, device in zip(values, plan.towers, strict=False):
-        groups.setdefault(machine_of(device), []).append((value, device))
-    if not any(groups):
-        return values
-    sums = []
-    for own_pairs in groups.values():
-        with tf.device(own_pairs[0][1]):
-            machine_values = [value for value, _ in own_pairs]
-            sums.append(machine_values[0] if len(machine_values) == 1 else plan.add(machine_values))
-    return sums

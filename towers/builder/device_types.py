@@ -19,8 +19,6 @@ import tensorflow as tf
 HOST = "/cpu:0"
 SWITCH = "TOWERS_CPUS_FOR_GPUS"
 _in_block = False
-_shown: dict[str, str] = {}  # {TensorFlow's name of a GPU: its name before others were hidden}
-in_use = False  # whether `tower_devices` has returned a GPU, whose name must not change
 
 
 def is_gpu(device: str) -> bool:
@@ -34,38 +32,6 @@ def is_gpu(device: str) -> bool:
 def are_gpus(devices: Sequence[str]) -> bool:
     """Return whether all these devices are GPUs."""
     return all(map(is_gpu, devices))
-
-
-class NewName(str):
-    """TensorFlow's name of a GPU, where `renumber` has changed names."""
-
-
-def renumber(names: Iterable[str]) -> None:
-    """Note that TensorFlow numbers the GPUs of these names from 0, since others are hidden."""
-    _shown.clear()
-    _shown.update({f"/gpu:{i}": name for i, name in enumerate(names)})
-
-
-def renumbered() -> bool:
-    """Return whether GPUs were hidden, so that TensorFlow may number the others differently."""
-    return bool(_shown)
-
-
-def shown_name(device: str) -> str:
-    """Return a device's name in messages and files: that of before other GPUs were hidden."""
-    return _shown.get(device, device)
-
-
-def new_name(device: str) -> str:
-    """Return TensorFlow's name of a device, from the name that is shown."""
-    names = {shown: NewName(name) for name, shown in _shown.items()}
-    return names.get(device, device)
-
-
-def parse_device(text: str) -> str:
-    """Return "/gpu:0" for any spelling, such as "GPU:0" or "/device:gpu:00"; "" for other text."""
-    match = re.fullmatch(r"/?(?:device:)?(gpu|cpu):(\d{1,3})", text.strip().lower())
-    return f"/{match[1]}:{int(match[2])}" if match else ""
 
 
 def machine_of(device: str) -> str:
@@ -88,18 +54,6 @@ def devices_here(kind: str) -> list[str]:
     """
     names = [device.name for device in tf.config.list_logical_devices(kind)]
     return [name for name in names if not machine_of(name)]
-
-
-def physical_gpus() -> list[tf.config.PhysicalDevice]:
-    """Return the physical GPU of each of /gpu:0, /gpu:1, ...: one with logical parts repeats.
-
-    `tf.config.list_logical_devices` would start TensorFlow, and no logical CPU could be created.
-    """
-    return [
-        gpu
-        for gpu in tf.config.get_visible_devices("GPU")
-        for _ in tf.config.get_logical_device_configuration(gpu) or [None]
-    ]
 
 
 def stand_in() -> bool:

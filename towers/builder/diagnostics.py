@@ -73,11 +73,6 @@ def unclear_draw(layer: str, why: str = "") -> str:
 UNFORESEEN_DRAW = unclear_draw(
     NO_LAYER, " (it draws otherwise than for a few examples, or could not be traced for those)"
 )
-LOCAL_BATCH_NORM = (
-    "local BatchNorm: outside of a tf.function towers run one after the other, and each normalizes "
-    "by the statistics of its own examples: make a tf.function of the step, or leave BatchNorm "
-    "local (batch_norm='local')"
-)
 _REMEDIES = {
     "output": "Its result for an example depends on the rest of the batch, of which each tower has "
     "only its part: compute each example from itself",

@@ -5,15 +5,14 @@ exchanges between towers. So a tape sees all towers as one op, whose gradient ru
 device and is summed by `add_n`.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder import added_losses, gather
-from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.passes import CopiesError, Passes, TowerGradients
 from towers.builder.python_values import PythonValues
 from towers.builder.replica_context import (
@@ -21,14 +20,16 @@ from towers.builder.replica_context import (
     Replicas,
     assign,
     assigned,
-    call_copies,
 )
-from towers.builder.sharding import Slice, is_split, num_rows, occupied, rounds, split
+from towers.builder.sharding import Slice, is_split, num_rows, rounds
 from towers.errors import InputError
 
 
 def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | None = None) -> Any:
     """Return the results of `fn` for the slices of `batch`, joined; tapes can go back through it.
+
+    Under a tape, a batch in several parts goes forward twice: for the outputs, from which the loss
+    is computed, and again, part by part, when the outputs' gradient is known.
 
     Args:
         builder: the `TowerBuilder`.
@@ -36,70 +37,61 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | No
         batch: its arguments.
         passes: gets a record of the passes, if given.
     """
-    if is_split(batch) and tf_internals.is_recording():
-        return _as_one_op(builder, fn, batch, passes)
-    analysis = FunctionAnalysis()
-    if is_split(batch):
-        number = len(builder.devices)
-        analysis = builder.analyze(fn, *batch, num_slices=number, backward=False)
-        analysis.check_joinable()
-    values, slices = PythonValues(analysis), occupied(split(builder, batch, never_empty=True))
-    copies = passes.copies(builder, slices) if passes else ()
-    note = passes and passes.note
-    results = call_copies(builder, fn, slices, batch, values, note=note, copies=copies)
-    return values.put_into(builder.gather(gather.join, results))
-
-
-def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | None) -> Any:
-    """Return the joined results as one op for tapes.
-
-    A batch in several parts goes forward twice: for the outputs, from which the loss is computed,
-    and again, part by part, when the outputs' gradient is known.
-    """
-    analysis = builder.analyze(fn, *batch)
+    recording = is_split(batch) and tf_internals.is_recording()
+    number = builder.num_slices if recording else len(builder.devices)
+    analysis = builder.analyze(fn, *batch, num_slices=number, backward=recording)
     analysis.check_joinable()
-    values, side_outputs = PythonValues(analysis), analysis.side_outputs
+    values = PythonValues(analysis)
     fn = values.taken_from(tf_internals.converted_as_here(fn))
     leaves = tf.nest.flatten(batch)
     dense = [i for i, x in enumerate(leaves) if isinstance(x, tf.Tensor) and x.dtype.is_floating]
     watched = [i for i in dense if tf_internals.is_recording([leaves[i]])]
-    parts = rounds(builder, batch)
+    parts = rounds(builder, batch, builder.accumulate_steps if recording else 1)
     copies = passes.copies(builder, parts[0]) if passes else ()
-    captured: list[tf.Tensor] = []  # other tensors that have gradients
-    states: dict[int, tf.Tensor] = {}  # {id of a variable: the value that towers read}
+    captured: dict[int, tf.Tensor] = {}  # other tensors that have gradients, by id
+    # {id of a variable: the value that towers read}
+    states: dict[int, tf.Tensor] | None = {} if recording else None
 
     def inputs_of(replica: ReplicaContext) -> list[tf.Tensor]:
         own = tf.nest.flatten(replica.part.batch)
         return [own[i] for i in watched]
 
-    def on_tower(replica: ReplicaContext) -> tuple[list[tf.Tensor], Any]:
-        known = [*captured, *(x for x in replica.copies.values() if isinstance(x, tf.Tensor))]
-        replica.tape.watch([*inputs_of(replica), *known])
-        with _no_captures([*tf.nest.flatten(replica.part.batch), *known]):
-            result = replica.compiled(lambda: (replica.call(fn), replica.added_losses()))
-            result = replica.unpadded(result)
+    def call(replica: ReplicaContext) -> Any:
+        result = replica.compiled(lambda: (replica.call(fn), replica.added_losses()))
+        return replica.unpadded(result)
+
+    def under_tape(replica: ReplicaContext) -> tuple[list[tf.Tensor], Any]:
+        sent = [x for x in replica.copies.values() if isinstance(x, tf.Tensor)]
+        known = [*inputs_of(replica), *sent, *captured.values()]
+        replica.tape.watch(known)
+        start = len(graph.get_operations())
+        result = call(replica)
+        new.update(_captures(graph.get_operations()[start:], known))
         return _values(result), result
 
     def forward(slices: Sequence[Slice]) -> tuple[Replicas, list[Any]]:
         replicas = Replicas(builder, slices, analysis, states, analysis.policies, copies)
-        return replicas, builder.run(lambda r: builder.forward(on_tower, r), replicas)
+        run = (lambda r: builder.forward(under_tape, r)) if recording else call
+        return replicas, builder.run(run, replicas)
 
-    while True:
-        try:
-            passed, results = zip(*map(forward, parts), strict=True)
+    graph = tf.compat.v1.get_default_graph()
+    while True:  # a tape must watch captured tensors before they are used
+        new: dict[int, tf.Tensor] = {}
+        passed, results = zip(*map(forward, parts), strict=True)
+        if not new:
             break
-        except _CapturedError as error:
-            # A tape must watch these before they are used: the passes are traced again.
-            captured += error.tensors
+        captured |= new
     replicas = [replica for part in passed for replica in part.contexts]
-    outputs, scopes = [replica.outputs for replica in replicas], [r.scope for r in replicas]
-    # A second forward pass, as in tf.recompute_grad, begins with the states before the first.
-    states |= {id(variable): tf.identity(variable.value) for variable in assigned(scopes)}
+    scopes = [replica.scope for replica in replicas if replica.scope]
+    if recording:  # a second forward pass begins with the states before the first
+        states |= {id(variable): tf.identity(variable.value) for variable in assigned(scopes)}
     if passes:
         passes.note(scopes)
     assign(builder, scopes, analysis.policies)
-    variables = list({id(v): v for replica in replicas for v in replica.read_variables()}.values())
-    unsplit = [*captured, *variables]  # each tower reads all of them
+    outputs = [replica.outputs for replica in replicas]
+    taped = replicas if recording else []
+    variables = list({id(v): v for replica in taped for v in replica.read_variables()}.values())
+    unsplit = [*captured.values(), *variables]  # each tower reads all of them
     if tf_internals.are_followed(variables) and not builder.checks.observe:
         raise InputError(
             "a tf.autodiff.ForwardAccumulator cannot follow variables through `concat`: join the "
@@ -130,11 +122,11 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
                     with tf_internals.keep_losses():
                         part, _ = forward(slices)
                 of_towers = builder.run(back, part)
-            sums = gather.add_to(sums, of_towers, gather.plan_of(builder))
+            sums = gather.add_to(builder, sums, of_towers)
         with tf.name_scope("gather"):
             with tf.device(builder.gather_device):
                 inputs = [gather.join(rows) for rows in zip(*of_inputs, strict=True)]
-            gathered = gather.sum_gradients(sums, gather.plan_of(builder, unsplit), bool(copies))
+            gathered = gather.sum_gradients(builder, sums, unsplit, bool(copies))
         if in_parts:
             # Grappler drops control edges that delay an update until the last part has read a
             # variable.
@@ -143,23 +135,23 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes 
         if passes:
             of_towers = [tower_sums[len(captured) :] for tower_sums in sums]
             of_variables = [of_tower[len(captured) :] for of_tower in gathered]
-            counts = [tf.convert_to_tensor(part.count) for part in parts[0]]
-            for slices in parts[1:]:
-                for i, part in enumerate(slices):
-                    counts[i] += tf.cast(part.count, counts[i].dtype)
+            counts = [[part.count for part in slices] for slices in parts]
+            counts = list(map(sum, itertools.zip_longest(*counts, fillvalue=0)))
             batches = [tf.nest.flatten(part.batch) for part in parts[0]]
             phases = [] if in_parts else [(batches, outputs), (rows, of_towers)]
             passes.gradients = TowerGradients(counts, phases, of_towers, of_variables)
         return inputs + gathered[0]
 
+    whole = builder.gather(gather.join, sum(results, []))
     with tf.device(builder.gather_device), tf.name_scope("gather"):
-        with tf.control_dependencies(_checks_of_shapes(outputs)):
-            whole = gather.map_towers(gather.join, sum(results, []))
-        sources = [leaves[i] for i in watched] + unsplit
-        recorded = tf_internals.record_as_one_op("Towers", _values(whole), sources, backward)
-        (whole, sides), added = _with_values(whole, recorded)
-        side_outputs.assign(sides, leaves)
-        added_losses.add_to_layers(scopes[0], added)
+        if recording:
+            sources = [leaves[i] for i in watched] + unsplit
+            recorded = tf_internals.record_as_one_op("Towers", _values(whole), sources, backward)
+            whole = _with_values(whole, recorded)
+        (whole, sides), added = whole
+        analysis.side_outputs.assign(sides, leaves)
+        for scope in scopes[:1]:
+            added_losses.add_to_layers(scope, added)
     return values.put_into(whole)
 
 
@@ -167,76 +159,25 @@ def _identities(gradients: Sequence[Any]) -> list[Any]:
     return [gather.map_values(tf.identity, gradient) for gradient in gradients]
 
 
-class _CapturedError(Exception):
-    def __init__(self, tensors: Sequence[tf.Tensor]):
-        super().__init__()
-        self.tensors = tensors
-
-
-@contextlib.contextmanager
-def _no_captures(known: Sequence[Any]) -> Iterator[None]:
-    """Raise _CapturedError if the block uses other watched tensors from outside than `known`.
-
-    The tape around the towers would silently ignore them: a wrong gradient.
-    """
-    known_ids = {id(x) for x in tf.nest.flatten(list(known), expand_composites=True)}
-    graph = tf.compat.v1.get_default_graph()
-    num_before = len(graph.get_operations())
-    yield
-    ops = graph.get_operations()[num_before:]
-    names, captured = {op.name for op in ops}, {}
-    for op in ops:
-        for x in op.inputs:
-            old = x.op.name not in names and id(x) not in known_ids
-            if old and x.dtype.is_floating and tf_internals.is_recording([x]):
-                captured[id(x)] = x
-    if captured:
-        raise _CapturedError(list(captured.values()))
-
-
-def _checks_of_shapes(outputs: Sequence[Sequence[tf.Tensor]]) -> list[tf.Operation]:
-    """Check that slices' outputs differ in axis 0 alone; return ops that check unknown shapes."""
-    message = (
-        "towers return outputs of several shapes, which cannot be joined along the batch: an axis "
-        "depends on the examples of a slice, as by to_tensor() of ragged rows; give it a fixed size"
-    )
-    checks = []
-    for first, *others in zip(*outputs, strict=True):
-        for other in others:
-            if not first.shape[1:].is_compatible_with(other.shape[1:]):
-                raise InputError(message)
-            if not first.shape[1:].is_fully_defined():
-                sizes = tf.shape(first)[1:], tf.shape(other)[1:]
-                checks.append(tf.debugging.assert_equal(*sizes, message))
-    return [check for check in checks if check is not None]  # None: statically equal
+def _captures(ops: Sequence[tf.Operation], known: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
+    """Return the tensors that a tape records, and that ops take from outside, without `known`."""
+    names, ids = {op.name for op in ops}, set(map(id, known))
+    outside = [x for op in ops for x in op.inputs if x.op.name not in names and id(x) not in ids]
+    floats = [x for x in outside if x.dtype.is_floating]
+    return {id(x): x for x in floats if tf_internals.is_recording([x])}
 
 
 def _values(structure: Any) -> list[tf.Tensor]:
     # The floating-point tensors in a structure, of sparse and ragged leaves the values.
-    values = map(_value, tf.nest.flatten(structure))
-    return [value for value in values if value is not None and value.dtype.is_floating]
-
-
-def _value(leaf: Any) -> tf.Tensor | None:
-    if isinstance(leaf, tf.RaggedTensor):
-        return leaf.flat_values
-    return leaf.values if isinstance(leaf, tf.SparseTensor) else leaf
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [leaf for leaf in leaves if leaf is not None and leaf.dtype.is_floating]
 
 
 def _with_values(structure: Any, values: Sequence[tf.Tensor]) -> Any:
     """Return a structure with its `_values` replaced."""
-    values = iter(values)
-
-    def replaced(leaf: Any) -> Any:
-        value = _value(leaf)
-        if value is None or not value.dtype.is_floating:
-            return leaf
-        value = next(values)
-        if isinstance(leaf, tf.RaggedTensor):
-            return leaf.with_flat_values(value)
-        if isinstance(leaf, tf.SparseTensor):
-            return tf.SparseTensor(leaf.indices, value, leaf.dense_shape)
-        tf_internals.attach(value, "mask", tf_internals.attached(leaf, "mask"))
-        return value
-
-    return tf.nest.map_structure(replaced, structure)
+    leaves, values = tf.nest.flatten(structure, expand_composites=True), iter(values)
+    for i, leaf in enumerate(leaves):
+        if leaf is not None and leaf.dtype.is_floating:
+            leaves[i] = next(values)
+            tf_internals.attach(leaves[i], "mask", tf_internals.attached(leaf, "mask"))
+    return tf.nest.pack_sequence_as(structure, leaves, expand_composites=True)

@@ -1,5 +1,6 @@
 """Losses made in the towers: their mean over all examples, and its gradients."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,13 +12,13 @@ from towers.builder import gather
 from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.passes import Passes, TowerGradients
 from towers.builder.replica_context import ReplicaContext, Replicas, WeightCopies, assign
-from towers.builder.sharding import PerTower, Slice, rounds
+from towers.builder.sharding import PerTower, Slice, num_rows, rounds
 from towers.builder.variable_aggregation import widen
 from towers.errors import InputError
 
 _NO_LOSSES = (
-    "loss_fn must return one loss for each example, shape [b], not {}: reduce all axes but the "
-    "first, the builder takes the mean over all towers (a Keras loss: reduction=None)"
+    "loss_fn must return one loss for each example, shape [b], not {} for {} examples: reduce all "
+    "axes but the first, the builder takes the mean over all towers (a Keras loss: reduction=None)"
 )
 
 
@@ -41,11 +42,12 @@ def mean_gradients(
         passes: gets a record of the passes, if given.
     """
     _check_by_example(analysis := builder.analyze(loss_fn, *batch))
-    loss_fn, (masters, copies) = _of_examples(loss_fn), _masters_and_copies(variables)
-    sums, others = [], []
+    loss_fn = tf_internals.converted_as_here(loss_fn)
+    masters, copies = _masters_and_copies(variables)
+    sums, others, counts = [], [], []
 
     def forward(replica: ReplicaContext) -> tuple:
-        return builder.forward(loss_fn, replica, masters)
+        return builder.forward(lambda replica: _losses_of(replica, loss_fn), replica, masters)
 
     def backward(replica: ReplicaContext) -> list[Any]:
         upstream = _upstream(replica.outputs, replica.part, total)
@@ -55,11 +57,11 @@ def mean_gradients(
         return replica.compiled(lambda: (forward(replica), backward(replica)))
 
     def results(replica: ReplicaContext) -> tuple:
-        (loss, count, *rest), gradients = passed[replica.tower]
-        others.append((replica.close(count), *map(replica.unpadded, rest)))
-        return loss, replica.scope.count, replica.gradients(gradients, masters)
+        (loss, *rest), gradients = passed[replica.tower]
+        others.append((replica.scope, *map(replica.unpadded, rest)))
+        return loss, replica.gradients(gradients, masters)
 
-    for slices in rounds(builder, batch):  # `accumulate_steps` rounds
+    for slices in rounds(builder, batch, builder.accumulate_steps):
         replicas = Replicas(builder, slices, analysis, {}, analysis.policies, copies)
         with gather.after(sums):
             if slices[0].rows:
@@ -67,16 +69,18 @@ def mean_gradients(
                 passed = builder.run(both, replicas)
             else:  # nothing is split: towers have as many examples as they return losses
                 there = builder.run(forward, replicas)
-                total = builder.gather(builder.add, [count for _, count, *_ in there])
+                total = sum(replica.scope.count for replica in replicas.contexts)
                 passed = list(zip(there, builder.run(backward, replicas), strict=True))
             parts = builder.run(results, replicas)
-        sums = gather.add_to(sums, parts, gather.plan_of(builder))  # on each tower
-    losses, counts, gradients = map(list, zip(*sums, strict=True))
+        counts.append([replica.scope.count for replica in replicas.contexts])
+        sums = gather.add_to(builder, sums, parts)  # on each tower
+    losses, gradients = map(list, zip(*sums, strict=True))
+    counts = list(map(sum, itertools.zip_longest(*counts, fillvalue=0)))
     scopes, outputs, sides = map(list, zip(*others, strict=True))
     analysis.side_outputs.assign(builder.gather(gather.join, sides) if any(sides) else [], batch)
     with tf.name_scope("gather"):
         rows = [[*row, loss] for row, loss in zip(gradients, losses, strict=True)]
-        gathered = gather.sum_gradients(rows, gather.plan_of(builder, masters), bool(copies))
+        gathered = gather.sum_gradients(builder, rows, masters, bool(copies))
         loss = [row.pop() for row in gathered][0]
         with tf.device(builder.gather_device):
             loss /= tf.cast(total, loss.dtype)
@@ -88,41 +92,25 @@ def mean_gradients(
     return loss, gathered, None if has_none else builder.gather(gather.join, outputs)
 
 
-def _of_examples(loss_fn: Callable) -> Callable:
-    """Return a function for `TowerBuilder.forward`: from a replica to (losses, what it returns).
+def _losses_of(replica: ReplicaContext, loss_fn: Callable) -> tuple[tf.Tensor, tuple]:
+    """Call a loss function in a tower; return (losses, (sum, outputs, tensors in attributes)).
 
-    It returns the sum of the losses, the number of examples, the outputs of `loss_fn` (() if there
-    are none), and the tensors that are set as attributes.
-
-    Args:
-        loss_fn: as for `TowerBuilder.gradients`.
+    The outputs are () if the function returns losses alone.
     """
-    loss_fn = tf_internals.converted_as_here(loss_fn)
-
-    def losses_of(replica: Any) -> tuple[tf.Tensor, tuple]:
-        part = replica.part
-        returned, side = replica.call(loss_fn)
-        losses, outputs = returned if isinstance(returned, tuple) else (returned, ())
-        losses = _checked(losses, part)
-        total = tf.reduce_sum(losses)
-        if part.may_be_empty():
-            total = tf.math.multiply_no_nan(total, tf.cast(part.count > 0, total.dtype))
-        count = losses.shape[0] if part.count is None else part.count
-        if not isinstance(count, int):
-            count = tf.cast(tf.shape(losses)[0] if count is None else count, total.dtype)
-        return losses, (total, count, outputs, side)
-
-    return lambda replica: replica.compiled(lambda: losses_of(replica))
+    part = replica.part
+    returned, side = replica.call(loss_fn)
+    losses, outputs = returned if isinstance(returned, tuple) else (returned, ())
+    losses = _checked(losses, part)
+    total = tf.reduce_sum(losses)
+    if part.may_be_empty():
+        total = tf.math.multiply_no_nan(total, tf.cast(part.count > 0, total.dtype))
+    if part.count is None:
+        replica.scope.count = num_rows(losses)
+    return losses, (total, outputs, side)
 
 
 def _upstream(losses: tf.Tensor, part: Slice, total: Any) -> tf.Tensor:
-    """Return the gradient of the mean over all examples by a tower's losses.
-
-    Args:
-        losses: of the tower, `[b]`.
-        part: the tower's slice.
-        total: number of examples of all towers, an int or a scalar.
-    """
+    """Return the gradient of the mean over all `total` examples by a tower's losses, `[b]`."""
     share = 1 / tf.cast(tf.maximum(total, 1), losses.dtype)
     if part.may_be_empty():
         share *= tf.cast(part.count > 0, share.dtype)
@@ -132,11 +120,11 @@ def _upstream(losses: tf.Tensor, part: Slice, total: Any) -> tf.Tensor:
 
 def _check_by_example(analysis: FunctionAnalysis) -> None:
     """Raise InputError if a loss function's losses or outputs have no row for each example."""
+    trace = analysis.trace
     if analysis.by_example is False:
-        shape = next(iter(analysis.trace.shapes), None) if analysis.trace else None
-        scalar = shape is not None and shape.rank == 0
-        raise InputError(_NO_LOSSES.format("a scalar" if scalar else "another shape"))
-    if analysis.trace and analysis.trace.not_by_example[1:]:
+        shape = next(iter(trace.shapes), None)
+        raise InputError(_NO_LOSSES.format(shape, trace.size))
+    if trace and trace.not_by_example[1:]:
         analysis.check_joinable()
 
 
@@ -147,22 +135,17 @@ def _checked(losses: Any, part: Slice) -> tf.Tensor:
             f"loss_fn must return floating-point losses, not {losses.dtype.name}, which have no "
             "gradients: cast what they are computed from to float32"
         )
-    if losses.shape.rank not in (None, 1):
-        raise InputError(_NO_LOSSES.format(losses.shape))
-    size = None if part.rows is None else part.rows.size
-    known = tf.compat.dimension_value(losses.shape[0])
-    if isinstance(size, int) and known not in (None, size):
-        raise InputError(_NO_LOSSES.format(f"{losses.shape} for {size} examples"))
-    if size is not None and (known is None or tf.is_tensor(size)):
-        tf.debugging.assert_equal(tf.shape(losses)[0], size, _NO_LOSSES.format("fewer or more"))
+    size = part.rows and part.rows.size
+    if not losses.shape.is_compatible_with([size if isinstance(size, int) else None]):
+        raise InputError(_NO_LOSSES.format(losses.shape, size))
+    if tf.is_tensor(size) or (size is not None and losses.shape[0] is None):
+        message = _NO_LOSSES.format("another shape", "that many")
+        tf.debugging.assert_equal(tf.shape(losses)[0], size, message)
     return widen(losses)
 
 
 def _masters_and_copies(variables: Sequence[Any]) -> tuple[list[tf.Variable], WeightCopies]:
     """Return the `tf.Variable`s of a builder's variables, of copies the first; and the copies.
-
-    Args:
-        variables: as for `TowerBuilder.gradients`.
 
     Raises:
         ValueError: there is something else among them.

@@ -5,7 +5,7 @@ import re
 # Scopes that a tower, an inner function or a loop adds.
 _OF_CALLS = (
     "PartitionedCall", "StatefulPartitionedCall", "while", "body", "cond", "gradient_tape",
-    "seen_draw", "draw_by_example", "",
+    "seen_draw", "",
 )  # fmt: skip
 NO_LAYER = "the loss function itself"
 

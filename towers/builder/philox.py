@@ -56,14 +56,9 @@ def stateless_random_uniform_v2(
 def stateless_random_normal_v2(
     shape: Any, key: Any, counter: Any, alg: Any, dtype: tf.DType = tf.float32
 ) -> tf.Tensor:
-    """Draw as TensorFlow's op of this name does, by the method of Box and Muller (1958).
+    """Draw as TensorFlow's op does, by the method of Box and Muller (1958).
 
-    Args:
-        shape: of the result.
-        key: `[1]`, uint64; see the op.
-        counter: `[2]`, uint64; see the op.
-        alg: number of the algorithm.
-        dtype: of the result.
+    For the arguments see `stateless_random_uniform_v2`.
     """
     dtype = tf.as_dtype(dtype)
     wide = tf.float64 if dtype == tf.float64 else tf.float32

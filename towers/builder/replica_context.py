@@ -10,8 +10,7 @@ with the whole batch computes; it also has what `map`, `sum` and `concat` run:
 | assignments are recorded, aggregated, and made once | `replica_scope`, `variable_aggregation` |
 | losses that layers add are scaled to the whole batch | `added_losses` |
 | attributes of layers get the values of one call | `attributes` |
-| variables of other machines and GPUs are sent once | `cross_host` |
-| inner functions are inlined, or XLA compiles the copy | `xla` |
+| variables of other machines and GPUs are sent once, also to XLA's programs | `cross_host` |
 """
 
 import contextlib
@@ -29,7 +28,6 @@ from towers.builder import (
     device_types,
     diagnostics,
     gather,
-    xla,
 )
 from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.replica_scope import ReplicaScope, variables_refused
@@ -45,8 +43,7 @@ WeightCopies = Sequence[tuple[keras.Variable, Sequence[Any]]]
 class ReplicaContext:
     """The context of one tower's copy, for the forward and the backward pass.
 
-    Enter it around each pass, on the tower's device: a later pass continues the random numbers and
-    the exchanges of the pass before.
+    A later pass continues the random numbers and the exchanges of the pass before.
 
     Attributes:
         name: name scope of the tower's ops.
@@ -75,34 +72,23 @@ class ReplicaContext:
         self.part, self.own = part, replicas.own
         self.copies = {id(v): values[tower] for v, values in replicas.copies}
         self._copied = [(_master(v), values[tower]) for v, values in replicas.copies]
-        self.by_xla, self._is_in_program = builder.jit_compile and replicas.own is not None, False
-        self._read_by_xla: dict[int, tuple[tf.Variable, tf.Tensor]] = {}  # its value outside
+        self.by_xla = builder.jit_compile and replicas.own is not None
         self.rng = ReplicaRng(part.rows, replicas.analysis.draws, builder.jit_compile, self.device)
         self._replicas = replicas
-        self._sync = sync_group.handle(tower, self.by_xla) if sync_group else None
-
-    def __enter__(self) -> "ReplicaContext":
-        """Draw random numbers by example; share reads of remote variables on each machine."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.rng.drawing())
-            stack.enter_context(self._replicas.weight_broadcast.on(self.device))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """End the pass."""
-        self._stack.__exit__(*error)
+        self.prefetch = cross_host.VariablePrefetch(self.device)
+        self._sync = sync_group.handles[tower] if sync_group else None
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[ReplicaScope]:
         """Patch Keras and TensorFlow in the block; yield the scope that records assignments."""
-        prefetch = self._sync.prefetch if self._sync and not self.by_xla else None
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.rng.drawing())
+            stack.enter_context(self._replicas.weight_broadcast.on(self.device))
             own = self.copies | (self.own or {})
-            scope = stack.enter_context(ReplicaScope(own, self.device, prefetch=prefetch))
-            moments = self._replicas.moments
+            scope = stack.enter_context(ReplicaScope(own, self.device, self.prefetch.prefetch))
+            moments = self._replicas.builder.batch_norm
             stack.enter_context(batch_norm.over_all_towers(self._sync, moments, self.device))
-            stack.enter_context(tf_internals.inline_functions(xla.read_outside))
+            stack.enter_context(tf_internals.inline_functions(cross_host.read_outside))
             stack.enter_context(tf_internals.convolve_without_xla())
             stack.enter_context(integers_on(self.device))
             if self.own is not None:
@@ -132,46 +118,34 @@ class ReplicaContext:
         Args:
             compute: takes nothing, runs `call`, and returns a structure of tensors.
         """
-        if not self.by_xla or self._is_in_program:
+        if not self.by_xla:
             return compute()
-        tape = self.tape  # of a forward pass around the program
 
-        def program() -> tuple[ReplicaScope, Any]:
-            self._is_in_program = True
+        def program() -> tuple[Any, list[tf.Tensor]]:
             results = compute()
-            self._is_in_program = False
-            return self.scope, results
+            self.scope.apply_deferred()  # which reads the moving averages
+            return results, [value for _, value in self.scope.updates.values()]
 
-        def on_read(variable: tf.Variable, value: tf.Tensor) -> None:
-            if tape:
-                tape.watch(value)
-                self._read_by_xla[id(variable)] = variable, value
-
-        return xla.compiled(program, on_read)[1]
+        results, assigned = cross_host.compiled_by_xla(program)
+        updates = self.scope.updates
+        for (key, (variable, _)), value in zip(updates.items(), assigned, strict=True):
+            updates[key] = variable, value
+        return results
 
     def read_variables(self) -> list[tf.Variable]:
         """Return the variables that the last forward pass has read; of copies the masters."""
-        reads = [variable for variable, _ in self._read_by_xla.values()]
-        if not self.by_xla:
-            reads = self.tape.watched_variables()
         own = {id(copy): master for master, copy in self._copied}
         sent = [master for master, copy in self._copied if isinstance(copy, tf.Tensor)]
-        return [own.get(id(variable), variable) for variable in reads] + sent
+        return [own.get(id(v), v) for v in self.tape.watched_variables()] + sent
 
     def sources(self, variables: Sequence[Any]) -> list[Any]:
-        """Return what the tower's tape knows in place of variables: copies, what XLA has read."""
+        """Return what the tower's tape knows in place of variables: their copies, if any."""
         copies = {id(master): copy for master, copy in self._copied}
-        own = [copies.get(id(v), v) for v in variables]
-        return [self._read_by_xla.get(id(v), (v, v))[1] for v in own]
+        return [copies.get(id(v), v) for v in variables]
 
     def unpadded(self, structure: Any) -> Any:
         """Return results of the slice without padding rows."""
         return tf.nest.map_structure(self.part.unpadded, structure)
-
-    def close(self, count: Any) -> ReplicaScope:
-        """Set the scope's number of examples, `count` unless the slice knows it; return it."""
-        self.scope.count = self.part.count if isinstance(self.part.count, int) else count
-        return self.scope
 
     def gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients; mark those that are sparse and have the same rows in each tower.
@@ -185,7 +159,9 @@ class ReplicaContext:
         """
         static, builder = self._replicas.analysis.static_rows, self._replicas.builder
         if self.part.may_be_empty():
-            gradients = [gather.zero_if_empty(g, self.part.count) for g in gradients]
+            used = self.part.count > 0
+            zeroed = lambda x: tf.math.multiply_no_nan(x, tf.cast(used, x.dtype))  # noqa: E731
+            gradients = [gather.map_values(zeroed, gradient) for gradient in gradients]
 
         def known(gradient: Any, variable: Any) -> Any:
             if not isinstance(gradient, tf.IndexedSlices):
@@ -226,7 +202,7 @@ class Replicas:
         check_devices([*builder.devices, builder.gather_device])
         self.builder, self.analysis, self.own, self.added = builder, analysis, own, added or {}
         self.copies = copies
-        self.moments, self.sync_group = _moments_of(builder), None
+        self.sync_group = None
         if len(slices) > 1:
             counts = [part.count for part in slices]
             self.sync_group = SyncGroup(counts, builder.devices[: len(slices)])
@@ -244,21 +220,12 @@ class Replicas:
             # What could not be checked is said when towers could do it: else they have raised why.
             self.builder.warn(self.analysis.lines)
             self.sync_group.join(self.builder.gather_device)
-
-    @property
-    def scopes(self) -> list[ReplicaScope]:
-        """Scopes of the towers' last calls."""
-        return [replica.scope for replica in self.contexts if replica.scope]
+        for replica in self.contexts:
+            replica.prefetch.join()
 
 
 def call_copies(
-    builder: Any,
-    fn: Callable,
-    slices: Sequence[Slice],
-    batch: Sequence[Any],
-    to_join: Any = None,
-    note: Callable[[Sequence[ReplicaScope]], None] | None = None,
-    copies: WeightCopies = (),
+    builder: Any, fn: Callable, slices: Sequence[Slice], batch: Sequence[Any]
 ) -> list[Any]:
     """Call `fn` on each slice, make all towers' assignments once, and return the results.
 
@@ -267,47 +234,27 @@ def call_copies(
         fn: the towers' function.
         slices: of the batch.
         batch: the arguments of `fn`.
-        to_join: the `PythonValues` of results that will be joined: they are taken out of these, and
-            padding rows are removed; the losses that layers add are joined and added to the layers.
-        note: called with the towers' scopes before their assignments are made.
-        copies: of weights.
     """
     options = {"num_slices": len(builder.devices), "backward": tf_internals.is_recording()}
     analysis = builder.analyze(fn, *batch, **options)
-    added_too = analysis.policies if to_join else None
-    replicas = Replicas(builder, slices, analysis, added=added_too, copies=copies)
-    fn, sides, added = tf_internals.converted_as_here(fn), [], []
-    fn = to_join.taken_from(fn) if to_join else fn
+    replicas, sides = Replicas(builder, slices, analysis), []
+    fn = tf_internals.converted_as_here(fn)
 
     def on_tower(replica: ReplicaContext) -> Any:
         result, side = replica.call(fn)
-        if to_join:
-            result = replica.unpadded(result)
-            added.append(replica.unpadded(replica.added_losses()))
         sides.append(replica.unpadded(side))
         return result
 
     results = builder.run(on_tower, replicas)
-    scopes = replicas.scopes
-    if not scopes:  # nothing was split, and nothing is assigned
-        return results
-    if note:
-        note(scopes)
-    assign(builder, scopes, analysis.policies)
-    analysis.side_outputs.assign(builder.gather(gather.join, sides), batch)
-    if to_join:
-        added_losses.add_to_layers(scopes[0], builder.gather(gather.join, added))
+    scopes = [replica.scope for replica in replicas.contexts if replica.scope]
+    if scopes:  # else nothing was split, and nothing is assigned
+        assign(builder, scopes, analysis.policies)
+        analysis.side_outputs.assign(builder.gather(gather.join, sides), batch)
     return results
 
 
 def _master(weight: Any) -> tf.Variable:
     return weight.value if isinstance(weight, keras.Variable) else weight
-
-
-def _moments_of(builder: Any) -> str:
-    # Eager towers run one after the other and cannot exchange moments.
-    eager = tf.executing_eagerly() and not builder.jit_compile
-    return "local" if eager else builder.batch_norm
 
 
 def assigned(scopes: Iterable[ReplicaScope]) -> list[Any]:
@@ -325,10 +272,6 @@ def assign(builder: Any, scopes: Sequence[ReplicaScope], policies: dict[int, str
     """
     if builder.checks.observe:
         builder.checks.observe(scopes)
-    ids = set(map(id, assigned(scopes)))
-    if _moments_of(builder) != builder.batch_norm and len(builder.devices) > 1:
-        if any(ids & scope.averages for scope in scopes):
-            builder.warn([diagnostics.LOCAL_BATCH_NORM])
     with tf.device(builder.gather_device), tf.name_scope("gather"):
         unknown = assign_once(scopes, policies)
     builder.warn(map(diagnostics.unknown_aggregation, unknown))
@@ -336,26 +279,5 @@ def assign(builder: Any, scopes: Sequence[ReplicaScope], policies: dict[int, str
 
 def integers_on(device: str) -> contextlib.AbstractContextManager:
     """Make Keras' ops compute int32 tensors as int64 on a GPU: int32 ops run on the host."""
-    if not device_types.is_gpu(device):
-        return contextlib.nullcontext()
-
-    def make(name: str) -> Callable:
-        def wide(value: Any) -> Any:
-            if not tf.is_tensor(value) or value.shape.rank == 0:  # a scalar is of a shape: the host
-                return value
-            if name == "signbit" and value.dtype.is_floating:  # Keras computes it by an int32
-                value = tf.bitcast(tf.cast(value, tf.float32), tf.int32)
-            return tf.cast(value, tf.int64) if value.dtype == tf.int32 else value
-
-        def patch(keras_op: Callable) -> Callable:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                result = keras_op(*map(wide, args), **kwargs)
-                if name == "take" and tf.is_tensor(args[0]):  # rows of a table have its type
-                    result = tf.cast(result, args[0].dtype)
-                return result
-
-            return call
-
-        return patch
-
-    return tf_internals.patch_integer_ops(make)
+    is_gpu = device_types.is_gpu(device)
+    return tf_internals.integers_as_int64() if is_gpu else contextlib.nullcontext()

@@ -15,7 +15,6 @@ from towers.errors import InputError
 # A graph holds no variable by itself: stand-ins live as long as the graph that uses them.
 _STAND_INS: MutableMapping[tf.Graph, list[tf.Variable]] = weakref.WeakKeyDictionary()
 SEED_STATE = "seed_generator_state"  # as Keras names it; it follows no example
-STAND_IN_WRITES = "keep_in_tower"  # name of the ops that assign to stand-ins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +53,6 @@ class ReplicaScope(keras.StatelessScope):
         self,
         own: Mapping[int, Any] | None = None,
         device: str = "",
-        *,
         prefetch: Callable[[tf.Variable], tf.Tensor | None] | None = None,
     ) -> None:
         """Record assignments from here on, in a tower on `device`.
@@ -66,7 +64,7 @@ class ReplicaScope(keras.StatelessScope):
         """
         super().__init__(collect_losses=True)
         self.own, self.device, self.prefetch = own or {}, device, prefetch
-        self.outer = tf_internals.open_scope()  # of a tower around this one, if any
+        self.outer = tf_internals.open_scope()  # around the towers, as of averages that are read
         self.eager, self.graph = tf.executing_eagerly(), tf.compat.v1.get_default_graph()
         self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
         self.deferred: dict[int, MovingAverageUpdate] = {}
@@ -74,7 +72,6 @@ class ReplicaScope(keras.StatelessScope):
         self.added: list[tuple[keras.Layer, tf.Tensor]] = []
         self.loss_rows: list[tuple[keras.Layer, tf.DType, bool]] = []
         self.copies: dict[int, tf.Tensor] = {}
-        self.prefetched: dict[int, tf.Tensor | None] = {}
         self.stand_ins: dict[int, tf.Variable] = {}
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
@@ -124,9 +121,7 @@ class ReplicaScope(keras.StatelessScope):
         if self.outer is not None:
             value = self.outer.get_current_value(variable)
         elif self.prefetch and master is not None:
-            if id(variable) not in self.prefetched:
-                self.prefetched[id(variable)] = self.prefetch(master)
-            value = self.prefetched[id(variable)]
+            value = self.prefetch(master)
         return master if value is None else value
 
     def defer(self, average: MovingAverageUpdate) -> None:
@@ -206,8 +201,7 @@ def assign_by_op(variable: tf.Variable, value: Any) -> None:
         variable: any.
         value: its new value.
     """
-    value = tf.cast(value, variable.dtype)
-    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value, name=STAND_IN_WRITES)
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.cast(value, variable.dtype))
 
 
 def _creation_error(name: str | None) -> InputError:

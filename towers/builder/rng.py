@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,11 +22,8 @@ SEEN_OPS = frozenset(
     "StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessRandomUniformIntV2 "
     "StatelessRandomUniformFullIntV2 StatelessTruncatedNormalV2".split()
 )
-SCOPE = "draw_by_example"  # name scope of ops that differ between towers
 # A truncated normal draws until a number is in range: TensorFlow reserves these counts for each.
 _COUNTS_OF_TRUNCATED = 64
-
-_HERE = threading.local()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +107,7 @@ class ReplicaRng:
             by_xla: whether XLA compiles the draws, which must equal those of TensorFlow's kernels.
             device: of the tower.
         """
-        outer = getattr(_HERE, "rows", None)
-        if outer and rows:  # a tower itself may split its slice
-            sizes = rows.total, outer.size
-            known_sizes = not any(map(tf.is_tensor, sizes))
-            if sizes[0] is sizes[1] or (known_sizes and sizes[0] == sizes[1]):  # of this batch
-                rows = BatchSlice(outer.start + rows.start, rows.size, outer.total)
-        self.rows, self.known, self.by_xla = rows, known, by_xla
+        self.rows, self.known, self.by_xla = rows, known or (), by_xla
         self._on_gpu = device_types.is_gpu(device) and not by_xla
         self._places = itertools.count()
         self.num_guessed = 0  # draws that the analysis does not know
@@ -129,8 +119,6 @@ class ReplicaRng:
             if self._on_gpu:
                 stack.enter_context(tf_internals.patch_keys(_key_and_counter))
             if self.rows is not None or self.by_xla:
-                stack.callback(setattr, _HERE, "rows", getattr(_HERE, "rows", None))
-                _HERE.rows = self.rows
                 stack.enter_context(tf_internals.patch_draws(self))
             yield
 
@@ -146,22 +134,18 @@ class ReplicaRng:
         with tf.name_scope(SEEN):
             if layout.axis is None:
                 return op(shape, counter=counter, alg=alg, **arguments)
-            with tf.name_scope(SCOPE):
-                return self._draw_rows(op, op_name, shape, layout, counter, arguments)
+            return self._draw_rows(op, op_name, shape, layout, counter, arguments)
 
     def _layout(self, name: str, shape: Any) -> BatchAxis:
-        static, size = tf_internals.static_shape(shape), self.rows.size
-        place = next(self._places)
-        if self.known is not None and place < len(self.known):
-            candidates = [self.known[place]]
-        else:  # recomputation in a backward pass draws again
-            candidates = [drawn for drawn in self.known or () if drawn._fits(name, static, size)]
-        layouts = {drawn.layout for drawn in candidates if drawn._fits(name, static, size)}
+        static, size, place = tf_internals.static_shape(shape), self.rows.size, next(self._places)
+        # Recomputation in a backward pass draws again: any of them.
+        expected = self.known[place : place + 1] or self.known
+        layouts = {drawn.layout for drawn in expected if drawn._fits(name, static, size)}
         if len(layouts) == 1 and None not in layouts:
             return layouts.pop()
-        if any(drawn._is_fixed(name, static) for drawn in candidates or self.known or ()):
+        if any(drawn._is_fixed(name, static) for drawn in expected):
             return WHOLE
-        if not candidates or None not in {drawn.layout for drawn in candidates}:
+        if None not in {drawn.layout for drawn in expected}:
             self.num_guessed += 1
         return _guess(static, size)
 

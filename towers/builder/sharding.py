@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder.device_types import HOST, is_gpu
+from towers.builder.replica_scope import ReplicaScope
 from towers.builder.rng import BatchSlice
 from towers.errors import InputError
 
@@ -24,75 +25,7 @@ class PerTower:
 
     def __init__(self, values: Sequence[Any]):
         """Hold `values`, one for each tower, in tower order."""
-        try:
-            self.values = list(values)
-        except TypeError:
-            raise InputError(
-                f"PerTower({values!r}): a list with a value for each tower is needed, as "
-                "towers.PerTower([1.0, 10.0])"
-            ) from None
-
-
-class DeviceResidentBatch:
-    """A batch argument whose examples are on the towers' devices: each tower gathers its rows.
-
-        stored = [on_gpu_0, on_gpu_1]  # a tf.Variable for each tower, of all examples
-        builder.map(fn, DeviceResidentBatch(stored, rows))  # rows: int64 [B], on the host
-
-    As a tensor it is the whole batch, gathered on the first tower's device.
-    """
-
-    def __init__(
-        self,
-        stored: Sequence[tf.Variable],
-        rows: tf.Tensor,
-        dtype: tf.DType | None = None,
-    ):
-        """Set the stored examples and the rows of the batch.
-
-        Args:
-            stored: the examples, `[N, ...]`: a variable for each tower.
-            rows: indices of the batch's examples, `[B]`.
-            dtype: of the batch; None: as stored.
-        """
-        self.stored, self.rows = list(stored), rows
-        self.dtype = tf.as_dtype(dtype or stored[0].dtype)
-        self.shape = rows.shape.concatenate(stored[0].shape[1:])
-
-    def of_tower(self, tower: int, start: Any, size: Any) -> tf.Tensor:
-        """Return examples of the batch on a tower's device, `[size, ...]`.
-
-        Args:
-            tower: number of the tower.
-            start: place of the first example in the batch.
-            size: number of examples.
-        """
-        with tf.device(HOST):
-            rows = self.rows[start : start + size]
-        with tf.device(self.stored[tower].device):
-            return tf.cast(tf.gather(self.stored[tower], rows), self.dtype)
-
-
-def _whole(
-    value: DeviceResidentBatch, dtype: tf.DType | None = None, *_: Any, **__: Any
-) -> tf.Tensor:
-    return tf.cast(value.of_tower(0, 0, num_rows(value)), dtype or value.dtype)
-
-
-tf.register_tensor_conversion_function(DeviceResidentBatch, _whole)
-
-
-def check_options(batch_norm: str, accumulate_steps: int) -> None:
-    """Raise ValueError unless arguments of `TowerBuilder` are in their range.
-
-    Args:
-        batch_norm: "sync" or "local".
-        accumulate_steps: at least 1.
-    """
-    if batch_norm not in ("sync", "local"):
-        raise ValueError(f"batch_norm={batch_norm!r} must be 'sync' or 'local'")
-    if accumulate_steps < 1:
-        raise ValueError(f"accumulate_steps={accumulate_steps} must be at least 1")
+        self.values = list(values)
 
 
 def as_devices(devices: Sequence[str]) -> list[str]:
@@ -110,12 +43,6 @@ def check_devices(names: Sequence[str]) -> None:
     """Raise InputError for a missing device, for which TensorFlow would silently use the CPU."""
     existing = [device.name for device in tf.config.list_logical_devices()]
     for name in names:
-        try:
-            tf.DeviceSpec.from_string(name)
-        except (ValueError, TypeError, AttributeError):
-            raise InputError(
-                f"{name!r} is no name of a device: write it as TensorFlow does, /gpu:0 or /cpu:0"
-            ) from None
         if not any(is_device(other, name) for other in existing):
             raise InputError(f"there is no device {name}: TensorFlow has {', '.join(existing)}")
 
@@ -149,8 +76,7 @@ class Slice:
         if not self.may_be_empty() or leaf is None:
             return leaf
         # On a GPU these two integer ops run on the host; tf.where would copy from there.
-        number = num_rows(leaf)
-        number *= tf.cast(tf.minimum(self.count, 1), tf.convert_to_tensor(number).dtype)
+        number = num_rows(leaf) * tf.minimum(self.count, 1)
         return _part(leaf, 0, BatchSlice(0, number, None))
 
 
@@ -166,6 +92,8 @@ def split(
         never_empty: if the number of examples is a tensor, pad a slice without examples with the
             last example, and set its count to 0: functions may fail without examples.
     """
+    if isinstance(tf_internals.open_scope(), ReplicaScope):
+        raise InputError("a tower cannot have towers of its own: call the function itself there")
     num_towers, device = len(builder.devices), builder.gather_device
     with tf.device(HOST if is_gpu(device) else device), tf.name_scope("split"):
         leaves = as_leaves(batch, num_towers)
@@ -182,8 +110,8 @@ def split(
             if tf.is_tensor(size) and size is not total:
                 tf.debugging.assert_equal(size, total, message)
         slices = []
-        sizes = builder.checks.slice_sizes  # uneven, in a check
-        starts = [(total - size if i else 0, size) for i, size in enumerate(sizes or ())]
+        uneven = builder.checks.slice_sizes  # in a check
+        starts = [(total - size if i else 0, size) for i, size in enumerate(uneven or ())]
         for i, (start, size) in enumerate(starts or slices_of(total, num_towers, num_rounds)):
             rows = BatchSlice(start, size, total)
             if never_empty and tf.is_tensor(size):
@@ -236,7 +164,7 @@ def as_leaves(batch: Sequence[Any], num_towers: int | None = None) -> list[Any]:
                     f"PerTower holds {len(leaf.values)} values for {num_towers} towers: "
                     "it must hold one for each"
                 )
-        elif not isinstance(leaf, tf.RaggedTensor | tf.SparseTensor | DeviceResidentBatch):
+        elif not (isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) or _is_on_towers(leaf)):
             leaf = tf.convert_to_tensor(leaf)
             if leaf.shape.rank == 0:
                 raise ValueError(
@@ -250,46 +178,48 @@ def as_leaves(batch: Sequence[Any], num_towers: int | None = None) -> list[Any]:
 
 def occupied(slices: Sequence[Slice]) -> list[Slice]:
     """Return the slices without the last ones that surely hold no example, at least one."""
-    return list(slices[: max(sum(not _is_empty(part) for part in slices), 1)])
+    return [part for part in slices if not _is_empty(part)] or list(slices[:1])
 
 
-def rounds(builder: Any, batch: Sequence[Any]) -> list[list[Slice]]:
-    """Split `batch` by `accumulate_steps`; return the occupied slices of each round that has any.
+def rounds(builder: Any, batch: Sequence[Any], number: int) -> list[list[Slice]]:
+    """Split `batch` into rounds; return the occupied slices of each one that has any.
 
     Args:
         builder: the `TowerBuilder`.
         batch: a structure of tensors.
+        number: of rounds.
     """
-    num_towers = len(builder.devices)
-    slices = split(builder, batch, builder.accumulate_steps, never_empty=True)
-    starts = range(0, len(slices), num_towers)
-    used = [i for i in starts if not i or not _is_empty(slices[i])]
-    return [occupied(slices[i : i + num_towers]) for i in used]
+    slices, num_towers = split(builder, batch, number, never_empty=True), len(builder.devices)
+    parts = [slices[i : i + num_towers] for i in range(0, len(slices), num_towers)]
+    return [occupied(part) for i, part in enumerate(parts) if not i or not _is_empty(part[0])]
 
 
 def _is_empty(part: Slice) -> bool:
-    return part.rows is not None and not tf.is_tensor(part.rows.size) and part.rows.size == 0
+    return isinstance(part.count, int) and part.count == 0
+
+
+def _is_on_towers(leaf: Any) -> bool:
+    # Whether the examples are on the towers' devices, as those of `data.device_cache`.
+    return hasattr(leaf, "of_tower")
 
 
 def _part(leaf: Any, tower: int, rows: BatchSlice) -> Any:
     if isinstance(leaf, PerTower):
         return leaf.values[tower]
-    if isinstance(leaf, DeviceResidentBatch):
-        return leaf.of_tower(tower, rows.start, rows.size)
+    part = slice(rows.start, rows.start + rows.size)
+    if _is_on_towers(leaf):
+        return leaf.of_tower(tower, part)
     if isinstance(leaf, tf.SparseTensor):
         rest = leaf.dense_shape[1:]
-        start, size = (
-            tf.concat([tf.cast([first], tf.int64), others], axis=0)
-            for first, others in ((rows.start, tf.zeros_like(rest)), (rows.size, rest))
-        )
-        return tf.sparse.slice(leaf, start, size)
+        first, size = (tf.cast([number], tf.int64) for number in (rows.start, rows.size))
+        return tf.sparse.slice(leaf, tf.concat([first, rest * 0], 0), tf.concat([size, rest], 0))
     # A tensor on a GPU is sliced there, not copied as a whole.
     device = getattr(leaf, "device", None) or ""
     with tf.device(device) if is_gpu(device) else contextlib.nullcontext():
-        sliced = leaf[rows.start : rows.start + rows.size]
+        sliced = leaf[part]
     mask = tf_internals.attached(leaf, "mask")  # AutoGraph, which may convert this, has no :=
     if mask is not None:
-        tf_internals.attach(sliced, "mask", mask[rows.start : rows.start + rows.size])
+        tf_internals.attach(sliced, "mask", mask[part])
     return sliced
 
 

@@ -1,11 +1,11 @@
 """Values that towers exchange in the middle of a step, as BatchNorm's moments over all towers.
 
-Towers are traced one after the other, so a tower is traced before the others' values exist. It goes
-on with a stand-in for the result; once all towers are traced, the values are combined on the gather
-device, and the result replaces the stand-ins. In the graph a tower waits for these values alone.
+Each tower gets the stack of all towers' values. Towers are traced one after the other, so a tower
+is traced before the others' values exist. It goes on with a stand-in for the stack; once all towers
+are traced, the values are stacked on the gather device, and the result replaces the stand-ins. In
+the graph a tower waits for these values alone.
 
-GPUs exchange by collectives, and each combines the values: a gather device would cost two more
-transfers.
+GPUs exchange by collectives: a gather device would cost two more transfers.
 """
 
 import dataclasses
@@ -17,23 +17,24 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder.collectives import Collective, are_used
-from towers.builder.cross_host import VariablePrefetch
 from towers.errors import InputError
 
+_HERE = (
+    "BatchNorm cannot take its moments over all towers here: that needs a tf.function of the whole "
+    "step, and layers outside of branches, loops, tf.vectorized_map and jit_compile; or set "
+    "batch_norm='local' (--batch_norm=local), and no layer's synchronized=True"
+)
 _SECOND = (
     "a gradient goes through BatchNorm over all towers where these do not meet again: the gradient "
     "of a gradient, one by tf.gradients, or by a tape outside of a loop or branch with the towers: "
-    "open the tape inside of it, leave BatchNorm local (batch_norm='local'), or take another "
-    "normalisation (GroupNormalization, LayerNormalization)"
+    "open the tape inside of it, or set batch_norm='local'"
 )
-SCOPE = "exchange"  # name scope of ops that differ between towers
 
 
 @dataclasses.dataclass(frozen=True)
 class _Round:
     """One exchange of all towers' values."""
 
-    combine: Callable  # maps the list of values to the result
     collective: Collective | None
     values: list[tf.Tensor] = dataclasses.field(default_factory=list)
     known: list[Any] = dataclasses.field(default_factory=list)
@@ -43,8 +44,8 @@ class _Round:
 class SyncGroup:
     """The exchanges of one step's towers.
 
-    A tower's first call combines with the first call of each other tower, and so on: all must make
-    the same calls in the same order, as copies of one function do.
+    A tower's first exchange is with the first one of each other tower, and so on: all must make the
+    same in the same order, as copies of one function do.
     """
 
     def __init__(self, counts: Sequence[Any], devices: Sequence[str]):
@@ -54,56 +55,32 @@ class SyncGroup:
             counts: numbers of examples: ints, tensors if 0 is possible, or None if unknown.
             devices: of the towers.
         """
-        self.counts, self.devices, self.num_towers = list(counts), list(devices), len(counts)
-        self.equal = all(isinstance(c, int) and c == counts[0] for c in counts)
         self.is_open = True  # while towers are traced
-        self._by_collectives = are_used(devices)
-        self._prefetches = [VariablePrefetch(device) for device in devices]
+        self.handles = [SyncHandle(self, i, counts, device) for i, device in enumerate(devices)]
+        self._devices, self._by_collectives = devices, are_used(devices)
         self._graph = tf.compat.v1.get_default_graph()
         self._rounds: list[_Round] = []
         self._num_joined = 0  # of these
 
-    def handle(self, tower: int, by_xla: bool = False) -> "SyncHandle":
-        """Return a tower's handle.
-
-        Args:
-            tower: number of the tower.
-            by_xla: whether XLA compiles the tower, which can then exchange nothing.
-        """
-        return SyncHandle(self, tower, by_xla, self._prefetches[tower].prefetch)
-
-    def round(self, place: int, combine: Callable) -> _Round:
-        """Return one exchange, which the first tower to arrive begins.
-
-        Args:
-            place: number of the exchange.
-            combine: maps the list of towers' values to the result.
+    def round(self, place: int) -> _Round:
+        """Return the exchange of a number, which the first tower to arrive begins.
 
         Raises:
             InputError: towers cannot exchange here.
         """
-        if tf.executing_eagerly():
-            raise InputError(
-                "towers that run one after the other cannot wait for each other: make a "
-                "tf.function of the step, or leave BatchNorm local (batch_norm='local')"
-            )
         if not self.is_open:
             raise InputError(_SECOND)
         # tf.vectorized_map traces what it calls in place, in a scope of this name.
         in_map = "loop_body" in tf.get_current_name_scope().split("/")
-        if in_map or tf.compat.v1.get_default_graph() is not self._graph:
-            raise InputError(
-                "a BatchNorm layer inside of a branch, a loop or tf.vectorized_map cannot take its "
-                "moments over all towers: leave BatchNorm local (batch_norm='local'), or call the "
-                "layer outside of it"
-            )
+        here = tf.compat.v1.get_default_graph()
+        if tf.executing_eagerly() or in_map or here is not self._graph:
+            raise InputError(_HERE)
         if place == len(self._rounds):
-            collective = Collective(self.devices) if self._by_collectives else None
-            self._rounds.append(_Round(combine, collective))
+            self._rounds.append(_Round(Collective(self._devices) if self._by_collectives else None))
         return self._rounds[place]
 
     def join(self, gather_device: str) -> None:
-        """Replace the stand-ins by the results, when all towers are traced.
+        """Replace the stand-ins by the stacks, when all towers are traced.
 
         Raises:
             InputError: the towers made different calls.
@@ -111,67 +88,49 @@ class SyncGroup:
         for exchange in self._rounds[self._num_joined :]:
             pairs = zip(exchange.values, exchange.known, strict=True)
             shapes = {(value.dtype, tuple(value.shape), known) for value, known in pairs}
-            if len(exchange.values) != self.num_towers or len(shapes) > 1:
+            if len(exchange.values) != len(self.handles) or len(shapes) > 1:
                 raise InputError(
-                    f"{len(exchange.values)} of {self.num_towers} towers met with values of "
+                    f"{len(exchange.values)} of {len(self.handles)} towers met with values of "
                     f"{len(shapes)} shapes: each copy of the function must run the same layers"
                 )
             if exchange.stand_ins:
-                with tf.device(gather_device), tf.name_scope(SCOPE):
-                    everything = exchange.combine(exchange.values)
+                with tf.device(gather_device), tf.name_scope("exchange"):
+                    stacked = tf.stack(exchange.values)
                 for stand_in in exchange.stand_ins:
-                    tf_internals.set_input(stand_in.op, everything)
-        for prefetches in self._prefetches:
-            prefetches.join()
+                    tf_internals.set_input(stand_in.op, stacked)
         self._num_joined, self.is_open = len(self._rounds), False
 
 
 class SyncHandle:
     """The exchanges of one tower."""
 
-    def __init__(self, group: SyncGroup, tower: int, by_xla: bool, prefetch: Callable):
-        """Join a group.
+    def __init__(self, group: SyncGroup, tower: int, counts: Sequence[Any], device: str):
+        """Join a group, see `SyncGroup`."""
+        self.tower, self.num_towers, self.count = tower, len(counts), counts[tower]
+        self.equal = all(isinstance(c, int) and c == counts[0] for c in counts)
+        self.layers: list[Any] = []  # of BatchNorm, that the tower has gone through
+        self._group, self._device, self._places = group, device, itertools.count()
 
-        Args:
-            group: of the towers.
-            tower: number of this one.
-            by_xla: whether it is compiled.
-            prefetch: returns the value of a variable on the tower's device.
-        """
-        self.count, self.num_towers, self.equal = group.counts[tower], group.num_towers, group.equal
-        self.tower, self.by_xla, self.prefetch = tower, by_xla, prefetch
-        self.layers: list[Any] = []  # of BatchNorm, that the tower has gone through, on a GPU
-        self._group, self._device = group, group.devices[tower]
-        self._places = itertools.count()
-
-    def all_reduce(
-        self, value: tf.Tensor, combine: Callable, shape: Sequence[int], known: Any = None
-    ) -> tf.Tensor:
-        """Return `combine(stack)` of all towers' values, stacked to `[N, ...]`.
+    def stack(self, value: tf.Tensor, known: Any = None) -> tf.Tensor:
+        """Return the stack of all towers' values, `[N, ...]`, which has no gradient.
 
         Args:
             value: of this tower.
-            combine: maps the stack to the result.
-            shape: of the result.
             known: a Python value that must be equal in all towers.
 
         Raises:
             InputError: the towers cannot exchange here; or, later, the result is differentiated, or
                 towers differ in shape, dtype or `known`.
         """
-        return self._exchanged(
-            value,
-            shape,
-            lambda values: combine(tf.stack(values)),
-            lambda collective: combine(collective.stack(value, self._device)),
-            known,
-        )
-
-    def all_sum(self, value: tf.Tensor) -> tf.Tensor:
-        """Return the sum of all towers' values; it has no gradient."""
-        return self._exchanged(
-            value, value.shape, tf.add_n, lambda collective: collective.sum(value, self._device)
-        )
+        exchange = self._group.round(next(self._places))
+        exchange.values.append(value)
+        exchange.known.append(known)
+        if exchange.collective:
+            result = exchange.collective.stack(value, self._device)
+        else:
+            result = tf.identity(tf.zeros([self.num_towers, *value.shape], value.dtype))
+            exchange.stand_ins.append(result)
+        return _once_differentiated(result, value)
 
     def all_gather(self, value: tf.Tensor) -> tf.Tensor:
         """Return the stack of all towers' values, `[N, ...]`, with gradients to each tower."""
@@ -179,25 +138,11 @@ class SyncHandle:
         @tf.custom_gradient
         def gathered(value: tf.Tensor) -> tuple[tf.Tensor, Callable]:
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                with tf.name_scope(SCOPE):
-                    return self.all_sum(upstream)[self.tower]
+                return tf.reduce_sum(self.stack(upstream)[:, self.tower], axis=0)
 
-            return self.all_reduce(value, tf.identity, [self.num_towers, *value.shape]), gradient
+            return self.stack(value), gradient
 
         return gathered(value)
-
-    def _exchanged(
-        self, value: tf.Tensor, shape: Any, of_list: Callable, meet: Callable, known: Any = None
-    ) -> tf.Tensor:
-        exchange = self._group.round(next(self._places), of_list)
-        exchange.values.append(value)
-        exchange.known.append(known)
-        if exchange.collective:
-            result = meet(exchange.collective)
-        else:
-            result = tf.identity(tf.zeros(shape, value.dtype))
-            exchange.stand_ins.append(result)
-        return _once_differentiated(result, value)
 
 
 @tf.custom_gradient

@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.builder import checks, gather, joined_outputs, losses, sharding, xla
+from towers.builder import checks, gather, joined_outputs, losses, sharding
 from towers.builder.replica_context import ReplicaContext, Replicas, call_copies
 from towers.builder.sharding import PerTower
 
@@ -57,9 +57,12 @@ class TowerBuilder:
             check: when towers are compared with one device: "once", "always" or "off".
             on_inexact: what to do if they differ: "warn", "stop" or "one_device".
         """
-        sharding.check_options(batch_norm, accumulate_steps)
+        if batch_norm not in ("sync", "local"):
+            raise ValueError(f"batch_norm={batch_norm!r} must be 'sync' or 'local'")
+        if accumulate_steps < 1:
+            raise ValueError(f"accumulate_steps={accumulate_steps} must be at least 1")
         self.devices, self.gather_device = sharding.as_devices(devices), gather_device
-        self.batch_norm, self.jit_compile = batch_norm, jit_compile and xla.tried_out(self.devices)
+        self.batch_norm, self.jit_compile = batch_norm, jit_compile
         self.accumulate_steps = accumulate_steps
         # What a run sets: embeddings' gradients may be dense; sums lie beside spread variables.
         self.dense_gradients = self.gather_at_variables = False
@@ -85,7 +88,7 @@ class TowerBuilder:
             *batch: the global batch.
         """
         results = call_copies(self, fn, sharding.occupied(sharding.split(self, batch)), batch)
-        return self.gather(gather.add_by_machine(gather.plan_of(self)), results)
+        return self.gather(self.add, results)
 
     def concat(self, fn: Callable, *batch: Any) -> Any:
         """Return the results of `fn` joined along axis 0, in the order of the batch.
@@ -162,7 +165,7 @@ class TowerBuilder:
         """
         results = []
         for replica in replicas:
-            with tf.device(replica.device), tf.name_scope(replica.name) as replica.name, replica:
+            with tf.device(replica.device), tf.name_scope(replica.name) as replica.name:
                 results.append(fn(replica))
         return results
 
@@ -174,13 +177,13 @@ class TowerBuilder:
             results: of each tower a structure, alike in all.
         """
         with tf.device(self.gather_device), tf.name_scope("gather"):
-            return gather.map_towers(policy, results)
+            return tf.nest.map_structure(lambda *values: policy(values), *results)
 
     @staticmethod
     def add(values: Sequence[Any]) -> Any:
         """Return `tf.add_n` of the values that are not None; `IndexedSlices` stay sparse."""
         values = [value for value in values if value is not None]
-        if all(isinstance(value, int | tf.IndexedSlices) for value in values):
+        if all(isinstance(value, tf.IndexedSlices) for value in values):
             return gather.add_sparse(values)
         # Without a name, tf.add_n returns a single value as it is, not on the gather device.
         return tf.add_n(list(map(tf.convert_to_tensor, values)), name="AddN")

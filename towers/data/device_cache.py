@@ -12,13 +12,51 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.device_types import is_gpu, machine_of
-from towers.builder.sharding import DeviceResidentBatch
+from towers.builder.device_types import HOST, is_gpu, machine_of
 from towers.data.pipeline import ArraySplit, Split, Structure
 from towers.devices import memory
 
 _SHARE = 0.25  # of a device's free memory
 _STORED_DTYPE = {tf.int32: tf.int64}  # else as it is: TensorFlow cannot gather int32 on a GPU
+
+
+class DeviceResidentBatch:
+    """A batch argument whose examples are on the towers' devices: each tower gathers its rows.
+
+        stored = [on_gpu_0, on_gpu_1]  # a tf.Variable for each tower, of all examples
+        builder.map(fn, DeviceResidentBatch(stored, rows))  # rows: int64 [B], on the host
+
+    As a tensor it is the whole batch, gathered on the first tower's device.
+    """
+
+    def __init__(self, stored: Sequence[tf.Variable], rows: tf.Tensor, dtype: tf.DType):
+        """Set the stored examples and the rows of the batch.
+
+        Args:
+            stored: the examples, `[N, ...]`: a variable for each tower.
+            rows: indices of the batch's examples, `[B]`.
+            dtype: of the batch.
+        """
+        self.stored, self.rows, self.dtype = list(stored), rows, tf.as_dtype(dtype)
+        self.shape = rows.shape.concatenate(stored[0].shape[1:])
+
+    def of_tower(self, tower: int, part: slice) -> tf.Tensor:
+        """Return a part of the batch, gathered on a tower's device.
+
+        Args:
+            tower: number of the tower.
+            part: places of its examples in the batch.
+        """
+        with tf.device(HOST):
+            rows = self.rows[part]
+        with tf.device(self.stored[tower].device):
+            return tf.cast(tf.gather(self.stored[tower], rows), self.dtype)
+
+
+tf.register_tensor_conversion_function(
+    DeviceResidentBatch,
+    lambda batch, dtype=None, **_: tf.cast(batch.of_tower(0, slice(None)), dtype or batch.dtype),
+)
 
 
 class DeviceCache:

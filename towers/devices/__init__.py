@@ -17,6 +17,7 @@ _HOME = {
     "report": "selection",
     "tower_devices": "selection",
     "try_out": "gpus",
+    "try_xla": "xla_trial",
 }
 __all__ = sorted(_HOME)
 __getattr__ = lazily(__name__, _HOME)

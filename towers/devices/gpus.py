@@ -9,11 +9,10 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder import device_types
-from towers.builder.device_types import shown_name
-from towers.devices import cuda_visible_devices, nvml, self_test
+from towers.devices import cuda_visible_devices, nvml, self_test, shown_names
 from towers.devices.cuda_visible_devices import FORCED_GROWTH
 from towers.devices.nvml import MIB, DriverGpu
+from towers.devices.shown_names import shown_name
 from towers.errors import InputError, RunError
 from towers.options.parts import GpuOptions
 
@@ -83,7 +82,7 @@ def hide_gpus() -> None:
 def hide_others(devices: str | Sequence[str]) -> None:
     """Hide the GPUs that the towers' devices leave out, unless TensorFlow has started.
 
-    TensorFlow numbers the others from 0; `device_types.shown_name` returns their names of before.
+    TensorFlow numbers the others from 0; `shown_names.shown_name` returns their names of before.
     Once `tower_devices` has returned a GPU nothing more is hidden.
 
     Args:
@@ -91,10 +90,10 @@ def hide_others(devices: str | Sequence[str]) -> None:
     """
     if isinstance(devices, str) and devices.strip().lower() == "cpu":
         hide_gpus()
-    fixed = device_types.in_use or tf_internals.has_started()
+    fixed = shown_names.in_use or tf_internals.has_started()
     if not fixed and (kept := _if_others_are_hidden(devices)) is not None:
         tf.config.set_visible_devices(list(dict.fromkeys(kept.values())), "GPU")
-        device_types.renumber(kept)
+        shown_names.renumber(kept)
 
 
 def _if_others_are_hidden(
@@ -103,7 +102,7 @@ def _if_others_are_hidden(
     # {name: GPU} of those that stay visible, with all parts of each; None if all do, since one of
     # the devices is not there, or none is named.
     listed = devices.split(",") if isinstance(devices, str) else map(str, devices)
-    names = set(map(device_types.parse_device, listed))
+    names = set(map(shown_names.parse_device, listed))
     known = {} if "" in names else logical_gpus()
     known = {shown_name(f"/gpu:{i}"): gpu for i, gpu in enumerate(known)}
     used = [known.get(name) for name in names if "gpu" in name]
@@ -112,9 +111,16 @@ def _if_others_are_hidden(
 
 
 def logical_gpus() -> list[tf.config.PhysicalDevice]:
-    """Return the physical GPU of each of /gpu:0, /gpu:1, ...; TensorFlow is not started."""
+    """Return the physical GPU of each of /gpu:0, /gpu:1, ...: one with logical parts repeats.
+
+    `tf.config.list_logical_devices` would start TensorFlow, and no logical CPU could be created.
+    """
     cuda_visible_devices.tidy(os.environ)  # sets CUDA's order before CUDA lists the GPUs
-    return device_types.physical_gpus()
+    return [
+        gpu
+        for gpu in tf.config.get_visible_devices("GPU")
+        for _ in tf.config.get_logical_device_configuration(gpu) or [None]
+    ]
 
 
 def _set_before_start(asked: GpuOptions, devices: str | Sequence[str]) -> None:

@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder import device_types
-from towers.builder.device_types import NewName, are_remote, machine_of, new_name, shown_name
+from towers.builder.device_types import are_remote, machine_of
 from towers.builder.sharding import as_devices
-from towers.devices import cuda_visible_devices, memory, nvml, remote
+from towers.devices import cuda_visible_devices, memory, nvml, remote, shown_names
 from towers.devices.gpus import (
     driver_gpus,
     hide_gpus,
@@ -29,6 +29,7 @@ from towers.devices.gpus import (
     visible_gpus,
 )
 from towers.devices.nvml import MIB, DriverGpu
+from towers.devices.shown_names import NewName, new_name, shown_name
 from towers.errors import InputError
 from towers.formatting import count, table
 
@@ -105,7 +106,7 @@ def tower_devices(
     existing = gpus + cpus
     missing = [device for device in chosen if device not in existing]
     if not missing:
-        device_types.in_use |= any("gpu" in device for device in chosen)
+        shown_names.in_use |= any("gpu" in device for device in chosen)
         unused = [gpu for gpu in gpus if gpu not in chosen]
         if kind not in ("", "cpu", "any", "gpu") and unused and tf_internals.has_started():
             _print_once(_charged(unused, chosen))
@@ -121,7 +122,7 @@ def tower_devices(
     why = ", and has started: no CPU devices can be added"
     if "gpu" in missing[0]:
         why = _driver_says(nvml.gpus())
-        if device_types.renumbered():
+        if shown_names.renumbered():
             why = (
                 ", and an earlier call has hidden the others: name all GPUs of the program first, "
                 'by towers.devices.configure(devices="/gpu:0,/gpu:1")'
@@ -140,7 +141,7 @@ def loose_ops_on(devices: str) -> contextlib.AbstractContextManager:
             will start without the others, nothing changes.
     """
     cpu = "/cpu:0" if devices.strip().lower() == "cpu" else ""
-    names = [cpu or new_name(device_types.parse_device(name)) for name in devices.split(",")]
+    names = [cpu or new_name(shown_names.parse_device(name)) for name in devices.split(",")]
     others = all(names) and "/gpu:0" not in names
     if others and tf_internals.has_started() and tf.config.get_soft_device_placement():
         return tf.device(names[0])
@@ -269,7 +270,7 @@ def _driver_says(driver: Sequence[DriverGpu]) -> str:
 def _named_devices(num_towers: int, names: str) -> list[str]:
     option, chosen = f"--devices={names}", []
     for name in names.split(","):
-        if not (device := device_types.parse_device(name)):
+        if not (device := shown_names.parse_device(name)):
             raise InputError(
                 f"{option}: {name!r} is not a device; "
                 "name them as /gpu:0,/gpu:2 or /cpu:0, or give --devices=cpu"

@@ -111,6 +111,8 @@ def parallelize(
         raise InputError(f"variables={variables!r} must be 'default', 'cpu' or 'replicated'")
     tower_devices.hide_others(devices)
     device_names = tower_devices.tower_devices(num_towers, devices)
+    if jit_compile:
+        tower_devices.try_xla(device_names)
     if variables == "default":
         at_host = bool(gather_device) and not is_device(device_names[0], gather_device)
         variables = "cpu" if at_host or are_remote(device_names) else variables

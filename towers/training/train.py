@@ -12,8 +12,8 @@ import keras
 import tensorflow as tf
 
 from towers import devices, files, signals
-from towers.builder.device_types import shown_name
 from towers.devices import remote
+from towers.devices.shown_names import shown_name
 from towers.errors import InputError
 from towers.formatting import count, figure, printable
 from towers.monitoring.monitor import Monitor, tensorboard_command

@@ -21,10 +21,10 @@ import tensorflow as tf
 
 from towers import data, devices
 from towers.builder import batch_norm
-from towers.builder.device_types import shown_name
 from towers.builder.sharding import PerTower
 from towers.data import augment
 from towers.devices.memory import peak_mib
+from towers.devices.shown_names import shown_name
 from towers.errors import InputError, RunError
 from towers.options.augmentation import parse
 from towers.options.run import Options

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from towers.builder.device_types import shown_name
+from towers.devices.shown_names import shown_name
 from towers.errors import InputError, RunError
 from towers.monitoring.monitor import Monitor
 from towers.training.callbacks.exactness import found_on_towers

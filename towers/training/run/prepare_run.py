@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 import tensorflow as tf
 
 from towers import devices, files
-from towers.builder.device_types import new_name, shown_name
 from towers.data import augment
+from towers.devices.shown_names import new_name, shown_name
 from towers.errors import InputError
 from towers.formatting import count
 from towers.graphs import placement_report

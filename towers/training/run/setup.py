@@ -10,7 +10,6 @@ from typing import Any
 import tensorflow as tf
 
 from towers import data, devices, tf_internals
-from towers.builder import xla
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split
 from towers.data.device_cache import DeviceCache, cache_on_devices
@@ -129,7 +128,7 @@ def tower_devices(options: Options) -> list[str]:
         return cluster.devices
     names = devices.tower_devices(options.num_towers, options.devices, divide_cores=True)
     if options.jit_compile:  # before the data are read, and models fill the memory of GPUs
-        xla.tried_out(names)
+        devices.try_xla(names)
     return names
 
 

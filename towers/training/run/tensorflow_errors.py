@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.device_types import new_name
 from towers.builder.op_names import layer_of
 from towers.devices import memory
+from towers.devices.shown_names import new_name
 from towers.errors import InputError, RunError
 from towers.formatting import first_line
 from towers.graphs.placement import short_device_name

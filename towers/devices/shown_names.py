@@ -1,0 +1,43 @@
+"""Names of devices: as TensorFlow numbers them now, and as they are shown.
+
+TensorFlow numbers visible GPUs from 0. Messages and files keep the names that GPUs had before
+others were hidden.
+"""
+
+import re
+from collections.abc import Iterable
+
+_shown: dict[str, str] = {}  # {TensorFlow's name of a GPU: its name before others were hidden}
+in_use = False  # whether `tower_devices` has returned a GPU, whose name must not change
+
+
+class NewName(str):
+    """TensorFlow's name of a GPU, where `renumber` has changed names."""
+
+
+def renumber(names: Iterable[str]) -> None:
+    """Note that TensorFlow numbers the GPUs of these names from 0, since others are hidden."""
+    _shown.clear()
+    _shown.update({f"/gpu:{i}": name for i, name in enumerate(names)})
+
+
+def renumbered() -> bool:
+    """Return whether GPUs were hidden, so that TensorFlow may number the others differently."""
+    return bool(_shown)
+
+
+def shown_name(device: str) -> str:
+    """Return a device's name in messages and files: that of before other GPUs were hidden."""
+    return _shown.get(device, device)
+
+
+def new_name(device: str) -> str:
+    """Return TensorFlow's name of a device, from the name that is shown."""
+    names = {shown: NewName(name) for name, shown in _shown.items()}
+    return names.get(device, device)
+
+
+def parse_device(text: str) -> str:
+    """Return "/gpu:0" for any spelling, such as "GPU:0" or "/device:gpu:00"; "" for other text."""
+    match = re.fullmatch(r"/?(?:device:)?(gpu|cpu):(\d{1,3})", text.strip().lower())
+    return f"/{match[1]}:{int(match[2])}" if match else ""
