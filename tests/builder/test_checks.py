@@ -187,14 +187,6 @@ def test_nothing_of_the_users_changes(float64):
     assert count.numpy() == 1 and not told
 
 
-def test_towers_inside_of_towers_are_not_checked(made):
-    inner = TowerBuilder(["/cpu:0", "/cpu:0"], on_warning=pytest.fail)
-    towers = TowerBuilder(DEVICES, on_warning=pytest.fail)
-    found = towers.concat(lambda x: inner.concat(squares, x), tf.constant(X))
-    np.testing.assert_allclose(found, squares(X), rtol=1e-6)
-    assert made.count("run") <= 3  # of the outer one, and of the inner in each of its towers
-
-
 @pytest.mark.parametrize("wrong", [{"check": "twice"}, {"on_inexact": "go on"}])
 def test_values_are_among_those_allowed(wrong):
     ((name, value),) = wrong.items()

@@ -211,6 +211,7 @@ def test_concat_joins_in_tower_order(compiled):
 # Splitting.
 
 
+@pytest.mark.checked
 @pytest.mark.parametrize("num_towers", [1, 4])
 def test_the_batch_size_may_be_unknown(num_towers):
     """One trace for all sizes; the slices are those of a known size, perhaps of no example."""

@@ -19,7 +19,6 @@ from towers import tf_internals
 from towers.builder import diagnostics
 from towers.builder.check import Check
 from towers.builder.function_analysis import FunctionAnalysis, analyze, parts_of, unsplit
-from towers.builder.replica_scope import ReplicaScope
 from towers.builder.sharding import is_split
 from towers.builder.traces import MOST_ROWS, is_tracing
 from towers.errors import InputError, RunError
@@ -229,14 +228,12 @@ class Checks:
                 return entry
             self._entries.remove(entry)  # what Python holds may be another
         analysis = analyze(fn, batch)
-        # Towers inside of a tower read and assign what that does: the check of it has both.
-        is_inner = isinstance(tf_internals.open_scope(), ReplicaScope)
         place = None if silent and eager else (lambda: None) if eager else weakref.ref(graph)
         check = Check(analysis, self._builder, backward) if analysis.trace else None
         if check is None:
             reasons = [] if self.when == "off" else [analysis.reason]
             analysis.lines = list(map(diagnostics.not_checked, reasons))
-        elif self.when == "off" or is_inner or (self.passed and _key(analysis) in self.passed):
+        elif self.when == "off" or (self.passed and _key(analysis) in self.passed):
             check = check if analysis.needs_check else None
         entry = _Entry(parts, place, analysis, check, calls=calls)
         self._entries = [entry, *self._entries[: _CACHE_SIZE - 1]]
