@@ -212,8 +212,8 @@ def _is_ours(module: str | None) -> bool:
 # What copies leave there.
 
 
-class Attributes:
-    """A snapshot of holders' values."""
+class Snapshot:
+    """Holders' values of some time."""
 
     def __init__(self, holders: Iterable[Holder]):
         """Keep the values of holders."""
@@ -253,13 +253,16 @@ def _is_kept(leaves: Sequence[Any], in_layer: bool) -> bool:
     return bool(in_layer or tensors) and known
 
 
-def values_at(places: Iterable[Place]) -> list[Any]:
-    """Return the values at places."""
+def tensors_at(places: Iterable[Place]) -> list[Any]:
+    """Return the tensors at places, dense, sparse and ragged."""
+    return _tensors_in(_values_at(places))
+
+
+def _values_at(places: Iterable[Place]) -> list[Any]:
     return [holder.read().get(name) for holder, name in places]
 
 
-def tensors_in(values: Any) -> list[Any]:
-    """Return the tensors in values, dense, sparse and ragged."""
+def _tensors_in(values: Any) -> list[Any]:
     return list(filter(tf.is_tensor, keras.tree.flatten(values)))
 
 
@@ -290,16 +293,16 @@ class SideOutputs:
             holders = self.reached or [holder for holder, _ in self.places]
             if not holders:
                 return fn(*batch), []
-            attributes = Attributes(holders)
+            before = Snapshot(holders)
             result = fn(*batch)
             if self.reached:
-                self.places = attributes.changed()
-                found = enumerate(tensors_in(values_at(self.places)))
+                self.places = before.changed()
+                found = enumerate(tensors_at(self.places))
                 self.policies = {
                     ("attribute", i): ROWS if x.shape.rank else "first" for i, x in found
                 }
-            self._values = values_at(self.places)
-            attributes.restore(self.places)
+            self._values = _values_at(self.places)
+            before.restore(self.places)
             rows = []
             for value, policy in self._tensors():
                 if policy == "mean":
@@ -337,7 +340,7 @@ class SideOutputs:
             holder.write(name, keras.tree.map_structure(replaced, value))
 
     def _tensors(self) -> Iterator[tuple[Any, str | None]]:
-        tensors = tensors_in(self._values)
+        tensors = _tensors_in(self._values)
         known = [key for key in self.policies if isinstance(key, tuple) and key[0] == "attribute"]
         policies = map(self.policies.get, known if len(known) == len(tensors) else tensors)
         return zip(tensors, policies, strict=True)

@@ -136,7 +136,7 @@ def analyze(fn: Callable, batch: Sequence[Any]) -> FunctionAnalysis:
         draws=[_layout(trace.size, *drawn) for drawn in trace.draws],
         policies=policies,
         static_rows=list(_with_static_rows(trace)),
-        side_outputs=SideOutputs(trace.attributes, policies),
+        side_outputs=SideOutputs(trace.places, policies),
         tracer=tracer,
         trace=trace,
     )

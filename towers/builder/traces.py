@@ -15,15 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_internals
+from towers.builder import attributes
 from towers.builder.added_losses import as_float
-from towers.builder.attributes import (
-    Attributes,
-    Holder,
-    Place,
-    description,
-    tensors_in,
-    values_at,
-)
 from towers.builder.made_up_rows import known_values, possible_shapes, sample, spec_of, stand_in
 from towers.builder.op_names import layer_of
 from towers.builder.replica_scope import ReplicaScope, assign_by_op
@@ -72,7 +65,8 @@ class Trace:
     weights: list[tf.Variable] = dataclasses.field(default_factory=list)  # in "weights"
     layers: list[str] = dataclasses.field(default_factory=list)  # in "layers"
     losses: list[tuple[str, bool]] = dataclasses.field(default_factory=list)  # (layer, has rows)
-    attributes: list[Place] = dataclasses.field(default_factory=list)  # that it sets
+    # Attributes and lists that it sets.
+    places: list[attributes.Place] = dataclasses.field(default_factory=list)
     # (where it is, tensor) of each in these attributes.
     left: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
 
@@ -111,7 +105,7 @@ class Trace:
 class Tracer:
     """Traces a function and runs the traces."""
 
-    def __init__(self, fn: Callable, batch: Sequence[Any], reached: Sequence[Holder]):
+    def __init__(self, fn: Callable, batch: Sequence[Any], reached: Sequence[attributes.Holder]):
         """Set the function.
 
         Args:
@@ -287,7 +281,7 @@ class Tracer:
 
         Added losses are multiplied by `counted`.
         """
-        attributes, graph = Attributes(self.reached), tf.compat.v1.get_default_graph()
+        before, graph = attributes.Snapshot(self.reached), tf.compat.v1.get_default_graph()
 
         def is_outside() -> bool:
             return tf.compat.v1.get_default_graph() is graph
@@ -327,7 +321,7 @@ class Tracer:
 
             return add_loss
 
-        before, _HERE.tracing = is_tracing(), True
+        was_tracing, _HERE.tracing = is_tracing(), True
         try:
             with (
                 tf_internals.inline_functions(),
@@ -340,18 +334,18 @@ class Tracer:
                 contextlib.nullcontext() if one else tf_internals.patch_draws(draw),
             ):
                 yield
-            trace.attributes = one.attributes if one else attributes.changed()
+            trace.places = one.places if one else before.changed()
             trace.left = [
-                (description(place), x)
-                for place in trace.attributes
-                for x in tensors_in(values_at([place]))
+                (attributes.description(place), x)
+                for place in trace.places
+                for x in attributes.tensors_at([place])
             ]
             for x in (_value(x) for _, x in trace.left):
                 known = tf.is_symbolic_tensor(x) and is_number(x)
                 seen["attributes"].append(tf.identity(x) if known else tf.zeros([]))
         finally:
-            _HERE.tracing = before
-            attributes.restore(attributes.changed())
+            _HERE.tracing = was_tracing
+            before.restore(before.changed())
 
     def inputs(self, size: int, seed: int = 0, kind: int = 0) -> list[Any]:
         """Return arguments of a trace: real rows if any are known, otherwise made-up ones.
