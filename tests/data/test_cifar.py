@@ -89,17 +89,6 @@ def test_without_a_folder_keras_gives_it(monkeypatch, tmp_path, capsys, name):
     assert arguments == {"cifar10": [], "cifar100": ["fine"]}.get(name, ["coarse"])
 
 
-def test_a_failed_download_is_one_line_that_says_what_to_do(monkeypatch):
-    def fail(**_):
-        raise Exception("URL fetch failure on https://x: None --\n no route")  # as Keras'
-
-    monkeypatch.setattr("keras.src.datasets.cifar10.get_file", fail)
-    message = refusal("cifar10", None)
-    assert message.startswith("keras.datasets cannot give cifar10: URL fetch failure on https://x")
-    assert "--data_dir=DIR with DIR/cifar-10-batches-bin" in message
-    assert message.endswith("--dataset=shapes")
-
-
 REAL = os.environ.get("TOWERS_CIFAR10_DIR", "")
 
 

@@ -1,7 +1,5 @@
 """`--dataset=FILE.npz`: arrays by their keys."""
 
-import io
-
 import numpy as np
 import pytest
 
@@ -69,16 +67,3 @@ def test_what_cannot_be_used_is_said_in_one_line(save, arrays, message):
     path = save(**arrays)
     line = refusal(path)
     assert path in line and message in line
-
-
-def one_array():
-    buffer = io.BytesIO()
-    np.save(buffer, X)
-    return buffer.getvalue()
-
-
-@pytest.mark.parametrize("content", [b"", b"PK\3\4 and no more", one_array()])
-def test_a_damaged_file(tmp_path, content):
-    (tmp_path / "mine.npz").write_bytes(content)
-    line = refusal(str(tmp_path / "mine.npz"))
-    assert "mine.npz cannot be read: " in line and "; write it by np.savez, of arrays" in line

@@ -280,20 +280,6 @@ def test_the_same_again_is_fine_at_any_time_and_what_came_first_is_kept(install)
     assert "comes too late" in refusal(gpu_memory_limit_mib=513)
 
 
-def test_soft_placement_may_change_at_any_time_and_a_thread_mode_is_the_users(install, monkeypatch):
-    machine = started(install())
-    gpus.configure(allow_soft_placement=False)
-    assert machine.soft_placement is False
-    assert gpus.read_back() == ["placement   soft placement is off"]
-    gpus.configure()
-    assert machine.soft_placement is True
-    assert gpus.read_back() == []
-    install(A100, A100)
-    monkeypatch.setenv("TF_GPU_THREAD_MODE", "global")
-    gpus.configure()
-    assert "threads     TF_GPU_THREAD_MODE=global" in gpus.read_back()
-
-
 @pytest.fixture
 def tf32():
     enable = tf.config.experimental.enable_tensor_float_32_execution

@@ -40,15 +40,6 @@ def test_gradients_are_those_of_tensorflow(image, kernel, known):
         np.testing.assert_allclose(own, other, rtol=1e-12, atol=1e-12)
 
 
-def test_patterns_take_neighbours_and_colours_apart():
-    """They are orthonormal, both signs of each, and of a plain patch but one is not 0."""
-    kernel = fast.CosinePatterns()([2, 2, 3, 24]).numpy().reshape(12, 24)
-    np.testing.assert_allclose(kernel[:, :12].T @ kernel[:, :12], np.eye(12), atol=1e-6)
-    np.testing.assert_array_equal(kernel[:, 12:], -kernel[:, :12])
-    seen = np.ones(12) @ kernel[:, :12]
-    np.testing.assert_allclose(seen, [12**0.5, *[0] * 11], atol=1e-6)
-
-
 def test_images_are_small_in_the_first_steps_of_training_alone():
     layer = fast.SmallAtFirst(size=16, num_steps=2)
     images = tf.random.stateless_uniform([1, 32, 24, 3], seed=(1, 2))

@@ -251,23 +251,6 @@ def test_what_cannot_be_had_is_one_line(capsys, tmp_path, monkeypatch, verb, fla
     assert os.listdir(tmp_path) == []
 
 
-@extended
-@pytest.mark.parametrize(
-    "flags, remedy",
-    [
-        ("--workers={0},127.0.0.1:9", "towers worker --address=127.0.0.1:9"),
-        ("--workers={0},localhost:{1}", "name each worker once"),
-        ("--workers={0} --towers_per_worker=99", "type --towers_per_worker="),
-    ],
-)
-def test_a_worker_that_does_not_fit_is_named(pair, tmp_path, flags, remedy):
-    first = pair[0].address
-    flags = flags.format(first, first.rpartition(":")[2]).split()
-    with Run(tmp_path / "run", pair, *flags) as run:
-        assert remedy in run.end(2).splitlines()[-1]
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_signal_ends_a_worker_at_once():
     with contextlib.closing(Worker()) as worker:
         worker.ready()
