@@ -18,7 +18,7 @@ def test_the_rule_book_in_full():
         "images      8x8x3 uint8 -> 8x8x3 float32: standardised",
         "targets     3 classes: 0, 1, 2",
         "model       tests.tiny:dense(): 983 trainable weights",
-        "task        classification: cross entropy of logits, 3 classes",
+        "task        loss sparse_categorical_crossentropy; accuracy",
         "length      12 steps, 84 examples, 1.4 epochs",
         "saved       at the end, and when stopped",
         "rules, the same at any number of towers:",

@@ -42,7 +42,7 @@ def load(names: str) -> list[_K.Callback]:
 
 
 def check(callbacks: Sequence[_K.Callback], task: Task) -> None:
-    """Check that callbacks suit a run.
+    """Check that callbacks, see `load`, suit a run.
 
     Raises:
         InputError: one sets the learning rate, as the schedule does, or monitors no metric.
