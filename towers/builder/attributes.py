@@ -250,7 +250,8 @@ def _is_kept(leaves: Sequence[Any], in_layer: bool) -> bool:
     if not tf.executing_eagerly():  # a constant is of no slice
         tensors = [x for x in tensors if tf.is_symbolic_tensor(x) or not isinstance(x, tf.Tensor)]
     known = all(isinstance(x, _PYTHON) or tf.is_tensor(x) for x in leaves)
-    return bool(in_layer or tensors) and known
+    made = any(isinstance(x, keras.Variable) for x in leaves)  # of a layer that was not built
+    return bool(in_layer or tensors) and known and not made
 
 
 def tensors_at(places: Iterable[Place]) -> list[Any]:
