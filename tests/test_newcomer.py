@@ -110,7 +110,7 @@ def test_from_the_first_command_to_fine_tuning_and_a_table(folder):
     accuracy = re.search(r"test_accuracy +([\d.]+)", gone_on)[1]
     assert re.search(r"accuracy +([\d.]+)", evaluated)[1] == accuracy
     assert re.search(r"init_from   runs/mine, .* 4 of 4 weights", tuned)
-    assert "task        compiled: loss mse; mae" in of_prices and "test_mae" in of_prices
+    assert "task        loss mse; mae" in of_prices and "test_mae" in of_prices
     name, _, kind, *_ = predicted.splitlines()[-1].split(",")
     logits = keras.models.load_model("mine.keras").predict(image[None], verbose=0)
     assert (name, kind) == ("photo.png", str(logits.argmax()))
