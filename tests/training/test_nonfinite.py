@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests import runs, tiny
+from tests.programs import ROOT
 from towers.builder import device_types
 from towers.errors import RunError
 from towers.training.train import train
@@ -16,6 +17,7 @@ from towers.training.train import train
 pytestmark = pytest.mark.run
 
 BAD_ROW, MARK = 41, 77.0
+GUIDE = (ROOT / "towers/training/GUIDE.md").read_text(encoding="utf-8")
 SIZE = 60
 
 
@@ -199,26 +201,32 @@ def test_skipping_is_bounded(tmp_path):
 NAMED = {
     "cpu": f"is that of layer sequential/refusing for {BAD_ROW} (rows of the training set); ",
     "GPUs": f"is that of layer sequential/refusing for {BAD_ROW} (rows of the training set); ",
-    "gradient": "the outputs of all layers are finite on one device; ",
+    "gradient": "the first gradient that is not finite is that of sequential/refusing/scale; ",
     "own step, gradient": "the outputs of all layers are finite on one device; ",
 }
 
 
 @pytest.mark.parametrize("name", runs.released(NAMED, "cpu", "gradient"))
-def test_the_step_is_named_with_its_layer_and_examples(tmp_path, name):
+def test_the_step_is_named_and_its_batch_saved(tmp_path, name):
     with on_devices(name), pytest.raises(RunError) as caught:
         train(options(tmp_path, batch_size=4, max_steps=15, **KINDS[name]))
-    line = str(caught.value)
-    assert NAMED[name] in line
-    step = int(re.search(r" is not finite at step (\d+) \(epoch 0\.", line)[1])
-    assert max(tiny.saved_steps(tmp_path)) <= step
+    line, (path,) = str(caught.value), (tmp_path / "nan").iterdir()
+    with np.load(path) as file:
+        saved = dict(file)
+    (place,) = np.flatnonzero(saved["x"][:, 0] == MARK)
+    assert NAMED[name] in line and line.endswith(f"; {path} holds the batch")
+    assert f" at {path.stem.replace('_', ' ')} (epoch 0." in line
+    assert max(tiny.saved_steps(tmp_path)) <= int(path.stem.removeprefix("step_"))
+    if "gradient" not in name:  # the row of the example, and the tower that had it
+        device = KINDS[name].get("devices", "/cpu:0,/cpu:1").split(",")[tower := place // 2]
+        assert saved["rows"].tolist() == [place] and f", tower {tower} ({device}): " in line
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path, capsys):
     with pytest.raises(RunError) as caught:
         train(options(tmp_path, dataset=f"{NAME}:all_marked", max_steps=40))
     said = str(caught.value)
-    assert said.startswith("the loss or a gradient is not finite at step 0 (epoch 0.00): ")
+    assert " at step 0 (epoch 0.00), towers 0 (/cpu:0), 1 (/cpu:1): " in said
     assert "layer sequential/refusing for all 7 examples;" in said
     for remedy in "--learning_rate", "--clip_global_norm=1", "--on_nan=skip":
         assert remedy in said
@@ -226,6 +234,12 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     for value in tiny.saved(tmp_path).values():
         assert np.all(np.isfinite(value))
     assert not (tmp_path / "result.json").exists()
+    (snippet,) = re.findall(r"^with np.load.*?(?=^```)", GUIDE, re.DOTALL | re.MULTILINE)
+    saved = snippet.replace("runs/mine/nan/step_812.npz", f"{tmp_path}/nan/step_0.npz")
+    capsys.readouterr()
+    with np.printoptions(suppress=True):
+        exec(saved, {"np": np})
+    assert capsys.readouterr().out.count("[77.") == 7
 
 
 def test_inputs_that_overflow_are_no_divergence(tmp_path):

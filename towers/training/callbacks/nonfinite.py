@@ -1,7 +1,8 @@
 """Ends a run whose loss, gradient or weights are not finite, and names where that began.
 
 Such a step makes no update (`optimizer_step.py`, `skip_nonfinite.py`), so the master variables hold
-the state before it. Its forward pass is repeated on one device, and the layers are watched.
+the state before it. The step is repeated on one device, whose layers and gradients are looked at,
+and its batch is saved as train_dir/nan/step_N.npz.
 """
 
 import dataclasses
@@ -12,12 +13,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import tf_internals
+from towers import files, tf_internals
 from towers.builder.device_types import HOST
+from towers.builder.sharding import slices_of
+from towers.devices.shown_names import shown_name
 from towers.errors import RunError
 from towers.formatting import count, first_line, first_of
 from towers.training.run.setup import RunContext
+from towers.training.step.keras_model import floatx_of
 from towers.training.step.train_state import not_finite
+
+FOLDER = "nan"
 
 
 class NotFinite(RunError):
@@ -70,25 +76,35 @@ def _report(run: RunContext) -> str:
     """Return a line on the step that was not finite, whose state the variables still have."""
     step, examples = (int(v) for v in (run.train_state.step, run.train_state.examples))
     position = dict(seed=run.options.seed, step=step, examples=examples)
-    batches = run.data.train.train_batches(run.options.batch_size, **position)
-    (x, *targets), draws = next(iter(batches))
+    example, draws = next(iter(run.data.train.train_batches(run.options.batch_size, **position)))
+    x, *targets = example
     with tf.device(HOST):
-        inputs = run.task.inputs(x, draws)
-    where = f"step {step} (epoch {examples / run.data.train.size:.2f})"
+        inputs, targets = run.task.inputs(x, draws), run.task.cast(targets)
     remedy = _remedy(run) + (", or --on_nan=skip" if run.options.on_nan == "stop" else "")
     if broken := not_finite(run.train_state.variables()):
         found, rows = f"the variable {broken[0]} was not finite before the step", None
     elif (rows := _bad_rows((inputs, targets))) is not None:
         found, remedy = "the batch is not finite", "leave these examples out or scale them"
     else:
-        found, rows = _first_bad_layer(run, inputs)
-    if rows is not None and len(rows):
+        found, rows = _repeat(run, inputs, targets)
+    where = f"step {step} (epoch {examples / run.data.train.size:.2f})"
+    rows, size = [] if rows is None else rows, len(draws)
+    if len(rows):
         found += f" for {_names_of(run, rows, position)}"
-    return f"the loss or a gradient is not finite at {where}: {found}; {remedy}"
+        where += f", {_towers_of(run, rows, size)}"
+    path = run.folder / FOLDER / f"step_{step}.npz"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.replacing(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, **_arrays(example), rows=np.array(rows, np.int64))
+        saved = f"{path} holds the batch"
+    except (OSError, RunError) as error:
+        saved = f"{path} cannot be written: {first_line(error)}"
+    return f"the loss or a gradient is not finite at {where}: {found}; {remedy}; {saved}"
 
 
-def _first_bad_layer(run: RunContext, inputs: Any) -> tuple[str, np.ndarray | None]:
-    """Return which layer's output is the first that is not finite, and for which rows."""
+def _repeat(run: RunContext, inputs: Any, targets: Sequence[Any]) -> tuple[str, np.ndarray | None]:
+    """Return what is the first that is not finite in a step, and for which rows of the batch."""
     seen: list[tuple[str, np.ndarray]] = []
 
     def watched(call: Callable) -> Callable:
@@ -100,21 +116,49 @@ def _first_bad_layer(run: RunContext, inputs: Any) -> tuple[str, np.ndarray | No
 
         return call_and_look
 
-    error: Exception | None = None
+    model, error = run.task.model, None
     for device in dict.fromkeys([run.builder.devices[0], HOST]):  # a GPU may be too small for it
         try:
-            with tf.device(device), keras.StatelessScope():
-                with tf_internals.replaced((keras.Layer, "__call__", watched)):
-                    run.task.model(inputs, training=True)
-            break
+            with tf.device(device), keras.StatelessScope(), floatx_of(run.options.dtype):
+                with tf.GradientTape() as tape:
+                    with tf_internals.replaced((keras.Layer, "__call__", watched)):
+                        outputs = model(inputs, training=True)
+                    if seen:
+                        layer, rows = seen[0]
+                        return f"the first output that is not finite is that of layer {layer}", rows
+                    if model.loss is None:
+                        return "the outputs of all layers are finite on one device", None
+                    loss = model.compute_loss(inputs, *[*targets[:1], outputs, *targets[1:]])
+                found = tape.gradient(loss, [v.value for v in model.trainable_variables])
+            if not bool(tf.math.is_finite(loss)):
+                return "the outputs of all layers are finite and the loss is not", None
+            for weight, gradient in reversed([*zip(model.trainable_variables, found, strict=True)]):
+                if gradient is not None and _bad_rows(gradient) is not None:
+                    return f"the first gradient that is not finite is that of {weight.path}", None
+            return "on one device the loss and all gradients are finite", None
         except Exception as raised:  # of many kinds: the user's code, memory
             error = raised
-    else:
-        return f"its forward pass cannot be repeated ({first_line(error)})", None
-    if not seen:
-        return "the outputs of all layers are finite on one device", None
-    layer, rows = seen[0]
-    return f"the first output that is not finite is that of layer {layer}", rows
+    return f"it cannot be repeated ({first_line(error)})", None
+
+
+def _towers_of(run: RunContext, rows: Sequence[int], size: int) -> str:
+    """Return the towers that had these rows of a batch, as "tower 0 (/gpu:0)"."""
+    names = list(map(shown_name, run.builder.devices))
+    slices = slices_of(size, len(names), run.builder.accumulate_steps)
+    ends = [start + number for start, number in slices]
+    towers = sorted({int(np.searchsorted(ends, row, "right")) % len(names) for row in rows})
+    return f"tower{'s' * (len(towers) > 1)} {first_of([f'{i} ({names[i]})' for i in towers])}"
+
+
+def _arrays(example: Any) -> dict[str, np.ndarray]:
+    """Return {"x": array, "y": array, ...} of an example; of a dict "x/NAME"."""
+    arrays = {}
+    for name, part in zip(("x", "y", "sample_weight"), example, strict=False):
+        for path, leaf in keras.tree.flatten_with_path(part):
+            array = leaf.numpy()  # NumPy would pickle objects
+            array = array.astype(bytes) if array.dtype == object else array
+            arrays["/".join([name, *map(str, path)])] = array
+    return arrays
 
 
 def _bad_rows(structure: Any) -> np.ndarray | None:
