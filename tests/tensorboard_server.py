@@ -25,6 +25,16 @@ class Server:
         query = urllib.parse.urlencode(parameters)
         return self._open(f"{self._address}data/{path}?{query}")
 
+    def rows(self) -> dict[str, dict]:
+        """Return {name: row} of the HParams table."""
+        every = ("STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING")
+        asked = {"experimentName": "", "allowedStatuses": every, "colParams": []}
+        data = json.dumps(asked | {"startIndex": 0, "sliceSize": 1000}).encode()
+        url = f"{self._address}data/plugin/hparams/session_groups"
+        headers = {"Content-Type": "application/json", "X-XSRF-Protected": "1"}
+        found = self._open(urllib.request.Request(url, data, headers))
+        return {row["name"]: row for row in found.get("sessionGroups", [])}
+
     def points(self, run: str, tag: str) -> list[tuple[int, float]]:
         """Return [(step, value)] of a curve."""
         found = self.get("plugin/scalars/scalars", run=run, tag=tag)

@@ -1,6 +1,7 @@
 """What a run leaves for TensorBoard, as a TensorBoard server shows it."""
 
 import html
+import json
 import re
 
 import pytest
@@ -8,7 +9,7 @@ import tensorflow as tf
 from google.protobuf import text_format
 from tensorboard.compat.proto.graph_pb2 import GraphDef
 
-from tests import tiny
+from tests import tiny, trained_runs
 from tests.tensorboard_server import Server
 from towers.graphs.placement import read_placement
 from towers.graphs.step_graph import step_graph
@@ -58,6 +59,8 @@ def test_every_curve_has_all_its_points_and_none_is_missing_above(server):
     shown = {}
     for run, tag in server.tags("scalars"):
         shown.setdefault(run, {})[tag] = [step for step, _ in server.points(run, tag)]
+    results = shown.pop(".")
+    assert {"result/test_accuracy", "result/train_loss", "result/steps"} < results.keys()
     assert shown == SCALARS
 
 
@@ -89,6 +92,20 @@ def test_the_layout_has_three_categories_and_each_tag_one_chart(server):
     for tag in (*shown, "loss/regularisation_2", "accuracy_of_tower_0"):
         matching = [c for c in patterns if any(re.match(t, tag) for t in c)]
         assert len(matching) == (tag in shown), tag
+
+
+@pytest.mark.run
+def test_a_run_is_one_row_with_its_flags_and_results(trained):
+    """Of the folder that holds it."""
+    (row,) = Server(trained("classes").parent).rows().values()
+    flags = trained_runs.flags("classes")
+    assert flags.items() <= row["hparams"].items() and row["hparams"]["num_towers"] == 2
+    assert not {"train_dir", "overwrite", "json"} & row["hparams"].keys()
+    result = json.loads((trained("classes") / "result.json").read_text())
+    shown = {each["name"]["tag"]: each["value"] for each in row["metricValues"]}
+    assert "result/test_accuracy" in shown
+    assert shown == pytest.approx({tag: result[tag.removeprefix("result/")] for tag in shown})
+    assert [session["status"] for session in row["sessions"]] == ["STATUS_SUCCESS"]
 
 
 @pytest.mark.run

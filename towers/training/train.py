@@ -16,6 +16,7 @@ from towers.devices import remote
 from towers.devices.shown_names import shown_name
 from towers.errors import InputError
 from towers.formatting import count, figure, printable
+from towers.monitoring import dashboard
 from towers.monitoring.monitor import Monitor, tensorboard_command
 from towers.monitoring.profiler import Profiler
 from towers.monitoring.results import read_result
@@ -225,6 +226,7 @@ def _write_result(
         "batch_size": options.batch_size,
         "train_dir": options.train_dir,
     }
+    dashboard.write_result(run.folder, result, step)
     manifest.finish(run.folder, run.train_state.variables())
     files.write_json(run.folder / RESULT, result)  # written last: it marks the run as finished
     if skipped:

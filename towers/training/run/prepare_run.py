@@ -19,6 +19,7 @@ from towers.graphs.step_graph import step_graph
 from towers.monitoring import dashboard
 from towers.options import code_trust
 from towers.options.flags import IDENTITY
+from towers.options.run import names_that_affect
 from towers.options.triggers import Timetable
 from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.parallelize import traced
@@ -198,7 +199,11 @@ def _open_dashboard(prepared: PreparedRun) -> None:
     graph = prepared.train_loop.get_concrete_function(prepared.batches, tf.constant(0)).graph
     part = "validation" if run.data.validation else "test"
     metrics = [f"{part} {name}" for name in run.task.metric_directions() if name != "loss"]
-    dashboard.write_root(run.folder, metrics, texts, step_graph(graph, prepared.placement))
+    names = names_that_affect("result", "speed", "machine", "report")
+    flags = {name: getattr(run.options, name) for name in names}
+    flags |= {"num_towers": len(run.builder.devices)}
+    step = step_graph(graph, prepared.placement)
+    dashboard.write_root(run.folder, metrics, texts, step, flags)
 
 
 def run_summary(run: RunContext) -> list[str]:
