@@ -73,6 +73,7 @@ class Check:
         self.most_trials, self.tracer = most_trials, analysis.tracer
         self.one: Trace | None = None
         self.towers: Trace | None = None
+        self._whole_size: int | None = None  # of the batch that was tried
         self._kind = 0  # of made-up rows, see `made_up_rows.sample`
         self.weights: set[int] | None = None  # ids of those whose gradients are compared; None: all
         # {key in `FunctionAnalysis.policies`: policies that all trials so far confirm}.
@@ -133,10 +134,12 @@ class Check:
         It may if it has other ops then, or branches. What takes long is left out, by the seconds
         that the other trials took.
         """
-        few, size = self.analysis.trace, self.tracer.batch_size
-        part = size // self.builder.num_slices if size else 0
-        if part in (0, size) or size == few.size or seconds * size > _SECONDS * few.size:
+        few, size = self.analysis.trace, self.tracer.batch_size or 0  # 0: it is not known
+        part = size // self.builder.num_slices
+        takes_long = seconds * size > _SECONDS * few.size
+        if part in (0, size) or size in (few.size, self._whole_size) or takes_long:
             return []
+        self._whole_size = size
         whole = self.tracer.traced_or_none(size, size - part)
         if whole is None or (few.kinds == whole.kinds and not _BRANCHES & set(few.kinds)):
             return []
