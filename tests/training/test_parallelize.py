@@ -360,6 +360,7 @@ def test_a_length_that_nothing_tells_is_asked_for(float64):
         step.get_concrete_function(*(tf.TensorSpec([None, n], tf.float64) for n in (None, 1)))
 
 
+@pytest.mark.checked
 def test_sparse_inputs_have_the_numbers_of_one_device_under_sgd_and_are_told_of():
     expected = fits.fit(of_sparse, sparse())
     with pytest.warns(UserWarning, match="sparse gradient of the weight .*SGD does not"):
