@@ -18,6 +18,7 @@ from towers import InputError, TowerBuilder
 
 pytestmark = [
     pytest.mark.run,
+    pytest.mark.checked,
     pytest.mark.filterwarnings("ignore:.*unbuilt state:UserWarning"),  # of models without build()
 ]
 RANDOM = np.random.default_rng(0)

@@ -236,14 +236,16 @@ class Check:
                 return self._refused(self.tracer.failure)
             tried += 1
             self._fit(trial, a, b)
-            if difference := self._difference(trial, a, b):
-                key = difference.kind, difference.name
-                gradient = self.one.float_bytes < 8 and difference.kind in _GRADIENTS
-                if gradient and difference.by < _SURE and key not in doubtful:
+            if found := self._difference(trial, a, b):
+                key, is_gradient = (found.kind, found.name), found.kind in _GRADIENTS
+                is_narrow = is_gradient and self.one.float_bytes < 8
+                if is_narrow and found.by < _SURE and key not in doubtful:
                     doubtful.add(key)
-                    difference = None
                     continue
-                break
+                if not is_gradient:  # an output tells the layer
+                    difference = found
+                    break
+                difference = difference or found
         if not tried:
             return [diagnostics.not_checked("what it computes is not finite")]
         lines = [self._message(difference)] if difference else []

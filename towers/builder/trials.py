@@ -55,6 +55,8 @@ def trials(one: Trace, rows: Callable[[int], list[Any]]) -> Iterator[Trial]:
     for seed, factor in enumerate((30.0, 3.0, -3.0, 10.0, -10.0, -30.0), 3):
         large = changed(seed, lambda x, factor=factor: x * tf.cast(factor, x.dtype))
         yield Trial("with large inputs", large, noisy, small, loose)
+    for shift in (10.0, 100.0):
+        yield Trial("with large inputs", changed(0, _apart(shift)), noisy, small, loose)
 
 
 def small_scale(one: Trace) -> float:
@@ -172,6 +174,21 @@ def _far(factor: float, rest: float = 1.0) -> Callable:
         return tf.concat([first, x[1:] * tf.cast(rest, x.dtype)], axis=0)
 
     return far
+
+
+def _apart(shift: float) -> Callable:
+    """Return a change that moves the last two examples one way, the others the other way.
+
+    So the means of both slices are on both sides of that of all.
+    """
+
+    def apart(x: tf.Tensor) -> tf.Tensor:
+        number = len(x)
+        steps = np.full([number, *[1] * (x.shape.rank - 1)], -2 * shift / max(number - 2, 1))
+        steps[-2:] = shift
+        return x + tf.cast(steps, x.dtype)
+
+    return apart
 
 
 def _jitter(value: Any, step: float) -> Any:
