@@ -133,7 +133,7 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | No
             with tf.control_dependencies(gather.tensors([inputs, gathered])):
                 inputs, gathered = _identities(inputs), list(map(_identities, gathered))
         if passes:
-            of_towers = [tower_sums[len(captured) :] for tower_sums in sums]
+            of_towers = [own[len(captured) :] for own in sums]
             of_variables = [of_tower[len(captured) :] for of_tower in gathered]
             counts = [[part.count for part in slices] for slices in parts]
             counts = list(map(sum, itertools.zip_longest(*counts, fillvalue=0)))
