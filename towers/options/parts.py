@@ -316,7 +316,7 @@ class UpdateOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DueOptions:
-    """What is due when: lines, evaluations, checkpoints, pictures."""
+    """What is due when: lines, evaluations, checkpoints, histograms."""
 
     callbacks: str = _when(
         "", "module:function that returns a list of keras.callbacks.Callback, such as those of "

@@ -42,7 +42,8 @@ def make_update(
         train_state: the variables that the step changes.
         rules: `ema_decay` and `batch_size`.
         rate_is_set: whether `learning_rates` are assigned to the optimizers.
-        squares_rows: see `Task`.
+        squares_rows: whether optimizers get sparse gradients, each row of which they square; else
+            dense ones.
     """
     reduce_replicas = _make_replica_reducer(train_state.replicas)
 

@@ -56,6 +56,7 @@ class Task:
         train_state: the variables that a step changes.
         by_example: whether towers compute losses of separate examples; else the model's own step is
             traced over towers.
+        squares_rows: whether optimizers get sparse gradients, as in Keras; else dense ones.
         rate_is_set: whether the run sets the learning rate in each step; else the optimizer does.
         step_names: names of the scalars that every step returns.
     """
