@@ -38,7 +38,7 @@ def on(num_towers, model="tests.tiny:dense", **options):
 
 
 DROPOUTS = "tests.zoo.draws:dropout_used_twice"
-RUNS = {  # what the rules of updates are: training/test_optimizer_step.py
+RUNS = {  # what the rules of updates are: training/test_update.py
     "dropouts": on(3, DROPOUTS),
     "two examples, crops": on(
         4, clip_global_norm=0.1, weight_decay=0.25, label_smoothing=0.2, augment="resnet",

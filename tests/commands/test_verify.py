@@ -18,7 +18,7 @@ from towers.commands.verify import reference, report
 from towers.commands.verify.differences import differences, kind_of
 from towers.commands.verify.runner import TrainRunner
 from towers.training import parallelize
-from towers.training.step import optimizer_step
+from towers.training.step import update
 from towers.training.step.step import Task
 
 pytestmark = pytest.mark.run
@@ -254,12 +254,12 @@ def wrong_loss(monkeypatch):
 
 
 def wrong_averages(monkeypatch):
-    right = optimizer_step.update_averages
+    right = update.update_averages
 
     def update_averages(train_state, rules, *args):
         right(train_state, dataclasses.replace(rules, ema_decay=rules.ema_decay / 2), *args)
 
-    monkeypatch.setattr(optimizer_step, "update_averages", update_averages)
+    monkeypatch.setattr(update, "update_averages", update_averages)
 
 
 def wrong_statistics(monkeypatch):
@@ -278,7 +278,7 @@ def wrong_statistics(monkeypatch):
 
 def wrong_penalty(monkeypatch):
     none = lambda weights, gradients: ([tf.zeros([])], gradients)  # noqa: E731
-    monkeypatch.setattr(optimizer_step, "_regularise", none)
+    monkeypatch.setattr(update, "_regularise", none)
 
 
 def wrong_masks(monkeypatch):

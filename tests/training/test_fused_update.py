@@ -15,9 +15,9 @@ from towers.builder import device_types, flatten
 from towers.options.parts import OPTIMIZERS
 from towers.options.run import Options
 from towers.training.step import train_state as places
-from towers.training.step.optimizer_step import make_update
 from towers.training.step.optimizers import make_optimizer
 from towers.training.step.train_state import TrainState
+from towers.training.step.update import make_update
 
 pytestmark = pytest.mark.run
 HOST, GPU = "/cpu:0", "/cpu:1"

@@ -1,6 +1,6 @@
 """Ends a run whose loss, gradient or weights are not finite, and names where that began.
 
-Such a step makes no update (`optimizer_step.py`, `skip_nonfinite.py`), so the master variables hold
+Such a step makes no update (`update.py`), so the master variables hold
 the state before it. The step is repeated on one device, whose layers and gradients are looked at,
 and its batch is saved as train_dir/nan/step_N.npz.
 """

@@ -34,10 +34,8 @@ from towers.training.parallelize import builder_of, method_of, passes_of, put_on
 from towers.training.step import fused_update, loss_checks
 from towers.training.step.evaluation import Evaluation, Stop, TestStep, scalars
 from towers.training.step.keras_model import floatx_of, overrides
-from towers.training.step.optimizer_step import make_update
 from towers.training.step.optimizers import MOST_SKIPPED, describe_update, is_own
 from towers.training.step.output_activation import mirrored
-from towers.training.step.skip_nonfinite import NonFiniteGuard
 from towers.training.step.train_state import (
     TrainState,
     copy_on,
@@ -46,6 +44,7 @@ from towers.training.step.train_state import (
     place,
     snapshot,
 )
+from towers.training.step.update import FiniteRule, make_update
 from towers.training.step.weight_copies import can_keep, is_linear, like
 
 
@@ -315,7 +314,7 @@ class Task:
                 rate = learning_rate(train_state.examples)
                 before = self._before()
                 scale = dynamic_scale(model)
-                guard = NonFiniteGuard(train_state)
+                rule = FiniteRule(train_state, self.options)
                 if self.rate_is_set:
                     model.optimizer.learning_rate.assign(rate)
                 elif model.optimizer is not None:
@@ -327,13 +326,15 @@ class Task:
                 with contextlib.ExitStack() as stack:
                     stack.enter_context(floatx_of(self.options.dtype))
                     stack.enter_context(integers_on(builder.gather_device))
-                    stack.enter_context(fused_update.updates_joined(optimizers_of(model), guard))
-                    stack.enter_context(guard.record_losses(model))
+                    stack.enter_context(
+                        fused_update.updates_joined(optimizers_of(model), rule.apply)
+                    )
+                    stack.enter_context(rule.record_losses(model))
                     logs = scalars(model.train_step(self._data(example, draws)))
                 passes, seen = passes_of(model), {}
                 gradients = passes.gradients
-                if gradients is None and guard.gradients:  # the first device has made them
-                    gradients = TowerGradients.of_one_tower(example, guard.gradients)
+                if gradients is None and rule.gradients:  # the first device has made them
+                    gradients = TowerGradients.of_one_tower(example, rule.gradients)
                 if measured is not None:
                     with tf.name_scope("telemetry"):
                         seen = tower_metrics.measure_joined(gradients, builder, measured, scale)
@@ -344,11 +345,11 @@ class Task:
                 wide = tf.as_dtype(keras.backend.result_type(loss.dtype, "float32"))
                 penalty = sum((tf.cast(each, wide) for each in penalties), tf.zeros([], wide))
                 rows = tf.shape(tf.nest.flatten(example)[0], tf.int64)[0]
-                guard.end_step(loss, before, rows, self.options)
+                rule.end_step(before, rows, loss)
             return {
                 "loss": loss - tf.cast(penalty, loss.dtype),
                 "penalty": penalty,
-                "gradient_norm": guard.norm / tf.cast(scale, guard.norm.dtype),
+                "gradient_norm": rule.norm / tf.cast(scale, rule.norm.dtype),
                 "learning_rate": rate,
                 **{name: logs[name.removeprefix("batch/")] for name in self._of_batch},
                 **seen,

@@ -1,16 +1,18 @@
-"""The update: from gathered gradients to new weights.
+"""The update: from gathered gradients to new weights, if all is finite.
 
 Regularisation, finite test, clipping, the optimizer's update and moving averages are computed once
 a step on the weights' devices, never in a tower. Copies of the weights get the same gradients and
 make the same update. A `FlatVariable` may stand for several weights on a GPU.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from towers import tf_internals
 from towers.builder.device_types import is_gpu
 from towers.builder.flatten import grouped, num_bytes
 from towers.options.parts import StepOptions
@@ -18,6 +20,159 @@ from towers.training.step import fused_update
 from towers.training.step.train_state import TrainState, WeightCopy
 
 EMA_EXAMPLES = 128  # per which `ema_decay` applies: the tutorial's batch size
+Before = Sequence[tuple[tf.Variable, tf.Tensor]]  # variables, each with its value before the step
+
+
+class FiniteRule:
+    """Makes the updates of one traced step, unless a loss or a gradient is not finite.
+
+    A step that is not finite leaves all variables as they were. `train_state.limit` such steps in a
+    row, and no step changes anything from there on. A `LossScaleOptimizer` skips an update itself
+    while its scale is above 1, and lowers the scale; such a step is tolerated. Updates inside of a
+    user's own loop or branch are made without a test.
+    """
+
+    def __init__(
+        self, train_state: TrainState, rules: StepOptions, losses: Sequence[tf.Tensor] = ()
+    ):
+        """Begin a step.
+
+        Args:
+            train_state: the variables that the step changes.
+            rules: `ema_decay` and `batch_size`.
+            losses: that are computed already.
+        """
+        self._train_state, self._rules = train_state, rules
+        self._graph = tf.compat.v1.get_default_graph()
+        self._on_gpu = is_gpu(train_state.replicas[0].device)
+        self._losses = list(losses)
+        self._tests: list[list[tf.Tensor]] = []  # of each update, one on each replica's device
+        self._scales: list[tf.Tensor] = []  # before the step
+        self.gradients: Sequence[Any] = ()  # of the last update
+        self.norm = tf.zeros([])  # of these
+
+    @contextlib.contextmanager
+    def record_losses(self, model: keras.Model) -> Iterator[None]:
+        """Test each loss that a model computes in the block."""
+
+        def make(compute: Callable) -> Callable:
+            def noting(*args: Any, **kwargs: Any) -> Any:
+                loss = compute(*args, **kwargs)
+                if self._is_here() and tf.is_tensor(loss):
+                    self._losses.append(loss)
+                return loss
+
+            return noting
+
+        with tf_internals.replaced((model, "compute_loss", make)):
+            yield
+
+    def apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[Any],
+        weights: Sequence[keras.Variable],
+        update: Callable,
+    ) -> None:
+        """Make an update of Keras' step; see `fused_update.updates_joined` for the arguments."""
+        if not self._is_here():
+            update()
+            return
+        self.gradients = gradients
+        scale = getattr(optimizer, "dynamic_scale", None)
+        if scale is not None:
+            scale = tf.convert_to_tensor(scale.value)
+            self._scales.append(scale)
+        self.norm = global_norm([g for g in gradients if g is not None])
+        self.update([self.norm], lambda finite: update(*finite), scale)
+
+    def update(
+        self, norms: Sequence[tf.Tensor], update: Callable, scale: tf.Tensor | None = None
+    ) -> None:
+        """Make an update, if it and all earlier ones in the step are finite.
+
+        Args:
+            norms: of the gradients, one on each replica's device, or one for all.
+            update: on GPUs called with whether each replica is updated, bool scalars that it waits
+                for without a branch; else with nothing, in a branch.
+            scale: the loss scale of an optimizer that tests its gradients itself.
+        """
+        self._tests.append([self._test(i, norm) for i, norm in enumerate(norms)])
+        finite = list(map(_all, zip(*self._tests, strict=True)))
+        if scale is not None:
+            finite = [each | (scale > 1.0) for each in finite]
+        if self._on_gpu:
+            update(finite)
+        else:
+            _if(finite[0], lambda: update([]))
+
+    def _test(self, replica: int, norm: tf.Tensor | None) -> tf.Tensor:
+        """Return whether norm and losses are finite, a bool scalar on the replica's device."""
+        in_a_row, losses = self._train_state.in_a_row[replica], self._losses
+        if len(losses) > 1:
+            losses = [tf.add_n([tf.reduce_sum(tf.cast(loss, tf.float64)) for loss in losses])]
+        with tf.device(in_a_row.device):
+            finite = in_a_row < self._train_state.limit
+            for value in (norm, *losses):
+                if value is not None:
+                    value = value if value.shape.rank == 0 else tf.reduce_sum(value)
+                    finite &= tf.math.is_finite(value)
+            return finite
+
+    def end_step(self, before: Before, num_examples: Any, loss: tf.Tensor | None = None) -> None:
+        """Move the averages and count the step, or restore what it has changed.
+
+        After a tolerated overflow the scale is lowered, and random seeds advance. After any other
+        step that is not finite seeds are restored, too.
+
+        Args:
+            before: of what the step may have changed beside its updates.
+            num_examples: of the batch.
+            loss: of the step, to be tested; None: its losses are recorded.
+        """
+        train_state, rows = self._train_state, tf.cast(num_examples, tf.int64)
+        if loss is not None:
+            self._losses = [loss]
+            self._tests.append([self._test(0, None)])
+        finite = list(map(_all, zip(*self._tests, strict=True)))
+        tolerated, moves = None, finite[0]
+        if self._scales:  # floats, as moving means, then keep their new values, as in `fit`
+            tolerated = tf.reduce_any(tf.stack(self._scales) > 1.0)
+            moves = finite[0] | (tolerated & self._tests[-1][0])
+        if self._on_gpu:
+            update_averages(train_state, self._rules, moves)
+        elif train_state.averages:
+            _if(moves, lambda: update_averages(train_state, self._rules))
+        advances = []
+        for i, replica in enumerate(train_state.replicas):
+            is_finite, in_a_row = finite[min(i, len(finite) - 1)], train_state.in_a_row[i]
+            with tf.device(replica.device):
+                if tolerated is None and train_state.limit == 1:  # the fewest kernels on GPUs
+                    in_a_row.assign(tf.cast(~is_finite, tf.int64))
+                    advances.append(tf.cast(is_finite, tf.int64))
+                else:
+                    is_good = is_finite if tolerated is None else is_finite | tolerated
+                    is_bad = tf.cast(~is_good, tf.int64)
+                    in_a_row.assign((in_a_row + is_bad) * tf.cast(~is_finite, tf.int64))
+                    advances.append(tf.cast(in_a_row < train_state.limit, tf.int64))
+                replica.examples.assign_add(rows * advances[-1])
+        with tf.device(train_state.step.device):
+            train_state.step.assign_add(advances[0])
+        _restore_unless(moves, [pair for pair in before if pair[0].dtype.is_floating])
+        others = [pair for pair in before if not pair[0].dtype.is_floating]
+        _restore_unless(finite[0] if tolerated is None else finite[0] | tolerated, others)
+
+    def _is_here(self) -> bool:
+        return tf.compat.v1.get_default_graph() is self._graph
+
+
+def _all(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    return values[0] if len(values) == 1 else tf.reduce_all(tf.stack(values))
+
+
+def _if(condition: tf.Tensor, apply: Callable) -> None:
+    """Call a function in a branch of the graph, on the host."""
+    tf.cond(condition, lambda: (apply(), tf.no_op())[1], tf.no_op)
 
 
 def make_update(
@@ -62,91 +217,19 @@ def make_update(
         ]
         penalties, norms, applies = zip(*updates, strict=True)
         penalty, norm = reduce_replicas(penalties, norms)
-        checked = norms if is_gpu(replicas[0].device) else [norm]
-        finite = [finite_now(train_state, i, value, loss) for i, value in enumerate(checked)]
+        rule = FiniteRule(train_state, rules, [] if loss is None else [loss])
 
-        def apply(finite: Sequence[tf.Tensor | None]) -> None:
-            for apply_replica, is_finite in zip(applies, finite, strict=True):
+        def apply(finite: Sequence[tf.Tensor]) -> None:
+            for apply_replica, is_finite in zip(
+                applies, finite or [None] * len(applies), strict=True
+            ):
                 apply_replica(is_finite)
-            update_averages(train_state, rules, finite[0])
 
-        if is_gpu(replicas[0].device):
-            apply(finite)
-        else:
-            if_finite(finite[0], lambda: apply([None] * len(applies)))
-        end_step(train_state, finite, statistics, num_examples)
+        rule.update(norms if is_gpu(replicas[0].device) else [norm], apply)
+        rule.end_step(statistics, num_examples)
         return {"gradient_norm": norm, "penalty": penalty}
 
     return update
-
-
-def if_finite(finite: tf.Tensor, apply: Callable) -> None:
-    """Call a function in a branch of the graph, on the host.
-
-    Args:
-        finite: a bool scalar: whether the branch runs.
-        apply: makes the update.
-    """
-    tf.cond(finite, lambda: (apply(), tf.no_op())[1], tf.no_op)
-
-
-def finite_now(
-    train_state: TrainState, replica: int, norm: tf.Tensor, loss: tf.Tensor | None
-) -> tf.Tensor:
-    """Return whether a replica is updated, a bool scalar on its device.
-
-    Args:
-        train_state: at their limit of non-finite steps in a row no replica is updated.
-        replica: index in `train_state.replicas`.
-        norm: norm of the gradients; must be finite.
-        loss: the loss; must be finite, too; None: it is not tested.
-    """
-    in_a_row = train_state.in_a_row[replica]
-    with tf.device(in_a_row.device):
-        finite = tf.math.is_finite(norm) & (in_a_row < train_state.limit)
-        return finite if loss is None else finite & tf.math.is_finite(loss)
-
-
-def end_step(
-    train_state: TrainState,
-    finite: Sequence[tf.Tensor],
-    statistics: Sequence[tuple[tf.Variable, tf.Tensor]],
-    num_examples: Any,
-    tolerated: tf.Tensor | bool = False,
-    moves: tf.Tensor | None = None,
-) -> None:
-    """Count a step, and restore the variables that its towers assigned if it was not finite.
-
-    A step that overflowed at a loss scale above 1 is `tolerated`: the scale is halved, and random
-    seeds advance. After another non-finite step seeds are restored, too; at `train_state.limit` of
-    them in a row the step is not counted.
-
-    Args:
-        train_state: the variables that a step changes.
-        finite: a bool scalar for each replica on its device, or the first one's alone.
-        statistics: (variable, value before the step) of what the step assigned.
-        num_examples: of the step.
-        tolerated: whether a loss scale was above 1.
-        moves: whether floats, such as moving means, keep their new values; None: if `finite`.
-    """
-    first, advances, rows = finite[0], [], tf.cast(num_examples, tf.int64)
-    for i, replica in enumerate(train_state.replicas):
-        is_finite, in_a_row = finite[min(i, len(finite) - 1)], train_state.in_a_row[i]
-        with tf.device(replica.device):
-            if tolerated is False and train_state.limit == 1:  # the fewest kernels on GPUs
-                in_a_row.assign(tf.cast(~is_finite, tf.int64))
-                advances.append(tf.cast(is_finite, tf.int64))
-            else:
-                bad = tf.cast(~(is_finite | tolerated), tf.int64)
-                in_a_row.assign((in_a_row + bad) * tf.cast(~is_finite, tf.int64))
-                advances.append(tf.cast(in_a_row < train_state.limit, tf.int64))
-            replica.examples.assign_add(rows * advances[-1])
-    with tf.device(train_state.step.device):
-        train_state.step.assign_add(advances[0])
-    floats = [pair for pair in statistics if pair[0].dtype.is_floating]
-    others = [pair for pair in statistics if not pair[0].dtype.is_floating]
-    _restore_unless(first if moves is None else moves, floats)
-    _restore_unless(first if tolerated is False else first | tolerated, others)
 
 
 def _restore_unless(finite: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:

@@ -128,9 +128,9 @@ def by_formula(options):
     return state, {name: float(value) for name, value in metrics.items()}
 
 
-SPARSE = dict(model="tests.training.test_optimizer_step:embedding")
-PARTLY = dict(model="tests.training.test_optimizer_step:partly_trained")
-ADDING = dict(model="tests.training.test_optimizer_step:adding")
+SPARSE = dict(model="tests.training.test_update:embedding")
+PARTLY = dict(model="tests.training.test_update:partly_trained")
+ADDING = dict(model="tests.training.test_update:adding")
 REPLICATED = dict(variables="replicated")
 CASES = {
     "sgd, moving average after its ramp": dict(optimizer="sgd", ema_decay=0.15, batch_size=23),
