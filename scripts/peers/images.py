@@ -15,7 +15,7 @@ import tensorflow as tf
 from towers import devices
 from towers.commands.benchmark import own_run
 from towers.data import Split, augment
-from towers.options.augmentation import parse
+from towers.options.parts import parse_augment
 from towers.options.run import Options
 from towers.training.run.setup import assemble
 
@@ -41,7 +41,7 @@ def main(options: Options, path: str) -> None:
     devices.configure(visible_gpus="none")
     dataset, options = own_run.load(options)
     kind = assemble(options, devices.tower_devices(1, "cpu"), dataset).options.augment
-    if parse(kind).cutout or parse(kind).base == "shift":
+    if parse_augment(kind).cutout or parse_augment(kind).base == "shift":
         raise lane.Skipped(f"other programs do not know --augment={kind}")
     if dataset.name == "synthetic":
         path = ""

@@ -17,7 +17,7 @@ from towers.commands.export import command as export
 from towers.commands.export.options import ExportOptions
 from towers.data import augment
 from towers.errors import InputError
-from towers.options import augmentation
+from towers.options.parts import AUGMENTATIONS
 from towers.options.run import Options
 
 pytestmark = pytest.mark.run
@@ -133,7 +133,7 @@ def test_a_layer_that_keras_cannot_save_is_named(tmp_path, monkeypatch, make, ki
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
-@pytest.mark.parametrize("kind", [*augmentation.BASES, "shift,cutout=2"])
+@pytest.mark.parametrize("kind", [*AUGMENTATIONS, "shift,cutout=2"])
 def test_what_is_inside_prepares_images_as_an_evaluation_does(kind, dtype):
     images = tiny.arrays(5, seed=9)[0].astype(dtype)
     model_input = keras.Input(images.shape[1:], dtype=dtype)

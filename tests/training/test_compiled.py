@@ -274,7 +274,7 @@ def test_each_number_of_a_metric_is_reported(tmp_path):
 def test_the_objective_is_a_metric_and_its_direction_is_known():
     def objective(metrics, **given):
         options = options_of(model=compiled(metrics=metrics), num_towers=1, **given)
-        return prepare(options).task.objective()
+        return prepare(options).objective
 
     def own(y, outputs):
         return tf.abs(y - outputs)

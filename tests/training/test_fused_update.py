@@ -14,8 +14,8 @@ from towers import tf_internals
 from towers.builder import device_types, flatten
 from towers.options.parts import OPTIMIZERS
 from towers.options.run import Options
+from towers.training.run.optimizers import make_optimizer
 from towers.training.step import train_state as places
-from towers.training.step.optimizers import make_optimizer
 from towers.training.step.train_state import TrainState
 from towers.training.step.update import make_update
 

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from tests.tiny import assert_close
 from towers.options.run import Options
-from towers.training.step.muon import ADAM_RATIO
-from towers.training.step.optimizers import make_optimizer
+from towers.training.run.muon import ADAM_RATIO
+from towers.training.run.optimizers import make_optimizer
 
 pytestmark = pytest.mark.graph
 

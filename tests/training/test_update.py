@@ -11,8 +11,8 @@ from tests import tiny
 from tests.runs import released
 from towers.data import augment
 from towers.options.parts import OPTIMIZERS as NAMES
+from towers.training.run.optimizers import OPTIMIZERS
 from towers.training.run.setup import prepare
-from towers.training.step.optimizers import OPTIMIZERS
 
 pytestmark = pytest.mark.run
 STEPS = 4

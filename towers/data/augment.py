@@ -31,8 +31,9 @@ from towers.data.pipeline import NUM_DRAWS as NUM_DRAWS
 from towers.data.pipeline import Data, Structure
 from towers.errors import InputError
 from towers.formatting import first_of
-from towers.options.augmentation import BASES as names
-from towers.options.augmentation import Augmentation, parse
+from towers.options.parts import AUGMENTATIONS as names
+from towers.options.parts import Augmentation
+from towers.options.parts import parse_augment as parse
 
 _ROW, _COLUMN, _FLIP, _CONTRAST, _CUT_ROW, _CUT_COLUMN, _ALTERNATING = range(NUM_DRAWS)
 

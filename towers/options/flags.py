@@ -25,10 +25,10 @@ from absl import flags
 
 from towers import files
 from towers.errors import InputError, RunError
-from towers.options import augmentation, code_trust
+from towers.options import code_trust
 from towers.options.fields import EXCLUSIVE, check_value
 from towers.options.functions import may_be_same_object, option_text
-from towers.options.parts import MACHINES_OPTION, MANY_MACHINES
+from towers.options.parts import MACHINES_OPTION, MANY_MACHINES, parse_augment
 from towers.options.run import Options, text_of
 
 
@@ -316,8 +316,10 @@ def _check_identity(
 ) -> None:
     names = IDENTITY if trains else OF_MODEL
     pairs = {n: (of_run[n], given[n]) for n in names if n in of_run and n in given}
-    if "augment" in pairs and augmentation.agree(*pairs["augment"]):
-        del pairs["augment"]
+    if "augment" in pairs:
+        then, now = map(parse_augment, pairs["augment"])
+        if now.cutout == then.cutout and now.base in ("auto", then.base):
+            del pairs["augment"]
     differ = [
         n for n, (then, now) in pairs.items() if then != now and not may_be_same_object(then, now)
     ]

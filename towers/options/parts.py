@@ -6,8 +6,9 @@ makes one of these classes from it.
 
 import contextlib
 import dataclasses
+import functools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from towers.errors import InputError
 from towers.options.fields import check_values, group, parse_numbers
@@ -18,6 +19,10 @@ OPTIMIZERS = (
     "sgd", "momentum", "nesterov", "adam", "adamw", "adamax", "nadam", "lion", "lamb", "rmsprop",
     "adagrad", "adadelta", "muon",
 )  # fmt: skip
+
+AUGMENTATIONS = ("tutorial", "resnet", "shift", "none", "off")
+_CUTOUT = 16  # pixels, if no side is given
+MOST_SKIPPED = 10  # steps in a row that are not finite, with --on_nan=skip
 
 _MEMORY = ("per_process_gpu_memory_fraction", "gpu_memory_limit_mib", "allow_growth")
 MANY_MACHINES = "More than one machine"
@@ -309,6 +314,16 @@ class UpdateOptions:
         choices=("stop", "skip"),
     )  # fmt: skip
 
+    @property
+    def makes_own_optimizer(self) -> bool:
+        """Whether a user's function makes the optimizer, with a learning rate of its own."""
+        return ":" in self.optimizer
+
+    @property
+    def most_nonfinite(self) -> int:
+        """Number of steps in a row that are not finite at which the run ends."""
+        return MOST_SKIPPED if self.on_nan == "skip" else 1
+
     def decay_boundaries(self) -> list[float]:
         """Return `decay_epochs` as numbers."""
         return parse_numbers("decay_epochs", self.decay_epochs)
@@ -394,3 +409,28 @@ def _parse_argument(text: str) -> Any:
         with contextlib.suppress(ValueError):
             return kind(text)
     return text
+
+
+class Augmentation(NamedTuple):
+    """A value of --augment: a base, and the side of a square to cut out; 0: there is none."""
+
+    base: str
+    cutout: int = 0  # pixels
+
+    def __str__(self) -> str:
+        """Return the value of --augment."""
+        return f"{self.base},cutout={self.cutout}" if self.cutout else self.base
+
+
+@functools.cache
+def parse_augment(text: str) -> Augmentation:
+    """Parse a value of --augment, such as "resnet,cutout=8"; raise InputError if it is wrong."""
+    bases = "|".join(AUGMENTATIONS)
+    match = re.fullmatch(rf"(auto|{bases})(\s*,\s*cutout(=0*[1-9]\d{{0,3}})?)?", text)
+    if match is None:
+        raise InputError(
+            f"--augment={text}: allowed are auto, {', '.join(AUGMENTATIONS)}, and after one of "
+            "them cutout=SIDE, such as resnet,cutout=8; SIDE is in whole pixels, 1 to 9999"
+        )
+    base, cutout, side = match.groups()
+    return Augmentation(base, int(side[1:]) if side else _CUTOUT if cutout else 0)

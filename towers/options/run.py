@@ -8,7 +8,6 @@ import dataclasses
 from typing import Any, TypeVar
 
 from towers.errors import InputError
-from towers.options import augmentation
 from towers.options.fields import check_values, group
 from towers.options.functions import option_text
 from towers.options.parts import (
@@ -18,6 +17,7 @@ from towers.options.parts import (
     GpuOptions,
     ModelOptions,
     UpdateOptions,
+    parse_augment,
 )
 
 # Options that a compiled model sets itself.
@@ -74,7 +74,7 @@ class Options(  # a dataclass has the fields of its last base first
                 text = option_text(field.name, getattr(self, field.name))
                 object.__setattr__(self, field.name, text)
         check_values(self)
-        object.__setattr__(self, "augment", str(augmentation.parse(self.augment)))
+        object.__setattr__(self, "augment", str(parse_augment(self.augment)))
         if self.schedule == "step" and not self.decay_epochs:
             raise InputError("--schedule=step needs --decay_epochs, such as --decay_epochs=80,120")
         self.model_keywords()

@@ -86,7 +86,7 @@ def train(
             continues = not options.overwrite and bool(checkpoint.find(folder / "checkpoints"))
             remote.connect_run(options, continues)
             run = prepare(options)
-            user_callbacks.check(callbacks, run.task)
+            user_callbacks.check(callbacks, run)
         recorded = {} if options.overwrite else manifest.read(folder)
         task = recorded.get("task", {})
         try:
@@ -206,7 +206,7 @@ def _write_result(
     """Write and print the result of a run, from the evaluations of its final weights."""
     run, timetable, place = prepared.run, prepared.timetable, evaluator.saver.place
     step, options, devices = prepared.steps_done(), run.options, run.builder.devices
-    skipped, (name, direction) = run.task.num_skipped(), run.task.objective()
+    skipped, (name, direction) = run.task.num_skipped(), run.objective
     ended_by_callback = step < timetable.last_step and evaluator.callbacks.stopped()
     result = {
         "steps": step,

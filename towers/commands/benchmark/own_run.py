@@ -26,7 +26,7 @@ from towers.data import augment
 from towers.devices.memory import peak_mib
 from towers.devices.shown_names import shown_name
 from towers.errors import InputError, RunError
-from towers.options.augmentation import parse
+from towers.options.parts import parse_augment
 from towers.options.run import Options
 from towers.training.run.setup import RunContext, assemble, load_data, tower_devices
 
@@ -132,7 +132,7 @@ def load(options: Options) -> tuple[data.Data, Options]:
     """Return the data set, and options to match: synthetic images are not augmented."""
     if options.dataset != "synthetic":
         return load_data(options), options
-    size, base = options.image_height_width(), parse(options.augment).base
+    size, base = options.image_height_width(), parse_augment(options.augment).base
     stored = (*size, STORED_SHAPE[2]) if size else STORED_SHAPE
     image_shape = augment.output_shape(stored, "tutorial" if base == "auto" else base)
     random = np.random.default_rng(options.seed)

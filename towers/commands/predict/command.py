@@ -24,8 +24,7 @@ from towers.training.load import Classes, TrainedModel, load_run
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import tower_devices
 from towers.training.run.tensorflow_errors import user_facing_errors
-from towers.training.step.keras_model import floatx_of
-from towers.training.step.output_activation import mirrored
+from towers.training.step.keras_model import floatx_of, mirrored
 
 Row = tuple[str, int, dict[str, np.ndarray]]  # file, index there, outputs by name
 

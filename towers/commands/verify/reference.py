@@ -21,9 +21,7 @@ from towers.training.run.model import build_model
 from towers.training.run.setup import RunContext
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step.evaluation import AVERAGED, scalars
-from towers.training.step.keras_model import floatx_of
-from towers.training.step.optimizers import is_own
-from towers.training.step.output_activation import mirrored
+from towers.training.step.keras_model import floatx_of, mirrored
 from towers.training.step.train_state import (
     TrainState,
     dynamic_scale,
@@ -76,7 +74,7 @@ class PlainRunner(Runner):
         """See `Runner`."""
         state, scale = self.state, float(dynamic_scale(self.model))
         with self._on_device():
-            if self._by_flags and not is_own(self.options):
+            if self._by_flags and not self.options.makes_own_optimizer:
                 self.model.optimizer.learning_rate.assign(self._rate_after(state.examples))
             self.model.reset_metrics()  # they are reported of one batch
             arrays = self._step(*batch)

@@ -32,7 +32,7 @@ class BestTracker:
         self._patience = options.early_stopping_epochs * run.data.train.size  # examples; 0: none
         self._keep = options.keep_best
         self._is_needed = bool(self._patience or self._keep)
-        name, direction = run.task.objective()
+        name, direction = run.objective
         data = evaluated.checksum()["sha256"] if self._is_needed else None
         self._about = {"objective": name, "direction": direction, "data": data}
         content = files.read_json(self._path) if self._is_needed else {}

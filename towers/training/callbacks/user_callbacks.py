@@ -19,7 +19,6 @@ from towers.options.triggers import Timetable
 from towers.training.run.place import END, Place
 from towers.training.run.setup import RunContext
 from towers.training.step.evaluation import Evaluation
-from towers.training.step.step import Task
 from towers.training.step.train_state import restore_after
 
 _K = keras.callbacks
@@ -41,16 +40,16 @@ def load(names: str) -> list[_K.Callback]:
     return callbacks
 
 
-def check(callbacks: Sequence[_K.Callback], task: Task) -> None:
+def check(callbacks: Sequence[_K.Callback], run: RunContext) -> None:
     """Check that callbacks, see `load`, suit a run.
 
     Raises:
         InputError: one sets the learning rate, as the schedule does, or monitors no metric.
     """
-    directions = task.metric_directions()
+    directions = run.directions
     for callback in callbacks:
         kind = type(callback).__name__
-        if task.rate_is_set and isinstance(callback, _SET_RATE):
+        if run.task.rate_is_set and isinstance(callback, _SET_RATE):
             raise InputError(
                 f"--callbacks: {kind} sets the learning rate, which --schedule sets in each step; "
                 "let --model return a compiled model, whose optimizer has its own"

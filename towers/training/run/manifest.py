@@ -37,8 +37,8 @@ from towers.devices import host
 from towers.errors import InputError
 from towers.formatting import first_of
 from towers.monitoring.results import read_result
-from towers.options.augmentation import parse
 from towers.options.functions import PREFIX, load_function
+from towers.options.parts import parse_augment
 from towers.options.run import Options
 from towers.training.run.setup import RunContext
 
@@ -181,7 +181,7 @@ def task_of(data: Data, options: Options) -> dict[str, Any]:
         "num_classes": data.num_classes,
         "class_names": list(data.class_names),
         "image_shape": data.image_shape and list(data.image_shape),
-        "augment": parse(options.augment).base,  # which is all that evaluation uses
+        "augment": parse_augment(options.augment).base,  # which is all that evaluation uses
         "spec": tf.nest.map_structure(lambda s: f"{s.dtype.name}{s.shape.as_list()}", data.spec),
     }
 

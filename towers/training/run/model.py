@@ -16,9 +16,8 @@ from towers.formatting import first_line
 from towers.options.functions import call_without_arguments, load_function
 from towers.options.run import OF_COMPILED, Options
 from towers.tf_internals import force_float64
-from towers.training.step.keras_model import floatx_of, overrides
-from towers.training.step.optimizers import DECAY_APART, is_decayed, make_optimizer
-from towers.training.step.output_activation import SmoothedCrossEntropy, check_rows
+from towers.training.run.optimizers import DECAY_APART, is_decayed, make_optimizer
+from towers.training.step.keras_model import check_rows, floatx_of, overrides
 
 
 def build_model(
@@ -296,3 +295,20 @@ def _resolve(flag: str, name: str, get: Callable) -> Any:
             f"--{flag}={name}: Keras has nothing of that name; give one, such as "
             f"{'mean_squared_error' if flag == 'loss' else 'mae'}, or module:function"
         ) from None
+
+
+class SmoothedCrossEntropy(keras.losses.SparseCategoricalCrossentropy):
+    """Cross entropy of logits with label smoothing (Szegedy et al. 2016).
+
+    The right class has probability 1 - `smoothing`, and the rest is spread over all classes.
+    """
+
+    def __init__(self, smoothing: float):
+        """Set the smoothing, 0 to 1."""
+        super().__init__(from_logits=True)
+        self.smoothing = smoothing
+
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+        """Return the loss of each example, see `keras.Loss`."""
+        of_all = -tf.reduce_mean(tf.nn.log_softmax(y_pred), axis=-1)
+        return (1.0 - self.smoothing) * super().call(y_true, y_pred) + self.smoothing * of_all

@@ -3,13 +3,11 @@
 import contextlib
 import dataclasses
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 import tensorflow as tf
 
 from towers import devices, files
-from towers.data import augment
 from towers.devices.shown_names import new_name, shown_name
 from towers.errors import InputError
 from towers.formatting import count
@@ -26,6 +24,7 @@ from towers.training.parallelize import traced
 from towers.training.run import checkpoint, manifest
 from towers.training.run.checkpoint_manager import CheckpointManager
 from towers.training.run.setup import RunContext, on_first_device
+from towers.training.run.summary import run_summary
 from towers.training.run.warm_start import init_from
 from towers.training.step import loss_checks
 
@@ -198,76 +197,9 @@ def _open_dashboard(prepared: PreparedRun) -> None:
     }
     graph = prepared.train_loop.get_concrete_function(prepared.batches, tf.constant(0)).graph
     part = "validation" if run.data.validation else "test"
-    metrics = [f"{part} {name}" for name in run.task.metric_directions() if name != "loss"]
+    metrics = [f"{part} {name}" for name in run.task.figures if name != "loss"]
     names = names_that_affect("result", "speed", "machine", "report")
     flags = {name: getattr(run.options, name) for name in names}
     flags |= {"num_towers": len(run.builder.devices)}
     step = step_graph(graph, prepared.placement)
     dashboard.write_root(run.folder, metrics, texts, step, flags)
-
-
-def run_summary(run: RunContext) -> list[str]:
-    """Return the rules as lines with this run's numbers."""
-    options, size = run.options, run.data.train.size
-    towers, timetable = len(run.builder.devices), run.timetable()
-    seen = timetable.examples(timetable.last_step)
-    small, more = divmod(options.batch_size, towers)
-    slices = Counter(small + (i < more) for i in range(towers))
-    per_tower = " and ".join(f"{n} x {examples}" for examples, n in slices.items())
-    weights = sum(v.value.shape.num_elements() for v in run.train_state.model.trainable_variables)
-    update = run.task.describe_update()
-    every = options.checkpoint_every_steps
-    regularly = f"every {every} steps{' or 5 minutes' if every else ''}, "
-    moments = "the global batch" if options.batch_norm == "sync" else "a tower's slice"
-    validation = run.data.validation
-    held = f"{validation.size} validation, " if validation else ""
-    parts = f" in {options.accumulate_steps} parts" if options.accumulate_steps > 1 else ""
-    gather = f"gather on {shown_name(run.builder.gather_device)}"
-    if options.variables == "replicated" and towers > 1:
-        gather = "gradients are summed by collectives, each tower has its variables"
-    elif run.builder.gather_at_variables:
-        gather = "each gradient is gathered on its variable's tower"
-    as_stored = options.augment == "off" and not run.task.by_flags
-    dtype = None if as_stored else options.input_dtype
-    return [
-        f"towers      {towers}: {', '.join(map(shown_name, run.builder.devices))}; {gather}",
-        f"batch size  {options.batch_size} global ({per_tower} per tower), {options.dtype}",
-        f"data        {run.data.name}: {size} training examples per epoch, {held}"
-        f"{run.data.test.size} test; {size / options.batch_size:.1f} steps per epoch",
-        *run.data.notes,
-        *augment.describe(run.data, options.augment, dtype),
-        f"model       {options.model}({options.model_args}): {weights} trainable weights",
-        f"task        {run.task.describe()}",
-        f"length      {count(timetable.last_step, 'step')}, {count(seen, 'example')}, "
-        f"{seen / size:.4g} epochs",
-        f"saved       {regularly if every else ''}at the end, and when stopped",
-        "rules, the same at any number of towers:",
-        "  1 loss and gradients: mean over the global batch; add_n adds the towers' parts",
-        f"  2 regularisation: once, on the master weights; {update['decay']}, and the layers' own",
-        f"  3 finite test: on the loss and the gathered gradient{update['scale']}; else "
-        f"{options.on_nan}",
-        f"  4 clipping: {update['clips'] or 'none'}, after the gather; then update, then EMA",
-        "  5 shuffling, augmentation, dropout: by (seed, step, place in the global batch), "
-        f"seed {options.seed}",
-        f"  6 BatchNorm: {options.batch_norm}, moments over {moments}{parts}; statistics "
-        "gathered, assigned once a step",
-        f"  7 clock: {update['clock']}, EMA {options.ema_decay or 'none'}",
-        "  8 the loss that is printed is that of all towers",
-        f"  9 exactness: {_checks(run)}",
-    ]
-
-
-def _checks(run: RunContext) -> str:
-    """Return when towers are compared with one device, and what happens if they differ."""
-    options = run.options
-    if run.builder.num_slices == 1:
-        return "one tower, nothing to compare"
-    if options.check == "off":
-        return "towers are not compared with one device (--check=off)"
-    first = "after step 1" if options.on_inexact == "warn" else "before step 1"
-    later = "after step 100" if options.check == "once" else "after steps 10, 100, ..."
-    otherwise = {"warn": "a warning", "stop": "stop", "one_device": "train on one device"}
-    return (
-        f"towers are compared with one device {first} and {later}; if they differ: "
-        f"{otherwise[options.on_inexact]}"
-    )

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from towers.data import Data, Split
 from towers.data.device_cache import DeviceCache, cache_on_devices
 from towers.devices import remote
 from towers.errors import InputError
+from towers.monitoring.results import Objective, parse_monitor
 from towers.options.parts import DueOptions, StepOptions
 from towers.options.run import Options
 from towers.options.triggers import Timetable
+from towers.training.run import schedules
 from towers.training.run.model import build_model
+from towers.training.run.optimizers import check_own
 from towers.training.run.tensorflow_errors import user_facing_errors
-from towers.training.step import schedules
-from towers.training.step.optimizers import check_own
 from towers.training.step.step import Task
 from towers.training.step.train_loop import make_train_loop
 from towers.training.step.train_state import VARIABLES, TrainState, placement
@@ -41,6 +42,8 @@ class RunContext:
     task: Task
     total_epochs: float  # the length of schedules
     total_examples: int  # where the run ends, unless `max_steps` ends it earlier
+    directions: Mapping[str, str | None]  # {metric: "max" or "min", None if unknown}
+    objective: Objective  # the metric that selects the best evaluation, and "max" or "min"
     given: Options  # before "auto", "default" and a fall back to one device were resolved
     diagnostics: list[str] = dataclasses.field(default_factory=list)  # of the towers' function
 
@@ -189,7 +192,8 @@ def assemble(
         # Callbacks may ask for the metrics of a batch, and verify compares them.
         reports = bool(options.metrics or options.callbacks or exact) or not by_flags
         task = Task(builder, network, of_step, dataset, by_flags, reports)
-        task.objective()  # raises InputError for a metric that does not exist
+        directions = metric_directions(task)
+        objective = parse_monitor(options.monitor, directions)
     _check_validation(options, dataset)
     size = dataset.train.size
     total_epochs = options.num_epochs or DEFAULT_EPOCHS
@@ -199,7 +203,19 @@ def assemble(
         total_epochs = total_examples / size
 
     parts = options, builder, dataset, task.train_state, task
-    return RunContext(*parts, total_epochs, total_examples, given, diagnostics)
+    metrics = directions, objective
+    return RunContext(*parts, total_epochs, total_examples, *metrics, given, diagnostics)
+
+
+def metric_directions(task: Task) -> dict[str, str | None]:
+    """Return {metric: "max" or "min", whichever is better, or None if unknown}."""
+    direction = tf_internals.metric_direction
+    directions = {
+        name: direction(task.model, name)
+        or direction(task.model, name.rstrip("0123456789").rstrip("_"))  # of a vector
+        for name in task.figures
+    }
+    return directions | ({"accuracy": "max"} if "accuracy" in directions else {})
 
 
 def on_first_device(run: RunContext) -> RunContext:

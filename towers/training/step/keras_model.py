@@ -1,10 +1,13 @@
-"""What a user's Keras model overrides of a step, and the type in which its layers compute."""
+"""What a user's Keras model overrides of a step, and how it is called: in which type, mirrored."""
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
+import tensorflow as tf
 
+from towers.errors import InputError
 from towers.tf_internals import floatx_set
 
 _OF_A_STEP = ("call", "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics",
@@ -36,3 +39,31 @@ def floatx_of(dtype: str) -> Iterator[None]:
     keras.config.dtype_policy()  # if none is set, Keras takes it from floatx and keeps it
     with floatx_set(dtype) if dtype == "float64" else contextlib.nullcontext():
         yield
+
+
+def check_rows(output: Any) -> None:
+    """Raise InputError for an output, symbolic or not, that has no single row for each image."""
+    if tf.TensorShape(output.shape).rank != 2:
+        raise InputError(
+            "--test_time_flip needs one row of numbers for each image, and the model's outputs "
+            f"have shape {output.shape}: leave it out"
+        )
+
+
+def mirrored(call: Callable, images: tf.Tensor) -> Any:
+    """Return the mean outputs for images and their mirror images, float32 at least.
+
+    Args:
+        call: a model: from images to an output `[b, n]`, or a structure of such.
+        images: `[b, H, W, C]`.
+
+    Raises:
+        InputError: an output has another rank.
+    """
+
+    def mean(output: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+        check_rows(output)
+        dtype = tf.float32 if output.dtype.size < 4 else output.dtype
+        return (tf.cast(output, dtype) + tf.cast(other, dtype)) / 2
+
+    return tf.nest.map_structure(mean, call(images), call(tf.reverse(images, [2])))

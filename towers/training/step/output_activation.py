@@ -1,13 +1,8 @@
-"""The final activation of a model's outputs, and a cross entropy of logits."""
-
-from collections.abc import Callable
-from typing import Any
+"""The final activation of a model's outputs."""
 
 import keras
-import tensorflow as tf
 
 from towers import tf_internals
-from towers.errors import InputError
 
 _LINEAR = keras.activations.linear
 
@@ -53,48 +48,3 @@ def _activation(layer: keras.Operation) -> str | None:
 def _name(activation: object) -> str | None:
     name = getattr(activation, "__name__", type(activation).__name__).lower()
     return name if name in ("softmax", "sigmoid") else None
-
-
-def check_rows(output: Any) -> None:
-    """Raise InputError for an output, symbolic or not, that has no single row for each image."""
-    if tf.TensorShape(output.shape).rank != 2:
-        raise InputError(
-            "--test_time_flip needs one row of numbers for each image, and the model's outputs "
-            f"have shape {output.shape}: leave it out"
-        )
-
-
-def mirrored(call: Callable, images: tf.Tensor) -> Any:
-    """Return the mean outputs for images and their mirror images, float32 at least.
-
-    Args:
-        call: a model: from images to an output `[b, n]`, or a structure of such.
-        images: `[b, H, W, C]`.
-
-    Raises:
-        InputError: an output has another rank.
-    """
-
-    def mean(output: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-        check_rows(output)
-        dtype = tf.float32 if output.dtype.size < 4 else output.dtype
-        return (tf.cast(output, dtype) + tf.cast(other, dtype)) / 2
-
-    return tf.nest.map_structure(mean, call(images), call(tf.reverse(images, [2])))
-
-
-class SmoothedCrossEntropy(keras.losses.SparseCategoricalCrossentropy):
-    """Cross entropy of logits with label smoothing (Szegedy et al. 2016).
-
-    The right class has probability 1 - `smoothing`, and the rest is spread over all classes.
-    """
-
-    def __init__(self, smoothing: float):
-        """Set the smoothing, 0 to 1."""
-        super().__init__(from_logits=True)
-        self.smoothing = smoothing
-
-    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        """Return the loss of each example, see `keras.Loss`."""
-        of_all = -tf.reduce_mean(tf.nn.log_softmax(y_pred), axis=-1)
-        return (1.0 - self.smoothing) * super().call(y_true, y_pred) + self.smoothing * of_all

@@ -11,7 +11,7 @@ its `train_step` traced in place of this step, with its calls on towers (`parall
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -25,17 +25,15 @@ from towers.builder.replica_context import integers_on
 from towers.builder.replica_scope import new_value_reason
 from towers.builder.sharding import PerTower, num_rows
 from towers.builder.tower import TowerBuilder
-from towers.data import Data, Split, augment
+from towers.data import augment
+from towers.data.pipeline import Data, Split
 from towers.errors import InputError
 from towers.monitoring import tower_metrics
-from towers.monitoring.results import parse_monitor
 from towers.options.parts import StepOptions
 from towers.training.parallelize import builder_of, method_of, passes_of, put_on
 from towers.training.step import fused_update, loss_checks
 from towers.training.step.evaluation import Evaluation, Stop, TestStep, scalars
-from towers.training.step.keras_model import floatx_of, overrides
-from towers.training.step.optimizers import MOST_SKIPPED, describe_update, is_own
-from towers.training.step.output_activation import mirrored
+from towers.training.step.keras_model import floatx_of, mirrored, overrides
 from towers.training.step.train_state import (
     TrainState,
     copy_on,
@@ -58,6 +56,7 @@ class Task:
         squares_rows: whether optimizers get sparse gradients, as in Keras; else dense ones.
         rate_is_set: whether the run sets the learning rate in each step; else the optimizer does.
         step_names: names of the scalars that every step returns.
+        figures: names of the metrics of an evaluation, "loss" first.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Task:
         """
         self.builder, self.model, self.options, self.data = builder, model, options, data
         self.by_flags = by_flags
-        self.rate_is_set = by_flags and not is_own(options)
+        self.rate_is_set = by_flags and not options.makes_own_optimizer
         place(model, builder, options.variables)
         new_values = [v for v in model.trainable_variables if v.overwrite_with_gradient]
         self._is_on_one_device = bool(new_values)
@@ -93,7 +92,7 @@ class Task:
         else:
             put_on(model, builder, options.variables == "replicated")
         self.recorder = loss_checks.LossRecorder(model)
-        log_names, self._figures = self._trace_once()
+        log_names, self.figures = self._trace_once()
         self._of_batch = [f"batch/{n}" for n in log_names if n != "loss" and reports_metrics]
         self.step_names = ["loss", "penalty", "gradient_norm", "learning_rate", *self._of_batch]
         scaled = getattr(model.optimizer, "dynamic_scale", None) is not None
@@ -106,7 +105,7 @@ class Task:
             ema=options.ema_decay > 0,
             device=builder.gather_device,
             copies=self._copies_of_weights(),
-            limit=MOST_SKIPPED if options.on_nan == "skip" else 1,
+            limit=options.most_nonfinite,
         )
         self._analysis: FunctionAnalysis | None = None
 
@@ -460,37 +459,6 @@ class Task:
 
         changes = [(keras.Layer, "__call__", make)] if self.options.test_time_flip else []
         return tf_internals.replaced(*changes)
-
-    # Descriptions.
-
-    def describe(self) -> str:
-        """Return a short description for the run's summary."""
-        loss = loss_checks.text_of_loss(getattr(self.model, "loss", None) or "its own")
-        step = ", a train_step of its own" if overrides(self.model, "train_step") else ""
-        metrics = [name for name in self._figures if name != "loss"]
-        return f"loss {loss}; {', '.join(metrics) or 'no metrics'}{step}"
-
-    def describe_update(self) -> dict[str, str]:
-        """Return the summary's texts for "decay", "scale", "clips" and "clock"."""
-        return describe_update(self.model, self.options if self.rate_is_set else None)
-
-    def metric_directions(self) -> Mapping[str, str | None]:
-        """Return {metric: "max" or "min", whichever is better, or None if unknown}."""
-        direction = tf_internals.metric_direction
-        directions = {
-            name: direction(self.model, name)
-            or direction(self.model, name.rstrip("0123456789").rstrip("_"))  # of a vector
-            for name in self._figures
-        }
-        return directions | ({"accuracy": "max"} if "accuracy" in directions else {})
-
-    def objective(self) -> tuple[str, str]:
-        """Return the metric that selects the best evaluation, and "max" or "min".
-
-        Raises:
-            InputError: `options.monitor` is no metric of this task, or its direction is unknown.
-        """
-        return parse_monitor(self.options.monitor, self.metric_directions())
 
 
 def _rows_of(outputs: Any) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""The optimizer that the flags name, and its description in the run's summary."""
+"""The optimizer that the flags name."""
 
 import functools
 from collections.abc import Sequence
@@ -8,9 +8,7 @@ import keras
 from towers.errors import InputError
 from towers.options.functions import call_without_arguments
 from towers.options.parts import UpdateOptions
-from towers.training.step.muon import Muon
-
-MOST_SKIPPED = 10  # steps in a row that are not finite, with --on_nan=skip
+from towers.training.run.muon import Muon
 
 _K = keras.optimizers
 # {name: function from options to a constructor, which takes the learning rate}
@@ -51,7 +49,7 @@ def make_optimizer(
     Raises:
         InputError: the user's function returns no optimizer.
     """
-    if is_own(options):
+    if options.makes_own_optimizer:
         optimizer = call_without_arguments("optimizer", options.optimizer)
         if not isinstance(optimizer, _K.Optimizer):
             raise InputError(
@@ -68,43 +66,12 @@ def make_optimizer(
     return optimizer
 
 
-def is_own(options: UpdateOptions) -> bool:
-    """Return whether a user's function makes the optimizer."""
-    return ":" in options.optimizer
-
-
 def check_own(options: UpdateOptions) -> None:
     """Raise InputError for flags that a user's own optimizer sets itself."""
     names = ("learning_rate", "schedule", "warmup_epochs", "decay_epochs", "momentum")
-    for name in names if is_own(options) else ():
+    for name in names if options.makes_own_optimizer else ():
         if getattr(options, name) != getattr(UpdateOptions, name):
             raise InputError(
                 f"--{name}={getattr(options, name)}, but the optimizer of "
                 f"--optimizer={options.optimizer} has its own: set it there, and leave --{name} out"
             )
-
-
-def describe_update(model: keras.Model, flags: UpdateOptions | None) -> dict[str, str]:
-    """Return the run's summary of an update: "decay", "scale", "clips" and "clock".
-
-    Args:
-        model: compiled.
-        flags: that have made its optimizer; None: it has its own.
-    """
-    scaled = getattr(model.optimizer, "dynamic_scale", None)
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    clips = {name: getattr(optimizer, name, None) for name in CLIPS.values()}
-    decay = f"{getattr(optimizer, 'weight_decay', None) or 0:g}"
-    clock = f"updates; {getattr(optimizer, 'name', 'no optimizer')}, with its own learning rate"
-    if flags:
-        apart = flags.optimizer in DECAY_APART
-        kind = f"{flags.optimizer}, apart from the gradient" if apart else "L2"
-        decay = f"{flags.weight_decay:g} ({kind})"
-        rate = f"learning rate {flags.learning_rate:g} {flags.schedule}"
-        clock = f"examples; {flags.optimizer}, {rate}"
-    return {
-        "decay": f"weight decay {decay}",
-        "scale": "" if scaled is None else f"; loss scale from {float(scaled.numpy()):g}",
-        "clips": ", ".join(f"{name}={limit}" for name, limit in clips.items() if limit),
-        "clock": clock,
-    }

@@ -3,8 +3,8 @@
 import pytest
 
 from tests import tiny
-from towers.training.run.prepare_run import run_summary
 from towers.training.run.setup import prepare
+from towers.training.run.summary import run_summary
 
 pytestmark = pytest.mark.graph
 

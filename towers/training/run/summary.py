@@ -1,0 +1,111 @@
+"""The summary that a run prints: its numbers, and the rules that hold at any number of towers."""
+
+from collections import Counter
+
+import keras
+
+from towers.data import augment
+from towers.devices.shown_names import shown_name
+from towers.formatting import count
+from towers.options.parts import UpdateOptions
+from towers.training.run.optimizers import CLIPS, DECAY_APART
+from towers.training.run.setup import RunContext
+from towers.training.step import loss_checks
+from towers.training.step.keras_model import overrides
+from towers.training.step.step import Task
+
+
+def run_summary(run: RunContext) -> list[str]:
+    """Return the rules as lines with this run's numbers."""
+    options, size = run.options, run.data.train.size
+    towers, timetable = len(run.builder.devices), run.timetable()
+    seen = timetable.examples(timetable.last_step)
+    small, more = divmod(options.batch_size, towers)
+    slices = Counter(small + (i < more) for i in range(towers))
+    per_tower = " and ".join(f"{n} x {examples}" for examples, n in slices.items())
+    weights = sum(v.value.shape.num_elements() for v in run.train_state.model.trainable_variables)
+    update = _of_update(run.task.model, options if run.task.rate_is_set else None)
+    every = options.checkpoint_every_steps
+    regularly = f"every {every} steps{' or 5 minutes' if every else ''}, "
+    moments = "the global batch" if options.batch_norm == "sync" else "a tower's slice"
+    validation = run.data.validation
+    held = f"{validation.size} validation, " if validation else ""
+    parts = f" in {options.accumulate_steps} parts" if options.accumulate_steps > 1 else ""
+    gather = f"gather on {shown_name(run.builder.gather_device)}"
+    if options.variables == "replicated" and towers > 1:
+        gather = "gradients are summed by collectives, each tower has its variables"
+    elif run.builder.gather_at_variables:
+        gather = "each gradient is gathered on its variable's tower"
+    as_stored = options.augment == "off" and not run.task.by_flags
+    dtype = None if as_stored else options.input_dtype
+    return [
+        f"towers      {towers}: {', '.join(map(shown_name, run.builder.devices))}; {gather}",
+        f"batch size  {options.batch_size} global ({per_tower} per tower), {options.dtype}",
+        f"data        {run.data.name}: {size} training examples per epoch, {held}"
+        f"{run.data.test.size} test; {size / options.batch_size:.1f} steps per epoch",
+        *run.data.notes,
+        *augment.describe(run.data, options.augment, dtype),
+        f"model       {options.model}({options.model_args}): {weights} trainable weights",
+        f"task        {_of_task(run.task)}",
+        f"length      {count(timetable.last_step, 'step')}, {count(seen, 'example')}, "
+        f"{seen / size:.4g} epochs",
+        f"saved       {regularly if every else ''}at the end, and when stopped",
+        "rules, the same at any number of towers:",
+        "  1 loss and gradients: mean over the global batch; add_n adds the towers' parts",
+        f"  2 regularisation: once, on the master weights; {update['decay']}, and the layers' own",
+        f"  3 finite test: on the loss and the gathered gradient{update['scale']}; else "
+        f"{options.on_nan}",
+        f"  4 clipping: {update['clips'] or 'none'}, after the gather; then update, then EMA",
+        "  5 shuffling, augmentation, dropout: by (seed, step, place in the global batch), "
+        f"seed {options.seed}",
+        f"  6 BatchNorm: {options.batch_norm}, moments over {moments}{parts}; statistics "
+        "gathered, assigned once a step",
+        f"  7 clock: {update['clock']}, EMA {options.ema_decay or 'none'}",
+        "  8 the loss that is printed is that of all towers",
+        f"  9 exactness: {_checks(run)}",
+    ]
+
+
+def _checks(run: RunContext) -> str:
+    """Return when towers are compared with one device, and what happens if they differ."""
+    options = run.options
+    if run.builder.num_slices == 1:
+        return "one tower, nothing to compare"
+    if options.check == "off":
+        return "towers are not compared with one device (--check=off)"
+    first = "after step 1" if options.on_inexact == "warn" else "before step 1"
+    later = "after step 100" if options.check == "once" else "after steps 10, 100, ..."
+    otherwise = {"warn": "a warning", "stop": "stop", "one_device": "train on one device"}
+    return (
+        f"towers are compared with one device {first} and {later}; if they differ: "
+        f"{otherwise[options.on_inexact]}"
+    )
+
+
+def _of_task(task: Task) -> str:
+    """Return a short description of the loss and the metrics."""
+    loss = loss_checks.text_of_loss(getattr(task.model, "loss", None) or "its own")
+    step = ", a train_step of its own" if overrides(task.model, "train_step") else ""
+    metrics = [name for name in task.figures if name != "loss"]
+    return f"loss {loss}; {', '.join(metrics) or 'no metrics'}{step}"
+
+
+def _of_update(model: keras.Model, flags: UpdateOptions | None) -> dict[str, str]:
+    """Return texts on "decay", "scale", "clips" and "clock"; of an own optimizer without flags."""
+    scaled = getattr(model.optimizer, "dynamic_scale", None)
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    clips = {name: getattr(optimizer, name, None) for name in CLIPS.values()}
+    decay = f"{getattr(optimizer, 'weight_decay', None) or 0:g}"
+    clock = f"updates; {getattr(optimizer, 'name', 'no optimizer')}, with its own learning rate"
+    if flags:
+        apart = flags.optimizer in DECAY_APART
+        kind = f"{flags.optimizer}, apart from the gradient" if apart else "L2"
+        decay = f"{flags.weight_decay:g} ({kind})"
+        rate = f"learning rate {flags.learning_rate:g} {flags.schedule}"
+        clock = f"examples; {flags.optimizer}, {rate}"
+    return {
+        "decay": f"weight decay {decay}",
+        "scale": "" if scaled is None else f"; loss scale from {float(scaled.numpy()):g}",
+        "clips": ", ".join(f"{name}={limit}" for name, limit in clips.items() if limit),
+        "clock": clock,
+    }
