@@ -170,7 +170,6 @@ def test_a_run_is_that_of_keras(num_towers, make, parts):
     model.set_weights([v.numpy() for v in task.model.weights])
     batches = loop.run.data.train.train_batches(7, seed=0)
     for example, draws in batches.take(3):
-        x, *rest = example
-        model.train_on_batch(task.inputs(x, draws), *rest)
+        model.train_on_batch(*task.prepare(example, draws))
     loop(3)
     assert_close(task.model.get_weights(), model.get_weights())

@@ -11,9 +11,16 @@ import tensorflow as tf
 from tests import runs
 from tests.fake_gpus import A100, FULL, H100, RTX5090, SMALL, SPLIT, Card
 from tests.programs import python
-from towers.devices import config_proto, describe, gpus, loose_ops_on, self_test, tower_devices
+from towers.devices import (
+    config_proto,
+    describe,
+    gpus,
+    loose_ops_on,
+    self_test,
+    shown_names,
+    tower_devices,
+)
 from towers.errors import RunError
-from towers.graphs import placement
 from towers.options.run import Options
 
 pytestmark = pytest.mark.unit
@@ -172,7 +179,7 @@ def test_gpus_that_no_tower_stands_on_are_hidden_and_the_others_keep_their_names
     assert [row.device for row in rows] == names
     numbers = [int(name[5:]) for name in names if "gpu" in name]
     assert [row.driver_index for row in rows if "gpu" in row.device] == numbers
-    assert list(map(placement.short_device_name, of_tensorflow)) == names
+    assert list(map(shown_names.short_device_name, of_tensorflow)) == names
     lines = [line.split()[1] for line in gpus.read_back() if line.startswith("memory      /gpu")]
     assert lines == [f"/gpu:{i}" for i in visible]
 

@@ -11,7 +11,8 @@ import tensorflow as tf
 from tests import runs, tiny
 from towers.builder import device_types
 from towers.data.pipeline import NUM_DRAWS
-from towers.graphs.placement import read_placement, short_device_name
+from towers.devices.shown_names import short_device_name
+from towers.graphs.placement import read_placement
 from towers.monitoring.event_writer import read_scalars
 from towers.options.run import Options
 from towers.training.callbacks import best_checkpoint

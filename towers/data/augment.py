@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -170,6 +170,34 @@ def train_images(
         standardise = functools.partial(_standardised, contrast=contrast)
     images = _scaled(images, plan.base, stored, standardise)
     return _cut_out(images, draws, plan.cutout) if plan.cutout else images
+
+
+def preparation(kind: str | None, dtype: str) -> Callable[[Sequence, Any], tuple]:
+    """Return `prepare(example, draws)`: what a model is given for examples as they are stored.
+
+    Args:
+        kind: of augmentation; None if x are no images, or are taken as they are.
+        dtype: of all floats.
+
+    Returns:
+        A function of an example, (x, y, ...) with a batch axis, and of the draws by which images
+        are augmented; None: they are prepared for evaluation.
+    """
+
+    def cast(tensor: tf.Tensor) -> tf.Tensor:
+        return tf.cast(tensor, dtype) if tensor.dtype.is_floating else tensor
+
+    def prepare(example: Sequence, draws: tf.Tensor | None) -> tuple:
+        x, *targets = example
+        if kind is None:
+            x = tf.nest.map_structure(cast, x)
+        elif draws is None:
+            x = eval_images(x, kind, dtype)
+        else:
+            x = train_images(x, draws, kind, dtype)
+        return x, *tf.nest.map_structure(cast, targets)
+
+    return prepare
 
 
 def eval_images(

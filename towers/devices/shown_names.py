@@ -7,6 +7,8 @@ others were hidden.
 import re
 from collections.abc import Iterable
 
+from towers.builder.device_types import machine_of
+
 _shown: dict[str, str] = {}  # {TensorFlow's name of a GPU: its name before others were hidden}
 in_use = False  # whether `tower_devices` has returned a GPU, whose name must not change
 
@@ -35,6 +37,18 @@ def new_name(device: str) -> str:
     """Return TensorFlow's name of a device, from the name that is shown."""
     names = {shown: NewName(name) for name, shown in _shown.items()}
     return names.get(device, device)
+
+
+def short_device_name(device: str) -> str:
+    """Return "/gpu:0" for "/job:localhost/replica:0/task:0/device:GPU:0"; "" for "".
+
+    It is the name that is shown. That of another machine is kept: "/job:JOB/task:1/gpu:0".
+    """
+    match = re.search(r"/(?:device:)?([A-Za-z_]+):(\d+)$", device)
+    if not match or match[1] in ("job", "replica", "task"):
+        return device
+    name = f"/{match[1].lower()}:{match[2]}"
+    return machine + name if (machine := machine_of(device)) else shown_name(name)
 
 
 def parse_device(text: str) -> str:

@@ -17,9 +17,8 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.device_types import machine_of
 from towers.builder.op_names import layer_of, tower_of
-from towers.devices.shown_names import shown_name
+from towers.devices.shown_names import short_device_name
 
 # Ops that move values between devices, control loops, or read variables on their devices.
 _NOT_OF_A_TOWER = frozenset(
@@ -126,19 +125,6 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
         tuple(t for t in transfers if t.source != t.target),
         tuple(op for op in rest if op.device),
     )
-
-
-def short_device_name(device: str) -> str:
-    """Return "/gpu:0" for "/job:localhost/replica:0/task:0/device:GPU:0"; "" for "".
-
-    It is the name of before other GPUs were hidden, see `shown_names.shown_name`.
-    The name of another machine is kept: "/job:JOB/task:1/gpu:0".
-    """
-    match = re.search(r"/(?:device:)?([A-Za-z_]+):(\d+)$", device)
-    if not match or match[1] in ("job", "replica", "task"):
-        return device
-    name = f"/{match[1].lower()}:{match[2]}"
-    return machine + name if (machine := machine_of(device)) else shown_name(name)
 
 
 def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Operation]]:

@@ -7,8 +7,9 @@ from pathlib import Path
 import tensorflow as tf
 
 from towers import files, formatting
+from towers.devices.shown_names import short_device_name
 from towers.errors import RunError
-from towers.graphs.placement import Placement, short_device_name
+from towers.graphs.placement import Placement
 
 _MOST = 8  # lines of strays
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from towers.graphs.placement import Placement, short_device_name
+from towers.devices.shown_names import short_device_name
+from towers.graphs.placement import Placement
 from towers.tf_internals import called_graph
 
 MAX_VALUE_BYTES = 1024  # of a constant or another attribute that is shown

@@ -6,18 +6,11 @@ direction, "max" or "min".
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from towers import files
 from towers.errors import InputError
 
 Objective = tuple[str, str]  # metric of result.json, "max" or "min"
-
-
-def read_result(folder: Path) -> dict[str, Any]:
-    """Return the content of a run's result.json, {} if it is absent or damaged."""
-    return files.read_json(folder / "result.json")
 
 
 def number(result: Mapping[str, Any], name: str) -> float | None:

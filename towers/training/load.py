@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder.device_types import devices_here
@@ -43,10 +42,8 @@ class TrainedModel:
 
     def inputs(self, x: Any) -> Any:
         """Return the model's inputs for a batch of x as the data set stores it."""
-        dtype = self.options.input_dtype
-        if self.task["image_shape"]:
-            return augment.eval_images(x, self.task["augment"], dtype)
-        return tf.nest.map_structure(lambda t: tf.cast(t, dtype) if t.dtype.is_floating else t, x)
+        kind = self.task["augment"] if self.task["image_shape"] else None
+        return augment.preparation(kind, self.options.input_dtype)((x,), None)[0]
 
 
 class Classes(NamedTuple):

@@ -30,9 +30,9 @@ from towers.builder.replica_context import WeightCopies, integers_on
 from towers.builder.replica_scope import SEED_STATE, ReplicaScope
 from towers.builder.sharding import is_device, slices_of
 from towers.builder.tower import TowerBuilder
+from towers.devices.shown_names import short_device_name
 from towers.errors import InputError, RunError
 from towers.formatting import count, first_line
-from towers.graphs.placement import short_device_name
 from towers.training.step import fused_update, train_state
 from towers.training.step.train_state import optimizers_of
 from towers.training.step.weight_copies import (

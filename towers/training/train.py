@@ -19,7 +19,6 @@ from towers.formatting import count, figure, printable
 from towers.monitoring import dashboard
 from towers.monitoring.monitor import Monitor, tensorboard_command
 from towers.monitoring.profiler import Profiler
-from towers.monitoring.results import read_result
 from towers.options.flags import options_from_call
 from towers.options.functions import PREFIX
 from towers.options.run import Options, text_of
@@ -265,7 +264,7 @@ def _announce(monitor: Monitor, prepared: PreparedRun) -> None:
 
 def _finished(run: RunContext, place: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the result of a run that is finished, None for any other."""
-    result = read_result(run.folder)
+    result = files.read_json(run.folder / "result.json")
     if result.get("steps") != run.timetable().first_step or not _is_over(run, Place(**place)):
         return None
     return result | {"train_dir": str(run.folder)}  # the folder may have been moved

@@ -28,7 +28,7 @@ from towers.commands.sweep.options import PlannedRun, SweepOptions, describe, pl
 from towers.devices import cuda_visible_devices, nvml
 from towers.errors import InputError
 from towers.formatting import process_end, table
-from towers.monitoring.results import averaged_number, objective_of, read_result
+from towers.monitoring.results import averaged_number, objective_of
 from towers.options import flags, search_path
 from towers.options.run import Options, names_that_affect, text_of
 from towers.signals import EXIT_STOPPED, StopRequest
@@ -173,7 +173,7 @@ def _train(
 
 
 def _result_of(run: PlannedRun) -> dict[str, Any] | None:
-    result = read_result(Path(run.options.train_dir))
+    result = files.read_json(Path(run.options.train_dir, "result.json"))
     return result if "steps" in result else None
 
 

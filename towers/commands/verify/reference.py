@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.commands.verify.runner import Arrays, Runner, evaluation_arrays
-from towers.data import augment
 from towers.errors import RunError
 from towers.options.run import Options
 from towers.training.run.model import build_model
@@ -46,7 +45,8 @@ class PlainRunner(Runner):
             options: of the run, as they were given.
             device: that computes all.
         """
-        self.data, self._rate_after, self.dtype = run.data, run.learning_rate, options.dtype
+        self._prepare, self._rate_after = run.task.prepare, run.learning_rate
+        self.dtype = options.dtype
         self.options, self._device = options, device
         spec = run.data.train.train_batches(options.batch_size, seed=options.seed).element_spec
         with self._on_device(), tf_internals.named_as_in_a_new_process():
@@ -93,7 +93,7 @@ class PlainRunner(Runner):
         """Make the model's step, with its update; return loss, without penalties, and metrics."""
         penalty = self._penalty()
         with floatx_of(self.options.dtype):
-            logs = scalars(self.model.train_step(self._prepared(example, draws)))
+            logs = scalars(self.model.train_step(self._prepare(example, draws)))
         names = "loss", *(name for name in logs if "loss" in name), *logs
         loss = logs[next(name for name in names if name in logs)]
         arrays = {f"metric/{name}": value for name, value in logs.items() if name != "loss"}
@@ -134,16 +134,4 @@ class PlainRunner(Runner):
 
     def _metrics(self, example: Any) -> dict[str, tf.Tensor]:
         with floatx_of(self.options.dtype):
-            return scalars(self.model.test_step(self._prepared(example, None)))
-
-    def _prepared(self, example: Any, draws: tf.Tensor | None) -> tuple:
-        """Return (x, y) or (x, y, weights) for the model; `draws` augment images in training."""
-        (x, *rest), kind, dtype = example, self.options.augment, self.options.input_dtype
-        cast = lambda t: tf.cast(t, dtype) if t.dtype.is_floating else t  # noqa: E731
-        if self.data.image_shape is None or (kind == "off" and not self._by_flags):
-            x = tf.nest.map_structure(cast, x)
-        elif draws is None:
-            x = augment.eval_images(x, kind, dtype)
-        else:
-            x = augment.train_images(x, draws, kind, dtype)
-        return x, *tf.nest.map_structure(cast, rest)
+            return scalars(self.model.test_step(self._prepare(example, None)))

@@ -77,9 +77,8 @@ def _report(run: RunContext) -> str:
     step, examples = (int(v) for v in (run.train_state.step, run.train_state.examples))
     position = dict(seed=run.options.seed, step=step, examples=examples)
     example, draws = next(iter(run.data.train.train_batches(run.options.batch_size, **position)))
-    x, *targets = example
     with tf.device(HOST):
-        inputs, targets = run.task.inputs(x, draws), run.task.cast(targets)
+        inputs, *targets = run.task.prepare(example, draws)
     remedy = _remedy(run) + (", or --on_nan=skip" if run.options.on_nan == "stop" else "")
     if broken := not_finite(run.train_state.variables()):
         found, rows = f"the variable {broken[0]} was not finite before the step", None

@@ -36,7 +36,6 @@ from towers.data.pipeline import digest
 from towers.devices import host
 from towers.errors import InputError
 from towers.formatting import first_of
-from towers.monitoring.results import read_result
 from towers.options.functions import PREFIX, load_function
 from towers.options.parts import parse_augment
 from towers.options.run import Options
@@ -85,7 +84,7 @@ def overwrite_began(options: Options) -> bool:
     """Return whether `--overwrite` with these options began the run that is there, unfinished."""
     folder = Path(options.train_dir)
     begun = files.read_json(folder / NAME).get("overwrite")
-    return begun == _digest_of(options) and not read_result(folder)
+    return begun == _digest_of(options) and not files.read_json(folder / "result.json")
 
 
 def _digest_of(options: Options) -> str:

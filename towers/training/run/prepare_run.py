@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 import tensorflow as tf
 
 from towers import devices, files
-from towers.devices.shown_names import new_name, shown_name
+from towers.devices.shown_names import new_name, short_device_name, shown_name
 from towers.errors import InputError
 from towers.formatting import count
 from towers.graphs import placement_report
-from towers.graphs.placement import Placement, read_placement, short_device_name
+from towers.graphs.placement import Placement, read_placement
 from towers.graphs.step_graph import step_graph
 from towers.monitoring import dashboard
 from towers.options import code_trust

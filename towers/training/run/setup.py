@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from towers import data, devices, tf_internals
 from towers.builder.tower import TowerBuilder
-from towers.data import Data, Split
+from towers.data import Data, Split, augment
 from towers.data.device_cache import DeviceCache, cache_on_devices
 from towers.devices import remote
 from towers.errors import InputError
@@ -191,7 +191,9 @@ def assemble(
         of_step = dataclasses.replace(options.part(StepOptions), variables=place)
         # Callbacks may ask for the metrics of a batch, and verify compares them.
         reports = bool(options.metrics or options.callbacks or exact) or not by_flags
-        task = Task(builder, network, of_step, dataset, by_flags, reports)
+        images = dataset.image_shape is not None and (options.augment != "off" or by_flags)
+        prepare = augment.preparation(options.augment if images else None, options.input_dtype)
+        task = Task(builder, network, of_step, dataset, prepare, by_flags, reports)
         directions = metric_directions(task)
         objective = parse_monitor(options.monitor, directions)
     _check_validation(options, dataset)

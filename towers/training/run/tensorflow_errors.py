@@ -9,10 +9,9 @@ import tensorflow as tf
 from towers import tf_internals
 from towers.builder.op_names import layer_of
 from towers.devices import memory
-from towers.devices.shown_names import new_name
+from towers.devices.shown_names import new_name, short_device_name
 from towers.errors import InputError, RunError
 from towers.formatting import first_line
-from towers.graphs.placement import short_device_name
 from towers.options.error_origin import locate_in_user_code
 from towers.options.run import Options
 

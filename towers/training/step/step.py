@@ -25,8 +25,6 @@ from towers.builder.replica_context import integers_on
 from towers.builder.replica_scope import new_value_reason
 from towers.builder.sharding import PerTower, num_rows
 from towers.builder.tower import TowerBuilder
-from towers.data import augment
-from towers.data.pipeline import Data, Split
 from towers.errors import InputError
 from towers.monitoring import tower_metrics
 from towers.options.parts import StepOptions
@@ -64,7 +62,8 @@ class Task:
         builder: TowerBuilder,
         model: keras.Model,
         options: StepOptions,
-        data: Data,
+        data: Any,
+        prepare: Callable,
         by_flags: bool = False,
         reports_metrics: bool = True,
     ):
@@ -74,7 +73,9 @@ class Task:
             builder: of the towers.
             model: the compiled model to train.
             options: of the run.
-            data: of the run.
+            data: of the run, a `towers.data.Data`.
+            prepare: returns what the model is given for (example, draws), see
+                `towers.data.augment.preparation`.
             by_flags: whether the flags of the run have compiled the model.
             reports_metrics: whether steps compute the metrics of their batch.
 
@@ -82,7 +83,7 @@ class Task:
             InputError: an option is not possible with this model.
         """
         self.builder, self.model, self.options, self.data = builder, model, options, data
-        self.by_flags = by_flags
+        self.prepare, self.by_flags = prepare, by_flags
         self.rate_is_set = by_flags and not options.makes_own_optimizer
         place(model, builder, options.variables)
         new_values = [v for v in model.trainable_variables if v.overwrite_with_gradient]
@@ -149,12 +150,12 @@ class Task:
 
         def step(example: Any, draws: tf.Tensor) -> None:
             with tf.device(self.builder.gather_device), tf_internals.replaced(*left_out):
-                data = self._data(example, draws)
+                data = self.prepare(example, draws)
                 with self.recorder.record(data[1:2]):
                     names[:] = scalars(method_of(model, "train_step")(data))
                 if has_own:  # else they are the same
                     loss_checks.check_test_step(model, options.model)
-                    data = self._data(example, None)
+                    data = self.prepare(example, None)
                     figures[:] = scalars(method_of(model, "test_step")(data))
 
         with contextlib.ExitStack() as stack:
@@ -267,8 +268,8 @@ class Task:
         the step has metrics, a tuple (losses, their inputs) is returned; if the loss mixes
         examples, a number for each row of the outputs.
         """
-        x, *targets, draws = batch
-        inputs = self.inputs(x, draws)
+        *example, draws = batch
+        inputs, *targets = self.prepare(example, draws)
         if not self.by_example:
             return _rows_of(self.model(inputs, training=True))
         before = len(tf_internals.added_losses())
@@ -278,11 +279,11 @@ class Task:
         # They are of the tower's batch: the mean over all examples weighs each by its size.
         for added in tf_internals.added_losses()[before:]:
             losses += tf.reduce_sum(tf.cast(added, losses.dtype))
-        return (losses, (outputs, *self.cast(targets))) if self._of_batch else losses
+        return (losses, (outputs, *targets)) if self._of_batch else losses
 
     def losses_of(self, outputs: Any, *targets: Any) -> tf.Tensor:
         """Return the losses of a tower's examples, `[b]`, whose mean is the compiled loss."""
-        y, weights = [*self.cast(targets), None, None][:2]
+        y, weights = [*targets, None, None][:2]
         # The scope discards the updates of loss metrics, which are made over the whole batch.
         with keras.StatelessScope(), loss_checks.per_example_losses(self.options.batch_size):
             return tf_internals.compiled_loss(self.model, y, outputs, weights)
@@ -329,7 +330,7 @@ class Task:
                         fused_update.updates_joined(optimizers_of(model), rule.apply)
                     )
                     stack.enter_context(rule.record_losses(model))
-                    logs = scalars(model.train_step(self._data(example, draws)))
+                    logs = scalars(model.train_step(self.prepare(example, draws)))
                 passes, seen = passes_of(model), {}
                 gradients = passes.gradients
                 if gradients is None and rule.gradients:  # the first device has made them
@@ -397,39 +398,9 @@ class Task:
             self.train_state.set_copies()
         return averages
 
-    # Inputs.
-
-    def inputs(self, x: Any, draws: tf.Tensor | None) -> Any:
-        """Return the model's inputs: images as floats; other data change in precision only.
-
-        With --augment=off x is what `fit` would give a model that its function has compiled.
-
-        Args:
-            x: of a batch, `[b, ...]`, as the data set stores it.
-            draws: random numbers by which images are augmented; None: they are not.
-        """
-        kind, dtype = self.options.augment, self.options.input_dtype
-        if self.data.image_shape is None or (kind == "off" and not self.by_flags):
-            return self.cast(x)
-        if draws is None:
-            return augment.eval_images(x, kind, dtype)
-        return augment.train_images(x, draws, kind, dtype)
-
-    def cast(self, structure: Any) -> Any:
-        """Return a structure of tensors with floats cast to the run's input dtype."""
-        dtype = tf.as_dtype(self.options.input_dtype)
-        return tf.nest.map_structure(
-            lambda t: tf.cast(t, dtype) if t.dtype.is_floating and t.dtype != dtype else t,
-            structure,
-        )
-
-    def _data(self, example: Any, draws: tf.Tensor | None) -> tuple:
-        x, *rest = example
-        return self.inputs(x, draws), *self.cast(rest)
-
     # Evaluation.
 
-    def make_evaluator(self, split: Split) -> Callable[[Stop], Evaluation | None]:
+    def make_evaluator(self, split: Any) -> Callable[[Stop], Evaluation | None]:
         """Return `evaluator(stop)`, see `TestStep.evaluate`, of the current master variables."""
         batches = split.eval_batches(self.options.batch_size)
         return functools.partial(self.test_step.evaluate, batches, split.size)
@@ -440,7 +411,7 @@ class Task:
 
         def test_step(example: Any) -> dict[str, tf.Tensor]:
             with floatx_of(self.options.dtype), self._flips():
-                return scalars(self.model.test_step(self._data(example, None)))
+                return scalars(self.model.test_step(self.prepare(example, None)))
 
         averages, home = self.train_state.averages, self.builder.gather_device
         return TestStep(self.model, test_step, averages, home, without_penalty=self.by_flags)
