@@ -16,7 +16,7 @@ from towers.commands.init import command as init
 from towers.data.user_data import data_set
 from towers.options import flags
 from towers.options.run import Options
-from towers.training.parallelize import builder_of
+from towers.training.step.on_towers import builder_of
 
 pytestmark = pytest.mark.unit
 

@@ -12,7 +12,7 @@ import towers
 from tests.runs import rare
 from towers.commands.verify import fit
 from towers.commands.verify.runner import FitRunner
-from towers.training.parallelize import builder_of
+from towers.training.step.on_towers import builder_of
 
 pytestmark = pytest.mark.run
 

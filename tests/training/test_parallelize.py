@@ -20,8 +20,8 @@ import tensorflow as tf
 import towers
 from tests import fits
 from tests.fits import layer_of, of_step
-from towers.training import parallelize
-from towers.training.parallelize import builder_of, unparallelize
+from towers.training.step import on_towers
+from towers.training.step.on_towers import builder_of, unparallelize
 
 pytestmark = pytest.mark.run
 RANDOM = np.random.default_rng(0)
@@ -404,8 +404,8 @@ def test_towers_are_made_once(monkeypatch):
 
     What the layer counts in Python is what it counts without towers, where both are its calls.
     """
-    made, concat = [], parallelize.concat
-    monkeypatch.setattr(parallelize, "concat", lambda *own: (made.append(own), concat(*own))[1])
+    made, concat = [], on_towers.concat
+    monkeypatch.setattr(on_towers, "concat", lambda *own: (made.append(own), concat(*own))[1])
     counts = []
     for num_towers in 0, 2:
         model = keras.Sequential([keras.Input((5,)), Counted(1)])

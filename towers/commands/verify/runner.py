@@ -15,11 +15,12 @@ from towers.errors import InputError
 from towers.formatting import first_line
 from towers.options.fields import parse_tower_numbers
 from towers.options.run import Options
-from towers.training.parallelize import builder_of, parallelize, traced, unparallelize
+from towers.training.parallelize import parallelize
 from towers.training.run.setup import RunContext
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step import train_state
 from towers.training.step.keras_model import methods_set_on
+from towers.training.step.on_towers import builder_of, traced, unparallelize
 
 Arrays = dict[str, np.ndarray]
 

@@ -21,7 +21,7 @@ from towers.graphs.step_graph import step_graph
 from towers.monitoring import dashboard, tower_metrics
 from towers.monitoring.event_writer import EventWriter
 from towers.monitoring.speed import Speed, by_tower
-from towers.training.parallelize import builder_of, passes_of
+from towers.training.step.on_towers import builder_of, passes_of
 from towers.training.step.train_state import dynamic_scale
 
 _OF_TOWERS = ("tower_examples", "tower_gradient_norm", "tower_seconds")

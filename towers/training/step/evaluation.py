@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from towers.builder.replica_context import integers_on
 from towers.formatting import figure
-from towers.training.parallelize import traced
+from towers.training.step.on_towers import traced
 from towers.training.step.train_state import copy_beside
 
 AVERAGED = "_ema"  # ends the names of metrics of the averages

@@ -28,10 +28,10 @@ from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 from towers.monitoring import tower_metrics
 from towers.options.parts import StepOptions
-from towers.training.parallelize import builder_of, method_of, passes_of, put_on
 from towers.training.step import fused_update, loss_checks
 from towers.training.step.evaluation import Evaluation, Stop, TestStep, scalars
 from towers.training.step.keras_model import floatx_of, mirrored, overrides
+from towers.training.step.on_towers import builder_of, method_of, passes_of, put_on
 from towers.training.step.train_state import (
     TrainState,
     copy_on,
