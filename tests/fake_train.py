@@ -17,7 +17,7 @@ def main():
     options = flags.parse(sys.argv[1:])
     folder = Path(options.train_dir)
     with open(folder.parent / "started", "a") as started:
-        started.write(f"{folder.name} {options.visible_gpus}\n")
+        started.write(f"{folder.name}\n")
     if options.model == "refused":
         print("towers: --model=refused: no", file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import fake_gpus, tiny
+from tests import tiny
 from tests.runs import refusal as refused
 from tests.worker_processes import ROOT
 from towers import cli
@@ -42,7 +42,7 @@ def run_fake(*argv):
 
 def started():
     path = Path("S/started")
-    return [line.split(" ")[0] for line in path.read_text().splitlines()] if path.exists() else []
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def statuses(result):
@@ -194,43 +194,6 @@ def test_the_runs_of_a_killed_sweep_save_and_end(folder, background):
     assert result["finished"] == 2
     assert started() == ["model=fine,seed=1", "model=waits,seed=1", "model=waits,seed=1"]
     assert tiny.files(Path("S/model=fine,seed=1")) == before
-
-
-WHOLE = [fake_gpus.A100] * 4
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    "cards, argv, places",
-    [
-        (WHOLE, "", [[]]),
-        (WHOLE, "--parallel=2", [["0", "1"], ["2", "3"]]),
-        (WHOLE, "--parallel=3", [["0"], ["1"], ["2"]]),
-        (WHOLE, "--parallel=2 --visible_gpus=1,3", [["1"], ["3"]]),
-        (WHOLE, "--parallel=8 --devices=cpu", [[]] * 8),
-    ],
-)
-def test_gpus_are_dealt_out(monkeypatch, cards, argv, places):
-    fake_gpus.install_driver(monkeypatch, *cards)
-    options = cli.parse("sweep", ["--sweep_dir=S", "--vary=seed:1,2", *argv.split()])
-    assert command.assign_gpus(plan(options), options.parallel) == places
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        ("--parallel=5", "a run needs 1 of the 4 visible GPUs for itself and gets 0"),
-        ("--parallel=2 --num_towers=3", "--num_towers=3: a run needs 3 of the 4 visible GPUs"),
-        ("--parallel=2 --visible_gpus=7", "no GPU is named 7"),
-        ("--parallel=2 --vary=visible_gpus:0;1", "--vary=visible_gpus"),
-    ],
-)
-def test_gpus_that_do_not_suffice_are_refused(folder, monkeypatch, argv, words):
-    fake_gpus.install_driver(monkeypatch, *WHOLE)
-    with pytest.raises(InputError, match=re.escape(words)):
-        run_fake("--vary=seed:1,2", *argv.split())
-    assert list(folder.iterdir()) == []
 
 
 # Which runs a sweep is made of.

@@ -47,7 +47,7 @@ OF_VERBS = {
         "--dataset=synthetic --num_towers= --windows=5 --seconds=2",
         "train_dir workers towers_per_worker worker_timeout_seconds min_workers",
     ),
-    "sweep": ("--vary= --sweep_dir=runs/sweep --parallel=1", "train_dir overwrite"),
+    "sweep": ("--vary= --sweep_dir=runs/sweep", "train_dir overwrite"),
 }
 
 

@@ -9,81 +9,62 @@ The runs' own folders say which of them are finished, so a sweep may be stopped 
 killed, its runs save and end by themselves.
 """
 
-import contextlib
 import os
 import shlex
 import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 from towers import files
 from towers.commands.sweep.options import PlannedRun, SweepOptions, describe, plan
-from towers.devices import cuda_visible_devices, nvml
 from towers.errors import InputError
 from towers.formatting import process_end, table
 from towers.monitoring.results import averaged_number, objective_of
 from towers.options import flags, search_path
-from towers.options.run import Options, names_that_affect, text_of
+from towers.options.run import names_that_affect, text_of
 from towers.signals import EXIT_STOPPED, StopRequest
 
 PROGRAM = (sys.executable, "-m", "towers", "train")
-# Linux sends a run SIGTERM when the thread that started it ends, as it does if the sweep is killed.
+# Linux sends a run SIGTERM when the process that started it ends, as it does if it is killed.
 _END_WITH_SWEEP = ("setpriv", "--pdeathsig", "TERM", "--") if shutil.which("setpriv") else ()
 
 
 def run(
     options: SweepOptions, say: Callable[[str], None] = print, program: Sequence[str] = PROGRAM
 ) -> dict[str, Any]:
-    """Train all runs that are not finished, and compare them.
+    """Train all runs that are not finished, one after the other, and compare them.
 
     Args:
         options: base flags, what to vary, and where.
         say: called with each line to print.
-        program: the command that trains; a flagfile and flags are appended.
+        program: the command that trains; a flagfile is appended.
 
     Returns:
         The content of sweep.json, and "interrupted": whether a signal ended the sweep.
     """
     runs, folder = plan(options), Path(options.sweep_dir)
-    places = assign_gpus(runs, options.parallel)
     for planned in runs:
         _check_same(planned)
     files.check_train_dir(folder, False, "--sweep_dir")
     folder.mkdir(parents=True, exist_ok=True)
     with files.Lock() as lock, StopRequest() as stop:
         lock.take(folder, "--sweep_dir")
-        entries = [
-            {
-                "name": planned.name,
-                "flags": dict(planned.flags),
-                "status": "finished" if (result := _result_of(planned)) else "waiting",
-                "seconds": 0.0,
-                "result": result,
-                "error": None,
-                "log": str(folder / f"{planned.name}.log"),
-            }
-            for planned in runs
-        ]
+        entries = [_entry(planned, folder) for planned in runs]
         waiting = [pair for pair in zip(runs, entries, strict=True) if not pair[1]["result"]]
         say(f"sweep       {folder}: {len(waiting)} of {len(runs)} runs are not finished")
         say(f"watch it    tensorboard --logdir={folder}")
-        ending = threading.Event()
-        with ThreadPoolExecutor(len(places)) as pool, contextlib.ExitStack() as stack:
-            stack.callback(ending.set)  # if this fails, its runs save and end
-            how = places, program, lambda: stop() or ending.is_set()
-            futures = [pool.submit(_train, *pair, *how) for pair in waiting]
-            for future in as_completed(futures):
-                if entry := future.result():
-                    files.write_json(folder / "sweep.json", compare(options.sweep_dir, entries))
-                    why = f": {entry['error']} ({entry['log']})" if entry["error"] else ""
-                    say(f"run {entry['name']}: {entry['status']} ({entry['seconds']:.0f} s){why}")
+        for planned, entry in waiting:
+            if stop():
+                break
+            _train(planned, entry, program, stop)
+            files.write_json(folder / "sweep.json", compare(options.sweep_dir, entries))
+            why = f": {entry['error']} ({entry['log']})" if entry["error"] else ""
+            say(f"run {entry['name']}: {entry['status']} ({entry['seconds']:.0f} s){why}")
         result = compare(options.sweep_dir, entries)
         files.write_json(folder / "sweep.json", result)
     for line in closing_lines(result):
@@ -93,83 +74,49 @@ def run(
     }
 
 
-def assign_gpus(runs: Sequence[PlannedRun], parallel: int) -> list[list[str]]:
-    """Return the GPUs for each of `parallel` runs; [] leaves a run those that it finds.
-
-    All get the same number of GPUs, so that runs can be compared; a rest stays idle.
-
-    Args:
-        runs: all runs of the sweep.
-        parallel: number of runs at a time.
-
-    Raises:
-        InputError: the GPUs do not suffice, do not exist, or are varied by --vary.
-    """
-    users = [run for run in runs if not _on_cpu(run.options)]
-    driver, environ = nvml.gpus(), dict(os.environ)
-    if parallel == 1 or not users or not driver:
-        return [[]] * parallel
-    if "visible_gpus" in users[0].flags:
-        raise InputError("--vary=visible_gpus: --parallel deals GPUs out itself; leave one out")
-    cuda_visible_devices.set_visible(users[0].options.gpu_options(), driver, environ)
-    listed = cuda_visible_devices.listed_in(environ, driver)
-    share = len(listed) // parallel
-    needed = max([1, *(r.options.num_towers for r in users if r.options.devices in ("", "any"))])
-    if listed and needed > share:
-        raise InputError(
-            f"--parallel={parallel} --num_towers={needed}: a run needs {needed} of the "
-            f"{len(listed)} visible GPUs for itself and gets {share}: lower either, or type "
-            "--devices=cpu"
-        )
-    return [[gpu.key for gpu in listed[i * share : (i + 1) * share]] for i in range(parallel)]
-
-
-def _on_cpu(options: Options) -> bool:
-    devices = options.devices.lower()
-    return "cpu" in devices and "gpu" not in devices or options.visible_gpus.lower() == "none"
+def _entry(run: PlannedRun, folder: Path) -> dict[str, Any]:
+    """Return what sweep.json says of a run that is finished, or waiting."""
+    result = _result_of(run)
+    return {
+        "name": run.name,
+        "flags": dict(run.flags),
+        "status": "finished" if result else "waiting",
+        "seconds": 0.0,
+        "result": result,
+        "error": None,
+        "log": str(folder / f"{run.name}.log"),
+    }
 
 
 def _train(
-    run: PlannedRun,
-    entry: dict[str, Any],
-    places: list[list[str]],
-    program: Sequence[str],
-    stopping: Callable[[], bool],
-) -> dict[str, Any] | None:
-    """Train a run in a process and complete its entry; return it, None if not begun."""
-    if stopping():
-        return None
-    gpus, log, started = places.pop(0), Path(entry["log"]), time.monotonic()
+    run: PlannedRun, entry: dict[str, Any], program: Sequence[str], stop: Callable[[], bool]
+) -> None:
+    """Train a run in a process of its own, and complete its entry."""
+    log, started = Path(entry["log"]), time.monotonic()
     flagfile = log.with_name(f"{run.name}.cfg")
     files.write_text(flagfile, run.options.to_flagfile())
-    command = [*_END_WITH_SWEEP, *program, f"--flagfile={flagfile}"]
-    if gpus and not _on_cpu(run.options):
-        command.append(f"--visible_gpus={','.join(gpus)}")
-    entry["status"] = "running"
     with open(log, "ab") as output:
         begin = output.tell()
         process = subprocess.Popen(
-            command,
+            [*_END_WITH_SWEEP, *program, f"--flagfile={flagfile}"],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=search_path.child_environment(),
             start_new_session=True,  # Ctrl-C reaches the sweep alone
         )
-    while process.poll() is None and not stopping():
+    while process.poll() is None and not stop():
         time.sleep(0.1)
     process.terminate()  # one that still runs saves and ends
     code, result = process.wait(), _result_of(run)
     entry["seconds"] = time.monotonic() - started
     if code == 0 and result:
         entry |= {"status": "finished", "result": result}
-    elif code == EXIT_STOPPED or (stopping() and code not in (1, 2)):
+    elif code == EXIT_STOPPED or (stop() and code not in (1, 2)):
         entry |= {"status": "stopped", "error": "the same command continues it"}
     else:
         output = log.read_bytes()[begin:].decode(errors="replace")
         entry |= {"status": "failed", "error": process_end(code, output)}
-    places.append(gpus)
-    return entry
 
 
 def _result_of(run: PlannedRun) -> dict[str, Any] | None:

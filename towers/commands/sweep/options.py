@@ -43,10 +43,6 @@ Exit codes: 0 all runs are finished; 1 a run failed; 2 bad input; 75 stopped, ru
     sweep_dir: str = option(
         "runs/sweep", "Sweep", "Folder of the sweep: a folder for each run, and sweep.json."
     )
-    parallel: int = option(
-        1, "Sweep", "Number of runs at a time. Visible GPUs are dealt out evenly, so that none is "
-        "shared; without GPUs the runs share the CPU.", minimum=1, maximum=1000,
-    )  # fmt: skip
     json: bool = option(
         False, "The run", Options.__dataclass_fields__["json"].metadata["help"], affects="call"
     )
