@@ -1,24 +1,21 @@
-"""A data set whose source blocks as long as a file is there: `train`, or `test`.
+"""A data set whose source blocks as long as a file is there: `train`, or `test`."""
 
-Not in the main thread: there the data set is looked at before it is read.
-"""
-
-import threading
 import time
 from pathlib import Path
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-SIZE, STEPS = 64, 8  # of each part; of an epoch, with batches of 8
-SECONDS = 0.2  # of a batch, so that a test can tell in time that the next ones are to block
+SIZE = 64  # of each part, which is an epoch of 8 steps with batches of 8
+SECONDS = 0.02  # of an example, so that a test can tell in time that the next ones are to block
 
 
 def data():
     random = np.random.default_rng(0)
     x = random.normal(size=(SIZE, 6)).astype("float32")
     y = (x.sum(axis=1) > 0).astype("int32")
-    return tuple(_batches(part, x, y) for part in ("train", "test"))
+    return *(_blocking(Path(part), x, y) for part in ("train", "test")), 2
 
 
 def net(num_classes):
@@ -26,20 +23,14 @@ def net(num_classes):
     return keras.Sequential([keras.Input((6,)), *layers])
 
 
-class _batches(keras.utils.PyDataset):
-    """Batches of 8, in which the user's own code waits."""
+def _blocking(path, x, y):
+    def wait(label):
+        time.sleep(SECONDS)
+        while path.exists():
+            time.sleep(0.02)
+        return label
 
-    def __init__(self, part, x, y):
-        super().__init__()
-        self.part, self.x, self.y = Path(part), x, y
+    def read(features, label):
+        return features, tf.ensure_shape(tf.numpy_function(wait, [label], tf.int32), [])
 
-    def __len__(self):
-        return STEPS
-
-    def __getitem__(self, index):
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(SECONDS)
-            while self.part.exists():
-                time.sleep(0.02)
-        rows = slice(8 * index, 8 * index + 8)
-        return self.x[rows], self.y[rows]
+    return tf.data.Dataset.from_tensor_slices((x, y)).map(read)

@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 
 from tests.data.splits import all_of, assert_same, refusal
-from towers.data import user_data
 
 pytestmark = pytest.mark.unit
 
@@ -89,26 +88,12 @@ def test_targets_that_are_no_classes(load, kind, wrap):
     assert loaded.image_shape == ((5, 6, 3) if half[0] is IMAGES else None)
 
 
-class InBatches(keras.utils.PyDataset):
-    """Two examples a batch."""
-
-    num_batches = 2
-
-    def __init__(self, *parts):
-        super().__init__()
-        self.parts = parts
-
-    def __getitem__(self, number):
-        return tuple(part[2 * number : 2 * number + 2] for part in self.parts)
-
-
 @pytest.mark.graph
 @pytest.mark.parametrize(
     ("wrap", "where"),
     [
         (lambda *half: half, "train y: row 2 (counted from 0)"),
         (lambda *half: examples(*half), "train dataset: example 2 (counted from 0)"),
-        (InBatches, "train batch 1"),
     ],
 )
 def test_one_wrong_label_makes_no_classes_and_is_named(load, wrap, where):
@@ -146,86 +131,6 @@ def test_examples_without_targets(load):
         assert_same(all_of(loaded.train)[0], IMAGES)
 
 
-# A keras.utils.PyDataset
-
-
-class Batches(keras.utils.PyDataset):
-    """Eleven examples in batches of 4, 4 and 3."""
-
-    def __init__(self, y=None, **changed):
-        super().__init__(workers=2)
-        self.y = np.arange(11) % 3 if y is None else y
-        self.changed, self.read = changed, []
-
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, number):
-        self.read.append(number)
-        if f"batch_{number}" in self.changed:
-            return self.changed[f"batch_{number}"]
-        rows = slice(4 * number, min(4 * number + 4, 11))
-        x = {"number": np.arange(11)[rows], "text": [f"row {i}" for i in range(11)[rows]]}
-        return x, self.y[rows], np.ones(11)[rows]
-
-
-def numbers_of(batches):
-    return np.concatenate([example[0]["number"] for example, _ in batches]).tolist()
-
-
-@pytest.mark.run
-def test_a_py_dataset_is_read_by_number_and_batched_anew(load):
-    given = Batches()
-    loaded = load((given, Batches()))
-    split = loaded.train
-    assert (split.size, loaded.num_classes) == (11, 3)
-    assert numbers_of(split.eval_batches(5))[:11] == list(range(11))
-    x, y, _ = all_of(split)
-    assert x["text"][10] == b"row 10" and y.tolist() == (np.arange(11) % 3).tolist()
-    order = numbers_of(split.train_batches(5, seed=1).take(22))
-    epochs = np.array(order).reshape(10, 11)
-    assert (np.sort(epochs) == range(11)).all() and len({tuple(epoch) for epoch in epochs}) > 2
-    for examples_before in (3, 45):
-        batches = split.train_batches(7, seed=1, step=9, examples=examples_before).take(4)
-        assert numbers_of(batches) == order[examples_before : examples_before + 28]
-    rest, held = (numbers_of(part.eval_batches(1)) for part in split.held_out(0.3))
-    assert sorted(rest + held) == list(range(11))
-    split = split.held_out(0.3)[0]
-    order = numbers_of(split.train_batches(1, seed=2).take(3 * split.size))
-    assert set(order) == set(rest)
-    again = split.train_batches(1, seed=2, examples=split.size + 2).take(split.size)
-    assert numbers_of(again) == order[split.size + 2 : 2 * split.size + 2]
-    del given.read[:]
-    next(iter(split.train_batches(1, seed=1, examples=11 * 1000)))  # it resumes, and reads no more
-    assert len(given.read) < 12  # than what is prepared while the first is used
-
-
-X3 = {"number": np.arange(3), "text": ["a", "b", "c"]}
-SHORT = X3, np.arange(3), np.ones(3)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (dict(batch_1=SHORT[:2]), "batch 1 is of x['number'] [] int64, x['text'] [] string"),
-        (dict(batch_2=(X3, -np.arange(3), np.ones(3))), "batch 2 y: row 1 (counted from 0) is -1"),
-        (dict(y=np.full(11, np.nan)), "batch 0 y: row 0 (counted from 0) has a NaN, an infinity"),
-    ],
-)
-def test_batches_that_are_not_alike(load, changed, message):
-    line = refusal((Batches(), Batches(**changed)), call=load)
-    assert line.startswith("mine:load: test ") and message in line
-
-
-@pytest.mark.graph
-def test_a_batch_that_is_wrong_later_is_named_when_it_is_read():
-    y = np.arange(11) / 2
-    wrong = Batches(y=y, batch_1=(X3, y[:3], np.ones(3)))
-    split = user_data.data_set("mine", {"train": wrong, "test": Batches(y=y)}).train
-    with pytest.raises(tf.errors.InvalidArgumentError, match="mine: train batch 1 has 3 examples"):
-        list(split.eval_batches(4))
-
-
 # What is said where the data cannot be used
 
 
@@ -239,6 +144,7 @@ BEYOND = {"a": [[1.0], [1e300], [0.0], [0.0]]}
 NOT_FINITE = np.where(IMAGES == 200, np.nan, IMAGES)
 WRONG = {
     "nothing": (None, "mine:load returned NoneType; return (train, test), (train, test, num_"),
+    "a PyDataset": ((keras.utils.PyDataset(), HALF), "train is PyDataset; (train, test) is"),
     "another name": ({"train": HALF, "tset": HALF}, "a dict of ['train', 'tset']; return"),
     "weights": ((HALF, (*HALF, LABELS[:3])), "test x has 4 rows but sample_weight has 3; return"),
     "lengths inside": (half_of(NUMBERS), "train x['a'] has 4 rows but x['b'][1] has 2"),

@@ -79,14 +79,14 @@ def newest():
 
 def test_a_blocked_run_saves_and_is_left_with_its_last_finished_step(start):
     """That such a run goes on as if it had not been stopped, test_train tells."""
-    run = start(*FLAGS, "--num_epochs=2", "--stall_seconds=1")
+    run = start(*FLAGS, "--num_epochs=3", "--stall_seconds=1")
     blocked(run, ": step 0 of")
     Path("test").touch()  # the evaluation after an epoch is to block
     Path("train").unlink()
     until(run, "^goes on ")
     until(run, "^stalled .* evaluation .* it waits for input")
     code, line, _ = end_of(run, signal.SIGHUP, signal.SIGINT)  # two at once are one
-    assert code == 75 and "step 8 is saved" in line and newest() == 8
+    assert code == 75 and "step 16 is saved" in line and newest() == 16
 
 
 @pytest.mark.extended

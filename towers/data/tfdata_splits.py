@@ -1,23 +1,10 @@
-"""Splits of the user's own pipelines, of single examples or of batches."""
+"""Splits of the user's own pipelines, of single examples."""
 
-import copy
-
-import keras
 import numpy as np
 import tensorflow as tf
 
 from towers.data import arrays
-from towers.data.pipeline import (
-    Split,
-    Structure,
-    check_labels,
-    epoch_keys,
-    held_out_rows,
-    num_rows,
-    shuffled_rows,
-    spec_of,
-    stored_spec,
-)
+from towers.data.pipeline import Split, epoch_keys, held_out_rows, stored_spec
 from towers.errors import InputError
 
 _COUNT_BATCH = 1024
@@ -125,119 +112,3 @@ class DatasetSplit(Split):
             output_shapes=[part.shape for part in parts],
         )
         return tf.data.experimental.from_variant(variant, self.spec)
-
-
-class BatchSplit(Split):
-    """A split of a user's `keras.utils.PyDataset`, whose batches are read by number.
-
-    The batches are shuffled in each epoch; the order inside a batch is the user's, and
-    `on_epoch_end`, which may shuffle, is not called. A resumed run reads no earlier batches, and is
-    exact if a number always gives the same batch. Batches are cut and joined to the run's batch
-    size.
-    """
-
-    def __init__(self, name: str, dataset: keras.utils.PyDataset):
-        """Wrap batches; the first and the last one are read.
-
-        Args:
-            name: for messages.
-            dataset: of batches that are alike, but the last may be shorter.
-
-        Raises:
-            InputError: there is no batch, or no end of them, or one that is read is invalid.
-        """
-        self._name, self._dataset, self._num_classes = name, dataset, 0
-        num = dataset.num_batches
-        if num is None or num < 1:
-            wrong = "is endless" if num is None else f"has {num} batches"
-            raise InputError(f"{name} {type(dataset).__name__} {wrong}; return 1 batch or more")
-        first, last = self._example(0), self._example(num - 1)
-        self.spec = spec_of(first)
-        self._numbers, self._sizes = np.arange(num), np.full(num, num_rows(first))
-        self._sizes[-1] = min(num_rows(first), num_rows(last))
-        self.size = int(self._sizes.sum())
-        self._check(num - 1, last)
-
-    def largest_label(self, name: str) -> tuple[int, str]:
-        """See `ArraySplit.largest_label`: all batches are read."""
-        largest = [int(self._read(number)[1].max()) for number in self._numbers.tolist()]
-        number = int(np.argmax(largest))
-        return largest[number], f"{name} batch {number}"
-
-    def checked(self, name: str, num_classes: int) -> "BatchSplit":
-        """See `ArraySplit.checked`: as batches are read."""
-        split = copy.copy(self)
-        split._num_classes = num_classes
-        return split
-
-    def held_out(self, fraction: float) -> tuple[Split, Split]:
-        """See `Split.held_out`: whole batches are held out."""
-        parts = []
-        for rows in held_out_rows(len(self._numbers), fraction):
-            part = copy.copy(self)
-            part._numbers = self._numbers[rows]
-            part.size = int(self._sizes[part._numbers].sum())
-            parts.append(part)
-        return tuple(parts)
-
-    def _batches_in_order(self, batch_size: int) -> tf.data.Dataset:
-        return self._batches(tf.data.Dataset.range(len(self._numbers))).rebatch(batch_size)
-
-    def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:
-        num = len(self._numbers)
-        epoch, position = divmod(examples, self.size)
-        with tf.init_scope():
-            order = shuffled_rows(num, num, seed, epoch * num).take(1).get_single_element().numpy()
-        ends = np.cumsum(self._sizes[self._numbers[order]])
-        first = int(np.searchsorted(ends, position, side="right"))
-        skipped = position - (ends[first - 1] if first else 0)
-        batches = self._batches(shuffled_rows(1, num, seed, epoch * num + first).unbatch())
-        return batches.unbatch().skip(skipped).batch(batch_size, drop_remainder=True)
-
-    def _batches(self, places: tf.data.Dataset) -> tf.data.Dataset:
-        numbers, specs = tf.constant(self._numbers), tf.nest.flatten(self.spec)
-
-        def read(place):
-            parts = tf.numpy_function(
-                lambda number: tf.nest.flatten(self._read(int(number))),
-                [tf.gather(numbers, place)],
-                [spec.dtype for spec in specs],
-                stateful=False,
-            )
-            shaped = [
-                tf.ensure_shape(part, [None, *spec.shape])
-                for part, spec in zip(parts, specs, strict=True)
-            ]
-            return tf.nest.pack_sequence_as(self.spec, shaped)
-
-        threads = max(1, self._dataset.workers)
-        return places.map(read, num_parallel_calls=threads, deterministic=True)
-
-    def _read(self, number: int) -> Structure:
-        example = self._example(number)
-        self._check(number, example)
-        check_labels(f"{self._name} batch {number}", example, self._num_classes)
-        return example
-
-    def _example(self, number: int) -> Structure:
-        where = f"{self._name} batch {number}"
-        try:
-            batch = self._dataset[number]
-        except BaseException as error:
-            error.add_note(f"in {where}")
-            raise
-        parts = batch if isinstance(batch, tuple | list) and len(batch) in (1, 2, 3) else (batch,)
-        return arrays.as_arrays(where, parts)
-
-    def _check(self, number: int, example: Structure) -> None:
-        spec, size = spec_of(example), num_rows(example)
-        if spec != self.spec:
-            raise InputError(
-                f"{self._name} batch {number} is of {arrays.format_spec(spec)}, but batch 0 of "
-                f"{arrays.format_spec(self.spec)}; make them alike"
-            )
-        if size != self._sizes[number]:
-            raise InputError(
-                f"{self._name} batch {number} has {size} examples, but {self._sizes[number]} are "
-                "expected; make all batches as long as the first, the last one as long or shorter"
-            )

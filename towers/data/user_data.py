@@ -10,23 +10,21 @@ dict `{"train": ..., "validation": ..., "test": ...}`. Without "test", a tenth o
 examples becomes the test set.
 
 A split is `(x, y)`, `(x, y, sample_weight)` or `(x,)` of arrays, see `towers.data.arrays`; or a
-`tf.data.Dataset` of such examples, as `(dataset, size)` if its size is unknown; or a
-`keras.utils.PyDataset` of such batches.
+`tf.data.Dataset` of such examples, as `(dataset, size)` if its size is unknown.
 """
 
 import numbers
 from collections.abc import Mapping
 
-import keras
 import tensorflow as tf
 
 from towers.data import arrays
 from towers.data.pipeline import ArraySplit, Data, data_of, is_label
-from towers.data.tfdata_splits import BatchSplit, DatasetSplit
+from towers.data.tfdata_splits import DatasetSplit
 from towers.errors import InputError
 from towers.options.functions import call_without_arguments
 
-_UserSplit = ArraySplit | DatasetSplit | BatchSplit
+_UserSplit = ArraySplit | DatasetSplit
 _NAMES = ("train", "validation", "test")
 _ALLOWED_RESULT = (
     "return (train, test), (train, test, num_classes), (train, validation, test) or a dict of "
@@ -34,7 +32,7 @@ _ALLOWED_RESULT = (
 )
 _ALLOWED_SPLIT = (
     "(train, test) is needed, each (x, y), (x, y, sample_weight) or (x,), of arrays or of dicts "
-    "and tuples of them, a tf.data.Dataset or (tf.data.Dataset, size), or a keras.utils.PyDataset"
+    "and tuples of them, a tf.data.Dataset or (tf.data.Dataset, size)"
 )
 # Limits of the number of classes that a largest label implies: a wrong label would add outputs for
 # all numbers below it. There may be few examples of many classes.
@@ -70,8 +68,8 @@ def data_set(
 ) -> Data:
     """Return a data set of the user's splits.
 
-    Arrays are checked at once, the examples of a `tf.data.Dataset` or a `keras.utils.PyDataset`
-    when they are read: an invalid label or value raises `tf.errors.InvalidArgumentError` then.
+    Arrays are checked at once, the examples of a `tf.data.Dataset` when they are read: an
+    invalid label or value raises `tf.errors.InvalidArgumentError` then.
 
     Args:
         name: the value of --dataset.
@@ -129,8 +127,6 @@ def _num_classes(
 
 
 def _user_split(name: str, value: object) -> _UserSplit:
-    if isinstance(value, keras.utils.PyDataset):
-        return BatchSplit(name, value)
     if isinstance(value, tf.data.Dataset):
         return _of_dataset(name, value)
     if not isinstance(value, tuple | list) or len(value) not in (1, 2, 3):
