@@ -158,7 +158,7 @@ def own(kind, name="mine:load"):
         ("auto", "images", False, "none"), ("auto", "numbers", False, "off"),
         ("auto", "images", True, "off"), ("resnet", "images", False, "resnet"),
         ("none", "masks", False, "none"), ("auto,cutout", "images", False, "none,cutout=16"),
-        ("auto", "shapes", False, "tutorial"), ("auto", "cifar100_coarse", True, "tutorial"),
+        ("auto", "shapes", False, "tutorial"), ("auto", "cifar10", True, "tutorial"),
         ("none", "cifar10", False, "none"), ("auto,cutout=9", "shapes", False, "tutorial,cutout=9"),
     ],
 )  # fmt: skip

@@ -1,6 +1,5 @@
-"""CIFAR-10 and CIFAR-100: binary files in a folder, or what keras.datasets gives."""
+"""CIFAR-10: binary files in a folder, or what keras.datasets gives."""
 
-import dataclasses
 import os
 
 import keras
@@ -12,48 +11,42 @@ from towers import data
 from towers.data import cifar
 
 pytestmark = pytest.mark.unit
-NAMES = list(cifar.SETS)
 NUM = 20  # records of each file; the real ones have 10,000
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    for name, known in cifar.SETS.items():
-        records = dict.fromkeys(known.num_records, NUM)
-        monkeypatch.setitem(cifar.SETS, name, dataclasses.replace(known, num_records=records))
+    monkeypatch.setattr(cifar, "NUM_RECORDS", NUM)
 
 
-def write(folder, name):
+def write(folder):
     """Write the files of a data set; return images and labels of each."""
     folder.mkdir(parents=True, exist_ok=True)
-    known, parts = cifar.SETS[name], []
-    for number, file in enumerate(known.num_records):
+    parts = []
+    for number, file in enumerate(cifar.FILES):
         random = np.random.default_rng(number)
         images = random.integers(0, 256, (NUM, 32, 32, 3), np.uint8)
-        labels = random.integers(0, [20, 100] if known.label_bytes == 2 else [10], (NUM, 1))
-        labels = np.broadcast_to(labels, (NUM, known.label_bytes)).astype(np.uint8) % 20
-        labels[:, 0] = random.permutation(NUM) % 10
+        labels = random.permutation(NUM).astype(np.uint8)[:, None] % 10
         planes = images.transpose(0, 3, 1, 2).reshape(NUM, -1)
         np.concatenate([labels, planes], axis=1).tofile(folder / file)
-        parts.append((images, labels[:, known.column].astype(np.int32)))
+        parts.append((images, labels[:, 0].astype(np.int32)))
     return parts
 
 
-def assert_is(loaded, name, parts):
+def assert_is(loaded, parts):
     """Compare a data set with the images and labels of its files, the last of them for testing."""
-    assert (loaded.name, loaded.image_shape) == (name, (32, 32, 3))
-    assert loaded.num_classes == len(set(loaded.class_names)) > 9
+    assert (loaded.name, loaded.image_shape) == ("cifar10", (32, 32, 3))
+    assert loaded.num_classes == len(set(loaded.class_names)) == 10
     images, labels = map(np.concatenate, zip(*parts[:-1], strict=True))
     assert_same(all_of(loaded.train), (images, labels))
     assert_same(all_of(loaded.test), parts[-1])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_binary_files_are_found_in_the_folder_and_in_that_of_the_archive(tmp_path, name):
-    for below in cifar.SETS[name].folder, "":
+def test_binary_files_are_found_in_the_folder_and_in_that_of_the_archive(tmp_path):
+    for below in cifar.FOLDER, "":
         top = tmp_path / f"data{len(below)}"
-        parts = write(top / below, name)
-        assert_is(data.load(name, str(top)), name, parts)
+        parts = write(top / below)
+        assert_is(data.load("cifar10", str(top)), parts)
 
 
 def test_missing_and_damaged_files_are_named(tmp_path):
@@ -61,32 +54,27 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     for call in data.load, data.locate:
         message = refusal("cifar10", str(tmp_path / "none"), call=call)
         assert "none has no data_batch_1.bin" in message and "leave --data_dir out" in message
-    write(folder, "cifar10")
+    write(folder)
     path = folder / "data_batch_3.bin"
     whole = path.read_bytes()
-    for content in whole[:-1000], whole[:-3073], whole[:6146] + b"\x0a" + whole[6147:], b"":
+    for content in whole[:-1000], whole[:-3073], whole[:6146] + b"\x0a" + whole[6147:]:
         path.write_bytes(content)
         message = refusal("cifar10", str(tmp_path))
         assert message.startswith(f"{path} is damaged; expected 20 records of 3073 bytes")
     path.unlink()
     assert f": {folder} has no data_batch_3.bin; " in refusal("cifar10", str(tmp_path))
-    path.mkdir()
-    assert refusal("cifar10", str(tmp_path)) == f"{path} cannot be read: Is a directory"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_without_a_folder_keras_gives_it(monkeypatch, tmp_path, capsys, name):
-    parts, arguments = write(tmp_path, name)[-2:], []
+def test_without_a_folder_keras_gives_it(monkeypatch, tmp_path, capsys):
+    parts = write(tmp_path)[-2:]
 
-    def load_data(*given):
+    def load_data():
         print("Downloading data")
-        arguments.extend(given)
         return [(images, labels[:, None].astype(np.uint8)) for images, labels in parts]
 
-    monkeypatch.setattr(getattr(keras.datasets, name.split("_")[0]), "load_data", load_data)
-    assert_is(data.load(name), name, parts)
+    monkeypatch.setattr(keras.datasets.cifar10, "load_data", load_data)
+    assert_is(data.load("cifar10"), parts)
     assert capsys.readouterr() == ("", "Downloading data\n")  # the JSON of --json is alone
-    assert arguments == {"cifar10": [], "cifar100": ["fine"]}.get(name, ["coarse"])
 
 
 REAL = os.environ.get("TOWERS_CIFAR10_DIR", "")
@@ -97,10 +85,9 @@ REAL = os.environ.get("TOWERS_CIFAR10_DIR", "")
 def test_the_real_images(monkeypatch):
     monkeypatch.undo()
     loaded = data.load("cifar10", REAL)
-    assert (loaded.train.size, loaded.test.size) == (50_000, 10_000)
-    for split in (loaded.train, loaded.test):
+    for split, size in (loaded.train, 50_000), (loaded.test, 10_000):
         images, labels = all_of(split)
-        assert np.bincount(labels).tolist() == [split.size // 10] * 10
+        assert np.bincount(labels).tolist() == [size // 10] * 10
         # Published channel means, of the training images: 125.3, 123.0, 113.9.
         means = images.mean(axis=(0, 1, 2), dtype=np.float64)
         np.testing.assert_allclose(means, [125.3, 123.0, 113.9], atol=1.5)

@@ -41,7 +41,7 @@ _CONTRAST_RANGE = (0.2, 1.8)
 _PADDING = {"resnet": 4, "shift": 2}  # pixels on each side
 
 # Data sets whose classes do not change when images are cropped and mirrored.
-_PUBLISHED = ("cifar10", "cifar100", "cifar100_coarse", "shapes")
+_PUBLISHED = ("cifar10", "shapes")
 _DESCRIPTIONS = {
     "tutorial": "crop, flip, brightness, contrast, standardised",
     "resnet": "padded crop, flip, standardised",

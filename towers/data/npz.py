@@ -2,9 +2,8 @@
 
     np.savez("mine.npz", x_train=..., y_train=..., x_test=..., y_test=...)
 
-Further keys are x_val and y_val, w_train for sample weights, and x_train.NAME for several inputs or
-outputs. Without a test set,
-x and y are enough. Pickled objects are not read.
+x_val and y_val are for validation, and w_train holds sample weights. Without a test set, x and y
+are enough. Pickled objects are not read.
 """
 
 import re
@@ -18,10 +17,10 @@ from towers.formatting import reason
 
 _REMEDY = "write it by np.savez, of arrays of numbers, booleans or texts"
 _EXPECTED = (
-    "expected are x_train, y_train, x_test, y_test, or x and y alone; x_val, w_train (sample "
-    "weights) and x_train.NAME (several inputs) where there are such"
+    "expected are x_train, y_train, x_test, y_test, or x and y alone; x_val and w_train (sample "
+    "weights) where there are such"
 )
-_KEY = re.compile(r"([xyw])(?:_(train|val|test))?(?:\.(.+))?")
+_KEY = re.compile(r"([xyw])(?:_(train|val|test))?")
 _SPLITS = {None: "train", "val": "validation"}
 
 
@@ -38,23 +37,21 @@ def load(dataset: str, path: str) -> Data:
     named = f"--dataset={dataset}"
     arrays = read(path, named)
     refused = InputError(f"{named} has the keys {', '.join(arrays) or 'of no array'}; {_EXPECTED}")
-    splits: dict[str, dict[str, dict[str | None, np.ndarray]]] = {}
+    splits: dict[str, dict[str, np.ndarray]] = {}
     for key, array in arrays.items():
         match = _KEY.fullmatch(key)
         if not match:
             raise refused
-        part, split, name = match.groups()
+        part, split = match.groups()
         of_split = splits.setdefault(_SPLITS.get(split, split), {})
-        of_part = of_split.setdefault(part, {})
-        if name in of_part or (of_part and None in {name, *of_part}):  # x and x_train
+        if part in of_split:  # x and x_train
             raise refused
-        of_part[name] = array
+        of_split[part] = array
     examples = {}
     for split, parts in splits.items():
         if set(parts) != set("xyw"[: len(parts)]):  # y without x
             raise refused
-        ordered = [parts[name] for name in "xyw"[: len(parts)]]
-        examples[split] = tuple(arrays.get(None, arrays) for arrays in ordered)
+        examples[split] = tuple(parts[part] for part in sorted(parts, key="xyw".index))
     if "train" not in examples:
         raise refused
     return user_data.data_set(dataset, examples)

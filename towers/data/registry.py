@@ -15,7 +15,7 @@ from towers.errors import InputError
 if TYPE_CHECKING:
     from towers.data.pipeline import Data
 
-NAMES = "shapes", "cifar10", "cifar100", "cifar100_coarse", "folder"
+NAMES = "shapes", "cifar10", "folder"
 FOLDER_LAYOUT = (
     "DIR/train/CLASS/*.png (or .jpg, .jpeg, .bmp, .gif), DIR/test/CLASS/*.png, or DIR/CLASS/*.png"
 )
@@ -32,8 +32,8 @@ def load(
     Args:
         dataset: a name in DATA_SETS, "module:function", see `towers.data.user_data`, or the path of
             a file FILE.npz, see `towers.data.npz`.
-        data_dir: the folder of the user's files, or of published ones; None or "": the CIFARs are
-            those of `keras.datasets`.
+        data_dir: the folder of the user's files, or of published ones; None or "": CIFAR-10 is
+            that of `keras.datasets`.
         image_size: (height, width) to which the images of the user's files are resized; None: all
             must have the same size.
         validation_fraction: the part of the training examples, 0..1, that becomes the validation
@@ -60,14 +60,14 @@ def load(
         from towers.data import folder as images
 
         data = images.load(folder, image_size)
-    elif dataset == "shapes":
+    elif dataset == "cifar10":
+        from towers.data import cifar
+
+        data = cifar.load(folder)
+    else:
         from towers.data import shapes
 
         data = shapes.load()
-    else:
-        from towers.data import cifar
-
-        data = cifar.SETS[dataset].load(folder)
     if not validation_fraction:
         return data
     if data.validation:
@@ -97,11 +97,11 @@ def locate(dataset: str, data_dir: str | None = None) -> None:
             )
         if not os.path.isdir(folder):
             raise InputError(f"--data_dir={folder} is not a folder; expected {FOLDER_LAYOUT}")
-    elif dataset in NAMES:
+    elif dataset == "cifar10":
         from towers.data import cifar
 
         if folder:  # else keras.datasets downloads it
-            cifar.SETS[dataset].find(folder)
+            cifar.find(folder)
     else:
         close = difflib.get_close_matches(dataset.lower(), NAMES, 1)
         meant = f", did you mean {close[0]}?" if close else ""

@@ -96,8 +96,8 @@ class DataOptions:
     """The data set, its batches, and how images are prepared."""
 
     dataset: str = _data(
-        "shapes", "Training and test set: shapes (drawn in code), cifar10, cifar100, "
-        "cifar100_coarse (files in data_dir, else downloaded), FILE.npz (x_train, y_train, x_test, "
+        "shapes", "Training and test set: shapes (drawn in code), cifar10 "
+        "(files in data_dir, else downloaded), FILE.npz (x_train, y_train, x_test, "
         "y_test), module:function, or folder (images in data_dir: train/CLASS/*.png, "
         "test/CLASS/*.png; jpg, bmp, gif).",
     )  # fmt: skip
@@ -109,7 +109,7 @@ class DataOptions:
         "auto", "Augmentation of training images. tutorial: crop to 3/4, flip, brightness, "
         "contrast. resnet: pad 4, crop, flip. shift: by 2 pixels, flip in every other epoch; not "
         "standardised. none: standardised only. off: as they are. auto: tutorial for shapes and "
-        "the CIFARs; otherwise none, or off with a compiled model. resnet,cutout=8 also cuts a "
+        "cifar10; otherwise none, or off with a compiled model. resnet,cutout=8 also cuts a "
         "square of 8 pixels out of each image (16 without a number).",
     )  # fmt: skip
     test_time_flip: bool = _data(
