@@ -12,8 +12,8 @@ from towers.data import ArraySplit, Data
 from towers.errors import InputError
 from towers.options.functions import option_text
 from towers.options.run import Options
+from towers.training.run import loss_checks
 from towers.training.run.setup import assemble, prepare
-from towers.training.step import loss_checks
 
 # Keras warns of some faults itself, in other words.
 pytestmark = [pytest.mark.graph, pytest.mark.filterwarnings("ignore::UserWarning")]

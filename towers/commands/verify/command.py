@@ -21,9 +21,9 @@ from towers.commands.verify.runner import TrainRunner, in_float64, numbers_to_co
 from towers.devices import remote
 from towers.devices.gpus import precision
 from towers.options.run import Options
+from towers.training.run import loss_checks
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import RunContext, assemble, load_data
-from towers.training.step import loss_checks
 
 _NUDGE = 1e-12  # relative change of a weight in float64; else as many units of the last place
 

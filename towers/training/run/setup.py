@@ -19,10 +19,11 @@ from towers.monitoring.results import Objective, parse_monitor
 from towers.options.parts import DueOptions, StepOptions
 from towers.options.run import Options
 from towers.options.triggers import Timetable
-from towers.training.run import schedules
+from towers.training.run import loss_checks, schedules
 from towers.training.run.model import build_model
 from towers.training.run.optimizers import check_own
 from towers.training.run.tensorflow_errors import user_facing_errors
+from towers.training.step.losses import LossRecorder
 from towers.training.step.step import Task
 from towers.training.step.train_loop import make_train_loop
 from towers.training.step.train_state import VARIABLES, TrainState, placement
@@ -193,7 +194,9 @@ def assemble(
         reports = bool(options.metrics or options.callbacks or exact) or not by_flags
         images = dataset.image_shape is not None and (options.augment != "off" or by_flags)
         prepare = augment.preparation(options.augment if images else None, options.input_dtype)
-        task = Task(builder, network, of_step, dataset, prepare, by_flags, reports)
+        recorder = LossRecorder(network)
+        with loss_checks.translate_loss_errors(recorder, options, dataset):
+            task = Task(builder, network, of_step, dataset, prepare, recorder, by_flags, reports)
         directions = metric_directions(task)
         objective = parse_monitor(options.monitor, directions)
     _check_validation(options, dataset)

@@ -8,9 +8,9 @@ from towers.data import augment
 from towers.devices.shown_names import shown_name
 from towers.formatting import count
 from towers.options.parts import UpdateOptions
+from towers.training.run import loss_checks
 from towers.training.run.optimizers import CLIPS, DECAY_APART
 from towers.training.run.setup import RunContext
-from towers.training.step import loss_checks
 from towers.training.step.keras_model import overrides
 from towers.training.step.step import Task
 

@@ -28,9 +28,10 @@ from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 from towers.monitoring import tower_metrics
 from towers.options.parts import StepOptions
-from towers.training.step import fused_update, loss_checks
+from towers.training.step import fused_update
 from towers.training.step.evaluation import Evaluation, Stop, TestStep, scalars
 from towers.training.step.keras_model import floatx_of, mirrored, overrides
+from towers.training.step.losses import LossRecorder, per_example_losses
 from towers.training.step.on_towers import builder_of, method_of, passes_of, put_on
 from towers.training.step.train_state import (
     TrainState,
@@ -64,6 +65,7 @@ class Task:
         options: StepOptions,
         data: Any,
         prepare: Callable,
+        recorder: LossRecorder,
         by_flags: bool = False,
         reports_metrics: bool = True,
     ):
@@ -76,6 +78,7 @@ class Task:
             data: of the run, a `towers.data.Data`.
             prepare: returns what the model is given for (example, draws), see
                 `towers.data.augment.preparation`.
+            recorder: of the model, which records its losses.
             by_flags: whether the flags of the run have compiled the model.
             reports_metrics: whether steps compute the metrics of their batch.
 
@@ -83,7 +86,7 @@ class Task:
             InputError: an option is not possible with this model.
         """
         self.builder, self.model, self.options, self.data = builder, model, options, data
-        self.prepare, self.by_flags = prepare, by_flags
+        self.prepare, self.recorder, self.by_flags = prepare, recorder, by_flags
         self.rate_is_set = by_flags and not options.makes_own_optimizer
         place(model, builder, options.variables)
         new_values = [v for v in model.trainable_variables if v.overwrite_with_gradient]
@@ -92,7 +95,6 @@ class Task:
             builder.warn([f"{options.model} runs on one device: {new_value_reason(new_values[0])}"])
         else:
             put_on(model, builder, options.variables == "replicated")
-        self.recorder = loss_checks.LossRecorder(model)
         log_names, self.figures = self._trace_once()
         self._of_batch = [f"batch/{n}" for n in log_names if n != "loss" and reports_metrics]
         self.step_names = ["loss", "penalty", "gradient_norm", "learning_rate", *self._of_batch]
@@ -154,12 +156,10 @@ class Task:
                 with self.recorder.record(data[1:2]):
                     names[:] = scalars(method_of(model, "train_step")(data))
                 if has_own:  # else they are the same
-                    loss_checks.check_test_step(model, options.model)
                     data = self.prepare(example, None)
                     figures[:] = scalars(method_of(model, "test_step")(data))
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(loss_checks.translate_loss_errors(self, batches))
             stack.enter_context(floatx_of(options.dtype))
             for optimizer in optimizers_of(model):
                 stack.enter_context(tf_internals.slots_beside_weights(optimizer))
@@ -285,7 +285,7 @@ class Task:
         """Return the losses of a tower's examples, `[b]`, whose mean is the compiled loss."""
         y, weights = [*targets, None, None][:2]
         # The scope discards the updates of loss metrics, which are made over the whole batch.
-        with keras.StatelessScope(), loss_checks.per_example_losses(self.options.batch_size):
+        with keras.StatelessScope(), per_example_losses(self.options.batch_size):
             return tf_internals.compiled_loss(self.model, y, outputs, weights)
 
     def _metrics_of_batch(self, outputs: Any) -> dict[str, tf.Tensor]:

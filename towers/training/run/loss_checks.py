@@ -5,18 +5,17 @@ warning. Losses, metrics and training steps of the user's own are not checked.
 """
 
 import contextlib
-import dataclasses
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import tf_internals
+from towers.data import Data
 from towers.errors import InputError
-from towers.training.step.keras_model import overrides
+from towers.options.run import Options
+from towers.training.step.losses import LossInput, LossRecorder
 from towers.training.step.output_activation import output_ending
 
 _OF_COMPILE = "keras.src.trainers.compile_utils"  # calls losses and metrics
@@ -38,123 +37,6 @@ _ELEMENTWISE = (
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class LossInput:
-    """The inputs of a loss. Shapes have a batch axis, and None for unknown sizes."""
-
-    loss: keras.Loss
-    target: int | None  # index of y among the leaves of the data's y; None: it is computed
-    y: tuple[int | None, ...]
-    outputs: tuple[int | None, ...]
-    masked: bool
-
-    @property
-    def kind(self) -> str:
-        """Name of the Keras function that the loss computes; "" for a loss of the user's."""
-        function = getattr(self.loss, "fn", None)
-        modules = type(self.loss).__module__, getattr(function, "__module__", None) or ""
-        is_known = all(module.partition(".")[0] in ("keras", "towers") for module in modules)
-        return function.__name__ if is_known else ""
-
-
-class LossRecorder:
-    """Records the inputs of losses while a model's step is traced."""
-
-    def __init__(self, model: keras.Model):
-        """Record nothing yet."""
-        self.inputs: list[LossInput] = []
-        # Whether each loss is Keras' own, and a mean or sum of separate examples' losses.
-        self.of_examples = False
-        # Else the training step is the user's, and is not checked.
-        self.is_keras = not overrides(model, "train_step", "compute_loss")
-
-    @contextlib.contextmanager
-    def record(self, y: Any) -> Iterator[None]:
-        """Record the losses computed in the block for a batch with targets y."""
-        leaves = tf.nest.flatten(y)
-        self.inputs.clear()
-        self.of_examples = self.is_keras
-        depth = 0  # a loss may call others
-
-        def make(call: Callable) -> Callable:
-            def recording(loss: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
-                nonlocal depth
-                weights = args[0] if args else kwargs.get("sample_weight")
-                if not depth and isinstance(y_true, tf.Tensor) and isinstance(y_pred, tf.Tensor):
-                    target = next((i for i, leaf in enumerate(leaves) if leaf is y_true), None)
-                    self.of_examples &= self._record(loss, target, y_true, y_pred)
-                    if self.of_examples:  # do not call a user's loss twice
-                        self.of_examples = _is_per_example(call, loss, y_true, y_pred, weights)
-                depth += 1
-                try:
-                    return call(loss, y_true, y_pred, *args, **kwargs)
-                finally:
-                    depth -= 1
-
-            return recording
-
-        with tf_internals.replaced((keras.Loss, "__call__", make)):
-            yield
-
-    def _record(self, loss: Any, target: int | None, y: Any, outputs: Any) -> bool:
-        """Record a loss if its shapes are known; return whether it is Keras' own and unmasked."""
-        if not (y.shape.rank and outputs.shape.rank):  # unknown, or without a batch axis
-            return False
-        shapes = tuple(y.shape), tuple(outputs.shape)
-        masked = tf_internals.attached(outputs, "mask") is not None
-        inputs = LossInput(loss, target, *shapes, masked)
-        self.inputs.append(inputs)
-        return bool(inputs.kind) and not inputs.masked
-
-
-@contextlib.contextmanager
-def per_example_losses(total: int) -> Iterator[None]:
-    """Make Keras' losses return one loss per example, [b], whose mean is the loss of the batch.
-
-    Losses with the reduction "sum" are multiplied by `total`, the examples of a batch.
-    """
-
-    def make(call: Callable) -> Callable:
-        return lambda loss, *args, **kwargs: _per_example(call, loss, total, *args, **kwargs)
-
-    with tf_internals.replaced((keras.Loss, "__call__", make)):
-        yield
-
-
-def _per_example(call: Callable, loss: Any, total: int, *args: Any, **kwargs: Any) -> tf.Tensor:
-    reduction, loss.reduction = loss.reduction, "none"
-    try:
-        values = call(loss, *args, **kwargs)
-    finally:
-        loss.reduction = reduction
-    axes = list(range(1, values.shape.rank))
-    if reduction == "sum":
-        return tf.reduce_sum(values, axes) * tf.cast(total, values.dtype)
-    return tf.reduce_mean(values, axes)
-
-
-def _is_per_example(call: Callable, loss: Any, y: Any, outputs: Any, weights: Any) -> bool:
-    if loss.reduction not in ("sum_over_batch_size", "mean", "sum"):
-        if loss.reduction != "mean_with_sample_weight" or weights is not None:
-            return False
-    masks: list[Any] = []  # as of ignore_class, which make the mean depend on the whole batch
-    compute = loss.call
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        values = compute(*args, **kwargs)
-        masks.append(tf_internals.attached(values, "mask"))
-        return values
-
-    vars(loss)["call"] = noting
-    try:
-        values = _per_example(call, loss, 1, y, outputs, weights)
-    except Exception:
-        return False  # it needs the whole batch
-    finally:
-        del vars(loss)["call"]
-    return masks == [None] and values.shape.rank == 1 and values.shape[0] == outputs.shape[0]
-
-
 def check(task: Any, batch: Any) -> list[str]:
     """Check a task on its first batch; return warnings of likely mistakes.
 
@@ -165,39 +47,26 @@ def check(task: Any, batch: Any) -> list[str]:
     Raises:
         InputError: data, model and loss do not match.
     """
-    example, _ = batch
+    (example, _), flag = batch, _flag_of(task.options)
     lines = [
-        f"{_flag_of(task)}: its step changes the variable {name}, which no checkpoint holds, so a "
+        f"{flag}: its step changes the variable {name}, which no checkpoint holds, so a "
         "run that was stopped goes on with other numbers: make it by add_weight(..., "
         "trainable=False); for draws keep a keras.random.SeedGenerator in the layer"
         for name in task.unsaved
     ]
-    lines += _check_losses(task, example) if task.recorder.is_keras else []
+    if task.recorder.is_keras:
+        lines += _check_losses(task.recorder, example, flag, task.data)
     return [f"warning     {line}" for line in dict.fromkeys(lines)]
 
 
-def check_test_step(model: keras.Model, name: str) -> None:
-    """Raise InputError for Keras' own test_step without a loss, after a training step.
-
-    Args:
-        model: compiled.
-        name: --model.
-    """
-    has_own = overrides(model, "test_step", "compute_loss")
-    if not has_own and model.loss is None and not model.losses:
-        raise InputError(
-            f"--model={name} has a train_step of its own, no test_step, and no loss by compile, so "
-            'it cannot be evaluated: give it a test_step that returns a dict such as {"loss": loss}'
-        )
-
-
 @contextlib.contextmanager
-def translate_loss_errors(task: Any, batches: Any) -> Iterator[None]:
+def translate_loss_errors(recorder: LossRecorder, options: Options, data: Data) -> Iterator[None]:
     """Raise errors of Keras' own losses and metrics in the block as InputError of one line.
 
     Args:
-        task: of the compiled model, whose `recorder` is in use in the block.
-        batches: (example, draws), the first of which is looked at after an error.
+        recorder: in use in the block, where the model's steps are traced.
+        options: of the run.
+        data: of the run, whose first batch is looked at after an error.
 
     Raises:
         InputError: there is no loss, or it or a metric cannot be computed of these data.
@@ -207,18 +76,19 @@ def translate_loss_errors(task: Any, batches: Any) -> Iterator[None]:
     except (
         ValueError, TypeError, KeyError, AttributeError, NotImplementedError, tf.errors.OpError
     ) as error:  # fmt: skip
+        flag, model = _flag_of(options), recorder.model
         if str(error).startswith("No loss to compute"):
-            raise InputError(
-                f"{_flag_of(task)} is compiled without a loss: give one, by compile(..., loss=...) "
-                "or --loss=..."
-            ) from None
+            own = f"{flag} has a train_step of its own, no loss and no test_step, so it cannot be "
+            own += 'evaluated: give it a test_step that returns a dict such as {"loss": loss}'
+            none = f"{flag} is compiled without a loss: give one, by compile(..., loss=...) or "
+            raise InputError(none + "--loss=..." if recorder.is_keras else own) from None
         if not _raised_in_compiled(error) or isinstance(error, InputError):
             raise
-        example, _ = next(iter(batches))
-        if task.recorder.is_keras:
-            _check_losses(task, example)
-        names = getattr(task.model, "output_names", None)
-        outputs = [shape_of(each.outputs) for each in task.recorder.inputs] or names or ["unknown"]
+        example, _ = next(iter(data.train.train_batches(options.batch_size, seed=options.seed)))
+        if recorder.is_keras:
+            _check_losses(recorder, example, flag, data)
+        names = getattr(model, "output_names", None)
+        outputs = [shape_of(each.outputs) for each in recorder.inputs] or names or ["unknown"]
         given = [
             f"targets {_shapes_of(example[1]) if len(example) > 1 else 'none'}",
             f"outputs {', '.join(outputs)}",
@@ -226,7 +96,7 @@ def translate_loss_errors(task: Any, batches: Any) -> Iterator[None]:
         given += [f"sample weights {_shapes_of(part)}" for part in example[2:]]
         text = " ".join(str(error).partition(" for '{{node")[0].split()).removesuffix(".")[:200]
         raise InputError(
-            f"{_flag_of(task)}: its loss or a metric cannot be computed of this data set "
+            f"{flag}: its loss or a metric cannot be computed of this data set "
             f"({'; '.join(given)}): {text or type(error).__name__}"
         ) from None
 
@@ -241,29 +111,29 @@ def _raised_in_compiled(error: BaseException) -> bool:
     return all(module.partition(".")[0] in _FRAMEWORKS for module in after)
 
 
-def _check_losses(task: Any, example: Any) -> list[str]:
+def _check_losses(recorder: LossRecorder, example: Any, flag: str, data: Data) -> list[str]:
     leaves = tf.nest.flatten(example[1]) if len(example) > 1 else []
-    activation, layer = output_ending(task.model)
+    activation, layer = output_ending(recorder.model)
     lines = []
-    for inputs in task.recorder.inputs:
+    for inputs in recorder.inputs:
         values = None if inputs.target is None else leaves[inputs.target].numpy()
         if values is not None and not (values.size and values.dtype.kind in "iufb"):
             values = None
-        alone = len(task.recorder.inputs) == 1 and inputs.kind
+        alone = len(recorder.inputs) == 1 and inputs.kind
         wrong = _wrong_shapes(inputs) if inputs.kind in _ELEMENTWISE else ""
         wrong = wrong or (_wrong_ending(inputs, activation, layer) if alone else "")
         if not wrong and values is not None and inputs.kind == _SPARSE:
-            about = (task.data.num_classes, task.data.no_classes) if len(leaves) == 1 else (0, "")
+            about = (data.num_classes, data.no_classes) if len(leaves) == 1 else (0, "")
             wrong = _wrong_classes(inputs, values, *about)
         excluded = len(example) > 2 or inputs.masked  # targets may be left out
         if not wrong and values is not None and inputs.kind in _BINARY and not excluded:
             wrong = _outside_of_0_to_1(values, inputs.kind)
         if wrong:
-            raise InputError(f"{_flag_of(task)}: {wrong}")
+            raise InputError(f"{flag}: {wrong}")
         twice = alone and getattr(inputs.loss, "from_logits", False)
         if twice and activation in ("softmax", "sigmoid"):
             lines.append(
-                f"{_flag_of(task)}: the output ends in a {activation}, and the loss has "
+                f"{flag}: the output ends in a {activation}, and the loss has "
                 "from_logits=True, so it applies one itself and learns badly: take the "
                 f"{activation} off the last layer, or from_logits=True off the loss"
             )
@@ -350,8 +220,7 @@ def _outside_of_0_to_1(values: np.ndarray, kind: str) -> str:
     return f"targets go from {least:g} to {most:g}, and {kind} takes 0..1: {advice}"
 
 
-def _flag_of(task: Any) -> str:
-    options = task.options
+def _flag_of(options: Any) -> str:
     return f"--loss={options.loss}" if options.loss else f"--model={options.model}"
 
 
