@@ -78,10 +78,10 @@ def translate_loss_errors(recorder: LossRecorder, options: Options, data: Data) 
     ) as error:  # fmt: skip
         flag, model = _flag_of(options), recorder.model
         if str(error).startswith("No loss to compute"):
-            own = f"{flag} has a train_step of its own, no loss and no test_step, so it cannot be "
-            own += 'evaluated: give it a test_step that returns a dict such as {"loss": loss}'
-            none = f"{flag} is compiled without a loss: give one, by compile(..., loss=...) or "
-            raise InputError(none + "--loss=..." if recorder.is_keras else own) from None
+            raise InputError(
+                f"{flag} is compiled without a loss: give one, by compile(..., loss=...) or "
+                "--loss=..."
+            ) from None
         if not _raised_in_compiled(error) or isinstance(error, InputError):
             raise
         example, _ = next(iter(data.train.train_batches(options.batch_size, seed=options.seed)))

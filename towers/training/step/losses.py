@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from towers import tf_internals
+from towers.errors import InputError
 from towers.training.step.keras_model import overrides
 
 
@@ -70,6 +71,16 @@ class LossRecorder:
 
         with tf_internals.replaced((keras.Loss, "__call__", make)):
             yield
+
+    def check_test_step(self) -> None:
+        """Raise InputError for Keras' own test_step without a loss, after a training step."""
+        model, has_own = self.model, overrides(self.model, "test_step", "compute_loss")
+        if not has_own and model.loss is None and not model.losses:
+            raise InputError(
+                f"model {model.name} has a train_step of its own, no test_step, and no loss by "
+                "compile, so it cannot be evaluated: give it a test_step that returns a dict such "
+                'as {"loss": loss}'
+            )
 
     def _record(self, loss: Any, target: int | None, y: Any, outputs: Any) -> bool:
         """Record a loss if its shapes are known; return whether it is Keras' own and unmasked."""

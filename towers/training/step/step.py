@@ -156,6 +156,7 @@ class Task:
                 with self.recorder.record(data[1:2]):
                     names[:] = scalars(method_of(model, "train_step")(data))
                 if has_own:  # else they are the same
+                    self.recorder.check_test_step()
                     data = self.prepare(example, None)
                     figures[:] = scalars(method_of(model, "test_step")(data))
 
