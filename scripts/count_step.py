@@ -36,8 +36,8 @@ with quiet_start(level=3):
 
 import towers  # noqa: E402
 from towers import devices, tf_internals  # noqa: E402
-from towers.builder import device_types  # noqa: E402
-from towers.builder.op_names import tower_of  # noqa: E402
+from towers.builder import device_names  # noqa: E402
+from towers.builder.device_names import tower_of  # noqa: E402
 from towers.commands.verify.fit import not_fused  # noqa: E402
 from towers.formatting import markdown  # noqa: E402
 from towers.graphs.placement import traced_name, traced_ops  # noqa: E402
@@ -162,13 +162,13 @@ def read(function: Any, *arguments: Any, call: Callable | None = None, depth: in
     """Call a `tf.function` for the first time and return one step as GPUs would make it.
 
     Args:
-        function: a train loop, built under `device_types.cpus_for_gpus`.
+        function: a train loop, built under `device_names.cpus_for_gpus`.
         *arguments: of the call, such as 0 steps, so that it does no work.
         call: calls the function with these arguments, as `fit` does; by default the function.
         depth: 1 if a call of the function is one step, 0 if it is a loop over steps.
     """
     # Ops that request no device go to the first GPU.
-    with device_types.cpus_for_gpus(), not_fused(), tf.device("/cpu:1"):
+    with device_names.cpus_for_gpus(), not_fused(), tf.device("/cpu:1"):
         with tf_internals.executed_graphs() as functions:
             (call or function)(*arguments)
         concrete = function.get_concrete_function(*arguments)
@@ -307,7 +307,7 @@ def _arguments(node: Any, arguments: Iterable, on_host: Sequence[str] | None) ->
 
 def of_train(options: Options, num_towers: int) -> Step:
     """Return the step of `towers train` on so many GPUs."""
-    with device_types.cpus_for_gpus():
+    with device_names.cpus_for_gpus():
         run = assemble(options, devices.tower_devices(num_towers, "cpu"), load_data(options))
         step = read(run.train_loop(), iter(run.batches(0, 0)), tf.constant(0))
         return step._replace(weights=_bytes_of(run.train_state.model))
@@ -316,7 +316,7 @@ def of_train(options: Options, num_towers: int) -> Step:
 def of_fit(build: Callable[[], keras.Model], batches: Any, num_towers: int, **options: Any) -> Step:
     """Return the step of `fit` with these options of `parallelize`; for 0 towers of plain `fit`."""
     iterator = iter(batches)
-    with device_types.cpus_for_gpus(), tf.device("/cpu:1"):  # where Keras makes them with a GPU
+    with device_names.cpus_for_gpus(), tf.device("/cpu:1"):  # where Keras makes them with a GPU
         model = build()
         if num_towers:
             given = {"devices": devices.tower_devices(num_towers, "cpu"), "check": "off"} | options

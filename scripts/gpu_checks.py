@@ -31,7 +31,7 @@ import towers
 from scripts import step_memory
 from tests import user_models
 from towers import cli, devices, tf_internals
-from towers.builder import collectives
+from towers.builder import gather
 from towers.devices import gpus, memory, nvml
 from towers.devices.nvml import MIB
 from towers.errors import RunError
@@ -475,7 +475,7 @@ def all_sum() -> Iterator[Any]:
 
         @tf.function(autograph=False)
         def sums(*values: Any) -> list[Any]:
-            return [total for (total,) in collectives.all_sum([[v] for v in values], names)]
+            return [total for (total,) in gather.all_sum([[v] for v in values], names)]
 
         values = []
         for tower, name in enumerate(names):

@@ -9,7 +9,7 @@ import pytest
 
 from tests import programs, zoo
 from towers import cli
-from towers.builder import device_types
+from towers.builder import device_names
 from towers.options.functions import load_function
 
 pytestmark = pytest.mark.run
@@ -61,7 +61,7 @@ ON_GPUS = ("added_divergence", "batch_norm_after_dropout", "embedding", "counter
 )
 def test_verify_says_the_truth_of_gpus(capsys, monkeypatch, entry):
     """Logical CPUs go the ways of GPUs, against a CPU as such."""
-    monkeypatch.setenv(device_types.SWITCH, "1")
+    monkeypatch.setenv(device_names.SWITCH, "1")
     assert found(capsys, entry, 2) == entry.expected
 
 

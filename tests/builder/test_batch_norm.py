@@ -12,7 +12,7 @@ from tests.builder import test_equality as equality
 from tests.builder.test_equality import GPUS, LOCAL, THREE, assert_equal, of_towers
 from tests.runs import rare
 from towers import TowerBuilder
-from towers.builder.device_types import cpus_for_gpus
+from towers.builder.device_names import cpus_for_gpus
 from towers.errors import InputError
 
 pytestmark = pytest.mark.run

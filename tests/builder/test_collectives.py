@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers.builder import collectives
-from towers.builder.device_types import cpus_for_gpus
-from towers.builder.sync import SyncGroup
+from towers.builder import gather
+from towers.builder.batch_norm import SyncGroup
+from towers.builder.device_names import cpus_for_gpus
 
 pytestmark = pytest.mark.graph
 DEVICES = ["/cpu:1", "/cpu:2", "/cpu:3"]
@@ -20,15 +20,15 @@ GPUS = ["/gpu:0", "/gpu:1"]
 def test_gpus_of_their_own_meet_and_nccl_is_asked_for_between_cards(monkeypatch):
     for cards, parts, expected in (2, 2, "nccl"), (1, 2, "auto"), (0, 0, "auto"):
         monkeypatch.setattr(tf.config, "get_visible_devices", lambda _, n=cards: [None] * n)
-        monkeypatch.setattr(collectives, "devices_here", lambda _, n=parts: [None] * n)
-        assert collectives._hint(GPUS if cards else DEVICES) == expected
+        monkeypatch.setattr(gather, "devices_here", lambda _, n=parts: [None] * n)
+        assert gather._hint(GPUS if cards else DEVICES) == expected
     of_workers = ["/job:worker/task:0/gpu:0", "/job:worker/task:1/gpu:0"]
     others = ["/gpu:0"], ["/gpu:0", "/gpu:0"], ["/gpu:0", "/cpu:0"], of_workers
     for stand_in in contextlib.nullcontext, cpus_for_gpus:
         with stand_in():
-            assert collectives.are_used(GPUS)
-            assert not any(map(collectives.are_used, others))
-            assert collectives.are_used(DEVICES) is (stand_in is cpus_for_gpus)
+            assert gather.are_used(GPUS)
+            assert not any(map(gather.are_used, others))
+            assert gather.are_used(DEVICES) is (stand_in is cpus_for_gpus)
 
 
 def keys_of(tensors):
@@ -43,12 +43,12 @@ def test_calls_take_few_keys_and_no_two_functions_share_one():
     @tf.function(autograph=False)
     def sums(x):
         values = [[x * i, tf.ones([100], tf.float64)] for i in (1.0, 2.0, 3.0)]
-        totals = [own[0] for own in collectives.all_sum(values, DEVICES)]
+        totals = [own[0] for own in gather.all_sum(values, DEVICES)]
         return totals, keys_of(totals)
 
     @tf.function(autograph=False)
     def stacks(x):
-        collective = collectives.Collective(DEVICES)
+        collective = gather.Collective(DEVICES)
         stacked = [collective.stack(x * i, name) for i, name in enumerate(DEVICES)]
         # The gradient of a stack is summed, and a sum needs a shape.
         assert all(each.shape == [len(DEVICES), *x.shape] for each in stacked)
@@ -73,11 +73,11 @@ def test_a_function_may_be_called_many_times_in_a_step_and_by_several_threads():
     @tf.function
     def sums(x):
         values = [[x * i] for i in (1.0, 2.0, 3.0)]
-        return [own[0] for own in collectives.all_sum(values, DEVICES)]
+        return [own[0] for own in gather.all_sum(values, DEVICES)]
 
     @tf.function(autograph=False)
     def step(x):
-        collectives.all_sum([[x]] * 3, DEVICES)
+        gather.all_sum([[x]] * 3, DEVICES)
         once = [sums(x * factor) for factor in factors]
         looped = tf.map_fn(sums, x[:, None] * [[1.0, 2.0]], fn_output_signature=[tf.float32] * 3)
         return once, looped
@@ -96,18 +96,18 @@ def test_a_function_may_be_called_many_times_in_a_step_and_by_several_threads():
 
 
 def test_what_nccl_takes_for_another_type_is_summed_and_stacked_in_float32(monkeypatch):
-    monkeypatch.setattr(collectives, "_hint", lambda _: "nccl")
+    monkeypatch.setattr(gather, "_hint", lambda _: "nccl")
 
     @tf.function
     def made():
         halves = [[tf.constant([1.0, 2.0**-8], tf.bfloat16), tf.ones(3)]] * 3
-        collective = collectives.Collective(DEVICES)
+        collective = gather.Collective(DEVICES)
         ranks = tf.range(3.0)
         stacked = [
             collective.stack(tf.cast(ranks[i : i + 1], tf.bfloat16), device)
             for i, device in enumerate(DEVICES)
         ]
-        return collectives.all_sum(halves, DEVICES), stacked
+        return gather.all_sum(halves, DEVICES), stacked
 
     ops = made.get_concrete_function().graph.get_operations()
     exchanged = [op for op in ops if op.type.startswith("Collective")]
@@ -125,10 +125,10 @@ def test_what_nccl_takes_for_another_type_is_summed_and_stacked_in_float32(monke
 def test_a_tower_that_fails_ends_the_step_and_the_next_ones_work():
     @tf.function(autograph=False)
     def step(x, least):
-        first = collectives.all_sum([[x]] * 3, DEVICES)
+        first = gather.all_sum([[x]] * 3, DEVICES)
         with tf.control_dependencies([tf.debugging.assert_less(x, least)]):
             values = [[tf.identity(first[0][0])], *first[1:]]
-        return collectives.all_sum(values, DEVICES)[0][0]
+        return gather.all_sum(values, DEVICES)[0][0]
 
     assert float(step(tf.constant(1.0), tf.constant(5.0))) == 9.0
     with pytest.raises(tf.errors.InvalidArgumentError):
@@ -142,7 +142,7 @@ def test_values_of_unknown_shape_are_refused():
 
     @tf.function(input_signature=[tf.TensorSpec([None])])
     def step(x):
-        collective = collectives.Collective(DEVICES)
+        collective = gather.Collective(DEVICES)
         return [collective.sum(x, name) for name in DEVICES]
 
     with pytest.raises(ValueError, match="fully defined"):

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from towers import PerTower, TowerBuilder
-from towers.builder.device_types import cpus_for_gpus
+from towers.builder.device_names import cpus_for_gpus
 
 layers = keras.layers
 DEVICES = ["/cpu:1", "/cpu:2", "/cpu:3", "/cpu:1"]  # where no weight is, but of GPUs

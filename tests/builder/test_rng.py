@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.runs import rare
 from towers import TowerBuilder
-from towers.builder import philox
+from towers.builder import rng
 from towers.builder.rng import BatchSlice, ReplicaRng
 
 pytestmark = pytest.mark.unit
@@ -118,7 +118,7 @@ def test_layers_draw_for_each_example_what_one_device_draws(num_towers, size):
 def test_keys_that_are_made_on_the_device_are_tensorflows(dtype, data):
     numbers = st.integers(dtype.min, dtype.max)
     seed = tf.constant([data.draw(numbers), data.draw(numbers)], dtype)
-    found = philox.key_and_counter(seed)
+    found = rng.key_and_counter(seed)
     made_by_tensorflow = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     for part, expected in zip(found, made_by_tensorflow, strict=True):
         assert part.dtype == expected.dtype

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from tests.builder.test_equality import Moments, copies
 from towers import PerTower, TowerBuilder, tf_internals
-from towers.builder import device_types
-from towers.builder.device_types import cpus_for_gpus
+from towers.builder import device_names
+from towers.builder.device_names import cpus_for_gpus
 from towers.builder.replica_context import integers_on
 
 pytestmark = pytest.mark.run
@@ -28,19 +28,19 @@ def test_logical_cpus_stand_in_for_gpus_where_that_is_asked_for(monkeypatch):
     whole = "/job:localhost/replica:0/task:0/device:"
 
     def found():
-        return [device_types.is_gpu(device) for device in ("", "/cpu:0", "/cpu:1", f"{whole}CPU:2")]
+        return [device_names.is_gpu(device) for device in ("", "/cpu:0", "/cpu:1", f"{whole}CPU:2")]
 
     for device in "/gpu:0", "/GPU:3", f"{whole}GPU:1", "/job:worker/task:1/gpu:0":
-        assert device_types.is_gpu(device), device
+        assert device_names.is_gpu(device), device
     with cpus_for_gpus():
         assert found() == [False, False, True, True]
     assert found() == [False] * 4
-    monkeypatch.setenv(device_types.SWITCH, "1")
+    monkeypatch.setenv(device_names.SWITCH, "1")
     assert found() == [False, False, True, True]
     for here in "", "/cpu:0", f"{whole}GPU:1", "/job:localhost/cpu:0":
-        assert device_types.machine_of(here) == ""
+        assert device_names.machine_of(here) == ""
     for device, task in ("task:1/gpu:0", 1), ("replica:0/task:2/device:CPU:3", 2), ("", 0):
-        assert device_types.machine_of(f"/job:worker/{device}") == f"/job:worker/task:{task}"
+        assert device_names.machine_of(f"/job:worker/{device}") == f"/job:worker/task:{task}"
 
 
 # Few ops and transfers.

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests import tiny
 from towers import cli
-from towers.builder import philox
+from towers.builder import rng
 from towers.builder.tower import TowerBuilder
 from towers.graphs.placement import read_placement, traced_ops
 from towers.training.train import train
@@ -49,7 +49,7 @@ def test_numbers_are_those_of_tensorflows_kernels():
 
     @functools.partial(tf.function, jit_compile=True, autograph=False)
     def drawn():
-        uniform, normal = philox.stateless_random_uniform_v2, philox.stateless_random_normal_v2
+        uniform, normal = rng.stateless_random_uniform_v2, rng.stateless_random_normal_v2
         return [uniform(**own) for own in given], [normal(**own) for own in given]
 
     for uniform, normal, own in zip(*drawn(), given, strict=True):

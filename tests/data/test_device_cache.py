@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tests.data.splits import run
 from towers import TowerBuilder
-from towers.builder import device_types
+from towers.builder import device_names
 from towers.data import ArraySplit, device_cache
 
 pytestmark = pytest.mark.graph
@@ -16,7 +16,7 @@ GPUS = ["/cpu:1", "/cpu:2"]
 
 @pytest.fixture(autouse=True)
 def stand_ins():
-    with device_types.cpus_for_gpus():
+    with device_names.cpus_for_gpus():
         yield
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tests import runs
 from tests.fake_gpus import A100, LOST, SMALL, Card
 from tests.programs import ROOT, python
-from towers.builder import device_types
+from towers.builder import device_names
 from towers.devices import selection
 from towers.devices.gpus import read_back
 from towers.devices.selection import Device, describe, report, tower_devices
@@ -32,7 +32,7 @@ def test_without_gpus():
     assert tower_devices(devices="cpu") == ["/cpu:0"]
     assert tower_devices(devices="/cpu:2,/cpu:0") == ["/cpu:2", "/cpu:0"]
     assert describe() == [Device(0, "/cpu:0", CPU)]
-    with device_types.cpus_for_gpus():  # which are others than the host
+    with device_names.cpus_for_gpus():  # which are others than the host
         assert tower_devices() == ["/cpu:1"]
         assert tower_devices(3) == tower_devices(3, "cpu") == CPUS[1:]
 

@@ -15,7 +15,7 @@ from scripts.count_step import read_nodes
 from tests import tiny
 from tests.runs import released
 from towers import devices, tf_internals
-from towers.builder import device_types
+from towers.builder import device_names
 from towers.graphs.placement import traced_ops
 from towers.training.run.setup import assemble, load_data
 
@@ -42,7 +42,7 @@ def executed(changes, num_towers):
     """Return the nodes of a step's executed graphs, and what each waits for."""
     given = dict(model=f"{__name__}:normed", batch_size=6, variables="replicated")
     options = tiny.options("unused", **given | changes)
-    with device_types.cpus_for_gpus():
+    with device_names.cpus_for_gpus():
         names = devices.tower_devices(num_towers, "cpu")
         run = assemble(options, names, load_data(options))
         loop, arguments = run.train_loop(), (iter(run.batches(0, 0)), tf.constant(0))

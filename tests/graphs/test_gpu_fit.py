@@ -10,7 +10,7 @@ import tensorflow as tf
 import towers
 from tests import fits
 from tests.runs import rare, released
-from towers.builder.device_types import cpus_for_gpus
+from towers.builder.device_names import cpus_for_gpus
 
 pytestmark = pytest.mark.run
 GPUS = ["/cpu:1", "/cpu:2"]

@@ -13,7 +13,7 @@ from tests import tiny
 from tests.programs import TENSORFLOWS_LINES, python
 from tests.runs import rare
 from towers import cli
-from towers.builder import device_types
+from towers.builder import device_names
 from towers.graphs import placement_report
 from towers.graphs.placement import Op, Placement, Transfer, read_placement
 
@@ -157,7 +157,7 @@ def command(tmp_path, capsys):
 def test_a_model_that_chooses_no_device_passes_strict(tmp_path, command, monkeypatch, model, flags):
     """Also with BatchNorm over GPUs: what collectives count their calls by is of no tower."""
     if "replicated" in flags:
-        monkeypatch.setenv(device_types.SWITCH, "1")
+        monkeypatch.setenv(device_names.SWITCH, "1")
     code, out, err = command(model, "--placement=strict", *flags.split())
     assert (code, err) == (0, "")
     assert tiny.saved_steps(tmp_path / "run")[-1] == 5

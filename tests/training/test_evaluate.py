@@ -10,7 +10,7 @@ import tensorflow as tf
 import towers
 from tests import tiny
 from tests.runs import command, result_of
-from towers.builder import cross_host
+from towers.builder import replica_context
 from towers.data import ArraySplit, augment
 from towers.devices import xla_trial
 from towers.training.run.setup import prepare
@@ -96,7 +96,7 @@ def test_a_mirror_image_counts_as_much(trained):
 @pytest.mark.run
 def test_an_evaluation_needs_no_xla(trained, monkeypatch):
     """A run that had --jit_compile can be evaluated on a GPU that XLA does not know."""
-    monkeypatch.setattr(cross_host, "compiled_by_xla", None)
+    monkeypatch.setattr(replica_context, "compiled_by_xla", None)
     monkeypatch.setattr(xla_trial, "try_xla", None)
     assert towers.evaluate(train_dir=str(trained("classes")), jit_compile=True)["step"] == 18
 

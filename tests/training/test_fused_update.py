@@ -11,7 +11,7 @@ import tensorflow as tf
 from tests import tiny
 from tests.runs import released
 from towers import tf_internals
-from towers.builder import device_types, flatten
+from towers.builder import device_names, gather
 from towers.options.parts import OPTIMIZERS
 from towers.options.run import Options
 from towers.training.run.optimizers import make_optimizer
@@ -28,7 +28,7 @@ STARTS_NOTHING = (
 
 @pytest.fixture(autouse=True)
 def gpus():
-    with device_types.cpus_for_gpus():
+    with device_names.cpus_for_gpus():
         yield
 
 
@@ -147,13 +147,13 @@ def test_several_vectors_are_updated_as_one(name, monkeypatch):
     options = Options(**CASES[name])
     given = dict(steps=3, overflow={1}, ema=options.ema_decay > 0)
     one = after_each_step(GPU, options, **given)[-1]
-    monkeypatch.setattr(flatten, "GROUP_BYTES", 250)
+    monkeypatch.setattr(gather, "GROUP_BYTES", 250)
     assert_same(after_each_step(GPU, options, **given)[-1], one)
 
 
 def test_one_vector_waits_for_another(monkeypatch):
     """The memory of one is free before the next is made."""
-    monkeypatch.setattr(flatten, "GROUP_BYTES", 200)
+    monkeypatch.setattr(gather, "GROUP_BYTES", 200)
     options, model = Options(optimizer="adam"), dense(9)
     nodes = executed(masters_on(GPU, model, options), options)
     by_name = {node.name: node for node in nodes}

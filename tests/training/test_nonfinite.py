@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests import runs, tiny
 from tests.programs import ROOT
-from towers.builder import device_types
+from towers.builder import device_names
 from towers.errors import RunError
 from towers.training.train import train
 
@@ -152,7 +152,7 @@ RELEASE = (
 
 
 def on_devices(name):
-    return device_types.cpus_for_gpus() if name.startswith("GPUs") else contextlib.nullcontext()
+    return device_names.cpus_for_gpus() if name.startswith("GPUs") else contextlib.nullcontext()
 
 
 @pytest.mark.parametrize("name", runs.released(KINDS, *RELEASE))

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests import runs, tiny
-from towers.builder import device_types
+from towers.builder import device_names
 from towers.data.pipeline import NUM_DRAWS
 from towers.devices.shown_names import short_device_name
 from towers.graphs.placement import read_placement
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.run
 
 @pytest.fixture(autouse=True)
 def stand_ins():
-    with device_types.cpus_for_gpus():
+    with device_names.cpus_for_gpus():
         yield
 
 
@@ -84,7 +84,7 @@ def run_with_a_best(tmp_path_factory):
     given = dict(num_towers=2, variables="replicated", dtype="float64", max_steps=8)
     given |= dict(log_every_steps=5, steps_per_loop=2, learning_rate=30.0, schedule="constant")
     given |= dict(keep_best=True, validation_fraction=0.2, evaluate_every_epochs=0.2)
-    with device_types.cpus_for_gpus(), contextlib.redirect_stdout(out):
+    with device_names.cpus_for_gpus(), contextlib.redirect_stdout(out):
         result = train(tiny.options(folder, **given))
     return folder, result, out.getvalue()
 

@@ -16,14 +16,13 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder import diagnostics
+from towers.builder import function_analysis
 from towers.builder.attributes import ROWS, SideOutputs
+from towers.builder.device_names import NO_LAYER
 from towers.builder.function_analysis import FunctionAnalysis
-from towers.builder.op_names import NO_LAYER
-from towers.builder.replica_scope import SEED_STATE, ReplicaScope
+from towers.builder.replica_scope import SEED_STATE, ReplicaScope, merge, policy_of
 from towers.builder.traces import Results, Seen, Trace
 from towers.builder.trials import Trial, as_it_is, jittered, noisy, small_scale, trials
-from towers.builder.variable_aggregation import merge, policy_of
 from towers.formatting import first_line
 
 _SECONDS = 60.0  # for all trials
@@ -74,7 +73,7 @@ class Check:
         self.one: Trace | None = None
         self.towers: Trace | None = None
         self._whole_size: int | None = None  # of the batch that was tried
-        self._kind = 0  # of made-up rows, see `made_up_rows.sample`
+        self._kind = 0  # of made-up rows, see `trials.sample`
         self.weights: set[int] | None = None  # ids of those whose gradients are compared; None: all
         # {key in `FunctionAnalysis.policies`: policies that all trials so far confirm}.
         self._possible: dict[Any, list[str]] = {}
@@ -101,13 +100,15 @@ class Check:
 
     def _run(self) -> list[str]:
         analysis, start = self.analysis, time.monotonic()
-        lines = diagnostics.untried(analysis.trace.ops)
-        lines += [diagnostics.unclear_draw(d.layer) for d in analysis.draws if d.layout is None]
+        lines = function_analysis.untried(analysis.trace.ops)
+        lines += [
+            function_analysis.unclear_draw(d.layer) for d in analysis.draws if d.layout is None
+        ]
         if lines:
             return list(dict.fromkeys(lines))
         try:
             self.one = self._trace_on_one_device(analysis.trace.size)
-            if lines := diagnostics.untried(self.one.ops):  # of a backward pass
+            if lines := function_analysis.untried(self.one.ops):  # of a backward pass
                 return lines
             self.towers = self._trace_on_towers()
         except Exception as error:  # any of the user's code, called with a part of the batch
@@ -126,7 +127,7 @@ class Check:
 
     def _refused(self, why: str) -> list[str]:
         self.analysis.refusal = f"towers raise an error ({why})"
-        return [diagnostics.not_checked(self.analysis.refusal)]
+        return [function_analysis.not_checked(self.analysis.refusal)]
 
     def _try_whole_batch(self, seconds: float) -> list[str]:
         """Make two trials of as many examples as in the batch, if the function asks for the number.
@@ -156,9 +157,9 @@ class Check:
         try:
             return self._try_all()
         except tf.errors.CancelledError:
-            return [diagnostics.not_checked("a run of a few examples takes too long")]
+            return [function_analysis.not_checked("a run of a few examples takes too long")]
         except tf.errors.OpError as error:
-            return [diagnostics.not_checked(first_line(error))]
+            return [function_analysis.not_checked(first_line(error))]
         finally:
             self.tracer.release()
 
@@ -216,7 +217,7 @@ class Check:
         start = time.monotonic()
         kind, found = self._rows_to_try()
         if found is None:
-            return [diagnostics.not_checked(kind)]
+            return [function_analysis.not_checked(kind)]
         self._kind = kind
         self._possible.clear()
         doubtful: set[tuple[str, str]] = set()  # gradients that differ a little, in one trial
@@ -226,7 +227,7 @@ class Check:
             if time.monotonic() - start > _SECONDS:
                 if tried < 2:
                     reason = f"it takes more than {_SECONDS:.0f} seconds"
-                    return [diagnostics.not_checked(reason)]
+                    return [function_analysis.not_checked(reason)]
                 break
             a = self._result(self.one, trial)
             if a is None:
@@ -247,7 +248,7 @@ class Check:
                     break
                 difference = difference or found
         if not tried:
-            return [diagnostics.not_checked("what it computes is not finite")]
+            return [function_analysis.not_checked("what it computes is not finite")]
         lines = [self._message(difference)] if difference else []
         return list(dict.fromkeys([*lines, *self._choose()]))
 
@@ -332,13 +333,13 @@ class Check:
         """
         policies, lines, unknown = self.analysis.policies, [], {}
         for variable in self.towers.states:
-            unknown[id(variable)] = diagnostics.unknown_aggregation(variable)
+            unknown[id(variable)] = function_analysis.unknown_aggregation(variable)
             policies.setdefault(id(variable), policy_of(variable) or "mean")
         for place, (layer, has_rows) in enumerate(self.one.losses):
-            key, unknown[key] = ("loss", place), diagnostics.added_loss(layer)
+            key, unknown[key] = ("loss", place), function_analysis.added_loss(layer)
             if key not in self._possible:
                 reason = f"the loss that layer {layer} adds is not finite on the rows tried"
-                lines.append(diagnostics.not_checked(reason))
+                lines.append(function_analysis.not_checked(reason))
                 continue
             possible = self._possible[key]
             possible = ["rows", *possible] if has_rows and "sum" in possible else possible
@@ -442,9 +443,9 @@ class Check:
         if kind == "output":
             layer, is_same = self._layer_that_differs(difference.trial)
             if not is_same:
-                return diagnostics.state_in_python(layer)
+                return function_analysis.state_in_python(layer)
             where = layer or where
-        return diagnostics.inexact(kind, where, difference.by, difference.trial.how)
+        return function_analysis.inexact(kind, where, difference.by, difference.trial.how)
 
     def _layer_that_differs(self, trial: Trial) -> tuple[str, bool]:
         """Return the first layer whose outputs differ, and whether it is the same in each trace."""

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import towers
 from towers import tf_internals
-from towers.builder import diagnostics
+from towers.builder import function_analysis
 from towers.builder.check import Check
 from towers.builder.function_analysis import FunctionAnalysis, analyze, parts_of, unsplit
 from towers.builder.sharding import is_split
@@ -46,7 +46,7 @@ class _Entry:
     @property
     def inexact(self) -> list[str]:
         """The messages on what differs, or that towers raise an error where one device does not."""
-        analysis, is_unchecked = self.analysis, diagnostics.is_unchecked
+        analysis, is_unchecked = self.analysis, function_analysis.is_unchecked
         return [x for x in analysis.lines if analysis.refusal or not is_unchecked(x)]
 
     def serves(self, parts: Sequence[Any], graph: Any) -> bool:
@@ -158,7 +158,7 @@ class Checks:
         """
         analysis = analyze(fn, batch)
         if analysis.trace is None:
-            return [diagnostics.not_checked(analysis.reason)]
+            return [function_analysis.not_checked(analysis.reason)]
         check = Check(analysis, self._builder)
         values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
         check.weights = set(map(id, values)) or None
@@ -232,7 +232,7 @@ class Checks:
         check = Check(analysis, self._builder, backward) if analysis.trace else None
         if check is None:
             reasons = [] if self.when == "off" else [analysis.reason]
-            analysis.lines = list(map(diagnostics.not_checked, reasons))
+            analysis.lines = list(map(function_analysis.not_checked, reasons))
         elif self.when == "off" or (self.passed and _key(analysis) in self.passed):
             check = check if analysis.needs_check else None
         entry = _Entry(parts, place, analysis, check, calls=calls)
@@ -270,7 +270,7 @@ class Checks:
             builder = self._builder
             builder.devices, builder.accumulate_steps = builder.devices[:1], 1
             builder.num_slices = 1
-            self.warn([diagnostics.on_one_device(inexact[0])])
+            self.warn([function_analysis.on_one_device(inexact[0])])
             return
         self.warn(inexact)
         self.warn(() if self.when == "off" else analysis.not_joined)
@@ -307,7 +307,7 @@ class Checks:
                 else:
                     threading.Thread(target=compare, args=rows, daemon=False).start()
             if self.on_inexact != "warn" and entry.inexact:
-                raise RunError(diagnostics.made_for_towers(entry.inexact[0]))
+                raise RunError(function_analysis.made_for_towers(entry.inexact[0]))
 
         def hand_over() -> tf.Operation:
             rows = [x[:MOST_ROWS] for x in batch]

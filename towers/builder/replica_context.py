@@ -6,11 +6,10 @@ with the whole batch computes; it also has what `map`, `sum` and `concat` run:
 | in a tower | by |
 |---|---|
 | a random op returns the slice's rows of the batch's numbers | `rng` |
-| BatchNorm computes its moments over all towers' examples | `batch_norm`, `sync` |
-| assignments are recorded, aggregated, and made once | `replica_scope`, `variable_aggregation` |
-| losses that layers add are scaled to the whole batch | `added_losses` |
+| BatchNorm computes its moments over all towers' examples | `batch_norm` |
+| assignments and added losses are recorded, combined, and made once | `replica_scope` |
 | attributes of layers get the values of one call | `attributes` |
-| variables of other machines and GPUs are sent once, also to XLA's programs | `cross_host` |
+| variables of other machines and GPUs are sent once, also to XLA's programs | this module |
 """
 
 import contextlib
@@ -21,20 +20,110 @@ import keras
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder import (
-    added_losses,
-    batch_norm,
-    cross_host,
-    device_types,
-    diagnostics,
-    gather,
-)
+from towers.builder import batch_norm, device_names, function_analysis, gather, replica_scope
+from towers.builder.batch_norm import SyncGroup
+from towers.builder.device_names import check_devices, is_device, is_gpu, machine_of
 from towers.builder.function_analysis import FunctionAnalysis
-from towers.builder.replica_scope import ReplicaScope, variables_refused
+from towers.builder.gather import grouped, pack, unpack
+from towers.builder.replica_scope import ReplicaScope, assign_once, variables_refused
 from towers.builder.rng import ReplicaRng
-from towers.builder.sharding import Slice, check_devices
-from towers.builder.sync import SyncGroup
-from towers.builder.variable_aggregation import assign_once
+from towers.builder.sharding import Slice
+
+
+def compiled_by_xla(compute: Callable) -> Any:
+    """Compile a function without arguments by XLA; return the structure of tensors that it does."""
+    with read_outside():
+        return tf.function(compute, jit_compile=True, autograph=False)()
+
+
+@contextlib.contextmanager
+def read_outside() -> Iterator[None]:
+    """Make functions that the block calls read variables outside, on the block's device."""
+    eager, graph = tf.executing_eagerly(), tf.compat.v1.get_default_graph()
+    outside, values = tf.init_scope if eager else graph.as_default, {}
+
+    def read(variable: tf.Variable, original: Callable) -> tf.Tensor:
+        if tf.executing_eagerly() or tf.compat.v1.get_default_graph() is graph:
+            return original(variable)
+        if id(variable) not in values:
+            with outside():
+                values[id(variable)] = tf.identity(original(variable))
+        return values[id(variable)]
+
+    with tf_internals.patch_reads(read):
+        yield
+
+
+class WeightBroadcast:
+    """Reads of variables on other machines, for the towers of a traced step."""
+
+    def __init__(self, devices: Sequence[str]):
+        """Set the towers' devices; nothing is read yet."""
+        self._graph = tf.compat.v1.get_default_graph()
+        self._first = {machine_of(device): device for device in reversed(devices)}
+        self._copies: dict[tuple[str, int], tf.Tensor] = {}
+
+    def on(self, device: str) -> contextlib.AbstractContextManager[None]:
+        """Make reads in the block, for the tower on `device`, use its machine's one copy."""
+        machine = machine_of(device)
+        if tf.executing_eagerly() or not machine:
+            return contextlib.nullcontext()
+
+        def read(variable: tf.Variable, original: Callable) -> tf.Tensor:
+            inside = tf.compat.v1.get_default_graph() is not self._graph  # of a loop, a branch
+            if inside or machine_of(variable.device) == machine:
+                return original(variable)
+            key = machine, id(variable)
+            if key not in self._copies:
+                value = original(variable)
+                with tf.device(self._first[machine]):
+                    self._copies[key] = _stand_in(value)
+            with tf.device(device):
+                return tf.identity(self._copies[key])
+
+        return tf_internals.patch_reads(read)
+
+
+class VariablePrefetch:
+    """Reads of untrained variables on other devices, for a tower on a GPU, as one transfer."""
+
+    def __init__(self, device: str):
+        """Set the tower's device; nothing is read yet."""
+        self._device, self._graph = device, tf.compat.v1.get_default_graph()
+        self._reads: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
+
+    def prefetch(self, variable: tf.Variable) -> tf.Tensor | None:
+        """Return a stand-in for a variable's value, None if reading it costs no transfer."""
+        packs = variable.dtype.is_floating or variable.dtype in (tf.int64, tf.uint32)
+        if variable.trainable or not packs or not is_gpu(self._device):
+            return None
+        here = is_device(variable.device, self._device)
+        if here or tf.executing_eagerly() or tf.compat.v1.get_default_graph() is not self._graph:
+            return None
+        if id(variable) not in self._reads:
+            stand_in = _stand_in(tf.zeros(variable.shape, variable.dtype))
+            self._reads[id(variable)] = variable, stand_in
+        return self._reads[id(variable)][1]
+
+    def join(self) -> None:
+        """Replace the stand-ins by the packed values."""
+        reads = list(self._reads.values())
+        for group in grouped(reads, lambda read: (read[0].device, read[0].dtype)):
+            variables, stand_ins = zip(*group, strict=True)
+            with tf.device(variables[0].device), tf.name_scope("fetch"):
+                packed = pack([tf.convert_to_tensor(variable) for variable in variables])
+            with tf.device(self._device), tf.name_scope("fetch"):
+                values = unpack(packed, variables)
+            for stand_in, value in zip(stand_ins, values, strict=True):
+                tf_internals.set_input(stand_in.op, value)
+        self._reads.clear()
+
+
+def _stand_in(value: tf.Tensor) -> tf.Tensor:
+    # An op that TensorFlow keeps and does not fold: else each tower would fetch the value, and a
+    # shape that is computed from it would be that of the zeros.
+    return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
+
 
 # (weight, what each tower reads in its place: a tensor or a `tf.Variable` on the tower's device).
 WeightCopies = Sequence[tuple[keras.Variable, Sequence[Any]]]
@@ -75,7 +164,7 @@ class ReplicaContext:
         self.by_xla = builder.jit_compile and replicas.own is not None
         self.rng = ReplicaRng(part.rows, replicas.analysis.draws, builder.jit_compile, self.device)
         self._replicas = replicas
-        self.prefetch = cross_host.VariablePrefetch(self.device)
+        self.prefetch = VariablePrefetch(self.device)
         self._sync = sync_group.handles[tower] if sync_group else None
 
     @contextlib.contextmanager
@@ -88,7 +177,7 @@ class ReplicaContext:
             scope = stack.enter_context(ReplicaScope(own, self.device, self.prefetch.prefetch))
             moments = self._replicas.builder.batch_norm
             stack.enter_context(batch_norm.over_all_towers(self._sync, moments, self.device))
-            stack.enter_context(tf_internals.inline_functions(cross_host.read_outside))
+            stack.enter_context(tf_internals.inline_functions(read_outside))
             stack.enter_context(tf_internals.convolve_without_xla())
             stack.enter_context(integers_on(self.device))
             if self.own is not None:
@@ -101,7 +190,7 @@ class ReplicaContext:
             return fn(*self.part.batch), []
         fn, rows = self._replicas.analysis.side_outputs.wrap(fn), self.part.rows
         with self.replaced() as self.scope:
-            with added_losses.record_losses(self.scope, rows, self._replicas.added):
+            with replica_scope.record_losses(self.scope, rows, self._replicas.added):
                 returned = fn(*self.part.batch)
         self.scope.close(self.part.count)
         return returned
@@ -110,7 +199,7 @@ class ReplicaContext:
         """Return the losses that layers have added in the last call, as rows to be joined."""
         if self.scope is None:
             return []
-        return added_losses.as_rows(self.scope, self.part.rows, self._replicas.added)
+        return replica_scope.as_rows(self.scope, self.part.rows, self._replicas.added)
 
     def compiled(self, compute: Callable) -> Any:
         """Return the tensors that `compute` returns, compiled by XLA with `jit_compile`.
@@ -126,7 +215,7 @@ class ReplicaContext:
             self.scope.apply_deferred()  # which reads the moving averages
             return results, [value for _, value in self.scope.updates.values()]
 
-        results, assigned = cross_host.compiled_by_xla(program)
+        results, assigned = compiled_by_xla(program)
         updates = self.scope.updates
         for (key, (variable, _)), value in zip(updates.items(), assigned, strict=True):
             updates[key] = variable, value
@@ -206,7 +295,7 @@ class Replicas:
         if len(slices) > 1:
             counts = [part.count for part in slices]
             self.sync_group = SyncGroup(counts, builder.devices[: len(slices)])
-        self.weight_broadcast = cross_host.WeightBroadcast(builder.devices)
+        self.weight_broadcast = WeightBroadcast(builder.devices)
         self.contexts = [ReplicaContext(self, i, part) for i, part in enumerate(slices)]
 
     def __iter__(self) -> Iterator[ReplicaContext]:
@@ -216,7 +305,7 @@ class Replicas:
         yield from self.contexts
         if self.sync_group:
             if any(replica.rng.num_guessed for replica in self.contexts):
-                self.builder.warn([diagnostics.UNFORESEEN_DRAW])
+                self.builder.warn([function_analysis.UNFORESEEN_DRAW])
             # What could not be checked is said when towers could do it: else they have raised why.
             self.builder.warn(self.analysis.lines)
             self.sync_group.join(self.builder.gather_device)
@@ -274,10 +363,10 @@ def assign(builder: Any, scopes: Sequence[ReplicaScope], policies: dict[int, str
         builder.checks.observe(scopes)
     with tf.device(builder.gather_device), tf.name_scope("gather"):
         unknown = assign_once(scopes, policies)
-    builder.warn(map(diagnostics.unknown_aggregation, unknown))
+    builder.warn(map(function_analysis.unknown_aggregation, unknown))
 
 
 def integers_on(device: str) -> contextlib.AbstractContextManager:
     """Make Keras' ops compute int32 tensors as int64 on a GPU: int32 ops run on the host."""
-    is_gpu = device_types.is_gpu(device)
+    is_gpu = device_names.is_gpu(device)
     return tf_internals.integers_as_int64() if is_gpu else contextlib.nullcontext()

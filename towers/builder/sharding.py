@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.device_types import HOST, is_gpu
+from towers.builder.device_names import HOST, is_gpu
 from towers.builder.replica_scope import ReplicaScope
 from towers.builder.rng import BatchSlice
 from towers.errors import InputError
@@ -26,37 +26,6 @@ class PerTower:
     def __init__(self, values: Sequence[Any]):
         """Hold `values`, one for each tower, in tower order."""
         self.values = list(values)
-
-
-def as_devices(devices: Sequence[str]) -> list[str]:
-    """Return the towers' devices as a list; raise InputError if there is none."""
-    names = [] if isinstance(devices, str | int) else list(devices)
-    if not names or any(isinstance(name, int) for name in names):
-        raise InputError(
-            f"devices={devices!r} must be a list with one device for each tower, "
-            'such as ["/gpu:0", "/gpu:1"], or towers.devices.tower_devices(2)'
-        )
-    return names
-
-
-def check_devices(names: Sequence[str]) -> None:
-    """Raise InputError for a missing device, for which TensorFlow would silently use the CPU."""
-    existing = [device.name for device in tf.config.list_logical_devices()]
-    for name in names:
-        if not any(is_device(other, name) for other in existing):
-            raise InputError(f"there is no device {name}: TensorFlow has {', '.join(existing)}")
-
-
-def is_device(whole: str, name: str) -> bool:
-    """Return whether a device matches a name.
-
-    Args:
-        whole: the device's full name, "/job:localhost/replica:0/task:0/device:GPU:0".
-        name: may leave parts out, "/gpu:0".
-    """
-    here = tf.DeviceSpec(job="localhost", replica=0, task=0)
-    device = here.make_merged_spec(tf.DeviceSpec.from_string(whole))
-    return device.make_merged_spec(tf.DeviceSpec.from_string(name)) == device
 
 
 @dataclasses.dataclass(frozen=True)

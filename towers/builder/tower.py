@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.builder import checks, gather, joined_outputs, losses, sharding
+from towers.builder import checks, device_names, gather, passes, sharding
 from towers.builder.replica_context import ReplicaContext, Replicas, call_copies
 from towers.builder.sharding import PerTower
 
@@ -61,7 +61,7 @@ class TowerBuilder:
             raise ValueError(f"batch_norm={batch_norm!r} must be 'sync' or 'local'")
         if accumulate_steps < 1:
             raise ValueError(f"accumulate_steps={accumulate_steps} must be at least 1")
-        self.devices, self.gather_device = sharding.as_devices(devices), gather_device
+        self.devices, self.gather_device = device_names.as_devices(devices), gather_device
         self.batch_norm, self.jit_compile = batch_norm, jit_compile
         self.accumulate_steps = accumulate_steps
         # What a run sets: embeddings' gradients may be dense; sums lie beside spread variables.
@@ -99,7 +99,7 @@ class TowerBuilder:
             fn: maps a tower's slice of the batch to tensors with its rows, in any structure.
             *batch: the global batch.
         """
-        return joined_outputs.concat(self, fn, batch)
+        return passes.concat(self, fn, batch)
 
     def gradients(self, loss_fn: Callable, variables: Iterable[Any], *batch: Any) -> tuple:
         """Return the mean loss over all examples and its gradients.
@@ -119,7 +119,7 @@ class TowerBuilder:
             ValueError: another kind of variable, or losses that are not floats of shape `[b]`.
         """
         variables = list(variables)
-        loss, by_tower, outputs = losses.mean_gradients(self, loss_fn, variables, batch)
+        loss, by_tower, outputs = passes.mean_gradients(self, loss_fn, variables, batch)
         gradients = [
             PerTower(values) if isinstance(variable, PerTower) else values[0]
             for variable, *values in zip(variables, *by_tower, strict=True)

@@ -16,12 +16,19 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder import attributes
-from towers.builder.added_losses import as_float
-from towers.builder.made_up_rows import known_values, possible_shapes, sample, spec_of, stand_in
-from towers.builder.op_names import layer_of
-from towers.builder.replica_scope import ReplicaScope, assign_by_op
+from towers.builder.device_names import layer_of
+from towers.builder.replica_scope import ReplicaScope, as_float, assign_by_op
 from towers.builder.rng import SEEN
 from towers.builder.sharding import PerTower, as_leaves
+from towers.builder.trials import (
+    Values,
+    is_dense_float,
+    known_values,
+    possible_shapes,
+    sample,
+    spec_of,
+    stand_in,
+)
 from towers.errors import InputError
 from towers.formatting import first_line
 
@@ -32,8 +39,6 @@ _SECONDS = 20.0  # for a run: a loop may have no end on other examples
 _IN_16_BITS = "float16", "bfloat16"
 _HERE = threading.local()
 
-# From a variable and its value to what its copy begins from.
-Values = Callable[[tf.Variable, np.ndarray], Any]
 Results = dict[str, list[np.ndarray]]
 # What is seen while a function is traced: losses that layers add, summed; of each state, and of
 # each attribute, the towers' tensors; outputs of layers.
@@ -353,7 +358,7 @@ class Tracer:
         Args:
             size: number of examples.
             seed: 0 for real rows in their order; others shuffle them.
-            kind: of made-up rows, see `made_up_rows.sample`.
+            kind: of made-up rows, see `trials.sample`.
         """
         random = np.random.default_rng(seed)
         if not self.real:
@@ -449,11 +454,6 @@ def is_number(x: tf.Tensor) -> bool:
     """Return whether a tensor holds numbers or truth values."""
     dtype = x.dtype
     return dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex
-
-
-def is_dense_float(x: Any) -> bool:
-    """Return whether x is a dense tensor of floats."""
-    return isinstance(x, tf.Tensor) and x.dtype.is_floating
 
 
 def _or_zeros(gradient: Any, like: Any) -> tf.Tensor:

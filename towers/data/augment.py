@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers.builder import device_types
+from towers.builder import device_names
 from towers.data import arrays
 from towers.data.pipeline import NUM_DRAWS as NUM_DRAWS
 from towers.data.pipeline import Data, Structure
@@ -256,7 +256,7 @@ def _random_crop_and_flip(images: tf.Tensor, draws: tf.Tensor, base: str) -> tf.
     top = draws[:, _ROW] * (rows - height + 1)
     left = draws[:, _COLUMN] * (columns - width + 1)
     mirrored = draws[:, _ALTERNATING if base == "shift" else _FLIP] < 0.5
-    crop = _crop_by_transform if device_types.is_gpu(top.device) else _crop_by_gather
+    crop = _crop_by_transform if device_names.is_gpu(top.device) else _crop_by_gather
     return crop(images, top, left, mirrored, height, width, margin)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.device_types import HOST, is_gpu, machine_of
+from towers.builder.device_names import HOST, is_gpu, machine_of
 from towers.data.pipeline import ArraySplit, Split, Structure
 from towers.devices import memory
 

@@ -14,7 +14,7 @@ def of_device(device: str) -> tuple[float, float] | None:
     """
     import tensorflow as tf
 
-    from towers.builder.device_types import machine_of
+    from towers.builder.device_names import machine_of
 
     if machine_of(device):
         return None

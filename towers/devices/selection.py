@@ -16,9 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder import device_types
-from towers.builder.device_types import are_remote, machine_of
-from towers.builder.sharding import as_devices
+from towers.builder import device_names
+from towers.builder.device_names import are_remote, as_devices, machine_of
 from towers.devices import cuda_visible_devices, nvml, remote, shown_names
 from towers.devices.gpus import (
     driver_gpus,
@@ -115,7 +114,7 @@ def tower_devices(
                 f'towers.devices.configure(devices="{",".join(chosen)}") before the first model'
             )
         return list(map(new_name, chosen))
-    if kind in ("", "cpu", "any") and not device_types.stand_in():
+    if kind in ("", "cpu", "any") and not device_names.stand_in():
         _print_once(
             f"note        {len(chosen)} towers share {', '.join(cpus)}, all that TensorFlow has "
             "started with: the numbers are the same; for a device each type "
@@ -239,7 +238,7 @@ def _first_devices(num_towers: int, gpus: list[str], kind: str) -> list[str]:
 
 
 def _cpus(num_towers: int) -> list[str]:
-    first = int(device_types.stand_in())  # the host does not stand in for a GPU
+    first = int(device_names.stand_in())  # the host does not stand in for a GPU
     return [f"/cpu:{i}" for i in range(first, first + (num_towers or 1))]
 
 
@@ -285,4 +284,4 @@ def _provide_cpus(chosen: Sequence[str]) -> int:
             tf.config.set_logical_device_configuration(
                 cpu, [tf.config.LogicalDeviceConfiguration()] * needed
             )
-    return len(device_types.devices_here("CPU"))
+    return len(device_names.devices_here("CPU"))

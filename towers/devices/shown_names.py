@@ -7,7 +7,7 @@ others were hidden.
 import re
 from collections.abc import Iterable
 
-from towers.builder.device_types import machine_of
+from towers.builder.device_names import machine_of
 
 _shown: dict[str, str] = {}  # {TensorFlow's name of a GPU: its name before others were hidden}
 in_use = False  # whether `tower_devices` has returned a GPU, whose name must not change

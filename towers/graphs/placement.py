@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.op_names import layer_of, tower_of
+from towers.builder.device_names import layer_of, tower_of
 from towers.devices.shown_names import short_device_name
 
 # Ops that move values between devices, control loops, or read variables on their devices.

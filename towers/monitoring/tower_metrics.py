@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder import gather
-from towers.builder.device_types import HOST, is_gpu
+from towers.builder.device_names import HOST, is_gpu
 from towers.builder.passes import TowerGradients
 from towers.builder.tower import TowerBuilder
 

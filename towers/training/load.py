@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from towers import tf_internals
-from towers.builder.device_types import devices_here
+from towers.builder.device_names import devices_here
 from towers.data import augment
 from towers.errors import InputError
 from towers.options.flags import options_from_call

@@ -6,8 +6,7 @@ import keras
 import tensorflow as tf
 
 from towers import devices as tower_devices
-from towers.builder.device_types import are_remote
-from towers.builder.sharding import is_device
+from towers.builder.device_names import are_remote, is_device
 from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 from towers.training.step import train_state

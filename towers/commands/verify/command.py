@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import devices
-from towers.builder import device_types
+from towers.builder import device_names
 from towers.commands.verify.differences import TOLERANCE, TOLERANCES, compare
 from towers.commands.verify.options import VerifyOptions
 from towers.commands.verify.reference import PlainRunner
@@ -67,8 +67,8 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
 
     def one_device(options: Options) -> PlainRunner:
         # A plain CPU if CPUs emulate GPUs; other machines are compared with this one.
-        one = "/cpu:0" if device_types.stand_in() else names[0]
-        one = devices.tower_devices(0)[0] if device_types.are_remote(names) else one
+        one = "/cpu:0" if device_names.stand_in() else names[0]
+        one = devices.tower_devices(0)[0] if device_names.are_remote(names) else one
         run = towers(options, 1)  # refuses what a run refuses
         notes[:] = loss_checks.check(run.task, batches[0])
         return PlainRunner(run, options, one)

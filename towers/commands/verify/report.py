@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.diagnostics import is_unchecked
-from towers.builder.op_names import NO_LAYER, layer_of
+from towers.builder.device_names import NO_LAYER, layer_of
+from towers.builder.function_analysis import is_unchecked
 from towers.commands.verify.differences import (
     NUDGE_PART,
     TOLERANCE,

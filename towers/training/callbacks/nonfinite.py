@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import files, tf_internals
-from towers.builder.device_types import HOST
+from towers.builder.device_names import HOST
 from towers.builder.sharding import slices_of
 from towers.devices.shown_names import shown_name
 from towers.errors import RunError

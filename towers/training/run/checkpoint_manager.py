@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import files
-from towers.builder.device_types import are_remote
+from towers.builder.device_names import are_remote
 from towers.errors import InputError, RunError
 from towers.formatting import reason
 from towers.options.functions import may_be_same_object

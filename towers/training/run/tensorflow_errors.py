@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.op_names import layer_of
+from towers.builder.device_names import layer_of
 from towers.devices import memory
 from towers.devices.shown_names import new_name, short_device_name
 from towers.errors import InputError, RunError

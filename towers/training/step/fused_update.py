@@ -25,8 +25,8 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.device_types import is_gpu
-from towers.builder.flatten import grouped, num_bytes, pack, unpack
+from towers.builder.device_names import is_gpu
+from towers.builder.gather import grouped, num_bytes, pack, unpack
 from towers.training.step.train_state import snapshot
 
 

@@ -17,10 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder import batch_norm, made_up_rows
-from towers.builder.device_types import HOST
-from towers.builder.joined_outputs import concat
-from towers.builder.passes import CopiesError, Passes, TowerGradients
+from towers.builder import batch_norm, trials
+from towers.builder.device_names import HOST
+from towers.builder.passes import CopiesError, Passes, TowerGradients, concat
 from towers.builder.replica_context import WeightCopies, integers_on
 from towers.builder.replica_scope import SEED_STATE, ReplicaScope
 from towers.builder.sharding import slices_of
@@ -170,7 +169,7 @@ class _Steps:
             update = functools.partial(self._update, args)
             joined = fused_update.updates_joined(optimizers_of(self.model), update)
             calls = tf_internals.replaced((keras.Layer, "__call__", self._make_call))
-            known = made_up_rows.feed_values(args, self._batch)
+            known = trials.feed_values(args, self._batch)
             plain = tf_internals.convolve_without_xla()  # where layers run on one device, too
             owners = (tf, tf.compat.v1) if self._replicated and not self._is_on_one_device else ()
             taped = tf_internals.replaced(*((o, "gradients", self._taped_only) for o in owners))
@@ -511,7 +510,7 @@ class _Steps:
         analysis = self.builder.analyze(
             fn, *batch, silent=True, backward=tf_internals.is_recording()
         )
-        known = made_up_rows.is_known
+        known = trials.is_known
         hint = "" if all(map(known, batch)) else "; set shapes in the data set by tf.ensure_shape"
         if analysis.trace is None:
             return f"it cannot be called with another number of examples ({analysis.reason}){hint}"

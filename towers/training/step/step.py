@@ -19,8 +19,7 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder.function_analysis import FunctionAnalysis
-from towers.builder.losses import mean_gradients
-from towers.builder.passes import Passes, TowerGradients
+from towers.builder.passes import Passes, TowerGradients, mean_gradients
 from towers.builder.replica_context import integers_on
 from towers.builder.replica_scope import new_value_reason
 from towers.builder.sharding import PerTower, num_rows

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.builder.device_types import HOST
+from towers.builder.device_names import HOST
 from towers.monitoring import tower_metrics
 from towers.training.step.step import Task
 from towers.training.step.train_state import TrainState, counter

@@ -15,9 +15,8 @@ import keras
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.device_types import HOST, are_gpus, are_remote
-from towers.builder.flatten import num_bytes
-from towers.builder.sharding import is_device
+from towers.builder.device_names import HOST, are_gpus, are_remote, is_device
+from towers.builder.gather import num_bytes
 from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 

@@ -13,8 +13,8 @@ import keras
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder.device_types import is_gpu
-from towers.builder.flatten import grouped, num_bytes
+from towers.builder.device_names import is_gpu
+from towers.builder.gather import grouped, num_bytes
 from towers.options.parts import StepOptions
 from towers.training.step import fused_update
 from towers.training.step.train_state import TrainState, WeightCopy

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder import collectives
+from towers.builder import gather
 from towers.builder.passes import CopiesError, TowerGradients
 from towers.builder.replica_context import WeightCopies
 from towers.training.step import fused_update, train_state
@@ -39,7 +39,7 @@ def send(weights: Sequence[keras.Variable], devices: Sequence[str]) -> WeightCop
         values = [tf.stop_gradient(tf.convert_to_tensor(weight)) for weight in weights]
         masters = [weight.value for weight in weights]
     columns = []
-    for device, received in zip(devices, collectives.broadcast(values, devices), strict=True):
+    for device, received in zip(devices, gather.broadcast(values, devices), strict=True):
         with tf.device(device):  # the gradient of a gradient is that of the weights, too
             sent = tf_internals.record_as_one_op("Sent", received, masters, lambda *dy: list(dy))
         columns.append(sent)
