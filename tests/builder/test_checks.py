@@ -27,16 +27,14 @@ def squares(x):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The kinds of checks that are made, in order: "run" traces both sides, "again" does not."""
-    kinds = []
-    for kind in ("run", "again"):
-        before = getattr(Check, kind)
+    """The checks that are made, in order: "run" traces both sides, "again" does not."""
+    kinds, run = [], Check.run
 
-        def noted(check, kind=kind, before=before):
-            kinds.append(kind)
-            return before(check)
+    def noted(check, is_made=False):
+        kinds.append("again" if is_made else "run")
+        return run(check, is_made)
 
-        monkeypatch.setattr(Check, kind, noted)
+    monkeypatch.setattr(Check, "run", noted)
     return kinds
 
 

@@ -80,50 +80,52 @@ class Check:
         self._is_made = False  # whether there are towers, of the policies that were chosen
 
     @tf.autograph.experimental.do_not_convert
-    def run(self) -> list[str]:
-        """Trace both sides and make the trials; return messages on what differs.
+    def run(self, is_made: bool = False) -> list[str]:
+        """Make the trials with the variables of now; return messages on what differs.
 
-        One message says so if the function could not be tried.
+        The first call traces both sides. If the function could not be tried, one message says so.
+
+        Args:
+            is_made: whether there are towers, of the policies that an earlier call has chosen.
         """
+        self._is_made = is_made
         with tf.init_scope(), np.errstate(all="ignore"):  # 16 bits overflow in trials
-            return self._run()
-
-    @tf.autograph.experimental.do_not_convert
-    def again(self) -> list[str]:
-        """Make the trials with the variables of now; return messages as `run`."""
-        self._is_made = True
-        with tf.init_scope(), np.errstate(all="ignore"):
-            if not self.towers:
-                return self._run()
             start = time.monotonic()
-            return self._try() or self._try_whole_batch(time.monotonic() - start)
+            lines = [] if self.towers else self._trace_both()
+            if lines:
+                return lines
+            lines = self._try()
+            if lines and not is_made and any(drawn.is_folded for drawn in self.analysis.draws):
+                lines = self._try_time_major(lines)
+            return lines or self._try_whole_batch(time.monotonic() - start)
 
-    def _run(self) -> list[str]:
-        analysis, start = self.analysis, time.monotonic()
-        lines = function_analysis.untried(analysis.trace.ops)
+    def _trace_both(self) -> list[str]:
+        """Trace the function on one device and on towers; return why that cannot be tried."""
+        trace, draws = self.analysis.trace, self.analysis.draws
+        lines = function_analysis.untried(trace.ops)
         lines += [
-            function_analysis.unclear_draw(d.layer) for d in analysis.draws if d.layout is None
+            function_analysis.UNCLEAR_DRAW.format(d.layer, "") for d in draws if d.layout is None
         ]
         if lines:
             return list(dict.fromkeys(lines))
         try:
-            self.one = self._trace_on_one_device(analysis.trace.size)
+            self.one = self._trace_on_one_device(trace.size)
             if lines := function_analysis.untried(self.one.ops):  # of a backward pass
                 return lines
             self.towers = self._trace_on_towers()
         except Exception as error:  # any of the user's code, called with a part of the batch
             return self._refused(first_line(error))
-        lines = self._try()
-        if lines and any(drawn.is_folded for drawn in analysis.draws):
-            before, folded = analysis.draws, [drawn.is_folded for drawn in analysis.draws]
-            pairs = zip(before, folded, strict=True)
-            analysis.draws = [drawn.time_major() if each else drawn for drawn, each in pairs]
-            self.towers = self._trace_on_towers()
-            if self._try():
-                analysis.draws = before
-            else:
-                lines = []
-        return lines or self._try_whole_batch(time.monotonic() - start)
+        return []
+
+    def _try_time_major(self, lines: list[str]) -> list[str]:
+        """Try the other layout of several numbers of an example; keep it if it passes."""
+        before = self.analysis.draws
+        self.analysis.draws = [d.time_major() if d.is_folded else d for d in before]
+        self.towers = self._trace_on_towers()
+        if not self._try():
+            return []
+        self.analysis.draws = before
+        return lines
 
     def _refused(self, why: str) -> list[str]:
         self.analysis.refusal = f"towers raise an error ({why})"
@@ -145,11 +147,11 @@ class Check:
         if whole is None or (few.kinds == whole.kinds and not _BRANCHES & set(few.kinds)):
             return []
         analysis = dataclasses.replace(self.analysis, trace=whole)
-        check = Check(analysis, self.builder, False, most_trials=2)
+        check = Check(analysis, self.builder, backward=False, most_trials=2)
         check.one, check._is_made = whole, True
         try:
             check.towers = check._trace_on_towers()
-        except Exception as error:  # as in `run`
+        except Exception as error:  # as in `_trace_both`
             return self._refused(first_line(error))
         return check._try()
 
@@ -169,19 +171,20 @@ class Check:
         In 16 bits a CPU adds so roughly that sums of towers have nothing to do with that of one
         device: the gradient of a bias stops growing at 256 terms, a mean over rows at 2048.
         """
+
+        def traced() -> Trace:
+            try:
+                return self.tracer.trace(size, backward=self.backward)
+            except LookupError:  # an op has no gradient
+                return self.tracer.trace(size)
+
         if self.analysis.trace.float_bytes < 4:
             self.tracer.in_float32 = True
             try:
-                return self._with_or_without_gradients(size)
+                return traced()
             except Exception:  # of any kind: the user's code casts to 16 bits itself
                 self.tracer.in_float32 = False
-        return self._with_or_without_gradients(size)
-
-    def _with_or_without_gradients(self, size: int) -> Trace:
-        try:
-            return self.tracer.trace(size, backward=self.backward)
-        except LookupError:  # an op has no gradient
-            return self.tracer.trace(size)
+        return traced()
 
     def _trace_on_towers(self, named: bool = False) -> Trace:
         analysis, one = self.analysis, self.one
@@ -215,19 +218,18 @@ class Check:
 
     def _try_all(self) -> list[str]:
         start = time.monotonic()
-        kind, found = self._rows_to_try()
-        if found is None:
-            return [function_analysis.not_checked(kind)]
-        self._kind = kind
+        if reason := self._find_rows():
+            return [function_analysis.not_checked(reason)]
         self._possible.clear()
         doubtful: set[tuple[str, str]] = set()  # gradients that differ a little, in one trial
         tried, difference = 0, None
-        each = trials(self.one, lambda seed: self.tracer.inputs(self.one.size, seed, kind))
+        each = trials(self.one, lambda seed: self.tracer.inputs(self.one.size, seed, self._kind))
         for trial in itertools.islice(each, self.most_trials):
             if time.monotonic() - start > _SECONDS:
                 if tried < 2:
-                    reason = f"it takes more than {_SECONDS:.0f} seconds"
-                    return [function_analysis.not_checked(reason)]
+                    return [
+                        function_analysis.not_checked(f"it takes more than {_SECONDS:.0f} seconds")
+                    ]
                 break
             a = self._result(self.one, trial)
             if a is None:
@@ -252,18 +254,15 @@ class Check:
         lines = [self._message(difference)] if difference else []
         return list(dict.fromkeys([*lines, *self._choose()]))
 
-    def _rows_to_try(self) -> tuple[Any, Results | None]:
-        """Return (kind of rows, their results on one device), or (why there are none, None)."""
-        reason = ""
+    def _find_rows(self) -> str:
+        """Set the kind of rows that the function takes; return why there are none, or ""."""
+        reasons = []
         for kind in range(1 if self.tracer.real else 3):
-            rows = self.tracer.inputs(self.one.size, kind=kind)
-            trial = Trial("", rows, as_it_is, small_scale(self.one))
-            found = self._result(self.one, trial)
-            if found is None:
-                reason = reason or self.tracer.failure
-                continue
-            return kind, found
-        return reason, None
+            self._kind, rows = kind, self.tracer.inputs(self.one.size, kind=kind)
+            if self._result(self.one, Trial("", rows, as_it_is, small_scale(self.one))):
+                return ""
+            reasons.append(self.tracer.failure)
+        return reasons[0]
 
     def _result(self, trace: Trace, trial: Trial, **more: Any) -> Results | None:
         """Return the results of a run; None, with `tracer.failure` set, if it has none to compare.
@@ -333,10 +332,10 @@ class Check:
         """
         policies, lines, unknown = self.analysis.policies, [], {}
         for variable in self.towers.states:
-            unknown[id(variable)] = function_analysis.unknown_aggregation(variable)
+            unknown[id(variable)] = function_analysis.UNKNOWN_AGGREGATION.format(variable.path)
             policies.setdefault(id(variable), policy_of(variable) or "mean")
         for place, (layer, has_rows) in enumerate(self.one.losses):
-            key, unknown[key] = ("loss", place), function_analysis.added_loss(layer)
+            key, unknown[key] = ("loss", place), function_analysis.ADDED_LOSS.format(layer)
             if key not in self._possible:
                 reason = f"the loss that layer {layer} adds is not finite on the rows tried"
                 lines.append(function_analysis.not_checked(reason))
@@ -443,7 +442,7 @@ class Check:
         if kind == "output":
             layer, is_same = self._layer_that_differs(difference.trial)
             if not is_same:
-                return function_analysis.state_in_python(layer)
+                return function_analysis.STATE_IN_PYTHON.format(layer)
             where = layer or where
         return function_analysis.inexact(kind, where, difference.by, difference.trial.how)
 

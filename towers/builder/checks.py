@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import pathlib
 import re
 import threading
 import time
@@ -14,7 +15,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-import towers
 from towers import tf_internals
 from towers.builder import function_analysis
 from towers.builder.check import Check
@@ -24,10 +24,9 @@ from towers.builder.traces import MOST_ROWS, is_tracing
 from towers.errors import InputError, RunError
 
 _CACHE_SIZE = 8  # analyses: a training and its evaluation have a few functions
-_AGAIN = [10**n for n in range(1, 9)]  # calls or steps after which "always" checks again
+_AGAIN = [10**n for n in range(1, 9)]  # steps after which "always" checks again
 _ONCE_MORE = 100  # step after which "once" checks again
 _SHARE = 0.01  # of the time since the last check, that a check may take
-_NUMBER = re.compile(r"\d+")
 
 
 @dataclasses.dataclass
@@ -40,14 +39,13 @@ class _Entry:
     check: Check | None  # None: there is none to make
     is_checked: bool = False
     is_on_towers: bool = False  # otherwise one device may be all that calls it
-    calls: int = 1  # while no graph is built
     runs: tf.Variable | None = None  # counts the runs of a graph that hands over real rows
 
     @property
     def inexact(self) -> list[str]:
         """The messages on what differs, or that towers raise an error where one device does not."""
-        analysis, is_unchecked = self.analysis, function_analysis.is_unchecked
-        return [x for x in analysis.lines if analysis.refusal or not is_unchecked(x)]
+        is_unchecked = function_analysis.is_unchecked
+        return [x for x in self.analysis.lines if self.analysis.refusal or not is_unchecked(x)]
 
     def serves(self, parts: Sequence[Any], graph: Any) -> bool:
         """Return whether it is of a function with these parts in a graph; None: in none."""
@@ -117,8 +115,8 @@ class Checks:
         """Return what towers must know of a function; check it, or leave that to `after_step`.
 
         The builder's methods call it. A function is analyzed once for each graph that is traced,
-        and without a graph at its 1st, 10th, 100th call. The batch's values are tried if they are
-        known, otherwise made-up ones of its types and shapes.
+        and once without a graph. The batch's values are tried if they are known, otherwise made-up
+        ones of its types and shapes.
 
         Args:
             fn: the function.
@@ -183,7 +181,7 @@ class Checks:
         if step >= self._next_step:
             for entry in entries:
                 if entry.check and entry not in waiting and not entry.analysis.lines:
-                    self._found(entry, entry.check.again())
+                    self._found(entry, entry.check.run(True))
             self._last = time.monotonic()
             is_cheap = self._last - start <= _SHARE * (start - last)
             self._next_step = self._step_after(step, is_cheap)
@@ -206,8 +204,7 @@ class Checks:
 
     def forget(self, graph: tf.Graph | None = None) -> None:
         """Forget the analyses for a graph that was given up, or all: the model is another."""
-        kept = [e for e in self._entries if graph and not (e.graph and e.graph() is graph)]
-        self._entries = kept
+        self._entries = [e for e in self._entries if graph and not (e.graph and e.graph() is graph)]
 
     def warn(self, lines: Iterable[str]) -> None:
         """Report lines that have not been reported yet, whatever the size of a difference."""
@@ -220,22 +217,19 @@ class Checks:
     def _entry_of(self, fn: Callable, batch: Sequence[Any], silent: bool, backward: bool) -> _Entry:
         eager, parts = tf.executing_eagerly(), [backward, *parts_of(fn, batch)]
         graph = None if eager else tf.compat.v1.get_default_graph()
-        entry = next((entry for entry in self._entries if entry.serves(parts, graph)), None)
-        calls = 1
-        if entry is not None:
-            calls = entry.calls = entry.calls + (eager and not silent)
-            if silent or not eager or calls not in _AGAIN:
+        for entry in self._entries:
+            if entry.serves(parts, graph):
                 return entry
-            self._entries.remove(entry)  # what Python holds may be another
         analysis = analyze(fn, batch)
         place = None if silent and eager else (lambda: None) if eager else weakref.ref(graph)
         check = Check(analysis, self._builder, backward) if analysis.trace else None
         if check is None:
-            reasons = [] if self.when == "off" else [analysis.reason]
-            analysis.lines = list(map(function_analysis.not_checked, reasons))
+            analysis.lines = (
+                [function_analysis.not_checked(analysis.reason)] if self.when != "off" else []
+            )
         elif self.when == "off" or (self.passed and _key(analysis) in self.passed):
             check = check if analysis.needs_check else None
-        entry = _Entry(parts, place, analysis, check, calls=calls)
+        entry = _Entry(parts, place, analysis, check)
         self._entries = [entry, *self._entries[: _CACHE_SIZE - 1]]
         return entry
 
@@ -270,7 +264,7 @@ class Checks:
             builder = self._builder
             builder.devices, builder.accumulate_steps = builder.devices[:1], 1
             builder.num_slices = 1
-            self.warn([function_analysis.on_one_device(inexact[0])])
+            self.warn([f"runs on one device, as on_inexact asks for: {inexact[0]}"])
             return
         self.warn(inexact)
         self.warn(() if self.when == "off" else analysis.not_joined)
@@ -295,7 +289,7 @@ class Checks:
         def compare(*rows: tf.Tensor) -> None:
             if not check.tracer.keep_rows(rows):
                 check.towers = None  # both sides are traced again
-            self._found(entry, check.again())
+            self._found(entry, check.run(True))
             self.warn(entry.analysis.lines)
 
         def look(*rows: tf.Tensor) -> None:
@@ -307,7 +301,10 @@ class Checks:
                 else:
                     threading.Thread(target=compare, args=rows, daemon=False).start()
             if self.on_inexact != "warn" and entry.inexact:
-                raise RunError(function_analysis.made_for_towers(entry.inexact[0]))
+                raise RunError(
+                    f"{entry.inexact[0]}. Only real rows show it, and the tf.function is already "
+                    "made for towers: make it with a TowerBuilder of one device"
+                )
 
         def hand_over() -> tf.Operation:
             rows = [x[:MOST_ROWS] for x in batch]
@@ -346,19 +343,18 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _key(analysis: FunctionAnalysis) -> str:
-    """Return a key of a function's graph and of the versions that compute it.
-
-    Names in a graph have numbers that depend on what was traced before.
-    """
+    """Return a key of a function's graph and of the code that computes and checks it."""
     definition = analysis.trace.function.graph.as_graph_def()
     nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
-    hashed = hashlib.sha256(f"{towers.__version__} {tf.__version__} {keras.__version__}".encode())
-    for node in nodes:
-        hashed.update(f"{_NUMBER.sub('', node.name)} {node.op}".encode())
-        for name in sorted(node.attr):
-            if not node.attr[name].HasField("func"):
-                value = node.attr[name]
+    hashed = hashlib.sha256(f"{tf.__version__} {keras.__version__}".encode())
+    for file in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+        hashed.update(file.read_bytes())
+    for node in nodes:  # whose names have numbers that depend on what was traced before
+        name = re.sub(r"\d+", "", node.name)
+        hashed.update(f"{name} {node.op}".encode())
+        for key, value in sorted(node.attr.items()):
+            if not value.HasField("func"):
                 text = value.SerializeToString(deterministic=True)
-                named = value.HasField("s") and b"__" in value.s  # the name of a function
-                hashed.update(name.encode() + (b"" if named else text))
+                is_function = value.HasField("s") and b"__" in value.s  # the name of one
+                hashed.update(key.encode() + (b"" if is_function else text))
     return hashed.hexdigest()[:16]

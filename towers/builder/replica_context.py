@@ -363,7 +363,7 @@ def assign(builder: Any, scopes: Sequence[ReplicaScope], policies: dict[int, str
         builder.checks.observe(scopes)
     with tf.device(builder.gather_device), tf.name_scope("gather"):
         unknown = assign_once(scopes, policies)
-    builder.warn(map(function_analysis.unknown_aggregation, unknown))
+    builder.warn([function_analysis.UNKNOWN_AGGREGATION.format(v.path) for v in unknown])
 
 
 def integers_on(device: str) -> contextlib.AbstractContextManager:

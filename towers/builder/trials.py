@@ -6,8 +6,7 @@ function is traced.
 
 import contextlib
 import dataclasses
-import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from towers.builder.replica_scope import SEED_STATE
 
 # From a variable and its value to what its copy begins from.
 Values = Callable[[tf.Variable, np.ndarray], Any]
+_PERIOD = 4093  # of noise: a prime, so that rows of a weight get different numbers
 _LENGTHS = 4, 16, 64  # stand for unknown ones; the longer ones for functions that need them
 
 
@@ -27,12 +27,11 @@ def possible_shapes(leaves: Sequence[Any]) -> Iterator[list[tf.TensorShape]]:
         yield shapes
         return
     for length in _LENGTHS:
-        yield [shape if shape.rank is None else _filled(shape, length) for shape in shapes]
-
-
-def _filled(shape: tf.TensorShape, length: int = _LENGTHS[0]) -> tf.TensorShape:
-    """Return a shape with a length in place of those that are unknown, but for axis 0."""
-    return tf.TensorShape([*shape[:1], *(length if dim is None else dim for dim in shape[1:])])
+        yield [
+            x if x.rank is None
+            else tf.TensorShape([*x[:1], *(length if n is None else n for n in x[1:])])
+            for x in shapes
+        ]  # fmt: skip
 
 
 def is_known(leaf: Any) -> bool:
@@ -56,7 +55,7 @@ def spec_of(leaf: Any, size: int, shape: tf.TensorShape) -> tf.TypeSpec:
     if shape.rank is None:
         raise ValueError("the shape of an argument is unknown; set it by tf.ensure_shape")
     kind = tf.SparseTensorSpec if isinstance(leaf, tf.SparseTensor) else tf.TensorSpec
-    return kind([size, *_filled(shape)[1:]], leaf.dtype)
+    return kind([size, *shape[1:]], leaf.dtype)
 
 
 def sample(spec: tf.TypeSpec, random: np.random.Generator, kind: int = 0) -> Any:
@@ -83,8 +82,7 @@ def sample(spec: tf.TypeSpec, random: np.random.Generator, kind: int = 0) -> Any
     return tf.sparse.from_dense(value) if isinstance(spec, tf.SparseTensorSpec) else value
 
 
-# {graph: {name of a placeholder: its value}}
-_GIVEN: MutableMapping[tf.Graph, dict[str, tf.Tensor]] = weakref.WeakKeyDictionary()
+_GIVEN: dict[int, tf.Tensor] = {}  # values of arguments, by id
 
 
 @contextlib.contextmanager
@@ -100,21 +98,20 @@ def feed_values(arguments: Any, values: Any) -> Iterator[None]:
         for each in (arguments, values)
     )
     pairs = zip(tensors, real, strict=False)
-    known = {x.name: v for x, v in pairs if tf.is_symbolic_tensor(x) and x.dtype == v.dtype}
-    graph = tf.compat.v1.get_default_graph()
-    _GIVEN[graph] = known
+    known = {id(x): v for x, v in pairs if tf.is_symbolic_tensor(x) and x.dtype == v.dtype}
+    _GIVEN.update(known)
     try:
         yield
     finally:
-        _GIVEN.pop(graph, None)
+        for key in known:
+            _GIVEN.pop(key, None)
 
 
 def known_values(tensors: Sequence[Any]) -> list[Any] | None:
     """Return the values of tensors; None unless all are eager or arguments with `feed_values`."""
     if not tensors or not all(isinstance(x, tf.Tensor) for x in tensors):
         return None
-    given = _GIVEN.get(tf.compat.v1.get_default_graph(), {})
-    values = [given.get(x.name) if tf.is_symbolic_tensor(x) else x for x in tensors]
+    values = [_GIVEN.get(id(x)) if tf.is_symbolic_tensor(x) else x for x in tensors]
     return None if any(x is None for x in values) else values
 
 
@@ -124,9 +121,6 @@ def stand_in(captured: tf.Tensor) -> tf.Tensor:
         return captured
     spec = tf.TensorSpec(captured.shape, captured.dtype)
     return sample(spec, np.random.default_rng(0), kind=2)  # a weight of 0 would hide what it is of
-
-
-_PERIOD = 4093  # of noise: a prime, so that rows of a weight get different numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +142,8 @@ def trials(one: Any, rows: Callable[[int], list[Any]]) -> Iterator[Trial]:
         rows: returns arguments of the function, for 0 as they come, else in another order.
     """
 
-    def changed(seed: int, change: Callable) -> list[Any]:
-        return [change(x) if is_dense_float(x) else x for x in rows(seed)]
+    def changed(seed: int, change: Callable, *amounts: float) -> list[Any]:
+        return [_changed(x, change, *amounts) if is_dense_float(x) else x for x in rows(seed)]
 
     small, big = small_scale(one), 1e3 if one.float_bytes >= 4 else 1.0
     far = 100.0 if one.float_bytes == 8 else 10.0
@@ -157,8 +151,8 @@ def trials(one: Any, rows: Callable[[int], list[Any]]) -> Iterator[Trial]:
     yield Trial("on these examples", rows(0), as_it_is, small)
     yield Trial("with noise on the variables", rows(1), noisy, small)
     yield Trial("after many steps", rows(0), _late, small)
-    yield Trial("with one far example", changed(2, _far(100.0)), noisy, small, far)
-    yield Trial("with one far example", changed(1, _far(-100.0, 0.0)), noisy, big, far)
+    yield Trial("with one far example", changed(2, _far, 100.0), noisy, small, far)
+    yield Trial("with one far example", changed(1, _far, -100.0, 0.0), noisy, big, far)
     yield Trial("with noise on the variables", rows(2), noisy, big)
     for share in (1e-3, 1e-2):
         yield Trial("with small gradients", rows(1), noisy, share * small)
@@ -169,10 +163,9 @@ def trials(one: Any, rows: Callable[[int], list[Any]]) -> Iterator[Trial]:
     yield Trial("on these examples", rows(3), as_it_is, small)
     yield Trial("with missing values (NaN)", changed(0, _with_nan), noisy, small)
     for seed, factor in enumerate((30.0, 3.0, -3.0, 10.0, -10.0, -30.0), 3):
-        large = changed(seed, lambda x, factor=factor: x * tf.cast(factor, x.dtype))
-        yield Trial("with large inputs", large, noisy, small, loose)
+        yield Trial("with large inputs", changed(seed, np.multiply, factor), noisy, small, loose)
     for shift in (10.0, 100.0):
-        yield Trial("with large inputs", changed(0, _apart(shift)), noisy, small, loose)
+        yield Trial("with large inputs", changed(0, _apart, shift), noisy, small, loose)
 
 
 def small_scale(one: Any) -> float:
@@ -183,50 +176,33 @@ def small_scale(one: Any) -> float:
 def jittered(trial: Trial, step: float, has_weights: bool) -> Trial:
     """Return a trial with other last digits of the weights; without weights, of the inputs.
 
-    A function may ask whether inputs are equal to something.
-
-    Args:
-        trial: any.
-        step: the relative change.
-        has_weights: of the function.
+    A function may ask whether inputs are equal to something. `step` is the relative change.
     """
 
     def values(variable: tf.Variable, value: np.ndarray) -> Any:
         value = trial.values(variable, value)
         return _jitter(value, step) if variable.dtype.is_floating else value
 
-    moves = [is_dense_float(x) and not has_weights for x in trial.inputs]
-    pairs = zip(trial.inputs, moves, strict=True)
-    inputs = [_jitter(x, step) if is_moved else x for x, is_moved in pairs]
+    inputs = [_jitter(x, step) if is_dense_float(x) else x for x in trial.inputs]
+    inputs = trial.inputs if has_weights else inputs
     return dataclasses.replace(trial, inputs=inputs, values=values)
 
 
-# What a copy of a variable begins from.
+# What a copy of a variable begins from, by the variable and its value.
 
 
 def as_it_is(_: tf.Variable, value: np.ndarray) -> Any:
-    """Return the variable's value.
-
-    Args:
-        _: the variable.
-        value: its value.
-    """
+    """Return the variable's value."""
     return value
 
 
 def noisy(variable: tf.Variable, value: np.ndarray) -> Any:
-    """Return a float's value with noise: a weight of zero would hide what it is the weight of.
-
-    Args:
-        variable: any.
-        value: its value.
-    """
+    """Return a float's value with noise: a weight of zero would hide what it is the weight of."""
     if not variable.dtype.is_floating:
         return value
     waves = _waves(1.0, 12.9898, value.shape)
     # Others than weights stay positive, as a variance must be.
-    noise = 0.1 * waves if variable.trainable else 0.05 + 0.05 * np.abs(waves)
-    return (np.asarray(value, np.float64) + noise).astype(value.dtype)
+    return _plus(value, 0.1 * waves if variable.trainable else 0.05 + 0.05 * np.abs(waves))
 
 
 def _late(variable: tf.Variable, value: np.ndarray) -> Any:
@@ -237,9 +213,8 @@ def _late(variable: tf.Variable, value: np.ndarray) -> Any:
     if value.dtype == bool:
         return ~value
     if value.shape:
-        return (np.asarray(value, np.float64) + 100.0).astype(value.dtype) if is_float else value
-    more = 1000 if is_float or variable.dtype.size >= 4 else 50
-    return (np.asarray(value, np.float64) + more).astype(value.dtype)
+        return _plus(value, 100.0) if is_float else value
+    return _plus(value, 1000 if is_float or variable.dtype.size >= 4 else 50)
 
 
 def _partly_late(one: Any, part: int) -> Values:
@@ -254,8 +229,7 @@ def _in_mode(number: int, amount: float) -> Values:
     def values(variable: tf.Variable, value: np.ndarray) -> Any:
         if not _is_number(variable, value):
             return noisy(variable, value)
-        more = amount if variable.dtype.is_floating else number
-        return (np.asarray(value, np.float64) + more).astype(value.dtype)
+        return _plus(value, amount if variable.dtype.is_floating else number)
 
     return values
 
@@ -271,44 +245,46 @@ def _is_number(variable: tf.Variable, value: np.ndarray) -> bool:
     return not (value.shape or value.dtype == bool or SEED_STATE in variable.name)
 
 
-# Rows that are changed. Whole numbers stay: they may be classes or indices.
+def _plus(value: np.ndarray, more: Any) -> np.ndarray:
+    return (np.asarray(value, np.float64) + more).astype(value.dtype)
 
 
-def _with_nan(x: tf.Tensor) -> tf.Tensor:
+# Rows that are changed. Whole numbers stay: they may be classes, indices or marks.
+
+
+def is_dense_float(x: Any) -> bool:
+    """Return whether x is a dense tensor of floats."""
+    return isinstance(x, tf.Tensor) and x.dtype.is_floating
+
+
+def _changed(x: tf.Tensor, change: Callable, *amounts: float) -> tf.Tensor:
+    return tf.constant(change(x.numpy(), *amounts).astype(x.dtype.as_numpy_dtype))
+
+
+def _with_nan(x: np.ndarray) -> np.ndarray:
     """Make one number of the first example and one of the last NaN."""
-    array = x.numpy()
-    flat = array.reshape(len(array), -1)
-    flat[[0, -1], :1] = np.nan
-    return tf.constant(array)
+    x = x.copy()
+    x.reshape(len(x), -1)[[0, -1], :1] = np.nan
+    return x
 
 
-def _far(factor: float, rest: float = 1.0) -> Callable:
-    """Return a change that moves the first example far away, and multiplies the others."""
-
-    def far(x: tf.Tensor) -> tf.Tensor:
-        first = x[:1] * tf.cast(factor, x.dtype) + tf.cast(1.0, x.dtype)
-        return tf.concat([first, x[1:] * tf.cast(rest, x.dtype)], axis=0)
-
-    return far
+def _far(x: np.ndarray, factor: float, rest: float = 1.0) -> np.ndarray:
+    """Move the first example far away, and multiply the others."""
+    return np.concatenate([x[:1] * factor + 1.0, x[1:] * rest])
 
 
-def _apart(shift: float) -> Callable:
-    """Return a change that moves the last two examples one way, the others the other way.
+def _apart(x: np.ndarray, shift: float) -> np.ndarray:
+    """Move the last two examples one way, the others the other way.
 
     So the means of both slices are on both sides of that of all.
     """
-
-    def apart(x: tf.Tensor) -> tf.Tensor:
-        number = len(x)
-        steps = np.full([number, *[1] * (x.shape.rank - 1)], -2 * shift / max(number - 2, 1))
-        steps[-2:] = shift
-        return x + tf.cast(steps, x.dtype)
-
-    return apart
+    steps = np.full([len(x), *[1] * (x.ndim - 1)], -2 * shift / max(len(x) - 2, 1))
+    steps[-2:] = shift
+    return x + steps
 
 
 def _jitter(value: Any, step: float) -> Any:
-    """Return a value with other last digits. Whole numbers stay: they may be marks, as of -1."""
+    """Return a value with other last digits."""
     array = np.asarray(value)
     wide = array if array.dtype.itemsize >= 4 else array.astype(np.float64)
     moved = wide * (1 + step * np.sign(_waves(7.0 + 1e6 * step, 78.233, array.shape)))
@@ -320,11 +296,3 @@ def _waves(phase: float, frequency: float, shape: Sequence[int]) -> np.ndarray:
     size = int(np.prod(shape))
     waves = np.sin(phase + frequency * np.arange(min(size, _PERIOD)))
     return np.resize(waves, size).reshape(shape)
-
-
-# From a variable and its value to what its copy begins from.
-
-
-def is_dense_float(x: Any) -> bool:
-    """Return whether x is a dense tensor of floats."""
-    return isinstance(x, tf.Tensor) and x.dtype.is_floating
