@@ -60,12 +60,7 @@ def pack(values: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def unpack(packed: tf.Tensor, like: Sequence[Any]) -> list[tf.Tensor]:
-    """Split a packed tensor again.
-
-    Args:
-        packed: `[total]`, from `pack`.
-        like: tensors or variables of the shapes of the result, in the order of packing.
-    """
+    """Split what `pack` returns again, into tensors of the shapes of `like`, in its order."""
     sizes = [value.shape.num_elements() for value in like]
     if packed.dtype.is_floating:
         parts = tf.split(packed, sizes) if len(sizes) > 1 else [packed]
@@ -96,15 +91,12 @@ def add_sparse(values: Sequence[Any]) -> Any:
 
 def join(values: Sequence[Any]) -> Any:
     """Concatenate per-tower values along axis 0, with their Keras masks, without the Nones."""
-    values = [value for value in values if value is not None]
-    values = [
-        value if isinstance(value, tf.RaggedTensor) else tf.convert_to_tensor(value)
-        for value in values
-    ]
-    if any(value.shape.rank == 0 for value in values):
-        raise ValueError("concat joins along axis 0 and cannot join scalars: use sum or map")
+    convert = lambda x: x if isinstance(x, tf.RaggedTensor) else tf.convert_to_tensor(x)  # noqa: E731
+    values = [convert(value) for value in values if value is not None]
     if not values:
         return None
+    if any(value.shape.rank == 0 for value in values):
+        raise ValueError("concat joins along axis 0 and cannot join scalars: use sum or map")
     joined = tf.concat(values, axis=0)
     masks = [tf_internals.attached(value, "mask") for value in values]
     if all(mask is not None for mask in masks):
@@ -137,12 +129,9 @@ def sum_gradients(
 
 
 def add_to(builder: Any, totals: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """Add each tower's result to its total, on its device; return the totals.
+    """Add each tower's result, a structure of tensors, to its total, on its device; return these.
 
-    Args:
-        builder: the `TowerBuilder`.
-        totals: of each tower a structure of tensors; empty before the first round.
-        results: like `totals`; the last towers may have none.
+    The totals are empty before the first round, and the last towers may have no result.
     """
     if not totals:
         return list(results)
@@ -161,10 +150,7 @@ def _sum_on(
     devices: Sequence[str],
     add: Callable,
 ) -> list[Any]:
-    """Return the sums of the towers' gradients, each on its target's device.
-
-    Those of GPUs are packed for each type and target.
-    """
+    """Return sums of the towers' gradients on the target's device; GPUs pack them by type."""
     columns = list(zip(*gradients, strict=True))
     packs = [_are_dense(values) and is_gpu(devices[0]) for values in columns]
     kind = lambda i: (targets[i], columns[i][0].dtype) if packs[i] else None  # noqa: E731
@@ -190,11 +176,11 @@ def _sum_of_each_machine(
     values: Sequence[Any], devices: Sequence[str], add: Callable
 ) -> Sequence[Any]:
     # A machine's values are summed there before they are sent; those of this process stay apart.
+    if not are_remote(devices):
+        return values
     of_machines: dict[str, list[tuple[Any, str]]] = {}
     for value, device in zip(values, devices, strict=False):
         of_machines.setdefault(machine_of(device), []).append((value, device))
-    if not any(of_machines):
-        return values
     sums = []
     for pairs in of_machines.values():
         with tf.device(pairs[0][1]):
@@ -211,21 +197,15 @@ def _sum_on_every_tower(builder: Any, gradients: Sequence[Sequence[Any]]) -> lis
     """
     columns, devices = list(zip(*gradients, strict=True)), builder.devices
     apart = len(set(devices)) == len(devices) == len(gradients) and not tf.executing_eagerly()
-    packed = [
-        i
-        for i, values in enumerate(columns)
-        if apart and _are_dense(values) and not values[0].dtype.is_complex
-    ]
-    results: list[list[Any]] = [[None] * len(columns) for _ in devices]
-    values = [[tower_gradients[i] for i in packed] for tower_gradients in gradients]
-    for result, sums in zip(results, all_sum(values, devices), strict=False):
-        for i, value in zip(packed, sums, strict=True):
-            result[i] = value
-    for i in set(range(len(columns))) - set(packed):
+    packs = [apart and _are_dense(own) and not own[0].dtype.is_complex for own in columns]
+    packed = [list(itertools.compress(own, packs)) for own in gradients]
+    sums = list(map(iter, all_sum(packed, devices)))
+    results: list[list[Any]] = [[] for _ in devices]
+    for values, is_packed in zip(columns, packs, strict=True):
         with tf.device(builder.gather_device):
-            total = builder.add(columns[i])
-        for result in results:
-            result[i] = total
+            total = None if is_packed else builder.add(values)
+        for result, own in zip(results, sums, strict=True):
+            result.append(next(own) if is_packed else total)
     return results
 
 
@@ -234,12 +214,7 @@ def _are_dense(values: Sequence[Any]) -> bool:
 
 
 def map_values(fn: Callable, gradient: Any) -> Any:
-    """Apply a function to the values of a gradient; return the gradient of its results.
-
-    Args:
-        fn: maps a tensor to one of the same shape.
-        gradient: dense or sparse; None stays None.
-    """
+    """Apply a function to the values of a gradient, dense, sparse or None; return the gradient."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
@@ -308,14 +283,10 @@ def all_sum(
 
 
 def broadcast(values: Sequence[tf.Tensor], devices: Sequence[str]) -> list[list[tf.Tensor]]:
-    """Return for each device the values of the first one; the first of them are sent first.
+    """Return for each of the devices the floats of the first one; these are sent in their order.
 
     The others add zeros. TensorFlow's op for a broadcast is dropped on a device that does not use
     what it receives, and the others then wait for it forever.
-
-    Args:
-        values: floats on the first device.
-        devices: of the towers, each another.
     """
     zeros = [None] * (len(devices) - 1)
     _, *received = all_sum([values, *zeros], devices, backward=False)

@@ -19,8 +19,8 @@ import tensorflow as tf
 from towers import tf_internals
 from towers.builder import gather, replica_scope
 from towers.builder.function_analysis import FunctionAnalysis
-from towers.builder.replica_context import ReplicaContext, Replicas, WeightCopies, assign, assigned
-from towers.builder.replica_scope import ReplicaScope, copies_of, widen
+from towers.builder.replica_context import ReplicaContext, Replicas, WeightCopies, assign
+from towers.builder.replica_scope import ReplicaScope, assigned, copies_of, widen
 from towers.builder.sharding import PerTower, Slice, is_split, num_rows, rounds
 from towers.errors import InputError
 

@@ -13,14 +13,14 @@ with the whole batch computes; it also has what `map`, `sum` and `concat` run:
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder import batch_norm, device_names, function_analysis, gather, replica_scope
+from towers.builder import batch_norm, function_analysis, gather, replica_scope
 from towers.builder.batch_norm import SyncGroup
 from towers.builder.device_names import check_devices, is_device, is_gpu, machine_of
 from towers.builder.function_analysis import FunctionAnalysis
@@ -28,6 +28,225 @@ from towers.builder.gather import grouped, pack, unpack
 from towers.builder.replica_scope import ReplicaScope, assign_once, variables_refused
 from towers.builder.rng import ReplicaRng
 from towers.builder.sharding import Slice
+
+# (weight, what each tower reads in its place: a tensor or a `tf.Variable` on the tower's device).
+WeightCopies = Sequence[tuple[keras.Variable, Sequence[Any]]]
+
+
+class ReplicaContext:
+    """The context of one tower's copy, for the forward and the backward pass.
+
+    A later pass continues the random numbers and the exchanges of the pass before.
+
+    Attributes:
+        name: name scope of the tower's ops.
+        own: {id of a Keras variable: what the tower reads in its place}; None, as for `map`, if the
+            function may create variables and assign any (if its analysis allows it).
+        copies: the same of weights, see `Replicas`.
+        scope: records the assignments of the last call.
+        tape: has recorded the last forward pass of `TowerBuilder.forward`.
+        outputs: of that pass, from which `TowerBuilder.backward` goes back.
+    """
+
+    scope: ReplicaScope | None = None
+    tape: tf.GradientTape | None = None
+    outputs: Any = None
+
+    def __init__(self, replicas: "Replicas", tower: int, part: Slice):
+        """Set the number of the tower and its slice; `replicas` are the contexts of all towers."""
+        builder, self._replicas = replicas.builder, replicas
+        self.tower, self.device, self.name = tower, builder.devices[tower], f"tower_{tower}"
+        self.part, self.own = part, replicas.own
+        self.copies = {id(v): values[tower] for v, values in replicas.copies}
+        self._copied = [(_master(v), values[tower]) for v, values in replicas.copies]
+        self.by_xla = builder.jit_compile and replicas.own is not None
+        self.rng = ReplicaRng(part.rows, replicas.analysis.draws, builder.jit_compile, self.device)
+        self.prefetch = VariablePrefetch(self.device)
+        self._sync = replicas.sync_group.handles[tower] if replicas.sync_group else None
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[ReplicaScope]:
+        """Patch Keras and TensorFlow in the block; yield the scope that records assignments."""
+        mode, own = self._replicas.builder.batch_norm, self.copies | (self.own or {})
+        with (
+            self.rng.drawing(),
+            self._replicas.weight_broadcast.on(self.device),
+            ReplicaScope(own, self.device, self.prefetch.prefetch) as scope,
+            batch_norm.over_all_towers(self._sync, mode, self.device),
+            tf_internals.inline_functions(read_outside),
+            tf_internals.convolve_without_xla(),
+            integers_on(self.device),
+            contextlib.nullcontext() if self.own is None else variables_refused(),
+        ):
+            yield scope
+
+    def call(self, fn: Callable) -> tuple[Any, list[Any]]:
+        """Call `fn` on the slice; return its result, and the tensors that it sets as attributes."""
+        if self.own is None and self.part.rows is None:  # nothing was split: it is just copied
+            return fn(*self.part.batch), []
+        fn, rows = self._replicas.analysis.side_outputs.wrap(fn), self.part.rows
+        with self.replaced() as self.scope:
+            with replica_scope.record_losses(self.scope, rows, self._replicas.added):
+                returned = fn(*self.part.batch)
+        self.scope.close(self.part.count)
+        return returned
+
+    def added_losses(self) -> list[tf.Tensor]:
+        """Return the losses that layers have added in the last call, as rows to be joined."""
+        if self.scope is None:
+            return []
+        return replica_scope.as_rows(self.scope, self.part.rows, self._replicas.added)
+
+    def compiled(self, compute: Callable) -> Any:
+        """Return the tensors that `compute` returns, compiled by XLA with `jit_compile`."""
+        if not self.by_xla:
+            return compute()
+
+        def program() -> tuple[Any, list[tf.Tensor]]:
+            results = compute()
+            self.scope.apply_deferred()  # which reads the moving averages
+            return results, [value for _, value in self.scope.updates.values()]
+
+        results, assigned = compiled_by_xla(program)
+        updates = self.scope.updates
+        for (key, (variable, _)), value in zip(updates.items(), assigned, strict=True):
+            updates[key] = variable, value
+        return results
+
+    def read_variables(self) -> list[tf.Variable]:
+        """Return the variables that the last forward pass has read; of copies the masters."""
+        own = {id(copy): master for master, copy in self._copied}
+        sent = [master for master, copy in self._copied if isinstance(copy, tf.Tensor)]
+        return [own.get(id(v), v) for v in self.tape.watched_variables()] + sent
+
+    def sources(self, variables: Sequence[Any]) -> list[Any]:
+        """Return what the tower's tape knows in place of variables: their copies, if any."""
+        copies = {id(master): copy for master, copy in self._copied}
+        return [copies.get(id(v), v) for v in variables]
+
+    def unpadded(self, structure: Any) -> Any:
+        """Return results of the slice without padding rows."""
+        return tf.nest.map_structure(self.part.unpadded, structure)
+
+    def gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the gradients; mark those that are sparse and have the same rows in each tower.
+
+        They are zeros if the tower has no example: those of padding may be NaN. With the builder's
+        `dense_gradients` sparse ones become dense where that has fewer bytes.
+
+        Args:
+            gradients: of the tower; None where there is none.
+            variables: of the gradients, masters and not copies.
+        """
+        static, builder = self._replicas.analysis.static_rows, self._replicas.builder
+        if self.part.may_be_empty():
+            used = self.part.count > 0
+            zeroed = lambda x: tf.math.multiply_no_nan(x, tf.cast(used, x.dtype))  # noqa: E731
+            gradients = [gather.map_values(zeroed, gradient) for gradient in gradients]
+
+        def known(gradient: Any, variable: Any) -> Any:
+            if not isinstance(gradient, tf.IndexedSlices):
+                return gradient
+            values, indices, num_rows = gradient.values, gradient.indices, variable.shape[0]
+            most = (values.shape[0] or 0) * len(builder.devices)
+            if builder.dense_gradients and num_rows is not None and num_rows <= most:
+                return tf.math.unsorted_segment_sum(values, indices, num_rows)
+            if id(variable) in static:
+                return gather.StaticIndexedSlices(values, indices, gradient.dense_shape)
+            return gradient
+
+        return [known(g, variable) for g, variable in zip(gradients, variables, strict=True)]
+
+
+class Replicas:
+    """The contexts of all towers' copies of a function, one for each slice."""
+
+    def __init__(
+        self,
+        builder: Any,
+        slices: Sequence[Slice],
+        analysis: FunctionAnalysis,
+        own: dict[int, Any] | None = None,
+        added: Mapping[Any, str | None] | None = None,
+        copies: WeightCopies = (),
+    ):
+        """Make the contexts.
+
+        Args:
+            builder: the `TowerBuilder`.
+            slices: one for each tower; the last towers may have none.
+            analysis: of the function.
+            own: see `ReplicaContext`.
+            added: policies of the losses that layers add.
+            copies: of weights.
+        """
+        check_devices([*builder.devices, builder.gather_device])
+        self.builder, self.analysis, self.own, self.added = builder, analysis, own, added or {}
+        self.copies, self.sync_group = copies, None
+        if len(slices) > 1:
+            counts = [part.count for part in slices]
+            self.sync_group = SyncGroup(counts, builder.devices[: len(slices)])
+        self.weight_broadcast = WeightBroadcast(builder.devices)
+        self.contexts = [ReplicaContext(self, i, part) for i, part in enumerate(slices)]
+
+    def __iter__(self) -> Iterator[ReplicaContext]:
+        """Yield each tower's context for a pass, then exchange what BatchNorm needs of all."""
+        if self.sync_group:
+            self.sync_group.is_open = True
+        yield from self.contexts
+        if self.sync_group:
+            if any(replica.rng.num_guessed for replica in self.contexts):
+                self.builder.warn([function_analysis.UNFORESEEN_DRAW])
+            # What could not be checked is said when towers could do it: else they have raised why.
+            self.builder.warn(self.analysis.lines)
+            self.sync_group.join(self.builder.gather_device)
+        for replica in self.contexts:
+            replica.prefetch.join()
+
+
+def call_copies(
+    builder: Any, fn: Callable, slices: Sequence[Slice], batch: Sequence[Any]
+) -> list[Any]:
+    """Call `fn` on each slice of `batch`, make the assignments once, and return the results."""
+    options = {"num_slices": len(builder.devices), "backward": tf_internals.is_recording()}
+    analysis = builder.analyze(fn, *batch, **options)
+    replicas, sides = Replicas(builder, slices, analysis), []
+    fn = tf_internals.converted_as_here(fn)
+
+    def on_tower(replica: ReplicaContext) -> Any:
+        result, side = replica.call(fn)
+        sides.append(replica.unpadded(side))
+        return result
+
+    results = builder.run(on_tower, replicas)
+    scopes = [replica.scope for replica in replicas.contexts if replica.scope]
+    if scopes:  # else nothing was split, and nothing is assigned
+        assign(builder, scopes, analysis.policies)
+        analysis.side_outputs.assign(builder.gather(gather.join, sides), batch)
+    return results
+
+
+def _master(weight: Any) -> tf.Variable:
+    return weight.value if isinstance(weight, keras.Variable) else weight
+
+
+def assign(builder: Any, scopes: Sequence[ReplicaScope], policies: dict[int, str]) -> None:
+    """Make the assignments that the towers' closed scopes have recorded; see `assign_once`."""
+    if builder.checks.observe:
+        builder.checks.observe(scopes)
+    with tf.device(builder.gather_device), tf.name_scope("gather"):
+        unknown = assign_once(scopes, policies)
+    builder.warn([function_analysis.UNKNOWN_AGGREGATION.format(v.path) for v in unknown])
+
+
+def integers_on(device: str) -> contextlib.AbstractContextManager:
+    """Make Keras' ops compute int32 tensors as int64 on a GPU: int32 ops run on the host."""
+    return tf_internals.integers_as_int64() if is_gpu(device) else contextlib.nullcontext()
+
+
+# Reads of variables across devices and machines, with as few transfers as possible. XLA cannot read
+# a variable on another device, as masters are: what a compiled program reads is read outside of it,
+# once, and passed in as a tensor.
 
 
 def compiled_by_xla(compute: Callable) -> Any:
@@ -123,250 +342,3 @@ def _stand_in(value: tf.Tensor) -> tf.Tensor:
     # An op that TensorFlow keeps and does not fold: else each tower would fetch the value, and a
     # shape that is computed from it would be that of the zeros.
     return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
-
-
-# (weight, what each tower reads in its place: a tensor or a `tf.Variable` on the tower's device).
-WeightCopies = Sequence[tuple[keras.Variable, Sequence[Any]]]
-
-
-class ReplicaContext:
-    """The context of one tower's copy, for the forward and the backward pass.
-
-    A later pass continues the random numbers and the exchanges of the pass before.
-
-    Attributes:
-        name: name scope of the tower's ops.
-        own: {id of a Keras variable: what the tower reads in its place}; None, as for `map`, if the
-            function may create variables and assign any (if its analysis allows it).
-        copies: the same of weights, see `Replicas`.
-        scope: records the assignments of the last call.
-        tape: has recorded the last forward pass of `TowerBuilder.forward`.
-        outputs: of that pass, from which `TowerBuilder.backward` goes back.
-    """
-
-    scope: ReplicaScope | None = None
-    tape: tf.GradientTape | None = None
-    outputs: Any = None
-
-    def __init__(self, replicas: "Replicas", tower: int, part: Slice):
-        """Set the tower and its slice.
-
-        Args:
-            replicas: the contexts of all towers.
-            tower: number of the tower.
-            part: its slice of the batch.
-        """
-        builder, sync_group = replicas.builder, replicas.sync_group
-        self.tower, self.device, self.name = tower, builder.devices[tower], f"tower_{tower}"
-        self.part, self.own = part, replicas.own
-        self.copies = {id(v): values[tower] for v, values in replicas.copies}
-        self._copied = [(_master(v), values[tower]) for v, values in replicas.copies]
-        self.by_xla = builder.jit_compile and replicas.own is not None
-        self.rng = ReplicaRng(part.rows, replicas.analysis.draws, builder.jit_compile, self.device)
-        self._replicas = replicas
-        self.prefetch = VariablePrefetch(self.device)
-        self._sync = sync_group.handles[tower] if sync_group else None
-
-    @contextlib.contextmanager
-    def replaced(self) -> Iterator[ReplicaScope]:
-        """Patch Keras and TensorFlow in the block; yield the scope that records assignments."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.rng.drawing())
-            stack.enter_context(self._replicas.weight_broadcast.on(self.device))
-            own = self.copies | (self.own or {})
-            scope = stack.enter_context(ReplicaScope(own, self.device, self.prefetch.prefetch))
-            moments = self._replicas.builder.batch_norm
-            stack.enter_context(batch_norm.over_all_towers(self._sync, moments, self.device))
-            stack.enter_context(tf_internals.inline_functions(read_outside))
-            stack.enter_context(tf_internals.convolve_without_xla())
-            stack.enter_context(integers_on(self.device))
-            if self.own is not None:
-                stack.enter_context(variables_refused())
-            yield scope
-
-    def call(self, fn: Callable) -> tuple[Any, list[Any]]:
-        """Call `fn` on the slice; return its result, and the tensors that it sets as attributes."""
-        if self.own is None and self.part.rows is None:  # nothing was split: it is just copied
-            return fn(*self.part.batch), []
-        fn, rows = self._replicas.analysis.side_outputs.wrap(fn), self.part.rows
-        with self.replaced() as self.scope:
-            with replica_scope.record_losses(self.scope, rows, self._replicas.added):
-                returned = fn(*self.part.batch)
-        self.scope.close(self.part.count)
-        return returned
-
-    def added_losses(self) -> list[tf.Tensor]:
-        """Return the losses that layers have added in the last call, as rows to be joined."""
-        if self.scope is None:
-            return []
-        return replica_scope.as_rows(self.scope, self.part.rows, self._replicas.added)
-
-    def compiled(self, compute: Callable) -> Any:
-        """Return the tensors that `compute` returns, compiled by XLA with `jit_compile`.
-
-        Args:
-            compute: takes nothing, runs `call`, and returns a structure of tensors.
-        """
-        if not self.by_xla:
-            return compute()
-
-        def program() -> tuple[Any, list[tf.Tensor]]:
-            results = compute()
-            self.scope.apply_deferred()  # which reads the moving averages
-            return results, [value for _, value in self.scope.updates.values()]
-
-        results, assigned = compiled_by_xla(program)
-        updates = self.scope.updates
-        for (key, (variable, _)), value in zip(updates.items(), assigned, strict=True):
-            updates[key] = variable, value
-        return results
-
-    def read_variables(self) -> list[tf.Variable]:
-        """Return the variables that the last forward pass has read; of copies the masters."""
-        own = {id(copy): master for master, copy in self._copied}
-        sent = [master for master, copy in self._copied if isinstance(copy, tf.Tensor)]
-        return [own.get(id(v), v) for v in self.tape.watched_variables()] + sent
-
-    def sources(self, variables: Sequence[Any]) -> list[Any]:
-        """Return what the tower's tape knows in place of variables: their copies, if any."""
-        copies = {id(master): copy for master, copy in self._copied}
-        return [copies.get(id(v), v) for v in variables]
-
-    def unpadded(self, structure: Any) -> Any:
-        """Return results of the slice without padding rows."""
-        return tf.nest.map_structure(self.part.unpadded, structure)
-
-    def gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the gradients; mark those that are sparse and have the same rows in each tower.
-
-        They are zeros if the tower has no example: those of padding may be NaN. With the builder's
-        `dense_gradients` sparse ones become dense where that has fewer bytes.
-
-        Args:
-            gradients: of the tower; None where there is none.
-            variables: of the gradients, masters and not copies.
-        """
-        static, builder = self._replicas.analysis.static_rows, self._replicas.builder
-        if self.part.may_be_empty():
-            used = self.part.count > 0
-            zeroed = lambda x: tf.math.multiply_no_nan(x, tf.cast(used, x.dtype))  # noqa: E731
-            gradients = [gather.map_values(zeroed, gradient) for gradient in gradients]
-
-        def known(gradient: Any, variable: Any) -> Any:
-            if not isinstance(gradient, tf.IndexedSlices):
-                return gradient
-            values, indices, num_rows = gradient.values, gradient.indices, variable.shape[0]
-            most = (values.shape[0] or 0) * len(builder.devices)
-            if builder.dense_gradients and num_rows is not None and num_rows <= most:
-                return tf.math.unsorted_segment_sum(values, indices, num_rows)
-            if id(variable) in static:
-                return gather.StaticIndexedSlices(values, indices, gradient.dense_shape)
-            return gradient
-
-        return [known(g, variable) for g, variable in zip(gradients, variables, strict=True)]
-
-
-class Replicas:
-    """The contexts of all towers' copies of a function, one for each slice."""
-
-    def __init__(
-        self,
-        builder: Any,
-        slices: Sequence[Slice],
-        analysis: FunctionAnalysis,
-        own: dict[int, Any] | None = None,
-        added: Mapping[Any, str | None] | None = None,
-        copies: WeightCopies = (),
-    ):
-        """Make the contexts.
-
-        Args:
-            builder: the `TowerBuilder`.
-            slices: one for each tower; the last towers may have none.
-            analysis: of the function.
-            own: see `ReplicaContext`.
-            added: policies of the losses that layers add.
-            copies: of weights.
-        """
-        check_devices([*builder.devices, builder.gather_device])
-        self.builder, self.analysis, self.own, self.added = builder, analysis, own, added or {}
-        self.copies = copies
-        self.sync_group = None
-        if len(slices) > 1:
-            counts = [part.count for part in slices]
-            self.sync_group = SyncGroup(counts, builder.devices[: len(slices)])
-        self.weight_broadcast = WeightBroadcast(builder.devices)
-        self.contexts = [ReplicaContext(self, i, part) for i, part in enumerate(slices)]
-
-    def __iter__(self) -> Iterator[ReplicaContext]:
-        """Yield each tower's context for a pass, then exchange what BatchNorm needs of all."""
-        if self.sync_group:
-            self.sync_group.is_open = True
-        yield from self.contexts
-        if self.sync_group:
-            if any(replica.rng.num_guessed for replica in self.contexts):
-                self.builder.warn([function_analysis.UNFORESEEN_DRAW])
-            # What could not be checked is said when towers could do it: else they have raised why.
-            self.builder.warn(self.analysis.lines)
-            self.sync_group.join(self.builder.gather_device)
-        for replica in self.contexts:
-            replica.prefetch.join()
-
-
-def call_copies(
-    builder: Any, fn: Callable, slices: Sequence[Slice], batch: Sequence[Any]
-) -> list[Any]:
-    """Call `fn` on each slice, make all towers' assignments once, and return the results.
-
-    Args:
-        builder: the `TowerBuilder`.
-        fn: the towers' function.
-        slices: of the batch.
-        batch: the arguments of `fn`.
-    """
-    options = {"num_slices": len(builder.devices), "backward": tf_internals.is_recording()}
-    analysis = builder.analyze(fn, *batch, **options)
-    replicas, sides = Replicas(builder, slices, analysis), []
-    fn = tf_internals.converted_as_here(fn)
-
-    def on_tower(replica: ReplicaContext) -> Any:
-        result, side = replica.call(fn)
-        sides.append(replica.unpadded(side))
-        return result
-
-    results = builder.run(on_tower, replicas)
-    scopes = [replica.scope for replica in replicas.contexts if replica.scope]
-    if scopes:  # else nothing was split, and nothing is assigned
-        assign(builder, scopes, analysis.policies)
-        analysis.side_outputs.assign(builder.gather(gather.join, sides), batch)
-    return results
-
-
-def _master(weight: Any) -> tf.Variable:
-    return weight.value if isinstance(weight, keras.Variable) else weight
-
-
-def assigned(scopes: Iterable[ReplicaScope]) -> list[Any]:
-    """Return the Keras variables that the towers' scopes assign, each once."""
-    return list({id(v): v for scope in scopes for v in scope.assigned()}.values())
-
-
-def assign(builder: Any, scopes: Sequence[ReplicaScope], policies: dict[int, str]) -> None:
-    """Make the assignments that the towers' scopes have recorded; see `assign_once`.
-
-    Args:
-        builder: the `TowerBuilder`.
-        scopes: of the towers, closed.
-        policies: see `assign_once`.
-    """
-    if builder.checks.observe:
-        builder.checks.observe(scopes)
-    with tf.device(builder.gather_device), tf.name_scope("gather"):
-        unknown = assign_once(scopes, policies)
-    builder.warn([function_analysis.UNKNOWN_AGGREGATION.format(v.path) for v in unknown])
-
-
-def integers_on(device: str) -> contextlib.AbstractContextManager:
-    """Make Keras' ops compute int32 tensors as int64 on a GPU: int32 ops run on the host."""
-    is_gpu = device_names.is_gpu(device)
-    return tf_internals.integers_as_int64() if is_gpu else contextlib.nullcontext()

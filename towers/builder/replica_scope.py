@@ -208,12 +208,7 @@ def new_value_reason(variable: keras.Variable) -> str:
 
 
 def assign_by_op(variable: tf.Variable, value: Any) -> None:
-    """Assign to a variable by the op itself: `variables_refused` patches the methods.
-
-    Args:
-        variable: any.
-        value: its new value.
-    """
+    """Assign to a variable by the op itself: `variables_refused` patches the methods."""
     tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.cast(value, variable.dtype))
 
 
@@ -256,7 +251,7 @@ def record_losses(
     Args:
         scope: gets the losses, in `added`.
         rows: the tower's slice; None if the batch is not split.
-        policies: of the losses, in the order in which they are added.
+        policies: see the head of this module.
     """
 
     def make(before: Callable) -> Callable:
@@ -286,12 +281,8 @@ def as_rows(
 ) -> list[tf.Tensor]:
     """Return the losses that layers have added in a tower as rows, to be joined over the towers.
 
-    A layer that is called again by itself drops its earlier losses, as in Keras.
-
-    Args:
-        scope: has recorded the losses; its `loss_rows` are set.
-        rows: the tower's slice.
-        policies: as for `record_losses`.
+    A layer that is called again by itself drops its earlier losses, as in Keras. The arguments are
+    those of `record_losses`; the scope's `loss_rows` are set.
     """
     added_rows, current = [], {id(loss) for loss in scope.losses}
     for place, (layer, loss) in enumerate(scope.added):
@@ -321,8 +312,7 @@ def add_to_layers(scope: ReplicaScope, joined: Sequence[tf.Tensor]) -> None:
 def _share(rows: BatchSlice, dtype: tf.DType) -> tf.Tensor:
     if isinstance(rows.size, int) and isinstance(rows.total, int):
         return tf.constant(rows.size / rows.total, dtype)
-    share = tf.cast(rows.size, tf.float64) / tf.cast(rows.total, tf.float64)
-    return tf.cast(share, dtype)
+    return tf.cast(tf.cast(rows.size, tf.float64) / tf.cast(rows.total, tf.float64), dtype)
 
 
 def assign_once(
@@ -337,13 +327,11 @@ def assign_once(
         scopes: of the towers.
         policies: {id of a variable: policy of `merge`}; others have their own `aggregation`.
     """
-    scopes_of: dict[int, tuple[keras.Variable, list[ReplicaScope]]] = {}
-    for scope in scopes:
-        for variable in scope.assigned():
-            scopes_of.setdefault(id(variable), (variable, []))[1].append(scope)
     unknown = []
     groups: dict[Any, tuple[str, list[ReplicaScope], list[keras.Variable]]] = {}
-    for key, (variable, writers) in scopes_of.items():
+    for variable in assigned(scopes):
+        key = id(variable)
+        writers = [scope for scope in scopes if key in scope.updates or key in scope.deferred]
         policy = policies.get(key) or policy_of(variable)
         averaged = any(key in scope.averages for scope in writers)
         if len(writers) > 1 and not (policy or averaged or variable.name == SEED_STATE):
@@ -375,15 +363,15 @@ def assign_once(
     return unknown
 
 
+def assigned(scopes: Sequence[ReplicaScope]) -> list[keras.Variable]:
+    """Return the Keras variables that the towers' scopes assign, each once."""
+    return list({id(v): v for scope in scopes for v in scope.assigned()}.values())
+
+
 def copies_of(
     variable: keras.Variable, scopes: Sequence[ReplicaScope]
 ) -> list[tuple[tf.Variable, ReplicaScope]]:
-    """Return the copies of a variable that towers read in its place, each once, and their scopes.
-
-    Args:
-        variable: the master.
-        scopes: of the towers.
-    """
+    """Return the copies of a master that towers read in its place, each once, and their scopes."""
     read = {id(value := scope.own.get(id(variable))): (value, scope) for scope in scopes}.values()
     return [(v, s) for v, s in read if isinstance(v, tf.Variable) and v is not variable.value]
 
@@ -405,21 +393,15 @@ def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]
         counts: their numbers of examples.
     """
     if policy in ("sum", "max", "min"):  # a tower without examples may have any value
-        values = [
-            values[0],
-            *(
-                tf.where(count > 0, value, before if policy == "sum" else values[0])
-                for value, count in zip(values[1:], counts[1:], strict=True)
-            ),
-        ]
+        neutral, pairs = before if policy == "sum" else values[0], zip(values, counts, strict=True)
+        values = [values[0], *(tf.where(n > 0, value, neutral) for value, n in list(pairs)[1:])]
     if policy == "sum":
         return tf.add_n([before, *(value - before for value in values)])
     if policy in ("max", "min"):
-        if values[0].dtype.is_bool:
-            reduce = tf.reduce_any if policy == "max" else tf.reduce_all
-        else:
-            reduce = tf.reduce_max if policy == "max" else tf.reduce_min
-        return reduce(tf.stack(values), axis=0)
+        of_bools = {"max": tf.reduce_any, "min": tf.reduce_all}
+        of_others = {"max": tf.reduce_max, "min": tf.reduce_min}
+        reduce = of_bools if values[0].dtype.is_bool else of_others
+        return reduce[policy](tf.stack(values), axis=0)
     if policy == "mean" and values[0].dtype.is_floating:
         wide = [widen(value) for value in values]
         weights = [tf.cast(count, wide[0].dtype) for count in counts]
