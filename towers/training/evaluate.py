@@ -1,13 +1,13 @@
 """`towers evaluate`: output towers over the whole test set, every example counted once."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from towers import devices
 from towers.errors import InputError
-from towers.formatting import count
+from towers.formatting import count, figure, table
 from towers.options.flags import options_from_call
 from towers.options.run import Options
 from towers.training.load import KINDS, assign, read_weights
@@ -15,6 +15,7 @@ from towers.training.run import manifest
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import prepare
 from towers.training.run.tensorflow_errors import user_facing_errors
+from towers.training.step.evaluation import AVERAGED
 
 
 @preserve_rng()
@@ -71,6 +72,15 @@ def _evaluate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
         say(f"warning     {line}")
     num_towers = len(run.builder.devices)
     heading = f"step {step}, {result.examples} test examples, {count(num_towers, 'tower')}"
-    for line in [*devices.report(run.builder.devices), heading, *result.table()]:
+    for line in [*devices.report(run.builder.devices), heading, *_table(result.metrics)]:
         say(line)
     return {**result.metrics, "examples": result.examples, "step": step, "num_towers": num_towers}
+
+
+def _table(metrics: Mapping[str, float]) -> list[str]:
+    """Return the metrics as the lines of a table, those of the moving averages beside them."""
+    names = [name for name in metrics if not name.endswith(AVERAGED)]
+    columns = ["weights", "EMA"] if len(names) < len(metrics) else ["weights"]
+    shown = {name: figure(value) for name, value in metrics.items()}
+    rows = [[name, shown[name], shown.get(f"{name}{AVERAGED}")] for name in names]
+    return table(["", *columns], [row[: 1 + len(columns)] for row in rows])

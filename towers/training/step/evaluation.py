@@ -9,7 +9,6 @@ import keras
 import tensorflow as tf
 
 from towers.builder.replica_context import integers_on
-from towers.formatting import figure
 from towers.training.step.on_towers import traced
 from towers.training.step.train_state import copy_beside
 
@@ -23,17 +22,6 @@ class Evaluation:
 
     metrics: Mapping[str, float]  # the model's; those of the moving averages end in "_ema"
     examples: int  # their number
-
-    def table(self) -> list[str]:
-        """Return the metrics as the lines of a table."""
-        names = [name for name in self.metrics if not name.endswith(AVERAGED)]
-        rows = [(name, self.metrics[name], self.metrics.get(f"{name}_ema")) for name in names]
-        averaged = any(average is not None for *_, average in rows)
-        lines, width = [], max(12, *(len(name) for name, *_ in rows))
-        for name, *cells in [("", "weights", "EMA"), *rows]:
-            shown = [figure(c) if isinstance(c, float) else c or "-" for c in cells[: 1 + averaged]]
-            lines.append(f"{name:{width}}" + "".join(f" {text:>9}" for text in shown))
-        return lines
 
 
 class TestStep:

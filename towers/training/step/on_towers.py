@@ -431,7 +431,8 @@ class _Steps:
 
     def _call_on_towers(self, layer: keras.Layer, arguments: tuple) -> Any:
         leaves = tf.nest.flatten(arguments)
-        self._build(layer, *self._function(layer, arguments, leaves))
+        fn, batch = self._function(layer, arguments, leaves)
+        self._build(layer, fn, batch)
         self._place(layer.variables)
         if self._is_dropped or self._is_on_one_device:
             return self._call_alone(layer, arguments)
@@ -440,8 +441,7 @@ class _Steps:
             fused = batch_norm.over_all_towers(None, "local", tower)
             with tf.device(tower), tf.name_scope("tower_0"), integers_on(tower), fused:
                 return self._call_alone(layer, arguments)
-        fn, batch, reason = self._divided(layer, arguments, leaves)
-        if reason:
+        if reason := self._reason_against(layer, fn, batch):
             with tf.device(self._device):
                 outputs = self._call_alone(layer, arguments)
             # Last: a call that Keras refuses, too, as of a wrong shape, fails for that reason.
@@ -474,39 +474,15 @@ class _Steps:
             return send(weights, devices)
         return self._traced.of([*weights, *(v for v in layer.variables if v.name == SEED_STATE)])
 
-    def _divided(self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any]) -> tuple:
-        """Return the towers' function, the batch to divide, and why it cannot be divided, or "".
-
-        If arguments have different numbers of rows, some of them are the batch; each tower takes
-        the others whole, as a table, if the function then treats each row of the batch alike.
-        """
-        args = [x for x in leaves if _is_batch(x)]
-        sizes = list(dict.fromkeys(x.shape[0] for x in args))
-        # Whole numbers may be places in the batch, as of a graph's edges.
-        places = any(x.shape[0] is not None and not tf.as_dtype(x.dtype).is_floating for x in args)
-        mixing: list[str] = []  # why one of them is not the batch, which nothing else holds back
-        if len(sizes) > 1 and not places:
-            for size in sorted(sizes, key=lambda size: size is not None):
-                fn, batch = self._function(layer, arguments, leaves, size)
-                reason = self._reason_against(layer, fn, batch)
-                lines = [] if reason else self.builder.check(fn, (), *batch)
-                if not reason and not lines:
-                    return fn, batch, ""
-                mixing += lines
-        fn, batch = self._function(layer, arguments, leaves)
-        reason = "" if len(set(sizes) - {None}) > 1 else self._reason_against(layer, fn, batch)
-        if len(set(sizes) - {None}) > 1 or (len(sizes) > 1 and (reason or places)):
-            known = " and ".join("any number of" if n is None else str(n) for n in sizes)
-            unlike = f"its arguments have {known} rows, so not all have one for each example"
-            reason = mixing[0] if mixing else unlike
-        return fn, batch, reason
-
     def _reason_against(self, layer: keras.Layer, fn: Callable, batch: Sequence[Any]) -> str:
         """Return why a layer cannot run on towers, each with a part of the batch; or ""."""
         if tf_internals.are_followed([v.value for v in layer.trainable_variables]):
             return "a tf.autodiff.ForwardAccumulator follows its weights"
         if self.builder.num_slices == 1:
             return ""
+        if len(sizes := list(dict.fromkeys(x.shape[0] for x in batch))) > 1:
+            known = " and ".join("any number of" if n is None else str(n) for n in sizes)
+            return f"its arguments have {known} rows, so not all have one for each example"
         analysis = self.builder.analyze(
             fn, *batch, silent=True, backward=tf_internals.is_recording()
         )
@@ -521,15 +497,11 @@ class _Steps:
         return analysis.single_example_reason if any(size == 1 for _, size in slices) else ""
 
     def _function(
-        self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any], num_rows: Any = ...
+        self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any]
     ) -> tuple[Callable, list[Any]]:
-        """Return the towers' function, cached by call, and its batch: the leaves with `num_rows`.
-
-        None stands for an unknown number of rows, `...` for any.
-        """
-        divided = [_is_batch(x) and num_rows in (..., x.shape[0]) for x in leaves]
-        batch = [leaf for leaf, is_divided in zip(leaves, divided, strict=True) if is_divided]
-        fixed = [_BATCH if split else leaf for leaf, split in zip(leaves, divided, strict=True)]
+        """Return the towers' function, cached by call, and its batch: the leaves with rows."""
+        batch = [leaf for leaf in leaves if _is_batch(leaf)]
+        fixed = [_BATCH if _is_batch(leaf) else leaf for leaf in leaves]
         structure = tf.nest.map_structure(lambda _: 0, arguments)
         if not all(leaf is _BATCH or isinstance(leaf, _CONSTANTS) for leaf in fixed):
             return _function_of(layer, structure, fixed), batch
