@@ -114,7 +114,7 @@ def _read_data(name: str, folder: str) -> str:
     try:
         with contextlib.redirect_stderr(io.StringIO()), _few_records():
             found = load_data(options)
-            with user_facing_errors(options):
+            with user_facing_errors():
                 for split in found.train, found.test:
                     next(iter(split.eval_batches(4)), None)
                 next(iter(found.train.train_batches(4, seed=0)), None)

@@ -56,7 +56,7 @@ def train(tmp_path, capsys, dataset):
 @pytest.mark.parametrize("dataset", ["ends_early", "raises"])
 def test_data_that_fail_on_the_way_say_why_and_at_which_step(tmp_path, capsys, dataset):
     *above, line = train(tmp_path, capsys, dataset)
-    words = rf"towers: --dataset={__name__}:{dataset} cannot be read at step ([1-9]\d*): "
+    words = r"towers: --dataset cannot be read at step ([1-9]\d*): "
     step = int(re.match(words, line)[1])
     if dataset == "raises":  # the traceback of the user's own code stands above
         assert "ValueError: mine; the error comes" in line and above[-1] == "ValueError: mine"

@@ -40,15 +40,14 @@ def loss_is_an_end() -> Iterator[None]:
 
 
 def saved_when_lost(
-    options: Any, save: Callable[[], str], say: Callable[[str], None]
+    save: Callable[[], str], say: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[None]:
     """Return `Cluster.saved_when_lost`, which does nothing if no machine is connected.
 
     Args:
-        options: of the run.
         save: saves it.
         say: prints a line.
     """
     if _cluster is None:
         return contextlib.nullcontext()
-    return _cluster.saved_when_lost(options, save, say)
+    return _cluster.saved_when_lost(save, say)

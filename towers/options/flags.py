@@ -14,6 +14,7 @@ imported, so help and usage errors are printed at once.
 import contextlib
 import dataclasses
 import difflib
+import hashlib
 import os
 import pkgutil
 import textwrap
@@ -79,6 +80,7 @@ _DEFINE = {
     str: flags.DEFINE_string,
     tuple: flags.DEFINE_multi_string,
 }
+MANIFEST, RESULT = "manifest.json", "result.json"  # in the folder of a run
 # Another value of these makes another run, whose checkpoints do not fit.
 IDENTITY = ("model", "model_args", "loss", "augment", "dataset")
 OF_MODEL = ("model", "model_args", "augment")  # those that an evaluation cannot change either
@@ -141,17 +143,33 @@ def options_from_call(
     if fields.get("num_gpus"):
         _take_gpus_only(values)
     if isinstance(options, Options):
-        return dataclasses.replace(options, **values)
-    if options is not None:
+        options = dataclasses.replace(options, **values)
+    elif options is not None:
         raise InputError(
             f"{options!r} is no towers.Options: options are given by name, a run's folder as "
             "train_dir=..."
         )
-    for name, value in values.items():
-        if _RUN_FIELDS[name].type is str:
-            values[name] = option_text(name, value)
-        check_value(_RUN_FIELDS[name], values[name])
-    return _complete(values, Verb(verb, run_flags="if_any" if verb == "train" else "always"))
+    else:
+        for name, value in values.items():
+            if _RUN_FIELDS[name].type is str:
+                values[name] = option_text(name, value)
+            check_value(_RUN_FIELDS[name], values[name])
+        options = _complete(values, Verb(verb, run_flags="if_any" if verb == "train" else "always"))
+    if verb == "train" and options.overwrite and _has_begun(options):
+        return dataclasses.replace(options, overwrite=False)  # a job that is queued again
+    return options
+
+
+def _has_begun(options: Options) -> bool:
+    """Return whether these options, with `--overwrite`, began the run that is there, unfinished."""
+    folder = Path(options.train_dir)
+    begun = files.read_json(folder / MANIFEST).get("overwrite") == digest_of(options)
+    return begun and not (folder / RESULT).exists()
+
+
+def digest_of(options: Options) -> str:
+    """Return a checksum of options."""
+    return hashlib.sha256(options.to_flagfile().encode()).hexdigest()
 
 
 def option_name(flag: str) -> str:

@@ -66,7 +66,7 @@ def _evaluate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
         manifest.check_data(run.data, options, task, number=True)  # why shapes are others
         raise
     run.train_state.set_copies()
-    with user_facing_errors(options):
+    with user_facing_errors():
         result = run.task.make_evaluator(run.data.test)()
     for line in run.take_diagnostics():
         say(f"warning     {line}")

@@ -133,7 +133,7 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
             f"--train_dir={options.train_dir}: its manifest.json is lost or damaged; towers train "
             f"--train_dir={options.train_dir} writes it again"
         )
-    with user_facing_errors(options), tf_internals.named_as_in_a_new_process():
+    with user_facing_errors(), tf_internals.named_as_in_a_new_process():
         network = model.build_for(
             dataclasses.replace(options, augment=task["augment"]),
             num_classes=task["num_classes"],

@@ -83,7 +83,8 @@ class Cluster:
         self._own_address = _own_address(addresses[0])
         self._lock = own_lock(timeout_seconds)
         self._closing, self._leaving = threading.Event(), threading.Lock()
-        self._run: tuple[Callable, int, Callable] | None = None  # see `saved_when_lost`
+        self._run: tuple[Callable, Callable] | None = None  # see `saved_when_lost`
+        self.at_least = 1  # number of workers with which a command is run again
         self._ended = ""  # why a run has ended
 
     def alive(self) -> list[Worker]:
@@ -140,12 +141,11 @@ class Cluster:
 
     @contextlib.contextmanager
     def saved_when_lost(
-        self, options: DeviceOptions, save: Callable[[], str], say: Callable[[str], None]
+        self, save: Callable[[], str], say: Callable[[str], None]
     ) -> Iterator[None]:
         """Save the run in the block if a worker is lost, and run its command again.
 
         Args:
-            options: of the run.
             save: saves the state before the call in progress; returns what the run continues from,
                 "" if there is nothing yet.
             say: prints a line.
@@ -153,7 +153,7 @@ class Cluster:
         Raises:
             DevicesLost: the run is saved, and the command is not run again.
         """
-        self._run = save, max(options.min_workers, 1), say
+        self._run = save, say
         try:
             yield
         except Exception as error:
@@ -254,7 +254,7 @@ class Cluster:
         with self._leaving:  # the first thread that comes does it
             if not self._run:
                 return self._ended
-            (save, at_least, say), self._run = self._run, None
+            (save, say), self._run = self._run, None
             lost = [worker for worker in self.workers if worker.name and worker.problem]
             for worker in lost:
                 say(f"lost        worker {worker.address}: it {worker.problem}")
@@ -262,7 +262,7 @@ class Cluster:
             there = f"{count(left, 'worker')} of {len(self.workers)} left"
             listener = signals.owner()
             stays = not listener or listener.asked  # it is another program, or a signal ends it
-            if lost and where and not stays and left >= at_least:
+            if lost and where and not stays and left >= self.at_least:
                 say(f"again       from {where}: {there}")
                 self.close()
                 workers = ",".join(worker.address for worker in self.workers)
@@ -355,6 +355,7 @@ def connect_run(
     where = options.workers, each, options.worker_timeout_seconds
     try:
         cluster = connect(*where, options.min_workers or int(continues))
+        cluster.at_least = max(options.min_workers, 1)
     except TooFewWorkers as error:
         if not continues:
             raise

@@ -51,7 +51,7 @@ def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
     say(f"step {trained.step}, {kind}, {count(num, 'example')}, {towers}")
     rows = _rows(trained, builder, parts, min(num, run_options.batch_size))
     write = _write_json if run_options.json else _write_csv
-    with user_facing_errors(run_options), preserve_rng():
+    with user_facing_errors(), preserve_rng():
         write(rows, Classes.of(trained))
     return {}
 

@@ -62,7 +62,7 @@ class PlainRunner(Runner):
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        plain, errors = tf_internals.convolve_without_xla(), user_facing_errors(self.options)
+        plain, errors = tf_internals.convolve_without_xla(), user_facing_errors()
         with errors, tf.device(self._device), plain:
             yield
 

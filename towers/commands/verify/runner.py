@@ -71,7 +71,7 @@ class TrainRunner(Runner):
         run.task.analyze(*next(iter(batches)))
         train_step, spec = run.train_step(), batches.element_spec
         step = tf.function(lambda *batch: train_step(*batch), autograph=False)
-        with user_facing_errors(run.options), tf_internals.convolve_without_xla():
+        with user_facing_errors(), tf_internals.convolve_without_xla():
             self._step = traced(self.model, lambda: step.get_concrete_function(*spec))
 
     def assign(self, values: Mapping[str, np.ndarray]) -> None:
@@ -81,14 +81,14 @@ class TrainRunner(Runner):
 
     def make_step(self, batch: Any) -> Arrays:
         """Make a step."""
-        with user_facing_errors(self.run.options):
+        with user_facing_errors():
             metrics = self._step(*batch)
         batch_metrics = {n.replace("batch/", "metric/"): v for n, v in metrics.items() if "/" in n}
         return self.results({"loss": metrics["loss"]} | batch_metrics)
 
     def evaluate(self, batch: Any) -> Arrays:
         """Return the metrics of an evaluation."""
-        with user_facing_errors(self.run.options):
+        with user_facing_errors():
             evaluation = self.run.task.test_step.evaluate([batch], len(batch[1]))
             return evaluation_arrays(evaluation.metrics, self.run.options)
 

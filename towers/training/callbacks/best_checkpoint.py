@@ -37,7 +37,7 @@ class BestTracker:
         self._about = {"objective": name, "direction": direction, "data": data}
         content = files.read_json(self._path) if self._is_needed else {}
         same = all(content.get(name) == value for name, value in self._about.items())
-        step = int(run.train_state.step.numpy())
+        step = run.steps_done()
         self._points = [p for p in content.get("points", []) if same and p[0] <= step]
 
     def add(self, step: int, examples: int, value: float | None) -> bool:

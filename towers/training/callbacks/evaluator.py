@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Iterator
 
 from towers.monitoring.monitor import Monitor
-from towers.training.callbacks.best_checkpoint import BestTracker
 from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.callbacks.saver import Saver
 from towers.training.callbacks.user_callbacks import Callbacks, figures
@@ -31,9 +30,9 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         """Prepare evaluations; the first one compiles their function."""
-        self._run = self.prepared.run
-        self.best = BestTracker(self._run)
-        self.prepared.checkpoints.best = self.best.step if self._run.options.keep_best else None
+        self._run, self.best = self.prepared.run, self.prepared.restored.best
+        self._keeps_best = self.prepared.timetable.options.keep_best
+        self.prepared.checkpoints.best = self.best.step if self._keeps_best else None
         self._last: Evaluation | None = None  # of the current weights
         self._part = "validation" if self._run.data.validation else "test"
         self._evaluate = self._run.task.make_evaluator(self._run.splits()[self._part])
@@ -74,7 +73,7 @@ class Evaluator:
         value = evaluation.metrics.get(f"{name}_ema")
         value = evaluation.metrics.get(name) if value is None else value
         is_best = self.best.add(step, self.prepared.timetable.examples(step), value)
-        if is_best and run.options.keep_best:
+        if is_best and self._keeps_best:
             checkpoints.best = step
             if self.saver.unsaved:
                 self.saver.save(step)
@@ -92,7 +91,7 @@ class Evaluator:
             why = "a callback has set stop_training"
             if not self.callbacks.stopped():
                 name, _ = self._run.objective
-                epochs = self._run.options.early_stopping_epochs
+                epochs = self.prepared.timetable.options.early_stopping_epochs
                 why = f"{name} was best at step {self.best.step}, {epochs:g} epochs ago or more"
             self.monitor.say(f"stopping    early, at step {step}: {why}")
         changed, called = self._run.task.finish(), bool(self.callbacks)

@@ -6,7 +6,6 @@ from towers.errors import RunError
 from towers.monitoring.monitor import Monitor
 from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.run import manifest
-from towers.training.run.prepare_run import PreparedRun
 from towers.training.run.setup import RunContext
 
 
@@ -14,13 +13,13 @@ from towers.training.run.setup import RunContext
 class ExactnessChecks:
     """Makes the checks of a run's builder that are due, says and records what they found."""
 
-    prepared: PreparedRun
+    run: RunContext
     monitor: Monitor  # prints lines; does not count the time of checks
     preemption: PreemptionHandler  # handles signals meanwhile
 
     def __post_init__(self) -> None:
         """Record nothing that is recorded already."""
-        self._checks = self.prepared.run.builder.checks
+        self._checks = self.run.builder.checks
         self._recorded: set[str] = set()
 
     def after_step(self, step: int) -> None:
@@ -32,7 +31,7 @@ class ExactnessChecks:
         Raises:
             RunError: towers differ from one device, and `--on_inexact` is not "warn".
         """
-        run = self.prepared.run
+        run = self.run
         if self.preemption():
             return
         with self.monitor.pause(), self.preemption.check(step):

@@ -52,7 +52,7 @@ class NonFiniteMonitor:
         """
         checked = values if now else self._last
         self._last = values
-        if self.run.options.on_nan == "skip" and checked is values:
+        if self.run.task.options.on_nan == "skip" and checked is values:
             before, self._num_skipped = self._num_skipped, self.run.task.num_skipped()
             if self._num_skipped > before:
                 self.say(
@@ -75,11 +75,12 @@ class NonFiniteMonitor:
 def _report(run: RunContext) -> str:
     """Return a line on the step that was not finite, whose state the variables still have."""
     step, examples = (int(v) for v in (run.train_state.step, run.train_state.examples))
-    position = dict(seed=run.options.seed, step=step, examples=examples)
-    example, draws = next(iter(run.data.train.train_batches(run.options.batch_size, **position)))
+    options = run.task.options
+    position = dict(seed=options.seed, step=step, examples=examples)
+    example, draws = next(iter(run.data.train.train_batches(options.batch_size, **position)))
     with tf.device(HOST):
         inputs, *targets = run.task.prepare(example, draws)
-    remedy = _remedy(run) + (", or --on_nan=skip" if run.options.on_nan == "stop" else "")
+    remedy = _remedy(run) + (", or --on_nan=skip" if options.on_nan == "stop" else "")
     if broken := not_finite(run.train_state.variables()):
         found, rows = f"the variable {broken[0]} was not finite before the step", None
     elif (rows := _bad_rows((inputs, targets))) is not None:
@@ -118,7 +119,7 @@ def _repeat(run: RunContext, inputs: Any, targets: Sequence[Any]) -> tuple[str, 
     model, error = run.task.model, None
     for device in dict.fromkeys([run.builder.devices[0], HOST]):  # a GPU may be too small for it
         try:
-            with tf.device(device), keras.StatelessScope(), floatx_of(run.options.dtype):
+            with tf.device(device), keras.StatelessScope(), floatx_of(run.task.options.dtype):
                 with tf.GradientTape() as tape:
                     with tf_internals.replaced((keras.Layer, "__call__", watched)):
                         outputs = model(inputs, training=True)
@@ -173,7 +174,7 @@ def _bad_rows(structure: Any) -> np.ndarray | None:
 
 def _names_of(run: RunContext, rows: Sequence[int], position: Mapping[str, int]) -> str:
     """Return the numbers of examples of a step's batch, and what these count."""
-    split, size = run.data.train, run.options.batch_size
+    split, size = run.data.train, run.task.options.batch_size
     if len(rows) == size:
         return f"all {size} examples"
     if hasattr(split, "train_rows"):

@@ -124,7 +124,9 @@ class PreemptionHandler(signals.StopRequest):
             self.backup = step, snapshot or self.checkpoints.snapshot()
 
     def save_backup(self) -> str:
-        """Write `backup` as a checkpoint; return what the run continues from."""
+        """Write `backup` as a checkpoint; return what the run continues from, "" if nothing."""
+        if not self.checkpoints.begun:
+            return ""
         if self.backup is None:
             return "the last checkpoint"
         try:

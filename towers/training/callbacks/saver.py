@@ -13,7 +13,7 @@ from towers.training.callbacks.exactness import found_on_towers
 from towers.training.callbacks.nonfinite import NonFiniteMonitor, NotFinite
 from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.callbacks.user_callbacks import Callbacks
-from towers.training.run.place import STEP, Place
+from towers.training.run.place import STEP
 from towers.training.run.prepare_run import PreparedRun
 
 _SAVE_SECONDS = 300.0  # the most that a killed run has to make again, whatever its steps take
@@ -27,10 +27,11 @@ class Saver:
     monitor: Monitor  # prints lines, and knows the speed
     preemption: PreemptionHandler
     callbacks: Callbacks
-    place: Place  # of the run; the loop sets its stage
 
     def __post_init__(self) -> None:
         """Save the place with all checkpoints from now on."""
+        self.place = self.prepared.restored.place
+        self._due = self.prepared.timetable.options
         self.unsaved = False  # whether the newest checkpoint lacks anything
         self._finite_check = NonFiniteMonitor(self.prepared.run, self.monitor.say)
         self._is_due, self._saved_at = False, time.monotonic()
@@ -44,7 +45,7 @@ class Saver:
             step: number of steps made.
             values: what the train loop returned.
         """
-        timetable, every = self.prepared.timetable, self.prepared.run.options.checkpoint_every_steps
+        timetable, every = self.prepared.timetable, self._due.checkpoint_every_steps
         by_clock = every > 0 and time.monotonic() - self._saved_at > _SAVE_SECONDS
         self._is_due = timetable.saves(step) or by_clock or step == timetable.last_step
         now = self._is_due or timetable.logs(step) or timetable.evaluates(step)
@@ -81,9 +82,9 @@ class Saver:
         self.unsaved, self._saved_at = False, time.monotonic()
 
     def _current_place(self) -> dict[str, Any]:
-        place, options = self.place, self.prepared.run.options
+        place = self.place
         place.planned_steps = self.prepared.timetable.last_step
-        place.stopped_by = options.callbacks if self.callbacks.stopped() else ""
+        place.stopped_by = self._due.callbacks if self.callbacks.stopped() else ""
         if self._values:
             place.train_loss = float(self._values["loss"])
         place.examples_per_second = self.monitor.examples_per_second() or place.examples_per_second
@@ -97,10 +98,9 @@ class Saver:
         except NotFinite:
             raise
         except Exception as error:
-            run, checkpoints, preemption = (
-                self.prepared.run, self.prepared.checkpoints, self.preemption,
-            )  # fmt: skip
-            step, snapshot = preemption.backup or (self.prepared.steps_done(), None)
+            run, checkpoints = self.prepared.run, self.prepared.checkpoints
+            preemption = self.preemption
+            step, snapshot = preemption.backup or (run.steps_done(), None)
             if preemption.backup or preemption.consistent:
                 with contextlib.suppress(RunError):  # the first error is the one to report
                     preemption.save_snapshot(step, snapshot or checkpoints.snapshot())

@@ -14,7 +14,6 @@ import numpy as np
 import tensorflow as tf
 
 from towers.errors import InputError
-from towers.options.functions import call_without_arguments
 from towers.options.triggers import Timetable
 from towers.training.run.place import END, Place
 from towers.training.run.setup import RunContext
@@ -25,30 +24,23 @@ _K = keras.callbacks
 _SET_RATE = _K.LearningRateScheduler | _K.ReduceLROnPlateau
 
 
-def load(names: str) -> list[_K.Callback]:
-    """Return the callbacks of the functions in `names`, "module:function,module:other"."""
-    callbacks: list[_K.Callback] = []
-    for name in filter(None, names.split(",")):
-        returned = call_without_arguments("callbacks", name)
-        callbacks += returned if isinstance(returned, list | tuple) else [returned]
-        for callback in callbacks:
-            if not isinstance(callback, _K.Callback) or isinstance(callback, _K.BackupAndRestore):
-                raise InputError(
-                    f"--callbacks={name} returned {str(callback)[:60]}; return a list of "
-                    "keras.callbacks.Callback, without BackupAndRestore: a run resumes by itself"
-                )
-    return callbacks
-
-
-def check(callbacks: Sequence[_K.Callback], run: RunContext) -> None:
-    """Check that callbacks, see `load`, suit a run.
+def checked(made: Sequence[Any], run: RunContext) -> list[_K.Callback]:
+    """Return the callbacks that the functions of `--callbacks` have made, each one or a list.
 
     Raises:
-        InputError: one sets the learning rate, as the schedule does, or monitors no metric.
+        InputError: one is none, sets the learning rate, as the schedule does, or monitors no
+            metric.
     """
-    directions = run.directions
+    callbacks: list[_K.Callback] = []
+    for each in made:
+        callbacks += each if isinstance(each, list | tuple) else [each]
     for callback in callbacks:
         kind = type(callback).__name__
+        if not isinstance(callback, _K.Callback) or isinstance(callback, _K.BackupAndRestore):
+            raise InputError(
+                f"--callbacks: a function returned {str(callback)[:60]}; return a list of "
+                "keras.callbacks.Callback, without BackupAndRestore: a run resumes by itself"
+            )
         if run.task.rate_is_set and isinstance(callback, _SET_RATE):
             raise InputError(
                 f"--callbacks: {kind} sets the learning rate, which --schedule sets in each step; "
@@ -56,9 +48,10 @@ def check(callbacks: Sequence[_K.Callback], run: RunContext) -> None:
             )
         if getattr(callback, "mode", None) == "auto":
             metric = callback.monitor.removeprefix("val_")
-            if metric not in directions and getattr(callback, "save_best_only", True):
-                names = ", ".join(directions)
+            if metric not in run.directions and getattr(callback, "save_best_only", True):
+                names = ", ".join(run.directions)
                 raise InputError(f"--callbacks: {kind} monitors {callback.monitor}, not {names}")
+    return callbacks
 
 
 @dataclasses.dataclass
@@ -79,7 +72,9 @@ class Callbacks:
         steps = math.ceil(timetable.train_size / timetable.batch_size)
         given = dict(model=self._model, epochs=epochs, steps=steps, verbose=0)
         self._list = _K.CallbackList(self.callbacks, **given)
-        self._model.stop_training = self.place.is_stopped(self.run.options, timetable.last_step)
+        self._model.stop_training = self.place.is_stopped(
+            timetable.options.callbacks, timetable.last_step
+        )
         if self:  # experiment trackers read the learning rate there
             optimizer = next(iter(self.run.train_state.optimizers), None)
             vars(self._model).setdefault("optimizer", optimizer)

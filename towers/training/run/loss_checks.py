@@ -15,8 +15,8 @@ import tensorflow as tf
 from towers.data import Data
 from towers.errors import InputError
 from towers.options.run import Options
+from towers.training.run.output_activation import output_ending
 from towers.training.step.losses import LossInput, LossRecorder
-from towers.training.step.output_activation import output_ending
 
 _OF_COMPILE = "keras.src.trainers.compile_utils"  # calls losses and metrics
 _FRAMEWORKS = "keras tensorflow numpy optree towers contextlib functools".split()

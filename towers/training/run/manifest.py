@@ -36,12 +36,13 @@ from towers.data.pipeline import digest
 from towers.devices import host
 from towers.errors import InputError
 from towers.formatting import first_of
+from towers.options.flags import MANIFEST as NAME
+from towers.options.flags import digest_of
 from towers.options.functions import PREFIX, load_function
 from towers.options.parts import parse_augment
 from towers.options.run import Options
 from towers.training.run.setup import RunContext
 
-NAME = "manifest.json"
 _FORMAT = 1
 _NAMES = {  # of parts, for people
     "code.model": "the file of the model function (code.model)",
@@ -51,17 +52,17 @@ _NAMES = {  # of parts, for people
 }
 
 
-def write(run: RunContext, folder: Path, restored: int | None) -> list[str]:
+def write(run: RunContext, folder: Path, recorded: Mapping[str, Any]) -> list[str]:
     """Write or extend the manifest before a run's next step; return warnings of differences.
 
     Args:
         run: built, its variables restored.
         folder: of the run.
-        restored: step of the restored checkpoint; None: it is a new run.
+        recorded: the manifest of the run that is continued; {}: it is a new run.
     """
     now = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
-        "step": int(run.train_state.step.numpy()),
+        "step": run.steps_done(),
         "command": host.command(),
         "folder": str(Path.cwd()),
         "flags": dataclasses.asdict(run.options),
@@ -69,26 +70,14 @@ def write(run: RunContext, folder: Path, restored: int | None) -> list[str]:
         "code": code(run.options),
         "data": data_record(run),
     }
-    manifest = {} if restored is None else read(folder)
-    lines = differences(now, manifest)
-    if not manifest:
-        manifest = {"format": _FORMAT, **now, "task": task_of(run.data, run.options)}
-        begun = _digest_of(run.given) if run.given.overwrite else None
-        manifest |= {"overwrite": begun, "sessions": []}
-    manifest["sessions"].append(now)
-    files.write_json(folder / NAME, manifest | {"final": None})
+    lines = differences(now, recorded)
+    if not recorded:
+        begun = digest_of(run.given) if run.given.overwrite else None
+        recorded = {"format": _FORMAT, **now, "task": task_of(run.data, run.options)}
+        recorded |= {"overwrite": begun, "sessions": []}
+    content = recorded | {"sessions": [*recorded["sessions"], now], "final": None}
+    files.write_json(folder / NAME, content)
     return [f"warning     {line}" for line in lines]
-
-
-def overwrite_began(options: Options) -> bool:
-    """Return whether `--overwrite` with these options began the run that is there, unfinished."""
-    folder = Path(options.train_dir)
-    begun = files.read_json(folder / NAME).get("overwrite")
-    return begun == _digest_of(options) and not files.read_json(folder / "result.json")
-
-
-def _digest_of(options: Options) -> str:
-    return hashlib.sha256(options.to_flagfile().encode()).hexdigest()
 
 
 def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:
@@ -96,7 +85,7 @@ def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:
     model = {name: v for name, v in variables.items() if name.startswith("model/")}
     final = {"step": int(variables["step"].numpy())}
     final |= {"weights": _hash(model), "state": _hash(variables)}
-    files.write_json(folder / NAME, read(folder) | {"final": final})
+    files.write_json(folder / NAME, files.read_json(folder / NAME) | {"final": final})
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -117,7 +106,7 @@ def passed(folder: Path) -> set[str]:
 
 def write_passed(folder: Path, keys: Collection[str]) -> None:
     """Set the keys that have passed in a run, or before it, in its manifest, see `passed`."""
-    files.write_json(folder / NAME, read(folder) | {"passed": sorted(keys)})
+    files.write_json(folder / NAME, files.read_json(folder / NAME) | {"passed": sorted(keys)})
 
 
 def code(options: Options) -> dict[str, str | None]:

@@ -33,15 +33,16 @@ def build_model(
     Raises:
         InputError: the options do not fit the model.
     """
-    if options.model == Options.model and dataset.image_shape is None:
-        raise InputError(
-            f"--dataset={options.dataset} has no images, which {options.model} needs: name a model "
-            "of your own with --model=my_net:build"
-        )
+    if dataset.image_shape is None:
+        for name, value in ("model", Options.model), ("test_time_flip", True):
+            if getattr(options, name) == value:
+                raise InputError(
+                    f"--dataset={options.dataset} has no images, which --{name}={value} needs: "
+                    "leave that out, or name a model of your own with --model=my_net:build"
+                )
     # "auto" depends on whether the model is compiled; the image shape does not.
-    resolved = dataclasses.replace(
-        options, augment=augment.resolve(options.augment, dataset, compiled=False)
-    )
+    kind = augment.resolve(options.augment, dataset, compiled=False)
+    resolved = dataclasses.replace(options, augment=kind)
     network = build_for(
         resolved,
         num_classes=dataset.num_classes,
@@ -51,22 +52,17 @@ def build_model(
         no_classes=dataset.no_classes,
     )
     by_flags = not network.compiled
-    if by_flags:
+    if not by_flags:
+        _refuse_overridden(options)
+        kind = augment.resolve(options.augment, dataset, compiled=True)
+        resolved = dataclasses.replace(options, augment=kind)
+    else:
         if not (options.loss or options.metrics):
             check_classifier(network, resolved, dataset)
         with floatx_of(options.dtype):  # the loss and the metrics compute in it
             compile_from_flags(network, options)
-    else:
-        _refuse_overridden(options)
-        kind = augment.resolve(options.augment, dataset, compiled=True)
-        resolved = dataclasses.replace(options, augment=kind)
-    if options.test_time_flip:
-        if dataset.image_shape is None:
-            raise InputError(
-                f"--test_time_flip is for images, and {dataset.name} has none; leave it out"
-            )
-        for output in getattr(network, "outputs", None) or []:
-            check_rows(output)
+    for output in (getattr(network, "outputs", None) or []) if options.test_time_flip else []:
+        check_rows(output)
     return network, resolved, by_flags
 
 
@@ -99,16 +95,10 @@ def build_for(
     """
     name, dtype = options.model, options.dtype
     function = load_function("model", name)
-    if isinstance(function, keras.Model):  # which can be called, too
-        raise InputError(
-            f"--model={name} is a model, and not the function that returns it: write "
-            f"`def build(): return ...` around it, and type --model={name.partition(':')[0]}:build"
-        )
     x = _input_specs(options, x, image_shape)
     from_data: dict[str, Any] = {"num_classes": num_classes} if num_classes else {}
     if image_shape is not None:
         from_data["image_shape"] = tuple(x.shape)
-    arguments = _arguments(function, name, from_data, options.model_keywords(), no_classes)
     keras.utils.set_random_seed(options.seed)
     with contextlib.ExitStack() as stack:
         stack.callback(keras.config.set_dtype_policy, keras.config.dtype_policy())
@@ -117,11 +107,7 @@ def build_for(
         if exact and dtype == "float64":
             stack.enter_context(force_float64())
         stack.enter_context(tf.device("/cpu:0"))
-        model = _call(function, name, arguments)
-        if not isinstance(model, keras.Model):
-            raise InputError(
-                f"--model={name} returned {type(model).__name__}; a keras.Model is needed"
-            )
+        model = _call(function, name, from_data, options.model_keywords(), no_classes)
         if overrides(model, "call"):  # a model of several parts, as a GAN, may have none
             _call_on(model, name, x)  # builds it, too
     return model
@@ -158,8 +144,6 @@ def check_classifier(model: keras.Model, options: Options, data: Data) -> None:
             f"--model={name} gives outputs of {actual}; logits of shape "
             f"(batch, {num_classes}) are needed: take num_classes={num_classes} as an argument"
         )
-    if "float" not in str(outputs.dtype):
-        raise InputError(f"--model={name} gives outputs of type {outputs.dtype}; logits are floats")
 
 
 def compile_from_flags(model: keras.Model, options: Options) -> None:
@@ -174,36 +158,36 @@ def compile_from_flags(model: keras.Model, options: Options) -> None:
     Raises:
         InputError: a flag names nothing that can be used, or excludes another.
     """
-    smoothing = options.label_smoothing
-    if options.loss and smoothing:
-        raise InputError(
-            f"--label_smoothing={smoothing:g} is for the default loss: leave it out, or give a "
-            "--loss that smooths, as module:function"
-        )
-    loss: Any = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    if options.loss:
-        loss = _resolve("loss", options.loss, keras.losses.get)
-    elif smoothing:
-        loss = SmoothedCrossEntropy(smoothing)
     names = options.metrics or ("" if options.loss else "accuracy")
     metrics = [_resolve("metrics", n, keras.metrics.get) for n in names.split(",") if n]
+    loss = _resolve("loss", options.loss, keras.losses.get) if options.loss else None
+    if loss and options.label_smoothing:
+        raise InputError(
+            f"--label_smoothing={options.label_smoothing:g} is for the default loss: leave it out, "
+            "or give a --loss that smooths, as module:function"
+        )
     weights = model.trainable_variables
     if options.weight_decay and options.optimizer not in DECAY_APART:
         for weight in filter(is_decayed, weights):
             weight.regularizer = _with_decay(weight.regularizer, options.weight_decay / 2)
+    loss = loss or SmoothedCrossEntropy.of(options.label_smoothing)
     model.compile(make_optimizer(weights, options), loss, metrics=metrics)
 
 
-def _arguments(
+def _call(
     function: Callable, name: str, from_data: dict, keywords: dict, no_classes: str
-) -> dict[str, Any]:
-    """Return the arguments in `from_data` that `function` takes, and all `keywords`."""
+) -> keras.Model:
+    """Call a model function with what it takes of `from_data`, and all `keywords`."""
+    if isinstance(function, keras.Model):  # which can be called, too
+        raise InputError(
+            f"--model={name} is a model, and not the function that returns it: name a function "
+            "that builds one"
+        )
     signature = inspect.signature(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     taken = {k: v for k, v in from_data.items() if k in signature.parameters or takes_all}
-    arguments = taken | keywords
     try:
-        signature.bind(**arguments)
+        signature.bind(**taken | keywords)
     except TypeError as error:
         if "'num_classes'" in str(error):
             reason = no_classes or (
@@ -218,18 +202,16 @@ def _arguments(
             f"--model_args: {name} takes {signature}: {error}; from these data it can have "
             f"{', '.join(from_data) or 'none'}, any other by --model_args=NAME=VALUE"
         ) from None
-    return arguments
-
-
-def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:
-    """Call a model function; raise a ValueError of its own, as of a wrong depth, in a line."""
     try:
-        return function(**arguments)
-    except ValueError as error:
+        model = function(**taken | keywords)
+    except ValueError as error:  # of its own, as of a wrong depth
         file = inspect.getsourcefile(inspect.unwrap(function))
         if traceback.extract_tb(error.__traceback__)[-1].filename != file:
             raise
         raise InputError(f"--model={name}: {' '.join(str(error).split())}") from None
+    if not isinstance(model, keras.Model):
+        raise InputError(f"--model={name} returned {type(model).__name__}; a keras.Model is needed")
+    return model
 
 
 def _call_on(model: keras.Model, name: str, x: Any) -> Any:
@@ -266,7 +248,7 @@ def _with_decay(regularizer: Callable | None, l2: float) -> Callable:
     kinds = keras.regularizers
     if regularizer is None:
         return kinds.L2(l2)
-    if type(regularizer) in (kinds.L1, kinds.L2, kinds.L1L2):
+    if type(regularizer) in (kinds.L1, kinds.L2, kinds.L1L2):  # which a file of Keras can name
         config = regularizer.get_config()
         return kinds.L1L2(config.get("l1", 0.0), config.get("l2", 0.0) + l2)
     return lambda weight: regularizer(weight) + kinds.L2(l2)(weight)
@@ -281,11 +263,6 @@ def _resolve(flag: str, name: str, get: Callable) -> Any:
         resolved = load_function(flag, name)
         if isinstance(resolved, type) or not inspect.signature(resolved).parameters:
             resolved = call_without_arguments(flag, name)
-        if not callable(resolved):
-            raise InputError(
-                f"--{flag}={name} returned {type(resolved).__name__}; a function of targets and "
-                f"outputs, or a Keras {'loss' if flag == 'loss' else 'metric'}, is needed"
-            )
         return resolved
     try:
         resolved = get(name)
@@ -307,6 +284,13 @@ class SmoothedCrossEntropy(keras.losses.SparseCategoricalCrossentropy):
         """Set the smoothing, 0 to 1."""
         super().__init__(from_logits=True)
         self.smoothing = smoothing
+
+    @staticmethod
+    def of(smoothing: float) -> keras.Loss:
+        """Return the cross entropy of logits with this smoothing; without any, Keras' own."""
+        if smoothing:
+            return SmoothedCrossEntropy(smoothing)
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         """Return the loss of each example, see `keras.Loss`."""

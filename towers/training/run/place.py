@@ -13,8 +13,6 @@ was interrupted is made again, from the state in which it began.
 import dataclasses
 from collections.abc import Mapping
 
-from towers.options.run import Options
-
 STEP, EPOCH, END = "step", "epoch", "end"
 
 
@@ -31,12 +29,12 @@ class Place:
     sums: Mapping[str, float] = dataclasses.field(default_factory=dict)  # over the epoch's steps
     logs: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the last epoch
 
-    def is_stopped(self, options: Options, last_step: int) -> bool:
+    def is_stopped(self, callbacks: str, last_step: int) -> bool:
         """Return whether a callback ended the run: with others, or for more steps, it continues.
 
         Args:
-            options: of the run.
+            callbacks: `--callbacks` of now.
             last_step: up to which it is to train.
         """
-        same = self.stopped_by == options.callbacks and self.planned_steps == last_step
+        same = self.stopped_by == callbacks and self.planned_steps == last_step
         return bool(self.stopped_by) and same

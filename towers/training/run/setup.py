@@ -1,4 +1,7 @@
-"""Builds a run from its options: towers, data, model and master variables."""
+"""Builds a run from its options: devices, data, a compiled model with its schedule, towers.
+
+Options are read here and in `model.py`; what follows takes the parts of a `RunContext`.
+"""
 
 import dataclasses
 import functools
@@ -39,14 +42,13 @@ class RunContext:
     options: Options
     builder: TowerBuilder
     data: Data
-    train_state: TrainState
     task: Task
-    total_epochs: float  # the length of schedules
-    total_examples: int  # where the run ends, unless `max_steps` ends it earlier
     directions: Mapping[str, str | None]  # {metric: "max" or "min", None if unknown}
     objective: Objective  # the metric that selects the best evaluation, and "max" or "min"
+    total_epochs: float  # the length of schedules
+    total_examples: int  # where the run ends, unless `max_steps` ends it earlier
     given: Options  # before "auto", "default" and a fall back to one device were resolved
-    diagnostics: list[str] = dataclasses.field(default_factory=list)  # of the towers' function
+    diagnostics: list[str]  # of the towers' function
 
     def to_flagfile(self) -> str:
         """Return the run's flags.cfg, in which each process decides anew what it may."""
@@ -57,6 +59,15 @@ class RunContext:
     def folder(self) -> Path:
         """Its `train_dir`."""
         return Path(self.options.train_dir)
+
+    @property
+    def train_state(self) -> TrainState:
+        """The variables that a step changes."""
+        return self.task.train_state
+
+    def steps_done(self) -> int:
+        """Return the number of updates so far."""
+        return int(self.train_state.step.numpy())
 
     def take_diagnostics(self) -> list[str]:
         """Return the warnings since the last call."""
@@ -101,7 +112,7 @@ class RunContext:
 
     def timetable(self) -> Timetable:
         """Return the timetable from the step of the train state to the end of the run."""
-        step, examples = int(self.train_state.step.numpy()), int(self.train_state.examples.numpy())
+        step, examples = self.steps_done(), int(self.train_state.examples.numpy())
         left = math.ceil((self.total_examples - examples) / self.options.batch_size)
         if self.options.max_steps:
             left = min(left, self.options.max_steps - step)
@@ -110,8 +121,12 @@ class RunContext:
         return Timetable(step, examples, step + max(left, 0), *sizes, due)
 
 
-def prepare(options: Options) -> RunContext:
+def prepare(options: Options, continues: bool = False) -> RunContext:
     """Build the run that `options` describe.
+
+    Args:
+        options: of the run.
+        continues: whether it has a checkpoint.
 
     Raises:
         InputError: a device, the data or the model cannot be had as the options say.
@@ -119,16 +134,16 @@ def prepare(options: Options) -> RunContext:
     """
     devices.configure_run(options)
     devices.try_out()
-    return assemble(options, tower_devices(options), load_data(options))
+    return assemble(options, tower_devices(options, continues), load_data(options))
 
 
-def tower_devices(options: Options) -> list[str]:
-    """Return the towers' devices, on this machine or on others.
+def tower_devices(options: Options, continues: bool = False) -> list[str]:
+    """Return the towers' devices, on this machine or on others; see `prepare`.
 
     Raises:
         InputError: they cannot be had.
     """
-    if cluster := remote.connect_run(options):
+    if cluster := remote.connect_run(options, continues):
         return cluster.devices
     names = devices.tower_devices(options.num_towers, options.devices, divide_cores=True)
     if options.jit_compile:  # before the data are read, and models fill the memory of GPUs
@@ -144,9 +159,8 @@ def load_data(options: Options) -> Data:
         RunError: it cannot be read.
     """
     name, folder = options.dataset, options.data_dir or None
-    with user_facing_errors(options):
-        size, fraction = options.image_height_width(), options.validation_fraction
-        return data.load(name, folder, size, fraction)
+    with user_facing_errors():
+        return data.load(name, folder, options.image_height_width(), options.validation_fraction)
 
 
 def assemble(
@@ -169,26 +183,26 @@ def assemble(
     """
     check_own(options)
     given, diagnostics = options, []
+    place, home = placement(options.variables, device_names)
+    if place in VARIABLES:
+        options = dataclasses.replace(options, variables=place)
+    builder = TowerBuilder(
+        device_names,
+        home,
+        batch_norm=options.batch_norm,
+        accumulate_steps=options.accumulate_steps,
+        jit_compile=options.jit_compile,
+        on_warning=diagnostics.append,
+        check=options.check,
+        on_inexact=options.on_inexact,
+    )
     # Checkpoints identify variables by name.
-    with user_facing_errors(options), tf_internals.named_as_in_a_new_process():
+    with user_facing_errors(), tf_internals.named_as_in_a_new_process():
         network, options, by_flags = build_model(options, dataset, exact)
         if not network.trainable_variables:
             raise InputError(
                 f"--model={options.model} has no trainable weights: there is nothing to train"
             )
-        place, home = placement(options.variables, device_names)
-        if place in VARIABLES:
-            options = dataclasses.replace(options, variables=place)
-        builder = TowerBuilder(
-            device_names,
-            home,
-            batch_norm=options.batch_norm,
-            accumulate_steps=options.accumulate_steps,
-            jit_compile=options.jit_compile,
-            on_warning=diagnostics.append,
-            check=options.check,
-            on_inexact=options.on_inexact,
-        )
         of_step = dataclasses.replace(options.part(StepOptions), variables=place)
         # Callbacks may ask for the metrics of a batch, and verify compares them.
         reports = bool(options.metrics or options.callbacks or exact) or not by_flags
@@ -197,19 +211,21 @@ def assemble(
         recorder = LossRecorder(network)
         with loss_checks.translate_loss_errors(recorder, options, dataset):
             task = Task(builder, network, of_step, dataset, prepare, recorder, by_flags, reports)
-        directions = metric_directions(task)
-        objective = parse_monitor(options.monitor, directions)
     _check_validation(options, dataset)
-    size = dataset.train.size
-    total_epochs = options.num_epochs or DEFAULT_EPOCHS
-    total_examples = max(round(total_epochs * size), 1)
+    length = _length(options, dataset.train.size)
+    directions = metric_directions(task)
+    objective = parse_monitor(options.monitor, directions)
+    parts = options, builder, dataset, task, directions, objective
+    return RunContext(*parts, *length, given, diagnostics)
+
+
+def _length(options: Options, size: int) -> tuple[float, int]:
+    """Return the length of a run's schedules in epochs, and that of the run in examples."""
     if options.max_steps and not options.num_epochs:
         total_examples = options.max_steps * options.batch_size
-        total_epochs = total_examples / size
-
-    parts = options, builder, dataset, task.train_state, task
-    metrics = directions, objective
-    return RunContext(*parts, total_epochs, total_examples, *metrics, given, diagnostics)
+        return total_examples / size, total_examples
+    total_epochs = options.num_epochs or DEFAULT_EPOCHS
+    return total_epochs, max(round(total_epochs * size), 1)
 
 
 def metric_directions(task: Task) -> dict[str, str | None]:

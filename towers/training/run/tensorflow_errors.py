@@ -13,7 +13,6 @@ from towers.devices.shown_names import new_name, short_device_name
 from towers.errors import InputError, RunError
 from towers.formatting import first_line
 from towers.options.error_origin import locate_in_user_code
-from towers.options.run import Options
 
 # Text around a reason, besides that which `first_line` removes.
 _NOISE = re.compile(
@@ -27,10 +26,10 @@ _HARD = "--allow_soft_placement=false (leave it out, or let the model choose no 
 _OF_INPUT = {
     "Cannot assign a device": _HARD,
     "Could not satisfy device spec": _HARD,
-    "No OpKernel was registered": "--model={0.model} has an op that no device of this machine runs",
+    "No OpKernel was registered": "--model has an op that no device of this machine runs",
 }
 _OF_RUN = {
-    "IteratorGetNext": "--dataset={0.dataset} cannot be read{1}",
+    "IteratorGetNext": "--dataset cannot be read",
     "tf2xla": "--jit_compile: XLA cannot compile the towers",
     # The text above is at the end, which TensorFlow cuts off after 8 KiB of stack traces.
     "when trying to compile graph": "--jit_compile: XLA cannot compile the towers",
@@ -46,12 +45,11 @@ _TOWER = re.compile(r"tower_(\d+)/[^\s}]*")
 
 
 @contextlib.contextmanager
-def user_facing_errors(options: Options, step: Callable[[], int] | None = None) -> Iterator[None]:
+def user_facing_errors(step: Callable[[], int | None] = lambda: None) -> Iterator[None]:
     """Translate TensorFlow's errors in the block that the user can fix into one line.
 
     Args:
-        options: of the run.
-        step: returns the number of steps done.
+        step: returns the number of steps done, None before the first one can be made.
 
     Raises:
         InputError: no device runs an op as it is asked to.
@@ -66,8 +64,8 @@ def user_facing_errors(options: Options, step: Callable[[], int] | None = None) 
         if "custom_gradient decorator currently supports keywords" not in str(error):
             raise
         raise InputError(
-            f"--model={options.model}: Keras cannot recompute a layer in a graph of TensorFlow's: "
-            "remat takes no keyword arguments there: leave it out"
+            "--model: Keras cannot recompute a layer in a graph of TensorFlow's: remat takes no "
+            "keyword arguments there: leave it out"
         ) from None
     except tf.errors.OpError as error:
         text = str(error)
@@ -80,8 +78,9 @@ def user_facing_errors(options: Options, step: Callable[[], int] | None = None) 
         reason = first_line(type(error)(None, None, _NOISE.sub("", text)), 1000)
         if "assertion failed:" in text:  # its texts and numbers are in brackets
             reason = re.sub(r"\] \[", " ", reason).strip("[]")
-        where = f" at step {step()}" if step else ""
-        line = f"{known[part].format(options, where)}: {reason[:300]}"
+        done = step() if part == "IteratorGetNext" else None
+        where = "" if done is None else f" at step {done}"
+        line = f"{known[part]}{where}: {reason[:300]}"
         if part in _OF_INPUT:
             raise InputError(line) from None
         raise _with_traceback(line, error) from None
