@@ -84,12 +84,14 @@ def test_a_foreign_run_names_no_code_that_runs(folder, monkeypatch, verb):
 
 def test_a_foreign_run_connects_to_no_machine(folder, monkeypatch):
     make_run("run", workers="evil:2222,more:2222")
+    make_run("slurm", workers="slurm")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "other"))  # somebody else's
-    message = refusal("train", ["--train_dir=run"])
-    assert "machines to connect to: --workers=" in message and "--trust" in message
-    cli.parse("evaluate", ["--train_dir=run"])  # is on this machine
-    for own in "--workers=", "--workers=mine:1", "--num_towers=2", "--devices=cpu":
-        assert "evil" not in cli.parse("train", ["--train_dir=run", own]).workers
+    for name in "run", "slurm":
+        message = refusal("train", [f"--train_dir={name}"])
+        assert "machines to connect to: --workers=" in message and "--trust" in message
+        cli.parse("evaluate", [f"--train_dir={name}"])  # is on this machine
+        for own in "--workers=", "--workers=mine:1", "--num_towers=2", "--devices=cpu":
+            assert "evil" not in cli.parse("train", [f"--train_dir={name}", own]).workers
     cli.parse("train", ["--train_dir=run", "--trust"])
 
 

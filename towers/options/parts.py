@@ -179,8 +179,8 @@ class DeviceOptions:
         10, "Steps inside one call of TensorFlow; changes no number.", minimum=1
     )
     workers: str = _workers(
-        "", "Machines that run `towers worker`, as host1:2222,host2:2222. The towers are on their "
-        "devices.",
+        "", "Machines that run `towers worker`, as host1:2222,host2:2222; or slurm, kubernetes, "
+        "TF_CONFIG: those that these name. The towers are on their devices.",
     )  # fmt: skip
     towers_per_worker: int = _workers(
         0, "Towers of each worker. 0: one on each of its GPUs, else one. N: exactly N GPUs, or "
