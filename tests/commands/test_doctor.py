@@ -1,11 +1,10 @@
 """`towers doctor`: what it says of this machine, and of machines that are made up."""
 
 import dataclasses
+import email.message
+import importlib.metadata
 import json
-import subprocess
-from types import SimpleNamespace
 
-import keras
 import pytest
 
 from tests.fake_gpus import A100, FULL, H100, SMALL
@@ -43,7 +42,6 @@ def probe(monkeypatch):
 
     monkeypatch.setattr(self_test, "run_module", run_module)
     monkeypatch.setattr(self_test, "find_errors", find_errors)
-    monkeypatch.setattr(doctor, "check_versions", lambda: ())
     return found
 
 
@@ -52,11 +50,17 @@ def test_this_machine_has_no_problem(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     found = checks()
     assert not problems(found.values())
-    assert found.keys() >= {"towers", "tensorflow", "keras", "GPUs", "computing on /cpu:0"}
+    assert found.keys() >= {"Python", "tensorflow", "keras", "GPUs", "computing on /cpu:0"}
     assert list(tmp_path.iterdir()) == [] and capfd.readouterr() == ("", "")
 
 
-def test_kernels_that_the_driver_compiles_are_told(install, probe):
+def test_a_driver_too_old_for_a_gpu_is_told_by_number(install, probe):
+    install(A100, H100, driver="550.54.14")
+    found = checks()
+    assert problems(found.values()) == ["GPUs"] and "GPU 1 (NVIDIA H100)" in found["GPUs"].detail
+    assert "--visible_gpus=0" in found["GPUs"].remedy
+    install(A100, H100, driver="550.54.14")
+    assert not problems(checks(visible_gpus="0").values())
     install(A100, H100)
     found = checks()
     assert not problems(found.values()) and "GPU 1 (NVIDIA H100)" in found["kernels"].detail
@@ -89,9 +93,20 @@ def test_a_problem_has_a_remedy(install, probe, cards, options, found, name, rem
     assert remedy in f"{of_machine[name].detail} {of_machine[name].remedy}"
 
 
-def test_versions_are_told_and_what_pip_finds_of_them(monkeypatch):
-    said = "towers 0.1.0 requires absent, which is not installed.\nother 1.0 requires this."
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=said))
+def test_an_installation_tells_itself_what_it_needs(monkeypatch):
+    message = email.message.Message()
+    message["Version"], message["Requires-Python"] = "9.9", ">=99"
+    for line in ["keras<3,>=2", "no-such-package", "PIL>1", 'pytest>=99; extra == "test"']:
+        message["Requires-Dist"] = line
+    monkeypatch.setattr(importlib.metadata, "metadata", lambda name: message)
     found = {check.name: check for check in doctor.check_versions()}
-    assert found["keras"].detail == keras.__version__
-    assert problems(found.values()) == ["packages"] and "absent" in found["packages"].detail
+    assert list(found) == ["towers", "Python", "keras", "no-such-package", "PIL"]
+    assert problems(found.values()) == ["Python", "keras", "no-such-package"]  # pillow has a PIL
+    assert found["keras"].remedy == "type python -m pip install 'keras<3,>=2'"
+
+    def metadata(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "metadata", metadata)
+    (check,) = doctor.check_versions()  # of a checkout that is not installed
+    assert check.status == "ok" and "pip install -e" in check.remedy

@@ -102,6 +102,32 @@ def test_what_cannot_be_had_is_refused_and_nothing_is_set_by_halves(
     assert set(machine.limits_mib) <= {None}
 
 
+OLD_H100, OLD_5090 = ("GPU 0 (NVIDIA H100)", "9.0", "555"), ("(NVIDIA GeForce RTX 5090)", "570")
+
+
+@pytest.mark.parametrize(
+    "driver, cards, options, says, others",
+    [
+        ("535.104.05", [H100, A100, H100], {}, OLD_H100, "1"),
+        ("550.54.14", [replace(SPLIT, capability=(9, 0))], {}, ("9.0", "555"), "none"),
+        ("560.35", [A100, RTX5090], {"visible_gpus": "1"}, (*OLD_5090, "GPU 1"), "0"),
+        ("555.42.02", [H100, A100], {}, (), ""),
+        ("570.86.10", [RTX5090, H100], {}, (), ""),
+        ("550.54.14", [A100, H100], {"visible_gpus": "0"}, (), ""),
+    ],
+)  # fmt: skip
+def test_a_driver_compiles_for_gpus_that_are_newer_than_tensorflow(
+    install, driver, cards, options, says, others
+):
+    install(*cards, driver=driver)
+    if says:
+        message = refusal(**options)
+        assert message.endswith(f"--visible_gpus={others}") and driver in message
+        assert all(word in message for word in says)
+    else:
+        gpus.configure(**options)
+
+
 def test_kernels_that_are_compiled_first_are_told_and_waited_for(install, monkeypatch, capsys):
     """An H100's and an RTX 5090's take minutes at the first start."""
     waited = []

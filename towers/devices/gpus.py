@@ -139,6 +139,7 @@ def _set_before_start(asked: GpuOptions, devices: str | Sequence[str]) -> None:
     hide_others(devices)
     limits, gpus = [], tf.config.get_visible_devices("GPU")
     matched = driver_gpus(gpus)
+    _check_driver(matched, choice)
     for gpu, seen in zip(gpus, matched, strict=True):
         limits.append(_limit_mib(asked, seen))
         if seen and seen.free_bytes is not None:
@@ -166,6 +167,30 @@ def _check_own_parts(
             f"{', '.join(f'{mib:g}' for mib in parts)} MiB by "
             "tf.config.set_logical_device_configuration: leave out that call, or the option"
         )
+
+
+def _check_driver(gpus: Sequence[DriverGpu | None], choice: Sequence[DriverGpu]) -> None:
+    """Raise InputError for a GPU whose kernels the driver must compile, if it is too old for it."""
+    version, cuda, needed = nvml.driver_version(), nvml.cuda_version(), {}
+    for gpu in _compiling(choice) if version else ():
+        new = gpu.compute_capability >= (10, 0)
+        driver, least_cuda = (570, (12, 8)) if new else (555, (12, 5))
+        if int(version.partition(".")[0]) < driver and cuda < least_cuda:
+            needed[gpu] = driver
+    for gpu in filter(needed.get, gpus):
+        capability = ".".join(map(str, gpu.compute_capability))
+        others = ",".join(other.key for other in choice if other not in needed)
+        raise InputError(
+            f"GPU {gpu} of compute capability {capability} needs driver {needed[gpu]} or newer, "
+            f"and this one is {version}; update the driver, or leave the GPU out with "
+            f"--visible_gpus={others or 'none'}"
+        )
+
+
+def _compiling(gpus: Sequence[DriverGpu | None]) -> list[DriverGpu]:
+    # Those for which this TensorFlow has no machine code.
+    built = tf.sysconfig.get_build_info().get("cuda_compute_capabilities")
+    return self_test.compiling([gpu for gpu in gpus if gpu], built or self_test.BUILT_FOR)
 
 
 def _limit_mib(options: GpuOptions, gpu: DriverGpu | None) -> int | None:
@@ -263,7 +288,7 @@ def try_out() -> None:
     visible = tf.config.get_visible_devices("GPU")
     if not visible or tf_internals.has_started():
         return
-    if newer := self_test.compiling(driver_gpus(visible)):
+    if newer := _compiling(driver_gpus(visible)):
         print(f"compiling   {self_test.compiling_note(newer)}", file=sys.stderr, flush=True)
     probe = self_test.run_probe([f"/gpu:{everything.index(gpu)}" for gpu in visible])
     if isinstance(probe, str):

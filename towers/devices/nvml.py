@@ -57,6 +57,15 @@ def driver_version() -> str | None:
     return _ask(pynvml.nvmlSystemGetDriverVersion) if _is_there() else None
 
 
+def cuda_version() -> tuple[int, int]:
+    """Return the newest CUDA of the driver's libraries, (12, 5); (0, 0) if it is not known.
+
+    A package of newer libraries (cuda-compat) makes it newer than that of the driver's version.
+    """
+    number = _ask(pynvml.nvmlSystemGetCudaDriverVersion_v2) if _is_there() else None
+    return divmod((number or 0) // 10, 100)
+
+
 def _is_there() -> bool:
     try:
         pynvml.nvmlInit()  # stays open: it counts its calls

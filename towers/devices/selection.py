@@ -18,7 +18,7 @@ import tensorflow as tf
 from towers import tf_internals
 from towers.builder import device_names
 from towers.builder.device_names import are_remote, as_devices, machine_of
-from towers.devices import cuda_visible_devices, nvml, remote, shown_names
+from towers.devices import cuda_visible_devices, memory, nvml, remote, shown_names
 from towers.devices.gpus import (
     driver_gpus,
     hide_gpus,
@@ -108,11 +108,7 @@ def tower_devices(
         shown_names.in_use |= any("gpu" in device for device in chosen)
         unused = [gpu for gpu in gpus if gpu not in chosen]
         if kind not in ("", "cpu", "any", "gpu") and unused and tf_internals.has_started():
-            _print_once(
-                f"note        TensorFlow started before the towers' devices were named, and holds "
-                f"memory of {', '.join(unused)}, too: to leave it to others, call "
-                f'towers.devices.configure(devices="{",".join(chosen)}") before the first model'
-            )
+            _print_once(_charged(unused, chosen))
         return list(map(new_name, chosen))
     if kind in ("", "cpu", "any") and not device_names.stand_in():
         _print_once(
@@ -149,6 +145,22 @@ def loose_ops_on(devices: str) -> contextlib.AbstractContextManager:
     if others and tf_internals.has_started() and tf.config.get_soft_device_placement():
         return tf.device(names[0])
     return contextlib.nullcontext()
+
+
+def _charged(unused: Sequence[str], chosen: Sequence[str]) -> str:
+    # Says what this process holds of GPUs that it does not use.
+    limits, parts = tf_internals.device_memory_bytes(), []
+    for name in unused:
+        _, peak = memory.of_device(new_name(name)) or (0, 0)
+        gpu = logical_gpus()[int(new_name(name)[5:])]
+        growth = tf.config.experimental.get_memory_growth(gpu)
+        taken = peak if growth or not peak else limits[new_name(name)] / MIB
+        parts.append(f"{name} ({taken:.0f} MiB)")
+    return (
+        f"note        TensorFlow started before the towers' devices were named, and holds memory "
+        f"of {', '.join(parts)}, beside CUDA's own: to leave it to others, call "
+        f'towers.devices.configure(devices="{",".join(chosen)}") before the first model'
+    )
 
 
 def most_towers(devices: str | Sequence[str] = "") -> int | None:

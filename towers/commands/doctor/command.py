@@ -8,11 +8,13 @@ import dataclasses
 import importlib.metadata
 import json
 import os
-import subprocess
+import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
 
 from towers.devices import nvml, self_test
 from towers.devices.cuda_visible_devices import FORCED_GROWTH, INSTALL
@@ -63,19 +65,6 @@ def _checks(options: Options) -> Iterator[Check]:
         return
     for check in found:
         yield Check(**check)
-
-
-def check_versions() -> Iterator[Check]:
-    """Tell versions, and what pip finds wrong among the packages that towers needs."""
-    for package in "towers", "tensorflow", "keras", "numpy":
-        try:
-            yield Check(package, OK, importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:  # as of a checkout that is on the path
-            yield Check(package, OK, "not installed under this name")
-    found = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
-    for line in found.stdout.splitlines():
-        if line.startswith("towers "):
-            yield Check("packages", PROBLEM, line, f"type python -m pip install -e {ROOT}")
 
 
 def check_devices(options: Mapping[str, Any]) -> Iterator[Check]:
@@ -132,6 +121,38 @@ def _listed(driver: Sequence[nvml.DriverGpu]) -> str:
         held = f", held by {', '.join(gpu.processes)}" if gpu.processes else ""
         texts.append(f"{gpu}{free}{held}")
     return "; ".join(texts)
+
+
+def check_versions() -> Iterator[Check]:
+    """Compare Python and the installed packages with the requirements in setup.py."""
+    try:
+        metadata = importlib.metadata.metadata("towers")
+    except importlib.metadata.PackageNotFoundError:
+        install = f"to install it and what it needs, type python -m pip install -e {ROOT}"
+        yield Check("towers", OK, f"runs from the checkout {ROOT}, not installed", install)
+        return
+    yield Check("towers", OK, f"{metadata['Version']}, from {ROOT}")
+    for line in [f"Python{metadata['Requires-Python']}", *metadata.get_all("Requires-Dist", [])]:
+        needed = Requirement(line)
+        if needed.marker:  # an extra
+            continue
+        version, remedy = _installed(needed.name), f"type python -m pip install '{line}'"
+        if version and needed.specifier.contains(version, prereleases=True):
+            yield Check(needed.name, OK, version)
+        else:
+            detail = f"{version or 'not installed'}, {needed.specifier or 'any'} is needed"
+            yield Check(needed.name, PROBLEM, detail, remedy)
+
+
+def _installed(name: str) -> str | None:
+    """Return the version of Python or of a package, None if it is not installed."""
+    if name == "Python":
+        return platform.python_version()
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # tensorflow-cpu provides tensorflow, too
+        others = importlib.metadata.packages_distributions().get(name)
+        return importlib.metadata.version(others[0]) if others else None
 
 
 if __name__ == "__main__":
