@@ -262,17 +262,6 @@ def test_what_is_given_takes_the_place_of_what_says_the_same(folder, before, arg
     assert cli.parse("train", ["--train_dir=run", argv]) == Options(train_dir="run", **after)
 
 
-def test_a_flag_that_makes_another_run_is_named_with_what_to_type(folder):
-    write_run(folder / "run", model="a.b:c", dataset="mine:load", augment="tutorial")
-    (folder / "a.cfg").write_text("--model=d:e")
-    said = refusal("train", "--train_dir=run", "--flagfile=a.cfg", "--augment=resnet")
-    assert said.startswith("--model=d:e --augment=resnet: ")
-    for words in "--model=a.b:c --augment=tutorial", "towers train --train_dir=run", "--overwrite":
-        assert words in said
-    assert cli.parse("evaluate", ["--train_dir=run", "--dataset=d:e"]).dataset == "d:e"
-    cli.parse("train", ["--train_dir=run", "--augment=auto"])
-
-
 def test_a_damaged_flags_cfg_is_named(folder):
     write_run(folder / "run")
     path = folder / "run/flags.cfg"

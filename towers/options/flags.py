@@ -28,8 +28,8 @@ from towers import files
 from towers.errors import InputError, RunError
 from towers.options import code_trust
 from towers.options.fields import EXCLUSIVE, check_value
-from towers.options.functions import may_be_same_object, option_text
-from towers.options.parts import MACHINES_OPTION, MANY_MACHINES, parse_augment
+from towers.options.functions import option_text
+from towers.options.parts import MACHINES_OPTION, MANY_MACHINES
 from towers.options.run import Options, text_of
 
 
@@ -83,7 +83,6 @@ _DEFINE = {
 MANIFEST, RESULT = "manifest.json", "result.json"  # in the folder of a run
 # Another value of these makes another run, whose checkpoints do not fit.
 IDENTITY = ("model", "model_args", "loss", "augment", "dataset")
-OF_MODEL = ("model", "model_args", "augment")  # those that an evaluation cannot change either
 _OF_MACHINES = {f.name for f in dataclasses.fields(Options) if f.metadata["group"] == MANY_MACHINES}
 
 
@@ -96,8 +95,7 @@ def parse(argv: Sequence[str], verb: Verb = _TRAIN) -> Any:
 
     Raises:
         InputError: for an unknown flag, a value of the wrong type or out of range, a flagfile that
-            cannot be read, an argument that is not a flag, or a flag that would make another run
-            of an existing one.
+            cannot be read, or an argument that is not a flag.
     """
     _check_taken(argv, verb)
     foreign: dict[str, str] = {}
@@ -194,7 +192,7 @@ def _check_taken(argv: Sequence[str], verb: Verb) -> None:
         name = _ALIASES.get(name, name)
         name = name if name in _RUN_FIELDS else name.removeprefix("no")
         reason = verb.refuses.get(name, "")
-        if verb.takes is not None and name in _RUN_FIELDS and name not in verb.takes:
+        if name in _RUN_FIELDS and name not in (verb.takes or _RUN_FIELDS):
             reason = f"it takes {', '.join(f'--{taken}' for taken in verb.takes)}"
             reason += ", and the rest from the run's flags.cfg" if verb.run_flags else ""
         if reason:
@@ -295,8 +293,6 @@ def _options_of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
             f"{path} is damaged: {error}; mend it, or remove it and give the run's flags yourself"
         ) from None
     of_run = {n: v for n, v in of_run.items() if _RUN_FIELDS[n].metadata["affects"] != "call"}
-    if verb.run_flags == "if_any" or verb.name == "evaluate":
-        _check_identity(train_dir, of_run, given, verb.run_flags == "if_any")
     replaced = _replaced_options(of_run, given)
     if verb.run_flags == "always":  # the machines and GPUs of training may be gone
         replaced |= _OF_MACHINES | ({"devices"} if of_run.get("devices") == "gpu" else set())
@@ -327,31 +323,6 @@ def _replaced_options(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> se
     if lists[1]:
         names.add("num_towers")
     return names
-
-
-def _check_identity(
-    train_dir: str, of_run: Mapping[str, Any], given: Mapping[str, Any], trains: bool
-) -> None:
-    names = IDENTITY if trains else OF_MODEL
-    pairs = {n: (of_run[n], given[n]) for n in names if n in of_run and n in given}
-    if "augment" in pairs:
-        then, now = map(parse_augment, pairs["augment"])
-        if now.cutout == then.cutout and now.base in ("auto", then.base):
-            del pairs["augment"]
-    differ = [
-        n for n, (then, now) in pairs.items() if then != now and not may_be_same_object(then, now)
-    ]
-    if differ:
-        now, then = (" ".join(f"--{n}={v[n]}" for n in differ) for v in (given, of_run))
-        if not trains:
-            raise InputError(
-                f"{now}: the run in {train_dir} has {then}: leave --{' and --'.join(differ)} out"
-            )
-        raise InputError(
-            f"{now}: the run in {train_dir} has {then}; towers train --train_dir={train_dir} goes "
-            "on with it; for another run name another --train_dir, to which --init_from takes the "
-            "weights, or add --overwrite, which moves the old one aside"
-        )
 
 
 def main_help(version: str, verbs: Sequence[Verb]) -> str:

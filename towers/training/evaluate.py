@@ -9,6 +9,7 @@ from towers import devices
 from towers.errors import InputError
 from towers.formatting import count, figure, table
 from towers.options.flags import options_from_call
+from towers.options.functions import may_be_same_object
 from towers.options.run import Options
 from towers.training.load import KINDS, assign, read_weights
 from towers.training.run import manifest
@@ -47,13 +48,21 @@ def evaluate(
 def _evaluate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     step, values = read_weights(Path(options.train_dir))
     recorded = manifest.read(Path(options.train_dir))
-    task = recorded.get("task", {})
+    task, flags = recorded.get("task", {}), recorded.get("flags", {})
+    for name in "model", "model_args":
+        now = getattr(options, name)
+        then = flags.get(name, now)
+        if then != now and not may_be_same_object(then, now):
+            raise InputError(
+                f"--{name}={now}: the run in {options.train_dir} has --{name}={then}: leave "
+                f"--{name} out"
+            )
     changes = dict(variables="default", jit_compile=False, on_inexact="warn")
     run = prepare(dataclasses.replace(options, **changes))
     run.builder.checks.passed |= manifest.passed(run.folder)
     manifest.check_data(run.data, options, task)
     now: dict[str, Any] = {"code": manifest.code(options)}
-    same = recorded.get("flags", {}).get("dataset") == options.dataset
+    same = flags.get("dataset") == options.dataset
     if same or run.data.test_is_held_out:
         now["data"] = {"test": run.data.test.checksum()}
     warnings = [f"warning     {line}" for line in manifest.differences(now, recorded)]

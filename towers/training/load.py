@@ -105,8 +105,8 @@ def load(
         InputError: there is no such run or checkpoint, it is damaged, or the model now has other
             variables.
     """
-    fields = {"train_dir": str(train_dir), "trust": trust}
-    fields |= {} if model is None else {"model": model}
+    given = {"model": model, "train_dir": str(train_dir), "trust": trust}
+    fields = {name: value for name, value in given.items() if value is not None}
     with preserve_rng():
         options = options_from_call(None, fields, verb="load")
         trained = load_run(options, averages=averages, step=step)

@@ -72,10 +72,10 @@ def compare(
         yield from differences(runner.variables(), expected, runner.num_towers, -1)
     for step, batch in enumerate(batches):
         arguments = batch, test if step == len(batches) - 1 else None
-        reference.assign(expected)  # runners may share variables
+        reference.set_variables(expected)  # runners may share variables
         before, expected, noise = expected, _results_of(reference, *arguments), None
         for runner in runners:
-            runner.assign(before)  # else rounding errors may grow from step to step
+            runner.set_variables(before)  # else rounding errors may grow from step to step
             actual = _results_of(runner, *arguments)
             result = list(differences(actual, expected, runner.num_towers, step))
             # The noise takes time, and correct models mostly do not need it.
@@ -137,7 +137,7 @@ def _rounding_noise(
     random, noise = np.random.default_rng(0), dict.fromkeys(expected, 0.0)
     largest = _largest_of_kinds(expected)
     try:
-        reference.assign(before)
+        reference.set_variables(before)
         for name, array in step().items():
             if not _distance(array, expected[name]) <= TOLERANCE * largest[kind_of(name)]:
                 return {}
@@ -146,13 +146,13 @@ def _rounding_noise(
             for name in reference.weight_names():  # zeros stay zero
                 factors = 1.0 + nudge * random.uniform(-1.0, 1.0, before[name].shape)
                 nudged[name] = (before[name] * factors).astype(before[name].dtype)
-            reference.assign(nudged)
+            reference.set_variables(nudged)
             for name, array in step().items():
                 change = _distance(array, expected[name]) / nudge
                 if np.isfinite(change):
                     noise[name] = max(noise[name], change)
     finally:
-        reference.assign(expected)
+        reference.set_variables(expected)
     return noise
 
 

@@ -137,7 +137,7 @@ def verify(
         )
         runners = [FitRunner(make_model(), names[:number], how, reference) for number in numbers]
         for runner in runners:
-            runner.assign(reference.variables())
+            runner.set_variables(reference.variables())
         if reference.dtype == "float64":
             batches = list(map(_wide, batches))
         batches = list(itertools.islice(itertools.cycle(batches), steps))

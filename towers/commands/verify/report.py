@@ -168,9 +168,9 @@ def _likely_cause(
 def _differs_from_itself(reference: Runner, batch: Any) -> bool:
     before, seen = reference.variables(), []
     for _ in range(2):
-        reference.assign(before)
+        reference.set_variables(before)
         seen.append(reference.make_step(batch))
-    reference.assign(before)
+    reference.set_variables(before)
     again = differences(*seen, num_towers=1, step=0)
     return any(not d.relative_difference <= TOLERANCE for d in again)
 

@@ -53,7 +53,7 @@ class Runner:
         """Return the metrics of a step, and all variables after it."""
         return {name: x.numpy() for name, x in metrics.items()} | self.variables()
 
-    def assign(self, values: Mapping[str, np.ndarray]) -> None:
+    def set_variables(self, values: Mapping[str, np.ndarray]) -> None:
         """Set the variables."""
         for name, variable in self.named.items():
             variable.assign(values[name])
@@ -74,9 +74,9 @@ class TrainRunner(Runner):
         with user_facing_errors(), tf_internals.convolve_without_xla():
             self._step = traced(self.model, lambda: step.get_concrete_function(*spec))
 
-    def assign(self, values: Mapping[str, np.ndarray]) -> None:
+    def set_variables(self, values: Mapping[str, np.ndarray]) -> None:
         """Set the master variables, and their copies."""
-        super().assign(values)
+        super().set_variables(values)
         self.run.train_state.set_copies()
 
     def make_step(self, batch: Any) -> Arrays:
@@ -213,7 +213,7 @@ def in_float64(
         before, unseeded = runner.variables(), tf_internals.state_of_unseeded_draws()
         drawn = tf.identity(unseeded)
         runner.make_step(batch)
-        runner.assign(before)
+        runner.set_variables(before)
         unseeded.assign(drawn)
     except InputError:
         raise

@@ -16,33 +16,26 @@ class ExactnessChecks:
     run: RunContext
     monitor: Monitor  # prints lines; does not count the time of checks
     preemption: PreemptionHandler  # handles signals meanwhile
-
-    def __post_init__(self) -> None:
-        """Record nothing that is recorded already."""
-        self._checks = self.run.builder.checks
-        self._recorded: set[str] = set()
+    num_recorded: int = 0  # of functions that have passed
 
     def after_step(self, step: int) -> None:
         """Make the checks that are due after so many steps, unless a signal has come.
 
-        Args:
-            step: number of steps made.
-
         Raises:
             RunError: towers differ from one device, and `--on_inexact` is not "warn".
         """
-        run = self.run
         if self.preemption():
             return
+        checks = self.run.builder.checks
         with self.monitor.pause(), self.preemption.check(step):
-            self._checks.after_step(step)
-        if found_on_towers(run):
-            raise found_on_towers(run)
-        for line in run.take_diagnostics():
+            checks.after_step(step)
+        if found := found_on_towers(self.run):
+            raise found
+        for line in self.run.take_diagnostics():
             self.monitor.say(f"warning     {line}")
-        if self._checks.passed != self._recorded:
-            self._recorded = set(self._checks.passed)
-            manifest.write_passed(run.folder, self._recorded)
+        if len(checks.passed) != self.num_recorded:
+            self.num_recorded = len(checks.passed)
+            manifest.write_passed(self.run.folder, checks.passed)
 
 
 def found_on_towers(run: RunContext) -> RunError | None:

@@ -35,7 +35,6 @@ class _Waiting:
     step: int  # steps done
     first: bool  # of its kind: it may be compiling
     state: Callable[[], State | None]  # None if the variables are not those of a finished step
-    of_input: Callable[[], bool]  # whether it waits for the data set
 
 
 @dataclasses.dataclass
@@ -71,7 +70,7 @@ class PreemptionHandler(signals.StopRequest):
     @contextlib.contextmanager
     def first_batch(self) -> Iterator[None]:
         """Watch the reading of the first batch, before there is anything to save."""
-        with self._watching(BATCH, 0, lambda: NOTHING, lambda: True):
+        with self._watching(BATCH, 0, lambda: NOTHING):
             yield
         if self():
             raise signals.Interrupted
@@ -99,7 +98,7 @@ class PreemptionHandler(signals.StopRequest):
             same = train_loop.position() == (requested, received)
             return (int(snapshot["step"]), snapshot) if same else None
 
-        with self._watching(STEP, step, state, train_loop.between_steps) as first:
+        with self._watching(STEP, step, state) as first:
             self.consistent = False
             try:
                 yield
@@ -115,7 +114,7 @@ class PreemptionHandler(signals.StopRequest):
         """Watch an evaluation after `step` steps, in which weights may be those of the averages."""
         snapshot = self.checkpoints.snapshot()
         self._back_up(step, snapshot)
-        with self._watching(EVALUATION, step, lambda: (step, snapshot), _reads_input):
+        with self._watching(EVALUATION, step, lambda: (step, snapshot)):
             yield
 
     def _back_up(self, step: int, snapshot: Snapshot | None = None) -> None:
@@ -147,7 +146,7 @@ class PreemptionHandler(signals.StopRequest):
         def state() -> State:
             return NOTHING if step is None else self.backup or (step, self.checkpoints.snapshot())
 
-        with self._watching(CHECK, step or 0, state, lambda: False):
+        with self._watching(CHECK, step or 0, state):
             yield
         if step is None and self():
             raise signals.Interrupted
@@ -155,16 +154,14 @@ class PreemptionHandler(signals.StopRequest):
     @contextlib.contextmanager
     def save(self, step: int) -> Iterator[None]:
         """Watch a checkpoint being written; no other thread writes one meanwhile."""
-        with self._watching(SAVE, step, lambda: None, lambda: False):
+        with self._watching(SAVE, step, lambda: None):
             yield
 
     @contextlib.contextmanager
-    def _watching(
-        self, activity: str, step: int, state: Callable, of_input: Callable
-    ) -> Iterator[bool]:
+    def _watching(self, activity: str, step: int, state: Callable) -> Iterator[bool]:
         before, first = self._waiting, activity not in self._seen
         self._beats += 1
-        self._waiting = _Waiting(activity, step, first, state, of_input)
+        self._waiting = _Waiting(activity, step, first, state)
         self._began = time.monotonic()
         try:
             yield first
@@ -190,14 +187,14 @@ class PreemptionHandler(signals.StopRequest):
             self._check_for_stall(waiting)
 
     def _check_for_stall(self, waiting: _Waiting) -> None:
-        progress = self._beats, waiting.what == STEP and self._train_loop.position()
-        now = time.monotonic()
+        steps, now = waiting.what == STEP, time.monotonic()
+        progress = self._beats, steps and self._train_loop.position()
         if progress != self._progress:
             if self._reported:
                 self.say(f"goes on     after {now - self._since:.0f} s without {waiting.what}")
             self._progress, self._since, self._reported = progress, now, False
             return
-        of_input = waiting.of_input()
+        of_input = self._train_loop.between_steps() if steps else _reads_input()
         if waiting.first and not of_input:  # it may be compiling
             self._since = now
         if self._reported or now - self._since < self.stall_seconds:

@@ -138,17 +138,23 @@ def differences(
     return [
         f"{_NAMES.get(name, name)} differs: {_shorten(value)} now, {_shorten(old[name])} {when}"
         for name, value in new.items()
-        if None not in (value, old.get(name)) and value != old[name]
+        if name in old and value != old[name]
     ]
 
 
-def _compared(record: Mapping[str, Any]) -> dict[str, Any]:
+def _compared(record: Mapping[str, Any]) -> dict[str, str]:
     """Return {name: value} of the parts that may change results; the number of towers does not."""
-    parts = {part: record.get(part, {}) for part in ("versions", "code")}
+    splits = record.get("data", {}).items()
+    data = {
+        name: split.get("sha256") or f"{split.get('examples')} examples" for name, split in splits
+    }
+    parts = {part: record.get(part, {}) for part in ("versions", "code")} | {"data": data}
     found = {f"{part}.{name}": x for part, values in parts.items() for name, x in values.items()}
-    for name, split in record.get("data", {}).items():
-        found[f"data.{name}"] = split.get("sha256") or f"{split.get('examples')} examples"
-    return found
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def _shorten(text: str) -> str:
+    return f"{text[:12]}..." if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", text) else text
 
 
 def _hash(variables: Mapping[str, tf.Variable]) -> str:
@@ -156,11 +162,6 @@ def _hash(variables: Mapping[str, tf.Variable]) -> str:
     for name, variable in sorted(variables.items()):
         hasher.update(f"{name} {digest(variable.numpy())};".encode())
     return hasher.hexdigest()
-
-
-def _shorten(value: Any) -> str:
-    text = str(value)
-    return f"{text[:12]}..." if len(text) in (40, 64) and text.isalnum() else text[:100]
 
 
 def task_of(data: Data, options: Options) -> dict[str, Any]:
@@ -204,21 +205,20 @@ def check_data(
     Raises:
         InputError: they have others; these are named.
     """
-    dataset, now = options.dataset, list(data.class_names)
-    then, remedy = task.get("class_names", now), f"--init_from={options.train_dir}"
+    now, then = list(data.class_names), task.get("class_names", list(data.class_names))
+    shape, shape_then = data.image_shape, task.get("image_shape")
+    problem = ""
     if now[: len(then)] != then[: len(now)] or (number and len(now) != len(then)):
         named = {"new": sorted({*now} - {*then}), "missing": sorted({*then} - {*now})}
         changes = [f"{word}: {first_of(names)}" for word, names in named.items() if names]
+        order = "; ".join(changes) or "in another order"
+        problem = f"other classes than the run was trained on ({order}): give data of the same"
+    elif trains and shape and shape_then and list(shape) != shape_then:
+        here, there = ("x".join(map(str, each)) for each in (shape, shape_then))
+        size = there.rpartition("x")[0]
+        problem = f"images of {here}, and the run was trained on {there}: type --image_size={size}"
+    if problem:
         raise InputError(
-            f"--dataset={dataset} has other classes than the run was trained on "
-            f"({'; '.join(changes) or 'in another order'}): give data of the same classes, or "
-            f"train in another --train_dir with {remedy}, which loads the weights that fit"
-        )
-    shapes = data.image_shape, task.get("image_shape")
-    if trains and all(shapes) and list(shapes[0]) != shapes[1]:
-        here, there = ("x".join(map(str, shape)) for shape in shapes)
-        raise InputError(
-            f"--dataset={dataset} has images of {here}, and the run was trained on {there}: type "
-            f"--image_size={there.rpartition('x')[0]}, or train in another --train_dir with "
-            f"{remedy}"
+            f"--dataset={options.dataset} has {problem}, or train in another --train_dir with "
+            f"--init_from={options.train_dir}, which loads the weights that fit"
         )

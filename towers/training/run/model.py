@@ -170,7 +170,10 @@ def compile_from_flags(model: keras.Model, options: Options) -> None:
     if options.weight_decay and options.optimizer not in DECAY_APART:
         for weight in filter(is_decayed, weights):
             weight.regularizer = _with_decay(weight.regularizer, options.weight_decay / 2)
-    loss = loss or SmoothedCrossEntropy.of(options.label_smoothing)
+    if not loss:
+        smoothed = options.label_smoothing
+        cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        loss = SmoothedCrossEntropy(smoothed) if smoothed else cross_entropy
     model.compile(make_optimizer(weights, options), loss, metrics=metrics)
 
 
@@ -284,13 +287,6 @@ class SmoothedCrossEntropy(keras.losses.SparseCategoricalCrossentropy):
         """Set the smoothing, 0 to 1."""
         super().__init__(from_logits=True)
         self.smoothing = smoothing
-
-    @staticmethod
-    def of(smoothing: float) -> keras.Loss:
-        """Return the cross entropy of logits with this smoothing; without any, Keras' own."""
-        if smoothing:
-            return SmoothedCrossEntropy(smoothing)
-        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         """Return the loss of each example, see `keras.Loss`."""

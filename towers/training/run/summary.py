@@ -36,6 +36,10 @@ def run_summary(run: RunContext) -> list[str]:
         gather = "gradients are summed by collectives, each tower has its variables"
     elif run.builder.gather_at_variables:
         gather = "each gradient is gathered on its variable's tower"
+    checks = f"towers are compared with one device (--check={options.check}); if they differ: "
+    checks += options.on_inexact
+    if run.builder.num_slices == 1:
+        checks = "one tower, nothing to compare"
     as_stored = options.augment == "off" and not run.task.by_flags
     dtype = None if as_stored else options.input_dtype
     return [
@@ -62,24 +66,8 @@ def run_summary(run: RunContext) -> list[str]:
         "gathered, assigned once a step",
         f"  7 clock: {update['clock']}, EMA {options.ema_decay or 'none'}",
         "  8 the loss that is printed is that of all towers",
-        f"  9 exactness: {_checks(run)}",
+        f"  9 exactness: {checks}",
     ]
-
-
-def _checks(run: RunContext) -> str:
-    """Return when towers are compared with one device, and what happens if they differ."""
-    options = run.options
-    if run.builder.num_slices == 1:
-        return "one tower, nothing to compare"
-    if options.check == "off":
-        return "towers are not compared with one device (--check=off)"
-    first = "after step 1" if options.on_inexact == "warn" else "before step 1"
-    later = "after step 100" if options.check == "once" else "after steps 10, 100, ..."
-    otherwise = {"warn": "a warning", "stop": "stop", "one_device": "train on one device"}
-    return (
-        f"towers are compared with one device {first} and {later}; if they differ: "
-        f"{otherwise[options.on_inexact]}"
-    )
 
 
 def _of_task(task: Task) -> str:

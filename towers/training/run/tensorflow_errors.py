@@ -9,9 +9,10 @@ import tensorflow as tf
 from towers import tf_internals
 from towers.builder.device_names import layer_of
 from towers.devices import memory
-from towers.devices.shown_names import new_name, short_device_name
+from towers.devices.shown_names import new_name
 from towers.errors import InputError, RunError
 from towers.formatting import first_line
+from towers.graphs.placement import short_device_name
 from towers.options.error_origin import locate_in_user_code
 
 # Text around a reason, besides that which `first_line` removes.
@@ -21,18 +22,17 @@ _NOISE = re.compile(
 )
 # TensorFlow's text of an error in Python code that a pipeline calls.
 _TRACEBACK = re.compile(r"(?s)Traceback \(most recent call last\):\n.*?\n(?=\n\n|\s*\[\[|\Z)")
-# Text in other errors, and its meaning; TensorFlow's own words follow.
-_HARD = "--allow_soft_placement=false (leave it out, or let the model choose no device)"
-_OF_INPUT = {
-    "Cannot assign a device": _HARD,
-    "Could not satisfy device spec": _HARD,
-    "No OpKernel was registered": "--model has an op that no device of this machine runs",
-}
-_OF_RUN = {
-    "IteratorGetNext": "--dataset cannot be read",
-    "tf2xla": "--jit_compile: XLA cannot compile the towers",
+# Text in other errors, the class to raise, and its meaning; TensorFlow's own words follow.
+_SOFT = "--allow_soft_placement=false (leave it out, or let the model choose no device)"
+_DATA = "--dataset cannot be read"
+_KNOWN = {
+    "Cannot assign a device": (InputError, _SOFT),
+    "Could not satisfy device spec": (InputError, _SOFT),
+    "No OpKernel was registered": (InputError, "--model has an op that no device here runs"),
+    "IteratorGetNext": (RunError, _DATA),
+    "tf2xla": (RunError, "--jit_compile: XLA cannot compile the towers"),
     # The text above is at the end, which TensorFlow cuts off after 8 KiB of stack traces.
-    "when trying to compile graph": "--jit_compile: XLA cannot compile the towers",
+    "when trying to compile graph": (RunError, "--jit_compile: XLA cannot compile the towers"),
 }
 # Of TensorFlow's allocators, of XLA and the libraries below it, of a copy to a GPU.
 _OUT_OF_MEMORY = re.compile(
@@ -59,7 +59,7 @@ def user_facing_errors(step: Callable[[], int | None] = lambda: None) -> Iterato
     try:
         yield
     except MemoryError as error:
-        raise RunError(_with_own_code(f"out of memory: {first_line(error)}", error)) from error
+        raise _run_error(f"out of memory: {first_line(error)}", error) from error
     except ValueError as error:
         if "custom_gradient decorator currently supports keywords" not in str(error):
             raise
@@ -70,37 +70,32 @@ def user_facing_errors(step: Callable[[], int | None] = lambda: None) -> Iterato
     except tf.errors.OpError as error:
         text = str(error)
         if line := out_of_memory(text):
-            raise _with_traceback(line, error) from None
-        known = _OF_INPUT | _OF_RUN
-        part = next((part for part in known if part in text), None)
+            raise _run_error(line, error) from None
+        part = next((part for part in _KNOWN if part in text), None)
         if part is None:
             raise
+        kind, meaning = _KNOWN[part]
         reason = first_line(type(error)(None, None, _NOISE.sub("", text)), 1000)
         if "assertion failed:" in text:  # its texts and numbers are in brackets
             reason = re.sub(r"\] \[", " ", reason).strip("[]")
-        done = step() if part == "IteratorGetNext" else None
-        where = "" if done is None else f" at step {done}"
-        line = f"{known[part]}{where}: {reason[:300]}"
-        if part in _OF_INPUT:
-            raise InputError(line) from None
-        raise _with_traceback(line, error) from None
+        done = step() if meaning == _DATA else None
+        line = f"{meaning}{'' if done is None else f' at step {done}'}: {reason[:300]}"
+        raise (_run_error(line, error) if kind is RunError else kind(line)) from None
 
 
-def _with_traceback(line: str, error: tf.errors.OpError) -> RunError:
-    """Return a RunError with the traceback of Python code that a pipeline called, as a note."""
+def _run_error(line: str, error: Exception) -> RunError:
+    """Return a RunError that names the user's code which raised it, with its traceback as a note.
+
+    An InputError of towers' own pipeline is clear without one.
+    """
     match = _TRACEBACK.search(str(error))
-    # An InputError of towers' own pipeline is clear without a traceback.
-    if not match or "InputError:" in match[0]:
+    if not isinstance(error, MemoryError) and (not match or "InputError:" in match[0]):
         return RunError(line)
-    raised = RunError(_with_own_code(line, error))
-    raised.add_note("\n".join(filter(str.strip, match[0].splitlines())))
-    return raised
-
-
-def _with_own_code(line: str, error: Exception) -> str:
-    """Return the line with the place in the user's code that raised the error, if any."""
     origin = locate_in_user_code(error)
-    return f"{line}; {origin}" if origin else line
+    raised = RunError(f"{line}; {origin}" if origin else line)
+    if match:
+        raised.add_note("\n".join(filter(str.strip, match[0].splitlines())))
+    return raised
 
 
 def out_of_memory(text: str) -> str | None:
