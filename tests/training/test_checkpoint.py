@@ -105,18 +105,6 @@ def test_the_newest_are_kept_also_across_restarts(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
-def test_tensorflow_reads_them_and_the_folder_may_be_moved(tmp_path):
-    save(tmp_path / "before", 1, 2)
-    folder = (tmp_path / "before").rename(tmp_path / "after")
-    latest = tf.train.latest_checkpoint(folder)
-    assert latest == str(folder / "ckpt-2")
-    state = tf.train.get_checkpoint_state(folder)
-    assert list(state.all_model_checkpoint_paths) == [str(folder / f"ckpt-{n}") for n in (1, 2)]
-    stored = tf.train.load_checkpoint(latest).get_variable_to_shape_map()
-    assert stored["variables/model.Sa.Skernel/.ATTRIBUTES/VARIABLE_VALUE"] == [20, 30]
-    assert restored(folder) == (2, 2.0)
-
-
 def test_what_is_written_beside_training_is_what_was_at_the_save(tmp_path):
     checkpoints = opened(tmp_path, 1.0)
     checkpoints.save(1)

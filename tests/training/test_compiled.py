@@ -169,16 +169,6 @@ def test_what_cannot_be_had_is_said_in_a_line(tmp_path, changes, words):
     assert not list(tmp_path.iterdir())
 
 
-def test_averages_of_the_optimizers_own_are_the_weights_at_the_end(trained):
-    def are_averages(step):
-        saved = tiny.saved(trained("two"), step)
-        averages = [v for n, v in saved.items() if n.startswith("optimizer") and "average" in n]
-        kernels = [v for n, v in saved.items() if n.startswith("model") and n.endswith("kernel")]
-        return [any(np.array_equal(kernel, average) for average in averages) for kernel in kernels]
-
-    assert are_averages(4) == [False] * 3 and are_averages(9) == [True] * 3
-
-
 def test_what_is_reported_is_of_the_weights_that_are_kept(tmp_path, capsys):
     """Also where the last evaluation came before the optimizer put its averages in place."""
     rising = compiled(lambda: keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5))

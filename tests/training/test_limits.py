@@ -11,7 +11,6 @@ import tensorflow as tf
 from tests import tiny
 from tests.runs import command
 from towers.training.run.tensorflow_errors import out_of_memory
-from towers.training.step.train_state import TrainState
 
 pytestmark = pytest.mark.graph
 
@@ -89,16 +88,3 @@ def test_what_tensorflow_says_is_understood(text):
     tf.config.list_logical_devices()  # starts TensorFlow
     line = out_of_memory(text)
     assert line.startswith(f"out of memory: {TEXTS[text]}") and LOWER in line
-
-
-@pytest.mark.run
-def test_copies_of_weights_that_do_not_fit_are_one_line(tmp_path, capsys, monkeypatch):
-    def full(train_state):
-        shape = "OOM when allocating tensor with shape[192,20000] and type float"
-        raise tf.errors.ResourceExhaustedError(None, None, f"{shape} on {GPU} by allocator GPU_1")
-
-    monkeypatch.setattr(TrainState, "set_copies", full)
-    flags = "--model=tests.tiny:dense --dataset=tests.tiny:images --max_steps=1".split()
-    code, _, err = command(capsys, "train", f"--train_dir={tmp_path}/run", *flags)
-    assert code == 1 and len(err.splitlines()) == 1
-    assert "/gpu:1: OOM when allocating tensor with shape[192,20000]" in err

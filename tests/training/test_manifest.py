@@ -94,29 +94,3 @@ def test_a_damaged_manifest_is_replaced(run, tmp_path, capsys):
     run.train_state.step.assign(0)
     found = manifest.read(tmp_path)
     assert set(found) == PARTS and found["step"] == 4
-
-
-COMPARED = [  # what, now, at the run's start, what is said
-    ("versions", {"tensorflow": "2.21.0"}, {"tensorflow": "2.22.0"}, "2.21.0 now, 2.22.0"),
-    ("data", {"train": {"sha256": "1" * 64}}, {"train": {"sha256": "2" * 64}}, "111111111111... n"),
-    (
-        "data",
-        {"train": {"sha256": None, "examples": 5}},
-        {"train": {"examples": 6}},
-        "5 examples n",
-    ),
-    ("flags", {"seed": 1}, {"seed": 2}, None),
-]
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("part, now, before, said", COMPARED)
-def test_what_differs_is_said_in_a_line(part, now, before, said):
-    lines = manifest.differences({part: now}, {part: before})
-    assert len(lines) == bool(said)
-    assert all(f"differs: {said}" in line and line.endswith("at the run's start") for line in lines)
-    assert (
-        manifest.differences({part: now}, {})
-        == manifest.differences({part: now}, {part: now})
-        == []
-    )
