@@ -394,14 +394,6 @@ class DueOptions:
         return int(match[1]), int(match[2])
 
 
-@dataclasses.dataclass(frozen=True)
-class StepOptions(UpdateOptions, DataOptions, ModelOptions):
-    """All that decides what a step and an evaluation compute."""
-
-    variables: str = "cpu"  # of the master weights: cpu, replicated or spread
-    seed: int = 0
-
-
 def _parse_argument(text: str) -> Any:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"

@@ -19,7 +19,7 @@ from towers.data.device_cache import DeviceCache, cache_on_devices
 from towers.devices import remote
 from towers.errors import InputError
 from towers.monitoring.results import Objective, parse_monitor
-from towers.options.parts import DueOptions, StepOptions
+from towers.options.parts import DueOptions
 from towers.options.run import Options
 from towers.options.triggers import Timetable
 from towers.training.run import loss_checks, schedules
@@ -30,6 +30,7 @@ from towers.training.step.losses import LossRecorder
 from towers.training.step.step import Task
 from towers.training.step.train_loop import make_train_loop
 from towers.training.step.train_state import VARIABLES, TrainState, placement
+from towers.training.step.update import StepOptions
 
 DEFAULT_EPOCHS = 10.0
 OF_TOWERS = "num_towers", "accumulate_steps"  # which `on_first_device` sets to 1

@@ -26,7 +26,6 @@ from towers.builder.sharding import PerTower, num_rows
 from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 from towers.monitoring import tower_metrics
-from towers.options.parts import StepOptions
 from towers.training.step import fused_update
 from towers.training.step.evaluation import Evaluation, Stop, TestStep, scalars
 from towers.training.step.keras_model import floatx_of, mirrored, overrides
@@ -40,7 +39,7 @@ from towers.training.step.train_state import (
     place,
     snapshot,
 )
-from towers.training.step.update import FiniteRule, make_update
+from towers.training.step.update import FiniteRule, StepOptions, make_update
 from towers.training.step.weight_copies import can_keep, is_linear, like
 
 

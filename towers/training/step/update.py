@@ -6,6 +6,7 @@ make the same update. A `FlatVariable` may stand for several weights on a GPU.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,12 +16,28 @@ import tensorflow as tf
 from towers import tf_internals
 from towers.builder.device_names import is_gpu
 from towers.builder.gather import grouped, num_bytes
-from towers.options.parts import StepOptions
 from towers.training.step import fused_update
 from towers.training.step.train_state import TrainState, WeightCopy
 
 EMA_EXAMPLES = 128  # per which `ema_decay` applies: the tutorial's batch size
 Before = Sequence[tuple[tf.Variable, tf.Tensor]]  # variables, each with its value before the step
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """What a step and an evaluation are asked to be: options of a run, by their names."""
+
+    model: str  # these two for messages
+    loss: str
+    dtype: str
+    batch_size: int
+    seed: int
+    variables: str  # where the master weights are: cpu, replicated or spread
+    ema_decay: float
+    on_nan: str
+    most_nonfinite: int  # steps in a row that are not finite, at which the run ends
+    makes_own_optimizer: bool  # whether a function of the user's makes it
+    test_time_flip: bool
 
 
 class FiniteRule:
