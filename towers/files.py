@@ -64,6 +64,11 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
+def update_json(path: Path, **values: Any) -> None:
+    """Set values in the object of a JSON file, which may be absent."""
+    write_json(path, read_json(path) | values)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, {} if it is absent or, with a warning, damaged."""
     try:

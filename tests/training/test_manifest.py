@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tests import tiny
+from towers import files
 from towers.data import ArraySplit
 from towers.training.run import manifest
 from towers.training.run.setup import prepare
@@ -19,6 +20,12 @@ PARTS = {
 }  # fmt: skip
 
 
+def write(run, folder, recorded):
+    content, lines = manifest.extended(run, recorded)
+    files.write_json(folder / "manifest.json", content)
+    return lines
+
+
 def run_of(folder, **changes):
     return prepare(tiny.options(folder, **changes))
 
@@ -29,7 +36,7 @@ def run(tmp_path_factory):
 
 
 def test_it_says_what_the_run_is_made_from(run, tmp_path):
-    assert manifest.write(run, tmp_path, {}) == []
+    assert write(run, tmp_path, {}) == []
     found = manifest.read(tmp_path)
     assert set(found) == PARTS
     assert found["step"] == 0 and found["final"] is None and found["folder"] == str(Path.cwd())
@@ -46,13 +53,13 @@ def test_it_says_what_the_run_is_made_from(run, tmp_path):
 
 def test_the_first_record_stays_and_each_start_is_added(tmp_path):
     run = run_of(tmp_path)
-    manifest.write(run, tmp_path, {})
+    write(run, tmp_path, {})
     first = manifest.read(tmp_path)
-    manifest.finish(tmp_path, run.train_state.variables())
+    files.update_json(tmp_path / "manifest.json", final=manifest.final(run.train_state.variables()))
     assert len(manifest.read(tmp_path)["final"]["weights"]) == 64
     other = run_of(tmp_path, num_towers=2, learning_rate=0.2)
     other.train_state.step.assign(12)
-    assert manifest.write(other, tmp_path, manifest.read(tmp_path)) == []
+    assert write(other, tmp_path, manifest.read(tmp_path)) == []
     found = manifest.read(tmp_path)
     kept = PARTS - {"sessions", "final"}
     assert {name: found[name] for name in kept} == {name: first[name] for name in kept}
@@ -61,8 +68,8 @@ def test_the_first_record_stays_and_each_start_is_added(tmp_path):
     assert found["final"] is None
     images, labels = tiny.arrays(60)
     data = dataclasses.replace(run.data, train=ArraySplit(images ^ 1, labels))
-    (line,) = manifest.write(dataclasses.replace(run, data=data), tmp_path, found)
-    assert line.startswith("warning     the training set (data.train) differs: ")
+    (line,) = write(dataclasses.replace(run, data=data), tmp_path, found)
+    assert line.startswith("the training set (data.train) differs: ")
 
 
 def test_a_changed_model_function_is_reported(folder, monkeypatch):
@@ -70,27 +77,27 @@ def test_a_changed_model_function_is_reported(folder, monkeypatch):
     source = "from tests import tiny\ndef build(**given):\n    return tiny.dense(**given)\n"
     (folder / "changed_net.py").write_text(source)
     run = run_of(folder, model="changed_net:build")
-    assert manifest.write(run, folder, {}) == []
-    assert manifest.write(run, folder, found := manifest.read(folder)) == []
+    assert write(run, folder, {}) == []
+    assert write(run, folder, found := manifest.read(folder)) == []
     (folder / "changed_net.py").write_text(source + "# another\n")
-    (line,) = manifest.write(run, folder, found)
-    assert line.startswith("warning     the file of the model function (code.model) differs: ")
+    (line,) = write(run_of(folder, model="changed_net:build"), folder, found)
+    assert line.startswith("the file of the model function (code.model) differs: ")
     given = run_of(folder, model=lambda **given: tiny.dense(**given))
-    assert manifest.code(given.options) == {"model": None}  # which has no file of its own
+    assert given.code == {"model": None}  # which has no file of its own
 
 
 DAMAGED = ["", "{", "[]", '{"format": 1}', '{"format": 99, "sessions": [3]}']
 
 
 def test_a_damaged_manifest_is_replaced(run, tmp_path, capsys):
-    manifest.write(run, tmp_path, {})
+    write(run, tmp_path, {})
     for content in DAMAGED:
         (tmp_path / "manifest.json").write_text(content)
         assert manifest.read(tmp_path) == {}, content
         line = f"warning     {tmp_path}/manifest.json is damaged, and taken as absent\n"
         assert capsys.readouterr().err == line
     run.train_state.step.assign(4)
-    assert manifest.write(run, tmp_path, manifest.read(tmp_path)) == []
+    assert write(run, tmp_path, manifest.read(tmp_path)) == []
     run.train_state.step.assign(0)
     found = manifest.read(tmp_path)
     assert set(found) == PARTS and found["step"] == 4

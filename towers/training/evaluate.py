@@ -61,7 +61,7 @@ def _evaluate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     run = prepare(dataclasses.replace(options, **changes))
     run.builder.checks.passed |= manifest.passed(run.folder)
     manifest.check_data(run.data, options, task)
-    now: dict[str, Any] = {"code": manifest.code(options)}
+    now: dict[str, Any] = {"code": run.code}
     same = flags.get("dataset") == options.dataset
     if same or run.data.test_is_held_out:
         now["data"] = {"test": run.data.test.checksum()}

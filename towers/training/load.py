@@ -125,7 +125,7 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
             "with --ema_decay"
         )
     recorded = manifest.read(Path(options.train_dir))
-    for line in manifest.differences({"code": manifest.code(options)}, recorded):
+    for line in manifest.differences({"code": model.code_of(options)}, recorded):
         print(f"warning     {line}", file=sys.stderr)
     task = recorded.get("task")
     if not task:

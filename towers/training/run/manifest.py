@@ -18,10 +18,8 @@
 Two runs with equal `final.weights` have equal weights. A damaged manifest is written again.
 """
 
-import contextlib
 import dataclasses
 import hashlib
-import inspect
 import re
 import time
 from collections.abc import Collection, Mapping
@@ -38,8 +36,6 @@ from towers.errors import InputError
 from towers.formatting import first_of
 from towers.options.flags import MANIFEST as NAME
 from towers.options.flags import digest_of
-from towers.options.functions import PREFIX, load_function
-from towers.options.parts import parse_augment
 from towers.options.run import Options
 from towers.training.run.setup import RunContext
 
@@ -52,12 +48,11 @@ _NAMES = {  # of parts, for people
 }
 
 
-def write(run: RunContext, folder: Path, recorded: Mapping[str, Any]) -> list[str]:
-    """Write or extend the manifest before a run's next step; return warnings of differences.
+def extended(run: RunContext, recorded: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a run's manifest before its next step, and warnings of differences.
 
     Args:
         run: built, its variables restored.
-        folder: of the run.
         recorded: the manifest of the run that is continued; {}: it is a new run.
     """
     now = {
@@ -67,7 +62,7 @@ def write(run: RunContext, folder: Path, recorded: Mapping[str, Any]) -> list[st
         "folder": str(Path.cwd()),
         "flags": dataclasses.asdict(run.options),
         "versions": host.versions() | {"processor": host.processor()},
-        "code": code(run.options),
+        "code": run.code,
         "data": data_record(run),
     }
     lines = differences(now, recorded)
@@ -75,17 +70,14 @@ def write(run: RunContext, folder: Path, recorded: Mapping[str, Any]) -> list[st
         begun = digest_of(run.given) if run.given.overwrite else None
         recorded = {"format": _FORMAT, **now, "task": task_of(run.data, run.options)}
         recorded |= {"overwrite": begun, "sessions": []}
-    content = recorded | {"sessions": [*recorded["sessions"], now], "final": None}
-    files.write_json(folder / NAME, content)
-    return [f"warning     {line}" for line in lines]
+    return recorded | {"sessions": [*recorded["sessions"], now], "final": None}, lines
 
 
-def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:
-    """Add "final" to the manifest in a run's folder; of variables, see `TrainState.variables`."""
+def final(variables: Mapping[str, tf.Variable]) -> dict[str, Any]:
+    """Return "final" of the manifest; of variables, see `TrainState.variables`."""
     model = {name: v for name, v in variables.items() if name.startswith("model/")}
-    final = {"step": int(variables["step"].numpy())}
-    final |= {"weights": _hash(model), "state": _hash(variables)}
-    files.write_json(folder / NAME, files.read_json(folder / NAME) | {"final": final})
+    hashes = {"weights": _hash(model), "state": _hash(variables)}
+    return {"step": int(variables["step"].numpy()), **hashes}
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -106,17 +98,7 @@ def passed(folder: Path) -> set[str]:
 
 def write_passed(folder: Path, keys: Collection[str]) -> None:
     """Set the keys that have passed in a run, or before it, in its manifest, see `passed`."""
-    files.write_json(folder / NAME, files.read_json(folder / NAME) | {"passed": sorted(keys)})
-
-
-def code(options: Options) -> dict[str, str | None]:
-    """Return the checksum of the file that has the model function, see above."""
-    checksum = None
-    if not options.model.startswith(PREFIX):
-        with contextlib.suppress(OSError, TypeError):  # it is not written in Python
-            path = inspect.getsourcefile(inspect.unwrap(load_function("model", options.model)))
-            checksum = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    return {"model": checksum}
+    files.update_json(folder / NAME, passed=sorted(keys))
 
 
 def data_record(run: RunContext) -> dict[str, dict[str, Any]]:
@@ -170,7 +152,7 @@ def task_of(data: Data, options: Options) -> dict[str, Any]:
         "num_classes": data.num_classes,
         "class_names": list(data.class_names),
         "image_shape": data.image_shape and list(data.image_shape),
-        "augment": parse_augment(options.augment).base,  # which is all that evaluation uses
+        "augment": options.augment.partition(",")[0],  # which is all that evaluation uses
         "spec": tf.nest.map_structure(lambda s: f"{s.dtype.name}{s.shape.as_list()}", data.spec),
     }
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import inspect
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,10 +15,10 @@ import tensorflow as tf
 from towers.data import Data, augment
 from towers.errors import InputError
 from towers.formatting import first_line
-from towers.options.functions import call_without_arguments, load_function
+from towers.options.functions import PREFIX, call_without_arguments, load_function
 from towers.options.run import OF_COMPILED, Options
 from towers.tf_internals import force_float64
-from towers.training.run.optimizers import DECAY_APART, is_decayed, make_optimizer
+from towers.training.run.optimizers import DECAY_APART, checked, is_decayed, make_optimizer
 from towers.training.step.keras_model import check_rows, floatx_of, overrides
 
 
@@ -64,6 +66,16 @@ def build_model(
     for output in (getattr(network, "outputs", None) or []) if options.test_time_flip else []:
         check_rows(output)
     return network, resolved, by_flags
+
+
+def code_of(options: Options) -> dict[str, str | None]:
+    """Return {"model": the checksum of the file that has the model function}; None: it has none."""
+    checksum = None
+    if not options.model.startswith(PREFIX):
+        with contextlib.suppress(OSError, TypeError):  # it is not written in Python
+            path = inspect.getsourcefile(inspect.unwrap(load_function("model", options.model)))
+            checksum = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return {"model": checksum}
 
 
 def build_for(
@@ -166,6 +178,8 @@ def compile_from_flags(model: keras.Model, options: Options) -> None:
             f"--label_smoothing={options.label_smoothing:g} is for the default loss: leave it out, "
             "or give a --loss that smooths, as module:function"
         )
+    own = options.makes_own_optimizer
+    made = call_without_arguments("optimizer", options.optimizer) if own else None
     weights = model.trainable_variables
     if options.weight_decay and options.optimizer not in DECAY_APART:
         for weight in filter(is_decayed, weights):
@@ -174,7 +188,8 @@ def compile_from_flags(model: keras.Model, options: Options) -> None:
         smoothed = options.label_smoothing
         cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         loss = SmoothedCrossEntropy(smoothed) if smoothed else cross_entropy
-    model.compile(make_optimizer(weights, options), loss, metrics=metrics)
+    optimizer = checked(made, options) if own else make_optimizer(weights, options)
+    model.compile(optimizer, loss, metrics=metrics)
 
 
 def _call(

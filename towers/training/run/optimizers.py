@@ -2,11 +2,11 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 
 from towers.errors import InputError
-from towers.options.functions import call_without_arguments
 from towers.options.parts import UpdateOptions
 from towers.training.run.muon import Muon
 
@@ -39,24 +39,12 @@ def is_decayed(weight: keras.Variable) -> bool:
 def make_optimizer(
     weights: Sequence[keras.Variable], options: UpdateOptions
 ) -> keras.optimizers.Optimizer:
-    """Return the Keras optimizer that `options.optimizer` names.
+    """Return the Keras optimizer that `options.optimizer` names; its rate is set every step.
 
     Args:
         weights: the trainable variables that it will update.
-        options: of the run. The learning rate of an optimizer in `OPTIMIZERS` is set every step;
-            that of a user's function is its own.
-
-    Raises:
-        InputError: the user's function returns no optimizer.
+        options: of the run.
     """
-    if options.makes_own_optimizer:
-        optimizer = call_without_arguments("optimizer", options.optimizer)
-        if not isinstance(optimizer, _K.Optimizer):
-            raise InputError(
-                f"--optimizer={options.optimizer} returned {type(optimizer).__name__}; a "
-                "keras.optimizers.Optimizer is needed"
-            )
-        return optimizer
     clips = {name: limit for flag, name in CLIPS.items() if (limit := getattr(options, flag))}
     optimizer = OPTIMIZERS[options.optimizer](options)(options.learning_rate, **clips)
     if options.optimizer == "muon":
@@ -64,6 +52,16 @@ def make_optimizer(
     if options.optimizer in DECAY_APART:
         optimizer.exclude_from_weight_decay(var_list=[v for v in weights if not is_decayed(v)])
     return optimizer
+
+
+def checked(made: Any, options: UpdateOptions) -> keras.optimizers.Optimizer:
+    """Return what a user's function has made; raise InputError if that is no optimizer."""
+    if isinstance(made, _K.Optimizer):
+        return made
+    raise InputError(
+        f"--optimizer={options.optimizer} returned {type(made).__name__}; a "
+        "keras.optimizers.Optimizer is needed"
+    )
 
 
 def check_own(options: UpdateOptions) -> None:

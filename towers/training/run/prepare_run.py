@@ -17,7 +17,7 @@ from towers.graphs.placement import Placement, read_placement
 from towers.graphs.step_graph import step_graph
 from towers.monitoring import dashboard
 from towers.options import code_trust
-from towers.options.flags import IDENTITY, RESULT
+from towers.options.flags import IDENTITY, MANIFEST, RESULT
 from towers.options.run import names_that_affect
 from towers.options.triggers import Timetable
 from towers.training.callbacks.best_checkpoint import BestTracker
@@ -220,12 +220,14 @@ def _open_folder(prepared: PreparedRun, lock: files.Lock, say: Say) -> None:
     lock.take(folder)
     if restored.step is None:
         prepared.checkpoints.save_now(0)
-    for line in manifest.write(run, folder, restored.manifest):
-        say(line)
+    record, differences = manifest.extended(run, restored.manifest)
+    for line in differences:
+        say(f"warning     {line}")
     _write_dashboard(prepared)
     if run.options.log_device_placement:
         placement_report.write_tsv(folder / "placement.tsv", prepared.placement)
     files.write_text(folder / "flags.cfg", code_trust.signed(run.to_flagfile()))
+    files.write_json(folder / MANIFEST, record)
 
 
 def _write_dashboard(prepared: PreparedRun) -> None:

@@ -9,7 +9,7 @@ from towers.devices.shown_names import shown_name
 from towers.formatting import figure
 from towers.monitoring import dashboard
 from towers.monitoring.monitor import Monitor, tensorboard_command
-from towers.options.flags import RESULT
+from towers.options.flags import MANIFEST, RESULT
 from towers.options.functions import PREFIX
 from towers.options.run import text_of
 from towers.training.run import manifest
@@ -45,8 +45,9 @@ def write_result(
     }
     if skipped:
         monitor.say(f"skipped     {skipped} of {step} steps, whose loss or gradient was not finite")
+    final = manifest.final(run.train_state.variables())
     dashboard.write_result(run.folder, result, step)
-    manifest.finish(run.folder, run.train_state.variables())
+    files.update_json(run.folder / MANIFEST, final=final)
     files.write_json(run.folder / RESULT, result)  # written last: it marks the run as finished
     for line in table(result):
         monitor.say(line)
@@ -57,7 +58,7 @@ def tell_finished(run: RunContext, found: Restored, say: Callable[[str], None]) 
     """Print the result of a run that is finished, and how to continue; return it."""
     result = dict(found.result) | {"train_dir": str(run.folder)}  # it may have been moved
     trained = found.manifest.get("sessions", [{}])[-1]
-    now = {"code": manifest.code(run.options), "data": manifest.data_record(run)}
+    now = {"code": run.code, "data": manifest.data_record(run)}
     for line in manifest.differences(now, trained, "when it was trained"):
         say(f"warning     {line}: the result is of what it was trained on")
     done, more = f"has all its {found.step} steps", "more --num_epochs or --max_steps"

@@ -18,12 +18,12 @@ from towers.data import Data, Split, augment
 from towers.data.device_cache import DeviceCache, cache_on_devices
 from towers.devices import remote
 from towers.errors import InputError
-from towers.monitoring.results import Objective, parse_monitor
+from towers.monitoring.results import Objective
 from towers.options.parts import DueOptions
 from towers.options.run import Options
 from towers.options.triggers import Timetable
 from towers.training.run import loss_checks, schedules
-from towers.training.run.model import build_model
+from towers.training.run.model import build_model, code_of
 from towers.training.run.optimizers import check_own
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step.losses import LossRecorder
@@ -48,6 +48,7 @@ class RunContext:
     objective: Objective  # the metric that selects the best evaluation, and "max" or "min"
     total_epochs: float  # the length of schedules
     total_examples: int  # where the run ends, unless `max_steps` ends it earlier
+    code: Mapping[str, str | None]  # see `code_of`
     given: Options  # before "auto", "default" and a fall back to one device were resolved
     diagnostics: list[str]  # of the towers' function
 
@@ -183,7 +184,7 @@ def assemble(
         InputError: the options do not fit the model, or it has no trainable weights.
     """
     check_own(options)
-    given, diagnostics = options, []
+    given, code, diagnostics = options, code_of(options), []
     place, home = placement(options.variables, device_names)
     if place in VARIABLES:
         options = dataclasses.replace(options, variables=place)
@@ -217,7 +218,7 @@ def assemble(
     directions = metric_directions(task)
     objective = parse_monitor(options.monitor, directions)
     parts = options, builder, dataset, task, directions, objective
-    return RunContext(*parts, *length, given, diagnostics)
+    return RunContext(*parts, *length, code, given, diagnostics)
 
 
 def _length(options: Options, size: int) -> tuple[float, int]:
@@ -227,6 +228,39 @@ def _length(options: Options, size: int) -> tuple[float, int]:
         return total_examples / size, total_examples
     total_epochs = options.num_epochs or DEFAULT_EPOCHS
     return total_epochs, max(round(total_epochs * size), 1)
+
+
+def parse_monitor(monitor: str, known: Mapping[str, str | None]) -> Objective:
+    """Return the metric that selects the best evaluation, and "max" or "min".
+
+    Args:
+        monitor: --monitor, such as "auc" or "val_auc"; "max:" or "min:" may precede it; "" for the
+            accuracy, else the first metric whose direction is known, else the loss.
+        known: {metric: its direction, None if unknown}.
+
+    Raises:
+        InputError: the metric does not exist, or its direction is unknown.
+    """
+    if not monitor:
+        candidates = [name for name in known if name != "loss" and known[name]]
+        rest = "loss" if "loss" in known else next(iter(known))
+        name = "accuracy" if "accuracy" in candidates else next(iter(candidates), rest)
+        return name, known[name] or "min"
+    direction, _, name = monitor.rpartition(":")
+    name = name.removeprefix("val_")
+    name = {n.lower(): n for n in known}.get(name.lower(), name)  # Keras calls one AUC, or auc
+    if direction not in ("", "max", "min") or name.removesuffix("_ema") not in known:
+        raise InputError(
+            f"--monitor={monitor}: allowed are {', '.join(known) or 'no metric yet'}, with max: or "
+            "min: before it if need be"
+        )
+    direction = direction or known[name.removesuffix("_ema")]
+    if direction is None:
+        raise InputError(
+            f"--monitor={name}: whether more of it is better is not known; type "
+            f"--monitor=max:{name} or min:{name}"
+        )
+    return name, direction
 
 
 def metric_directions(task: Task) -> dict[str, str | None]:
