@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from towers.options.parts import SCHEDULES, UpdateOptions
-from towers.training.run.schedules import learning_rate
+from towers.training.run.optimizers import learning_rate
 
 pytestmark = pytest.mark.unit
 EPOCHS = [0.0, 1e-6, 0.5, 1.0, 2.4999, 2.5, 4.0, 5.0, 7.5, 9.999, 10.0, 12.0]

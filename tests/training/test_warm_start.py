@@ -10,9 +10,9 @@ import pytest
 from tests import tiny
 from tests.programs import ROOT
 from tests.runs import command, refusal
+from towers.training.load import init_from
 from towers.training.run import manifest
 from towers.training.run.setup import prepare
-from towers.training.run.warm_start import init_from
 from towers.training.train import train
 
 pytestmark = pytest.mark.run

@@ -1,4 +1,4 @@
-"""`towers.load`: the model of a run, with its trained weights."""
+"""The weights of a run, for its model (`towers.load`) or for another run (`--init_from`)."""
 
 import dataclasses
 import sys
@@ -13,6 +13,7 @@ from towers import tf_internals
 from towers.builder.device_names import devices_here
 from towers.data import augment
 from towers.errors import InputError
+from towers.formatting import first_of
 from towers.options.flags import options_from_call
 from towers.options.functions import PREFIX
 from towers.options.run import Options
@@ -20,10 +21,11 @@ from towers.training.callbacks.best_checkpoint import step_of
 from towers.training.run import checkpoint, manifest, model
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.tensorflow_errors import user_facing_errors
-from towers.training.step.train_state import by_unique_name, move_all, variables_of
+from towers.training.step.train_state import TrainState, by_unique_name, move_all, variables_of
 
 KINDS = "model/", "average/"  # of a checkpoint's variables, with which their names begin
 Values = dict[str, np.ndarray]
+_MOST_NAMES = 10  # weights that a line names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,3 +201,53 @@ def read_weights(train_dir: Path, step: int | None = None) -> tuple[int, Values]
 
     wanted = step_of(train_dir) if step is None else step
     return checkpoint.read_newest(folder, read, None, wanted)
+
+
+def init_from(train_state: TrainState, source: str) -> str:
+    """Initialize a model's weights, frozen ones too, and their averages from another run.
+
+    Args:
+        train_state: of a run before its first step.
+        source: the folder of a run, whose averages are preferred.
+
+    Returns:
+        A line that says how many weights were loaded, and names those that were not.
+
+    Raises:
+        InputError: there is no such run, or it has no weight of this model.
+    """
+    folder, model = Path(source).expanduser(), train_state.model
+    if not folder.is_dir():
+        raise InputError(
+            f"--init_from={source} is not the folder of a run; the weights of a file are for the "
+            "model function to load: model.load_weights(FILE, skip_mismatch=True)"
+        )
+    try:
+        step, values = read_weights(folder)
+    except InputError as error:
+        raise InputError(str(error).replace("--train_dir", "--init_from", 1)) from None
+    averages = averages_in(values)
+    named = by_unique_name((f"model/{v.path}", v) for v in variables_of(model))
+    shapes = {name: tuple(variable.shape) for name, variable in named.items()}
+    fitting = {
+        id(named[name]): value
+        for name, value in (values | averages).items()
+        if shapes.get(name) == value.shape
+    }
+    missing = [variable.path for variable in model.weights if id(variable) not in fitting]
+    loaded = len(model.weights) - len(missing)
+    if not loaded:
+        raise InputError(
+            f"--init_from={source} has no weight of this model, which needs "
+            f"{first_of(missing, _MOST_NAMES)}"
+        )
+    for variable in model.weights:
+        if id(variable) in fitting:
+            variable.assign(fitting[id(variable)])
+    for variable, average in train_state.averages:
+        average.assign(variable.value)
+    train_state.set_copies()
+    kind = "averages" if averages else "weights"
+    of_all = f"{loaded} of {len(model.weights)} weights"
+    line = f"init_from   {source}, its {kind} at step {step}: {of_all}"
+    return f"{line}; not loaded: {first_of(missing, _MOST_NAMES)}" if missing else line

@@ -9,13 +9,14 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from towers import tf_internals
 from towers.data import Data
 from towers.errors import InputError
 from towers.options.run import Options
-from towers.training.run.output_activation import output_ending
 from towers.training.step.losses import LossInput, LossRecorder
 
 _OF_COMPILE = "keras.src.trainers.compile_utils"  # calls losses and metrics
@@ -29,6 +30,7 @@ _PROBABILITIES = {
     "categorical_focal_crossentropy": "softmax",
     _SPARSE: "softmax",
 }
+_LINEAR = keras.activations.linear
 # These broadcast silently.
 _ELEMENTWISE = (
     "mean_squared_error", "mean_absolute_error", "mean_absolute_percentage_error",
@@ -113,7 +115,7 @@ def _raised_in_compiled(error: BaseException) -> bool:
 
 def _check_losses(recorder: LossRecorder, example: Any, flag: str, data: Data) -> list[str]:
     leaves = tf.nest.flatten(example[1]) if len(example) > 1 else []
-    activation, layer = output_ending(recorder.model)
+    activation, layer = _output_ending(recorder.model)
     lines = []
     for inputs in recorder.inputs:
         values = None if inputs.target is None else leaves[inputs.target].numpy()
@@ -240,3 +242,46 @@ def text_of_loss(loss: Any) -> str:
     if isinstance(loss, list | tuple):
         return ", ".join(map(text_of_loss, loss))
     return str(getattr(loss, "name", None) or getattr(loss, "__name__", None) or loss)
+
+
+def _output_ending(model: keras.Model) -> tuple[str | None, str]:
+    """Return the final activation of a model's single output, and the layer that has it.
+
+    It is "softmax", "sigmoid", "linear", or None: another, or unknown, as that of a model with
+    several outputs. Activations inside of a user's own layer or of a subclassed model's `call` are
+    not found, except that of the layer that was made last.
+    """
+    outputs = getattr(model, "outputs", None)
+    if not outputs:  # a subclassed model
+        layer = model.layers[-1] if model.layers else None
+        if isinstance(layer, keras.Model):
+            return _output_ending(layer)
+        return _ending_name(getattr(layer, "activation", layer)), ""
+    tensor = outputs[0]
+    while len(outputs) == 1:
+        layer, place, inputs = tf_internals.maker_of(tensor)
+        inner = layer.layer if isinstance(layer, keras.layers.TimeDistributed) else layer
+        if isinstance(layer, keras.Model):
+            if not getattr(layer, "outputs", None):
+                return _output_ending(layer)
+            tensor = layer.outputs[place]
+        elif isinstance(inner, keras.layers.Activation) and inner.activation is _LINEAR:
+            tensor = inputs[0]
+        else:
+            return _activation(inner), inner.name
+    return None, ""
+
+
+def _activation(layer: keras.Operation) -> str | None:
+    is_keras = type(layer).__module__.startswith("keras.")
+    activation = getattr(layer, "activation", layer) if is_keras else layer
+    if activation is _LINEAR:  # a constraint may make it one of probabilities
+        return "linear" if getattr(layer, "kernel_constraint", None) is None else None
+    if activation is layer and getattr(layer, "axis", -1) != -1:
+        return None
+    return _ending_name(activation)
+
+
+def _ending_name(activation: object) -> str | None:
+    name = getattr(activation, "__name__", type(activation).__name__).lower()
+    return name if name in ("softmax", "sigmoid") else None

@@ -22,12 +22,12 @@ from towers.options.run import names_that_affect
 from towers.options.triggers import Timetable
 from towers.training.callbacks.best_checkpoint import BestTracker
 from towers.training.callbacks.preemption import PreemptionHandler
+from towers.training.load import init_from
 from towers.training.run import checkpoint, loss_checks, manifest
 from towers.training.run.checkpoint_manager import CheckpointManager
 from towers.training.run.place import END, EPOCH, Place
 from towers.training.run.setup import RunContext, on_first_device
 from towers.training.run.summary import run_summary
-from towers.training.run.warm_start import init_from
 from towers.training.step.on_towers import traced
 
 Say = Callable[[str], None]

@@ -22,9 +22,9 @@ from towers.monitoring.results import Objective
 from towers.options.parts import DueOptions
 from towers.options.run import Options
 from towers.options.triggers import Timetable
-from towers.training.run import loss_checks, schedules
+from towers.training.run import loss_checks
 from towers.training.run.model import build_model, code_of
-from towers.training.run.optimizers import check_own
+from towers.training.run.optimizers import check_own, learning_rate
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step.losses import LossRecorder
 from towers.training.step.step import Task
@@ -110,7 +110,7 @@ class RunContext:
     def learning_rate(self, examples: tf.Tensor) -> tf.Tensor:
         """Return the learning rate after a number of examples, a float64 scalar."""
         epoch = tf.cast(examples, tf.float64) / self.data.train.size
-        return schedules.learning_rate(self.options, self.total_epochs, epoch)
+        return learning_rate(self.options, self.total_epochs, epoch)
 
     def timetable(self) -> Timetable:
         """Return the timetable from the step of the train state to the end of the run."""
