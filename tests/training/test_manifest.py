@@ -55,7 +55,9 @@ def test_the_first_record_stays_and_each_start_is_added(tmp_path):
     run = run_of(tmp_path)
     write(run, tmp_path, {})
     first = manifest.read(tmp_path)
-    files.update_json(tmp_path / "manifest.json", final=manifest.final(run.train_state.variables()))
+    files.update_json(
+        tmp_path / "manifest.json", final=manifest.finish(run.train_state.variables())
+    )
     assert len(manifest.read(tmp_path)["final"]["weights"]) == 64
     other = run_of(tmp_path, num_towers=2, learning_rate=0.2)
     other.train_state.step.assign(12)

@@ -141,7 +141,7 @@ def test_a_run_in_parts_is_the_run_in_one(whole, tmp_path, monkeypatch, capsys):
     assert evaluated == [5]  # and no part of that after 9
 
     with monkeypatch.context() as patch:
-        patch.setattr("towers.training.run.manifest.final", crash)
+        patch.setattr("towers.training.run.manifest.finish", crash)
         with pytest.raises(RuntimeError, match="lightning"):
             train(tiny.options(tmp_path, **GIVEN | OF_PARTS))
     for words in ["continuing", "after 18 of"], ["finished"]:  # once more: it is finished

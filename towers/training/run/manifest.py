@@ -73,8 +73,8 @@ def extended(run: RunContext, recorded: Mapping[str, Any]) -> tuple[dict[str, An
     return recorded | {"sessions": [*recorded["sessions"], now], "final": None}, lines
 
 
-def final(variables: Mapping[str, tf.Variable]) -> dict[str, Any]:
-    """Return "final" of the manifest; of variables, see `TrainState.variables`."""
+def finish(variables: Mapping[str, tf.Variable]) -> dict[str, Any]:
+    """Return "final" of the manifest of a run that ends; see `TrainState.variables`."""
     model = {name: v for name, v in variables.items() if name.startswith("model/")}
     hashes = {"weights": _hash(model), "state": _hash(variables)}
     return {"step": int(variables["step"].numpy()), **hashes}

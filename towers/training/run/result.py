@@ -45,7 +45,7 @@ def write_result(
     }
     if skipped:
         monitor.say(f"skipped     {skipped} of {step} steps, whose loss or gradient was not finite")
-    final = manifest.final(run.train_state.variables())
+    final = manifest.finish(run.train_state.variables())
     dashboard.write_result(run.folder, result, step)
     files.update_json(run.folder / MANIFEST, final=final)
     files.write_json(run.folder / RESULT, result)  # written last: it marks the run as finished
