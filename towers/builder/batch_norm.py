@@ -32,6 +32,7 @@ from towers.builder.gather import Collective, are_used
 from towers.builder.replica_scope import MovingAverageUpdate, ReplicaScope
 from towers.errors import InputError
 
+_MOST_IMAGES = 65_535  # that cuDNN normalizes by given moments
 _HERE = (
     "BatchNorm cannot take its moments over all towers here: that needs a tf.function of the whole "
     "step, and layers outside of branches, loops, tf.vectorized_map and jit_compile; or set "
@@ -44,13 +45,15 @@ _SECOND = (
 )
 
 
+# The exchange of the towers' values.
+
+
 @dataclasses.dataclass(frozen=True)
 class _Round:
     """One exchange of all towers' values."""
 
     collective: Collective | None
-    values: list[tf.Tensor] = dataclasses.field(default_factory=list)
-    known: list[Any] = dataclasses.field(default_factory=list)
+    values: list[tuple[tf.Tensor, Any]] = dataclasses.field(default_factory=list)  # (it, known)
     stand_ins: list[tf.Tensor] = dataclasses.field(default_factory=list)
 
 
@@ -62,12 +65,7 @@ class SyncGroup:
     """
 
     def __init__(self, counts: Sequence[Any], devices: Sequence[str]):
-        """Set the towers.
-
-        Args:
-            counts: numbers of examples: ints, tensors if 0 is possible, or None if unknown.
-            devices: of the towers.
-        """
+        """Set the towers' numbers of examples: ints, tensors if 0 is possible, None if unknown."""
         self.is_open = True  # while towers are traced
         self.handles = [SyncHandle(self, i, counts, device) for i, device in enumerate(devices)]
         self._devices, self._by_collectives = devices, are_used(devices)
@@ -76,11 +74,7 @@ class SyncGroup:
         self._num_joined = 0  # of these
 
     def round(self, place: int) -> _Round:
-        """Return the exchange of a number, which the first tower to arrive begins.
-
-        Raises:
-            InputError: towers cannot exchange here.
-        """
+        """Return the exchange of a number, which the first tower to arrive begins."""
         if not self.is_open:
             raise InputError(_SECOND)
         # tf.vectorized_map traces what it calls in place, in a scope of this name.
@@ -93,14 +87,9 @@ class SyncGroup:
         return self._rounds[place]
 
     def join(self, gather_device: str) -> None:
-        """Replace the stand-ins by the stacks, when all towers are traced.
-
-        Raises:
-            InputError: the towers made different calls.
-        """
+        """Replace the stand-ins by the stacks, when all towers are traced."""
         for exchange in self._rounds[self._num_joined :]:
-            pairs = zip(exchange.values, exchange.known, strict=True)
-            shapes = {(value.dtype, tuple(value.shape), known) for value, known in pairs}
+            shapes = {(x.dtype, tuple(x.shape), k) for x, k in exchange.values}
             if len(exchange.values) != len(self.handles) or len(shapes) > 1:
                 raise InputError(
                     f"{len(exchange.values)} of {len(self.handles)} towers met with values of "
@@ -108,7 +97,7 @@ class SyncGroup:
                 )
             if exchange.stand_ins:
                 with tf.device(gather_device), tf.name_scope("exchange"):
-                    stacked = tf.stack(exchange.values)
+                    stacked = tf.stack([value for value, _ in exchange.values])
                 for stand_in in exchange.stand_ins:
                     tf_internals.set_input(stand_in.op, stacked)
         self._num_joined, self.is_open = len(self._rounds), False
@@ -132,12 +121,10 @@ class SyncHandle:
             known: a Python value that must be equal in all towers.
 
         Raises:
-            InputError: the towers cannot exchange here; or, later, the result is differentiated, or
-                towers differ in shape, dtype or `known`.
+            InputError: the towers cannot exchange here; or, later, they differ in shape or `known`.
         """
         exchange = self._group.round(next(self._places))
-        exchange.values.append(value)
-        exchange.known.append(known)
+        exchange.values.append((value, known))
         if exchange.collective:
             result = exchange.collective.stack(value, self._device)
         else:
@@ -166,7 +153,7 @@ def _once_differentiated(result: tf.Tensor, value: tf.Tensor) -> tuple[tf.Tensor
     return tf.identity(result), gradient
 
 
-_MOST_IMAGES = 65_535  # that cuDNN normalizes by given moments
+# The layers.
 
 
 @contextlib.contextmanager
