@@ -270,7 +270,7 @@ class Check:
         A trial may be what the function does not take: no index of a table, or not finite.
         """
         try:
-            found = self.tracer.run(trace, trial.inputs, trial.values, trial.scale, **more)
+            found = self.tracer.run(trace, trial, **more)
         except tf.errors.CancelledError:  # it takes too long
             raise
         except tf.errors.OpError as error:

@@ -243,9 +243,25 @@ def variables_refused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def change_losses(change: Callable[[keras.Layer, tf.Tensor], tf.Tensor]) -> Iterator[None]:
+    """Replace each loss that a layer adds in the block, a float, by `change(layer, loss)`."""
+
+    def as_float(loss: Any) -> tf.Tensor:
+        loss = tf.convert_to_tensor(loss)
+        return loss if loss.dtype.is_floating else tf.cast(loss, keras.config.floatx())
+
+    def make(before: Callable) -> Callable:
+        return lambda layer, loss: before(
+            layer, [change(layer, as_float(each)) for each in tf.nest.flatten(loss)]
+        )
+
+    with tf_internals.replaced((keras.Layer, "add_loss", make)):
+        yield
+
+
 def record_losses(
     scope: ReplicaScope, rows: BatchSlice | None, policies: Mapping[Any, str | None]
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Record the losses that layers add in the block; scale those that are sums to the batch.
 
     Args:
@@ -254,26 +270,14 @@ def record_losses(
         policies: see the head of this module.
     """
 
-    def make(before: Callable) -> Callable:
-        def add_loss(layer: keras.Layer, loss: Any) -> None:
-            losses = list(map(as_float, tf.nest.flatten(loss)))
-            if not scope.is_inside():
-                for i, value in enumerate(losses):
-                    if rows and policies.get(("loss", len(scope.added))) == "sum":
-                        losses[i] = value / _share(rows, value.dtype)
-                    scope.added.append((layer, losses[i]))
-            before(layer, losses)
+    def change(layer: keras.Layer, loss: tf.Tensor) -> tf.Tensor:
+        if not scope.is_inside():
+            if rows and policies.get(("loss", len(scope.added))) == "sum":
+                loss /= _share(rows, loss.dtype)
+            scope.added.append((layer, loss))
+        return loss
 
-        return add_loss
-
-    with tf_internals.replaced((keras.Layer, "add_loss", make)):
-        yield
-
-
-def as_float(loss: Any) -> tf.Tensor:
-    """Return a loss as a tensor of floats."""
-    loss = tf.convert_to_tensor(loss)
-    return loss if loss.dtype.is_floating else tf.cast(loss, keras.config.floatx())
+    return change_losses(change)
 
 
 def as_rows(

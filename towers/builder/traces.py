@@ -15,20 +15,11 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_internals
-from towers.builder import attributes
+from towers.builder import attributes, trials
 from towers.builder.device_names import layer_of
-from towers.builder.replica_scope import ReplicaScope, as_float, assign_by_op
+from towers.builder.replica_scope import ReplicaScope, assign_by_op, change_losses
 from towers.builder.rng import SEEN
 from towers.builder.sharding import PerTower, as_leaves
-from towers.builder.trials import (
-    Values,
-    is_dense_float,
-    known_values,
-    possible_shapes,
-    sample,
-    spec_of,
-    stand_in,
-)
 from towers.errors import InputError
 from towers.formatting import first_line
 
@@ -36,7 +27,6 @@ _PRIMES = 7, 11, 13  # numbers of examples: a shape shows which axis is the batc
 _MULTIPLES = 1, 2, 4, 5, 8, 10, 16  # for functions that take even numbers only, and so on
 MOST_ROWS = 32  # of a real batch are kept
 _SECONDS = 20.0  # for a run: a loop may have no end on other examples
-_IN_16_BITS = "float16", "bfloat16"
 _HERE = threading.local()
 
 Results = dict[str, list[np.ndarray]]
@@ -125,7 +115,7 @@ class Tracer:
         self.real: list[tf.Tensor] | None = None
         sizes = [leaf.shape[0] for leaf in self.batch if leaf.shape.rank]
         self.batch_size: int | None = next(iter(sizes), None)  # if it is known
-        self.keep_rows(known_values(self.batch))
+        self.keep_rows(trials.known_values(self.batch))
         self.failure = ""  # why the function could not be traced
         self.in_float32 = False  # whether layers of 16 bits compute in float32 in the next traces
         # {id of a variable's handle: (the variable, its value, the copy)}.
@@ -159,7 +149,7 @@ class Tracer:
         own = {x.shape[0] for x in self.batch if x.shape.rank}
         prime = next(n for n in (*clear, *_PRIMES) if n not in own)
         sizes = [(prime * n, (prime - 2) * n) for n in _MULTIPLES if prime * n not in own]
-        for shapes in possible_shapes(self.real or self.batch):
+        for shapes in trials.possible_shapes(self.real or self.batch):
             self.shapes = shapes
             traces = (self.traced_or_none(*each) for each in sizes)
             if trace := next(filter(None, traces), None):
@@ -169,9 +159,7 @@ class Tracer:
     def traced_or_none(self, size: int, of_first: int = 0) -> Trace | None:
         """Return a trace on one device; if the function raises an error, None, and keep why.
 
-        Args:
-            size: number of examples.
-            of_first: of them in the first of two slices.
+        Of `size` examples, the first of two slices is to hold `of_first`.
         """
         try:
             trace = self.trace(size)
@@ -205,7 +193,7 @@ class Tracer:
 
         def program(inputs: list, scale: tf.Tensor, counted: tf.Tensor) -> dict[str, Any]:
             batch = self._batch(inputs, size, each=call is not None)
-            dense = [x for x in tf.nest.flatten(batch) if is_dense_float(x)]
+            dense = [x for x in tf.nest.flatten(batch) if trials.is_dense_float(x)]
             seen: Seen = {key: [] for key in _SEEN}
             with tf.device("/cpu:0"), self._recording(trace, seen, one, counted, named):
                 with tf.GradientTape(persistent=True) as tape:
@@ -276,7 +264,7 @@ class Tracer:
 
     def _specs(self, size: int) -> list[tf.TypeSpec]:
         pairs = zip(self.batch, self.shapes, strict=True)
-        return [spec_of(leaf, size, shape) for leaf, shape in pairs]
+        return [trials.spec_of(leaf, size, shape) for leaf, shape in pairs]
 
     @contextlib.contextmanager
     def _recording(
@@ -311,28 +299,21 @@ class Tracer:
 
             return call
 
-        def make_add_loss(before: Callable) -> Callable:
-            def add_loss(layer: keras.Layer, loss: Any) -> None:
-                losses = list(map(as_float, tf.nest.flatten(loss)))
-                for i, value in enumerate(losses):
-                    if not is_outside():
-                        losses[i] = tf.zeros_like(value)
-                        continue
-                    times = tf.cast(counted[len(trace.losses)], value.dtype)
-                    losses[i] = tf.math.multiply_no_nan(value, times)
-                    seen["losses"].append(tf.cast(tf.reduce_sum(value), tf.float64))
-                    trace.losses.append((layer.path or layer.name, bool(value.shape.rank)))
-                before(layer, losses)
-
-            return add_loss
+        def change(layer: keras.Layer, loss: tf.Tensor) -> tf.Tensor:
+            if not is_outside():
+                return tf.zeros_like(loss)
+            times = tf.cast(counted[len(trace.losses)], loss.dtype)
+            seen["losses"].append(tf.cast(tf.reduce_sum(loss), tf.float64))
+            trace.losses.append((layer.path or layer.name, bool(loss.shape.rank)))
+            return tf.math.multiply_no_nan(loss, times)
 
         was_tracing, _HERE.tracing = is_tracing(), True
         try:
             with (
                 tf_internals.inline_functions(),
                 tf_internals.recording_restarted(),
+                change_losses(change),
                 tf_internals.replaced(
-                    (keras.Layer, "add_loss", make_add_loss),
                     (keras.Layer, "__call__", make_call),
                     (tf, "print", lambda _: lambda *_, **__: tf.no_op()),
                 ),
@@ -362,26 +343,19 @@ class Tracer:
         """
         random = np.random.default_rng(seed)
         if not self.real:
-            return [sample(spec, random, kind) for spec in self._specs(size)]
+            return [trials.sample(spec, random, kind) for spec in self._specs(size)]
         number = len(self.real[0])
         rows = np.resize(np.linspace(0, number - 1, min(size, number)).astype(int), size)
         return [tf.gather(x, random.permutation(rows) if seed else rows) for x in self.real]
 
     def run(
-        self,
-        trace: Trace,
-        inputs: Sequence[Any],
-        values: Values,
-        scale: float = 1.0,
-        counted: Sequence[float] | None = None,
+        self, trace: Trace, trial: trials.Trial, counted: Sequence[float] | None = None
     ) -> Results:
         """Run a trace on copies of the variables.
 
         Args:
             trace: of this function.
-            inputs: from `inputs`.
-            values: what each variable begins from.
-            scale: of the gradient that goes back through the function.
+            trial: what it begins from.
             counted: what multiplies each added loss, of all towers; None for zeros.
 
         Returns:
@@ -397,14 +371,15 @@ class Tracer:
                     self._copies[id(variable.handle)] = variable, value.numpy(), copy
             own = {key: copy.handle for key, (*_, copy) in self._copies.items()}
             for variable, value, copy in self._copies.values():
-                copy.assign(values(variable, value))
-            captures = [own[id(c)] if id(c) in own else stand_in(c) for c in trace.captured]
+                copy.assign(trial.values(variable, value))
+            captures = [own[id(c)] if id(c) in own else trials.stand_in(c) for c in trace.captured]
             trace.function.set_external_captures(captures)
             counted = np.zeros(len(trace.losses)) if counted is None else counted
-            number = tf.constant(scale, tf.float64), tf.constant(counted, tf.float64)
+            numbers = tf.constant(trial.scale, tf.float64), tf.constant(counted, tf.float64)
             # To optimize a trace takes longer than to run it.
             with optimizer_set("disable_meta_optimizer", True, otherwise=False):
-                found = tf_internals.call_for_at_most(_SECONDS, trace.function, inputs, *number)
+                call = trace.function, trial.inputs, *numbers
+                found = tf_internals.call_for_at_most(_SECONDS, *call)
             found = tf.nest.map_structure(lambda x: x.numpy(), found)
             copies = [self._copies[id(v.handle)][-1] for v in trace.variables]
             return found | {"variables": [copy.numpy() for copy in copies]}
@@ -421,10 +396,10 @@ class Tracer:
 @contextlib.contextmanager
 def _computing_in_float32(layers: Sequence[keras.Layer]) -> Iterator[None]:
     """Let those of the layers that compute in 16 bits compute in float32 in the block."""
-    before = [(layer, layer.dtype_policy) for layer in layers]
+    before, narrow = [(layer, layer.dtype_policy) for layer in layers], ("float16", "bfloat16")
     try:
         for layer, policy in before:
-            if type(policy) is keras.DTypePolicy and policy.compute_dtype in _IN_16_BITS:
+            if type(policy) is keras.DTypePolicy and policy.compute_dtype in narrow:
                 layer.dtype_policy = "float32"
         yield
     finally:
@@ -435,13 +410,7 @@ def _computing_in_float32(layers: Sequence[keras.Layer]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def optimizer_set(option: str, value: bool, otherwise: bool) -> Iterator[None]:
-    """Set an option of TensorFlow's graph optimizer in the block.
-
-    Args:
-        option: its name.
-        value: in the block.
-        otherwise: what TensorFlow takes if it is not set.
-    """
+    """Set an option of TensorFlow's graph optimizer in the block; `otherwise` is its default."""
     before = tf.config.optimizer.get_experimental_options().get(option, otherwise)
     tf.config.optimizer.set_experimental_options({option: value})
     try:
@@ -452,8 +421,7 @@ def optimizer_set(option: str, value: bool, otherwise: bool) -> Iterator[None]:
 
 def is_number(x: tf.Tensor) -> bool:
     """Return whether a tensor holds numbers or truth values."""
-    dtype = x.dtype
-    return dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex
+    return x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_bool or x.dtype.is_complex
 
 
 def _or_zeros(gradient: Any, like: Any) -> tf.Tensor:
