@@ -8,6 +8,7 @@ has found.
 import dataclasses
 import enum
 import functools
+import gc
 import sys
 import types
 from collections.abc import (
@@ -31,6 +32,7 @@ ROWS = "rows"  # policy: concatenate a tensor that has a row for each example
 _LIBRARIES = {"tensorflow", "keras", "numpy", *sys.stdlib_module_names}
 _SIMPLE = (bool, int, float, complex, str, bytes, enum.Enum, type(None), np.generic)
 _CODE = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
+_CONTAINERS = (*_CODE[1:], types.MethodType, functools.partial, tuple, set, list, dict)
 _PYTHON = (*_SIMPLE, np.ndarray, tf.DType)
 _MOST_VALUES = 100_000  # are followed
 _MOST_PARTS = 1_000  # of a list that is looked through: a larger one holds data
@@ -49,17 +51,16 @@ class Holder:
 
     def read(self) -> dict[Any, Any]:
         """Return {name: value}; all that a list holds has one name."""
-        if isinstance(self.itself, types.CellType):
-            (name,) = self.names
+        content = self.itself
+        if isinstance(content, types.CellType):
             try:
-                return {name: self.itself.cell_contents}
+                return dict.fromkeys(self.names, content.cell_contents)  # it has one name
             except ValueError:  # it is empty
                 return {}
-        if isinstance(self.itself, list):
-            return {_CONTENT: tuple(self.itself)}
-        content = vars(self.itself) if isinstance(self.itself, type) else self.itself
-        names = content if self.names is None else self.names
-        return {name: content[name] for name in names if name in content}
+        if isinstance(content, list):
+            return {_CONTENT: tuple(content)}
+        content = vars(content) if isinstance(content, type) else content
+        return {k: content[k] for k in content if self.names is None or k in self.names}
 
     def users_values(self) -> dict[Any, Any]:
         """Return {name: value} without what Keras and TensorFlow keep in their objects."""
@@ -68,26 +69,18 @@ class Holder:
         return {k: v for k, v in values if k not in own and not str(k).startswith("_self_")}
 
     def write(self, name: Any, value: Any) -> None:
-        """Set a name, without the tracking of Keras.
-
-        Args:
-            name: as `read` has it.
-            value: its new value; _MISSING removes it.
-        """
+        """Set a name that `read` has, without the tracking of Keras; _MISSING removes it."""
         if isinstance(self.itself, list):
             is_tensorflows = type(self.itself).__module__.startswith("tensorflow")
             of_class = type(self.itself) if is_tensorflows else list
             of_class.__setitem__(self.itself, slice(None), list(value))
-        elif isinstance(self.itself, type):
-            delattr(self.itself, name) if value is _MISSING else setattr(self.itself, name, value)
         elif isinstance(self.itself, dict) and value is _MISSING:
             dict.pop(self.itself, name, None)
         elif isinstance(self.itself, dict):
             dict.__setitem__(self.itself, name, value)
-        elif value is _MISSING:
-            del self.itself.cell_contents
         else:
-            self.itself.cell_contents = value
+            owner, name = self.itself, name if isinstance(self.itself, type) else "cell_contents"
+            delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
 
 
 Place = tuple[Holder, Any]  # a holder and a name in it
@@ -171,19 +164,12 @@ def _has_attributes(value: Any) -> bool:
 def _parts_of(value: Any, is_ours: bool) -> list[Any]:
     """Return what else a value leads to; of this library's objects and functions all."""
     if isinstance(value, types.FunctionType) and not _is_of_library(value.__module__):
-        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         cells = value.__closure__ or () if is_ours else ()
         inner = [part for cell in cells for part in Holder(cell, "", [""]).read().values()]
-        return [*defaults, *inner, getattr(value, "__wrapped__", None)]
-    if isinstance(value, types.MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, _CODE):
-        return [getattr(value, name, None) for name in ("__func__", "fget", "func")]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, value.keywords]
-    if isinstance(value, tuple | set | list | dict):
-        parts = value.values() if isinstance(value, dict) else value
-        return list(parts) if len(value) <= _MOST_PARTS else []
+        return [value.__defaults__, value.__kwdefaults__, *inner, vars(value).get("__wrapped__")]
+    if isinstance(value, _CONTAINERS):
+        parts = gc.get_referents(value)
+        return parts if len(parts) <= 2 * _MOST_PARTS else []  # keys and values of a dict
     if is_ours:
         return list(vars(value).values()) if _has_attributes(value) else []
     if isinstance(value, keras.Layer):
@@ -225,7 +211,7 @@ class Snapshot:
             (holder, name)
             for holder, before in self._before.items()
             for name, value in holder.users_values().items()
-            if not _is_same(before.get(name, _MISSING), value)
+            if not is_same(before.get(name, _MISSING), value)
             and _is_kept(keras.tree.flatten(value), holder.layer is not None)
         ]
 
@@ -235,12 +221,12 @@ class Snapshot:
             holder.write(name, self._before[holder].get(name, _MISSING))
 
 
-def _is_same(before: Any, now: Any) -> bool:
-    # Tensors and objects are compared by identity, numbers and texts by value.
+def is_same(before: Any, now: Any) -> bool:
+    """Compare values: tensors and objects by identity, numbers and texts by ==."""
     if type(before) is not type(now):
         return False
     if isinstance(before, tuple):
-        return len(before) == len(now) and all(map(_is_same, before, now))
+        return len(before) == len(now) and all(map(is_same, before, now))
     return before is now or (isinstance(before, bool | int | float | str) and before == now)
 
 

@@ -7,7 +7,6 @@ they begin from.
 """
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from towers.builder import function_analysis
 from towers.builder.attributes import ROWS, SideOutputs
 from towers.builder.device_names import NO_LAYER
 from towers.builder.function_analysis import FunctionAnalysis
-from towers.builder.replica_scope import SEED_STATE, ReplicaScope, merge, policy_of
+from towers.builder.replica_scope import SEED_STATE, ReplicaScope, assigned, merge, policy_of
 from towers.builder.traces import Results, Seen, Trace
 from towers.builder.trials import Trial, as_it_is, jittered, noisy, small_scale, trials
 from towers.formatting import first_line
@@ -34,7 +33,6 @@ _ULP = {8: 2.0**-52, 4: 2.0**-22, 2: 2.0**-8, 1: 2.0**-2}
 _EPS_OF_GRADIENTS = 0.02
 _TIMES_ROUNDING = 10.0  # a difference counts if it is above so many times the measured rounding
 _SURE = 0.1  # a gradient that differs by less is reported if it differs in two trials
-_BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase", "While", "StatelessWhile"}
 _GRADIENTS = ("gradient", "rows", "input")
 _POLICIES = ("mean", "sum", "max", "min")
 
@@ -52,13 +50,7 @@ class Difference:
 class Check:
     """Compares a function on one device with the same on two towers."""
 
-    def __init__(
-        self,
-        analysis: FunctionAnalysis,
-        builder: Any,
-        backward: bool = True,
-        most_trials: int | None = None,
-    ):
+    def __init__(self, analysis: FunctionAnalysis, builder: Any, backward: bool = True):
         """Set the function.
 
         Args:
@@ -66,13 +58,11 @@ class Check:
                 the trials confirm, and `refusal` to what they find.
             builder: the `TowerBuilder`.
             backward: whether gradients are compared, too.
-            most_trials: that are made; None for all.
         """
         self.analysis, self.builder, self.backward = analysis, builder, backward
-        self.most_trials, self.tracer = most_trials, analysis.tracer
+        self.tracer = analysis.tracer
         self.one: Trace | None = None
         self.towers: Trace | None = None
-        self._whole_size: int | None = None  # of the batch that was tried
         self._kind = 0  # of made-up rows, see `trials.sample`
         self.weights: set[int] | None = None  # ids of those whose gradients are compared; None: all
         # {key in `FunctionAnalysis.policies`: policies that all trials so far confirm}.
@@ -90,14 +80,12 @@ class Check:
         """
         self._is_made = is_made
         with tf.init_scope(), np.errstate(all="ignore"):  # 16 bits overflow in trials
-            start = time.monotonic()
-            lines = [] if self.towers else self._trace_both()
-            if lines:
+            if not self.towers and (lines := self._trace_both()):
                 return lines
             lines = self._try()
             if lines and not is_made and any(drawn.is_folded for drawn in self.analysis.draws):
-                lines = self._try_time_major(lines)
-            return lines or self._try_whole_batch(time.monotonic() - start)
+                return self._try_time_major(lines)
+            return lines
 
     def _trace_both(self) -> list[str]:
         """Trace the function on one device and on towers; return why that cannot be tried."""
@@ -130,30 +118,6 @@ class Check:
     def _refused(self, why: str) -> list[str]:
         self.analysis.refusal = f"towers raise an error ({why})"
         return [function_analysis.not_checked(self.analysis.refusal)]
-
-    def _try_whole_batch(self, seconds: float) -> list[str]:
-        """Make two trials of as many examples as in the batch, if the function asks for the number.
-
-        It may if it has other ops then, or branches. What takes long is left out, by the seconds
-        that the other trials took.
-        """
-        few, size = self.analysis.trace, self.tracer.batch_size or 0  # 0: it is not known
-        part = size // self.builder.num_slices
-        takes_long = seconds * size > _SECONDS * few.size
-        if part in (0, size) or size in (few.size, self._whole_size) or takes_long:
-            return []
-        self._whole_size = size
-        whole = self.tracer.traced_or_none(size, size - part)
-        if whole is None or (few.kinds == whole.kinds and not _BRANCHES & set(few.kinds)):
-            return []
-        analysis = dataclasses.replace(self.analysis, trace=whole)
-        check = Check(analysis, self.builder, backward=False, most_trials=2)
-        check.one, check._is_made = whole, True
-        try:
-            check.towers = check._trace_on_towers()
-        except Exception as error:  # as in `_trace_both`
-            return self._refused(first_line(error))
-        return check._try()
 
     def _try(self) -> list[str]:
         try:
@@ -195,9 +159,8 @@ class Check:
 
         def call(batch: Any, trace: Trace, seen: Seen) -> Any:
             def observe(scopes: Sequence[ReplicaScope]) -> None:
-                found = {id(v): v for scope in scopes for v in scope.assigned()}
-                trace.assigned += map(tf_internals.value_of, found.values())
-                for variable in found.values():
+                trace.assigned += map(tf_internals.value_of, assigned(scopes))
+                for variable in assigned(scopes):
                     averaged = any(id(variable) in scope.averages for scope in scopes)
                     if variable.name != SEED_STATE and not averaged:
                         trace.states.append(variable)
@@ -223,14 +186,13 @@ class Check:
         self._possible.clear()
         doubtful: set[tuple[str, str]] = set()  # gradients that differ a little, in one trial
         tried, difference = 0, None
-        each = trials(self.one, lambda seed: self.tracer.inputs(self.one.size, seed, self._kind))
-        for trial in itertools.islice(each, self.most_trials):
+        rows_of = lambda seed: self.tracer.inputs(self.one.size, seed, self._kind)  # noqa: E731
+        for trial in trials(self.one, rows_of):
             if time.monotonic() - start > _SECONDS:
-                if tried < 2:
-                    return [
-                        function_analysis.not_checked(f"it takes more than {_SECONDS:.0f} seconds")
-                    ]
-                break
+                if tried >= 2:
+                    break
+                reason = f"it takes more than {_SECONDS:.0f} seconds"
+                return [function_analysis.not_checked(reason)]
             a = self._result(self.one, trial)
             if a is None:
                 continue

@@ -1,6 +1,5 @@
 """When functions are analyzed and checked, and what is done with what the checks find."""
 
-import contextlib
 import dataclasses
 import hashlib
 import os
@@ -9,7 +8,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -17,6 +16,7 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder import function_analysis
+from towers.builder.attributes import is_same
 from towers.builder.check import Check
 from towers.builder.function_analysis import FunctionAnalysis, analyze, parts_of, unsplit
 from towers.builder.sharding import is_split
@@ -26,6 +26,7 @@ from towers.errors import InputError, RunError
 _CACHE_SIZE = 8  # analyses: a training and its evaluation have a few functions
 _AGAIN = [10**n for n in range(1, 9)]  # steps after which "always" checks again
 _ONCE_MORE = 100  # step after which "once" checks again
+_ONE_AT_A_TIME = threading.Lock()  # two checks would hold two of TensorFlow's threads
 _SHARE = 0.01  # of the time since the last check, that a check may take
 
 
@@ -51,7 +52,7 @@ class _Entry:
         """Return whether it is of a function with these parts in a graph; None: in none."""
         if self.graph is not None and self.graph() is not graph:
             return False
-        return len(parts) == len(self.parts) and all(map(_is_same, parts, self.parts))
+        return len(parts) == len(self.parts) and all(map(is_same, parts, self.parts))
 
 
 class Checks:
@@ -280,8 +281,11 @@ class Checks:
             return
         if tf.executing_eagerly() or self.when == "off" or tf_internals.is_compiled_by_xla(graph):
             return
+        # Python that a graph calls holds one of the threads that run ops; a check needs another.
+        threads = tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1
         batch = check.tracer.batch
-        if not batch or not all(isinstance(x, tf.Tensor) and x.graph is graph for x in batch):
+        of_graph = all(isinstance(x, tf.Tensor) and x.graph is graph for x in batch)
+        if threads < 2 or not batch or not of_graph:
             return
         entry.analysis.lines = []  # real rows may suit the function
         due = [1, *_AGAIN] if self.when == "always" else [1, _ONCE_MORE]
@@ -295,11 +299,13 @@ class Checks:
         def look(*rows: tf.Tensor) -> None:
             if entry.analysis.lines:
                 return
-            with _one_of_tensorflows_threads() as is_spare:
-                if is_spare:
-                    compare(*rows)
-                else:
-                    threading.Thread(target=compare, args=rows, daemon=False).start()
+            if not _ONE_AT_A_TIME.acquire(blocking=False):
+                entry.runs.assign(0)  # in the next run
+                return
+            try:
+                compare(*rows)
+            finally:
+                _ONE_AT_A_TIME.release()
             if self.on_inexact != "warn" and entry.inexact:
                 raise RunError(
                     f"{entry.inexact[0]}. Only real rows show it, and the tf.function is already "
@@ -318,28 +324,6 @@ class Checks:
         with tf.device("/cpu:0"), tf.name_scope("check"):
             is_due = tf.reduce_any(entry.runs.assign_add(1) == tf.constant(due, tf.int64))
             tf.cond(is_due, hand_over, tf.no_op)
-
-
-_BUSY: list[int] = []  # an entry for each of TensorFlow's threads in which a check runs
-
-
-@contextlib.contextmanager
-def _one_of_tensorflows_threads() -> Iterator[bool]:
-    """Yield whether a check can run in this one of them: it needs another, and would wait for ever.
-
-    Python that a graph calls holds one of the threads that run ops.
-    """
-    number = tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1
-    _BUSY.append(1)
-    try:
-        yield len(_BUSY) < number
-    finally:
-        _BUSY.pop()
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    # Tensors cannot be compared by ==.
-    return a is b or (isinstance(a, str | int | float) and type(a) is type(b) and a == b)
 
 
 def _key(analysis: FunctionAnalysis) -> str:

@@ -72,11 +72,6 @@ class Trace:
         return list({id(v.handle): v for v in found}.values())
 
     @property
-    def kinds(self) -> list[str]:
-        """The types of its ops but casts, sorted."""
-        return sorted(kind for _, kind in self.ops if kind != "Cast")
-
-    @property
     def not_by_example(self) -> list[bool]:
         """For each result whether it surely has no row for each example."""
         known = [x is not None and x.rank is not None for x in self.shapes]
@@ -113,8 +108,6 @@ class Tracer:
         self.batch = [leaf for leaf in self.leaves if not isinstance(leaf, PerTower)]
         self.shapes: Sequence[tf.TensorShape] = [leaf.shape for leaf in self.batch]
         self.real: list[tf.Tensor] | None = None
-        sizes = [leaf.shape[0] for leaf in self.batch if leaf.shape.rank]
-        self.batch_size: int | None = next(iter(sizes), None)  # if it is known
         self.keep_rows(trials.known_values(self.batch))
         self.failure = ""  # why the function could not be traced
         self.in_float32 = False  # whether layers of 16 bits compute in float32 in the next traces
@@ -128,7 +121,7 @@ class Tracer:
         """
         if not batch or not all(map(len, batch)):
             return True
-        self.batch_size = number = min(int(x.shape[0]) for x in batch)
+        number = min(int(x.shape[0]) for x in batch)
         rows = np.linspace(0, number - 1, min(number, MOST_ROWS)).astype(int)
         with tf.init_scope():
             self.real = [tf.gather(x, rows) for x in batch]
