@@ -49,7 +49,7 @@ def test_numbers_are_those_of_tensorflows_kernels():
 
     @functools.partial(tf.function, jit_compile=True, autograph=False)
     def drawn():
-        uniform, normal = rng.stateless_random_uniform_v2, rng.stateless_random_normal_v2
+        uniform, normal = rng.random_uniform, rng.random_normal
         return [uniform(**own) for own in given], [normal(**own) for own in given]
 
     for uniform, normal, own in zip(*drawn(), given, strict=True):
