@@ -96,12 +96,9 @@ class Checks:
         self._last = time.monotonic()
 
     def hold(self, analysis: FunctionAnalysis, sizes: Sequence[int], observe: Callable) -> None:
-        """Take an analysis for all functions: the builder is that of a check.
+        """Take one analysis and sizes of slices for all functions: the builder is that of a check.
 
-        Args:
-            analysis: of the function that is checked.
-            sizes: of the towers' slices.
-            observe: called with the towers' scopes before their assignments are made.
+        `observe` is called with the towers' scopes before their assignments are made.
         """
         self._held, self.slice_sizes, self.observe = analysis, sizes, observe
 

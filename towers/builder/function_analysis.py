@@ -219,9 +219,9 @@ class FunctionAnalysis:
     @property
     def single_example_reason(self) -> str:
         """The reason why a slice of one example returns another shape; "" if it does not."""
+        ranks_of = lambda trace: [x.rank for x in trace.shapes if x]  # noqa: E731
         one = self.tracer.traced_or_none(1)
-        ranks = [[x.rank for x in trace.shapes if x] for trace in (self.trace, one) if trace]
-        if len(ranks) < 2 or ranks[0] == ranks[1]:
+        if not one or ranks_of(one) == ranks_of(self.trace):
             return ""
         return (
             "it squeezes all axes of size 1, also that of the batch where a tower has one example; "
@@ -230,11 +230,7 @@ class FunctionAnalysis:
 
 
 def analyze(fn: Callable, batch: Sequence[Any]) -> FunctionAnalysis:
-    """Analyze a tower function by a trace on one device.
-
-    Args:
-        fn: a tower function.
-        batch: its arguments; of symbolic tensors the types and shapes are used.
+    """Analyze a tower function by a trace on one device, for arguments that may be symbolic.
 
     Raises:
         InputError: the function does what a tower may not.
@@ -300,11 +296,10 @@ def _with_static_rows(trace: Trace) -> Iterator[int]:
 
 
 def parts_of(fn: Callable, batch: Sequence[Any]) -> list[Any]:
-    """Return the cache key of a function and its batch, a list to compare by `is` or ==.
+    """Return the cache key of a function and its batch, a list to compare by `is_same`.
 
-    Args:
-        fn: a tower function; its code, closure and defaults are in the key.
-        batch: its arguments; structure, types, and shapes but for axis 0 are in the key.
+    Its code, closure and defaults are in the key, and the structure, types and shapes of the batch
+    but for axis 0.
     """
     shapes = []
     for leaf in tf.nest.flatten(list(batch)):

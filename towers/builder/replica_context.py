@@ -129,14 +129,10 @@ class ReplicaContext:
         return tf.nest.map_structure(self.part.unpadded, structure)
 
     def gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the gradients; mark those that are sparse and have the same rows in each tower.
+        """Return gradients of masters; mark the sparse ones that have the same rows in each tower.
 
         They are zeros if the tower has no example: those of padding may be NaN. With the builder's
         `dense_gradients` sparse ones become dense where that has fewer bytes.
-
-        Args:
-            gradients: of the tower; None where there is none.
-            variables: of the gradients, masters and not copies.
         """
         static, builder = self._replicas.analysis.static_rows, self._replicas.builder
         if self.part.may_be_empty():

@@ -96,13 +96,7 @@ class Tracer:
     """Traces a function and runs the traces."""
 
     def __init__(self, fn: Callable, batch: Sequence[Any], reached: Sequence[attributes.Holder]):
-        """Set the function.
-
-        Args:
-            fn: a tower function.
-            batch: its arguments, which may be symbolic.
-            reached: what it can read and set.
-        """
+        """Set a tower function, its arguments, which may be symbolic, and what it can reach."""
         self.fn, self.structure, self.reached = fn, batch, reached
         self.leaves = as_leaves(batch)
         self.batch = [leaf for leaf in self.leaves if not isinstance(leaf, PerTower)]
@@ -329,10 +323,7 @@ class Tracer:
     def inputs(self, size: int, seed: int = 0, kind: int = 0) -> list[Any]:
         """Return arguments of a trace: real rows if any are known, otherwise made-up ones.
 
-        Args:
-            size: number of examples.
-            seed: 0 for real rows in their order; others shuffle them.
-            kind: of made-up rows, see `trials.sample`.
+        A seed other than 0 shuffles real rows; for the kind of made-up ones see `trials.sample`.
         """
         random = np.random.default_rng(seed)
         if not self.real:

@@ -42,12 +42,9 @@ def is_known(leaf: Any) -> bool:
 
 
 def spec_of(leaf: Any, size: int, shape: tf.TensorShape) -> tf.TypeSpec:
-    """Return the TypeSpec of a leaf for another number of examples.
+    """Return the TypeSpec of a tensor of the batch for another number of examples.
 
-    Args:
-        leaf: a tensor of the batch.
-        size: number of examples.
-        shape: used in place of the leaf's own; ignored for a ragged leaf.
+    The shape is used in place of its own, but for a ragged one.
     """
     if isinstance(leaf, tf.RaggedTensor):
         shape = [size, *leaf.shape[1:]]
@@ -87,12 +84,7 @@ _GIVEN: dict[int, tf.Tensor] = {}  # values of arguments, by id
 
 @contextlib.contextmanager
 def feed_values(arguments: Any, values: Any) -> Iterator[None]:
-    """Set the values of the current graph's arguments for `known_values`, in the block.
-
-    Args:
-        arguments: a structure of the graph's placeholders, and of anything else.
-        values: of the arguments, in the same order.
-    """
+    """Let `known_values` find the values of a graph's arguments, any structure, in the block."""
     tensors, real = (
         list(filter(tf.is_tensor, tf.nest.flatten(each, expand_composites=True)))
         for each in (arguments, values)
