@@ -33,16 +33,6 @@ def u_net(images):
     return layers.GlobalAveragePooling2D()(layers.Conv2D(3, 1)(x))
 
 
-@of_images(SAME, "grouped convolution, which Keras compiles by itself on CPUs")
-def resnext_block(images):
-    x = shortcut = layers.Conv2D(4, 3, use_bias=False)(images)
-    x = layers.ReLU()(layers.BatchNormalization()(x))
-    x = layers.Conv2D(4, 3, groups=2, padding="same", use_bias=False)(x)
-    x = layers.ReLU()(layers.BatchNormalization()(x))
-    x = layers.Add()([shortcut, layers.Conv2D(4, 1)(x)])
-    return layers.GlobalMaxPooling2D()(x)
-
-
 @of_images(SAME, "concatenation, BatchNorm before each convolution")
 def dense_block(images):
     x = images

@@ -1,4 +1,4 @@
-"""Random layers: dropout, noise and augmentation, each number of which belongs to an example."""
+"""Random numbers of an example, whatever axis it lies along: dropout, noise, augmentation."""
 
 import dataclasses
 
@@ -41,8 +41,6 @@ def dropout_used_twice(images):
     return dropout(layers.Dense(4)(dropout(dense(layers.Flatten()(images)))))
 
 
-# ------------------------------------------------------------------------------------ Augmentation
-
 flips_and_turns = on_images(
     SAME,
     "Keras' geometric augmentation",
@@ -65,9 +63,6 @@ rand_augment = on_images(
         layers.Rescaling(1 / 128, offset=-1.0),
     ],
 )
-
-
-# ------------------------------------------------------------------------------------- Own layers
 
 
 def adding(why, draw, **keywords):
@@ -124,3 +119,51 @@ layer_drop = on_features(
     "one number for the batch leaves a layer out",
     lambda: [random_layer_drop(), random_layer_drop()],
 )
+
+
+def dropped(on, why, **keywords):
+    """Put in what a function of `(x, dropout)` returns, which lays x out and back again."""
+
+    def decorate(call):
+        @own(on, SAME, why, dropout=lambda: layers.Dropout(0.4, seed=1), **keywords)
+        def laid_out(self, x, training):
+            return call(x, lambda y: self.dropout(y, training=training))
+
+        return laid_out
+
+    return decorate
+
+
+@dropped(on_rows, "[heads * B, T, T]")
+def heads_first(x, dropout):
+    """Attention whose heads are joined along the batch."""
+    heads = tf.concat(tf.split(x, 2, axis=2), axis=0)
+    weights = tf.nn.softmax(tf.matmul(heads, heads, transpose_b=True))
+    return tf.concat(tf.split(tf.matmul(dropout(weights), heads), 2, axis=0), axis=2)
+
+
+times_in_rows = dropped(on_rows, "[B * T, C]")(
+    lambda x, dropout: tf.reshape(dropout(tf.reshape(x, [-1, x.shape[2]])), tf.shape(x))
+)
+time_major = dropped(on_rows, "[T, B, C]")(
+    lambda x, dropout: tf.transpose(dropout(tf.transpose(x, [1, 0, 2])), [1, 0, 2])
+)
+
+
+def _kernel(num_rows):
+    """Return an entry that draws a kernel for all examples at once, with so many rows."""
+    as_long_as = "the batch" if num_rows == 7 else "a slice"
+
+    @own(on_features, SAME, f"[{num_rows}, 5] for all, as long as {as_long_as}", seed=seed,
+         inner=(None, num_rows), scale={"shape": (num_rows, 5), "initializer": "ones"})  # fmt: skip
+    def sampled(self, x, training):
+        kernel = ops.convert_to_tensor(self.scale)
+        if training:
+            kernel *= random.normal(kernel.shape, dtype=x.dtype, seed=self.seed)
+        return ops.matmul(ops.matmul(x, self.inner), kernel)
+
+    return sampled
+
+
+kernel_of_three_rows = _kernel(3)
+kernel_of_seven_rows = _kernel(7)

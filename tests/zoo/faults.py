@@ -1,4 +1,4 @@
-"""Models whose draws, code, precision or weights no number of towers can follow."""
+"""Models whose draws, code, precision or weights no number of towers can follow, or are refused."""
 
 import zlib
 
@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.zoo.entry import SAME
-from tests.zoo.parts import Seeded, on_features, on_maps, own
+from tests.zoo.entry import REFUSED, SAME, entry
+from tests.zoo.parts import Seeded, kept, on_features, on_maps, own
 
 layers, ops, random = keras.layers, keras.ops, keras.random
 
@@ -27,9 +27,6 @@ def in_training(cause, why, on=on_features, **keywords):
     return decorate
 
 
-# ------------------------------------------------------------------------------------- Random ops
-
-
 @in_training("random op", "a generator with state of its own")
 def tensorflow_normal(_, x):
     return x + tf.random.normal(tf.shape(x), dtype=x.dtype)
@@ -40,25 +37,16 @@ def gamma_draw(self, x):
     return x * random.gamma(ops.shape(x), 2.0, dtype=x.dtype, seed=self.seed)
 
 
-# ------------------------------------------------------------------------------------ Python code
-
-
 @in_training("python code", "draws while it runs", quick=True)
 def noise_by_numpy_function(_, x):
     noise = tf.numpy_function(lambda x: np.random.normal(size=x.shape), [x], tf.float64)
     return x + tf.cast(tf.ensure_shape(noise, x.shape), x.dtype)
 
 
-# -------------------------------------------------------------------------------- Ambiguous draws
-
-
 @in_training("random numbers", "[B, B]", quick=True)
 def square_draw(self, x):
     num = ops.shape(x)[0]
     return x + ops.mean(random.normal((num, num), dtype=x.dtype, seed=self.seed), 1, keepdims=True)
-
-
-# ------------------------------------------------------------- State in Python, unlike code by name
 
 
 @in_training("state in Python", "towers are calls", quick=True)
@@ -78,9 +66,6 @@ def seed_by_its_name(_, x):
     return x + random.normal(ops.shape(x), dtype=x.dtype, seed=seed)
 
 
-# --------------------------------------------------------------------------------------- Rounding
-
-
 def _limit(value):
     return {"shape": (), "initializer": keras.initializers.Constant(value)}
 
@@ -91,9 +76,6 @@ def quantised(self, x):
     """Learned limits of a quantisation."""
     given = [tf.cast(ops.convert_to_tensor(v), tf.float32) for v in (x, self.low, self.high)]
     return tf.cast(tf.quantization.fake_quant_with_min_max_vars(*given), x.dtype)
-
-
-# ------------------------------------------------------------------- Added losses, initial weights
 
 
 @own(on_features, "inexact", "the spread of a batch is not that of its slices", quick=True)
@@ -121,3 +103,49 @@ weights_by_numpys_new_generator = on_maps(
 projection_that_stays = on_features(
     "initial weights", "fixed weights, too", _projection, quick=True, under_fit=SAME
 )
+
+
+def _norm():
+    return layers.BatchNormalization()
+
+
+@own(on_features, REFUSED, "a tf.Variable is assigned in each tower", quick=True,
+     calls=lambda: tf.Variable(0, trainable=False))  # fmt: skip
+def tensorflow_variable(self, x, training):
+    if training:
+        self.calls.assign_add(1)
+    return x
+
+
+@own(on_features, REFUSED, "weights that are new in each call")
+def layer_in_call(_, x):
+    return layers.Dense(5, activation="tanh")(x)
+
+
+@own(on_maps, REFUSED, "towers cannot meet in a branch", quick=True, norm=_norm, threshold=kept())
+def batch_norm_in_cond(self, x, training):
+    normalised = lambda: self.norm(x, training=training)  # noqa: E731
+    return ops.cond(self.threshold < 1, normalised, lambda: ops.tanh(x))
+
+
+@entry(REFUSED, "one batch of images is all there is")
+def two_inputs(num_classes, image_shape):
+    images, others = keras.Input(image_shape), keras.Input((4,))
+    x = layers.Concatenate()([layers.Flatten()(images), others])
+    return keras.Model([images, others], layers.Dense(num_classes)(x))
+
+
+@entry(REFUSED, "logits alone are needed")
+def two_outputs(num_classes, image_shape):
+    images = keras.Input(image_shape)
+    x = layers.Flatten()(images)
+    return keras.Model(images, [layers.Dense(num_classes)(x), layers.Dense(1)(x)])
+
+
+@entry(REFUSED, "no trainable weights")
+def nothing_to_train(num_classes, image_shape):
+    model = keras.Sequential(
+        [keras.Input(image_shape), layers.Flatten(), layers.Dense(num_classes)]
+    )
+    model.trainable = False
+    return model

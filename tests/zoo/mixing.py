@@ -1,9 +1,10 @@
-"""Layers that let the examples of a batch see each other, or that see how many there are."""
+"""Layers in which examples see each other or how many there are, or that leave values behind."""
 
 import keras
 import tensorflow as tf
 
-from tests.zoo.parts import kept, on_features, on_images, on_maps, own
+from tests.zoo.entry import SAME
+from tests.zoo.parts import kept, layer, on_features, on_images, on_maps, own
 
 layers, ops = keras.layers, keras.ops
 MIXED = "inexact"
@@ -16,9 +17,6 @@ def computing(cause, why, function, **keywords):
 
 minus_mean = computing(
     MIXED, "the batch's mean", lambda x: x - tf.reduce_mean(x, axis=0), quick=True
-)
-branch_at_a_mean = computing(
-    MIXED, "a branch of all", lambda x: tf.cond(tf.reduce_mean(x) > 0, lambda: 2 * x, lambda: -x)
 )
 
 
@@ -49,9 +47,6 @@ keras_mix_up = on_images(
 )
 
 
-# -------------------------------------------------------------- Where they are, how many there are
-
-
 @own(on_features, MIXED, "seeds begin again in each tower")
 def draws_one_by_one(_, x, training):
     """Adds noise to each example by itself, by a seed of its place."""
@@ -66,17 +61,64 @@ def draws_one_by_one(_, x, training):
     return tf.ensure_shape(tf.map_fn(with_noise, places, fn_output_signature=x.dtype), x.shape)
 
 
-@tf.custom_gradient
-def _mean_gradient(x):
-    return tf.identity(x), lambda upstream: upstream / tf.cast(tf.shape(x)[0], x.dtype)
-
-
 place_as_feature = computing(
     MIXED,
     "a tower counts from the first of its slice",
     lambda x: x + 0.1 * tf.cast(tf.range(tf.shape(x)[0]), x.dtype)[:, None],
     quick=True,
 )
-mean_gradient = computing(
-    MIXED, "the gradient alone is divided", lambda x: _mean_gradient(x), quick=True
+
+
+class Skips(layers.Layer):
+    """Adds what another layer has left, if it has left something."""
+
+    def __init__(self, other, name):
+        super().__init__()
+        self.other, self.left = [other], name  # not a layer of this one
+
+    def call(self, x):
+        return x + getattr(self.other[0], self.left)
+
+
+def _left_and_used(leave):
+    """Return a layer that leaves `leave(x)` in an attribute, some layers, and one that adds it."""
+
+    def make():
+        @layer()
+        def leaving(self, x):
+            self.kept = leave(x)
+            return x
+
+        first = leaving()
+        return [first, layers.Dense(6, activation="tanh"), Skips(first, "kept")]
+
+    return make
+
+
+rows_left = on_features(SAME, "each example finds its own", _left_and_used(lambda x: ops.sin(x)))
+mean_left = on_features(
+    MIXED, "each finds the mean of all", _left_and_used(lambda x: ops.mean(x, axis=0))
 )
+
+
+rare_branch = computing(
+    MIXED,
+    "one large number changes all examples",
+    lambda x: tf.cond(tf.reduce_any(x > 0.95), lambda: x / 2, lambda: x),
+)
+
+
+@own(on_features, "inexact", "a kernel's gradient is clipped in each tower", quick=True,
+     kernel=(None, 5))  # fmt: skip
+def kernel_clipped(self, x):
+    @tf.custom_gradient
+    def clipped(kernel):
+        return tf.identity(kernel), lambda upstream: tf.clip_by_norm(upstream, 1e-3)
+
+    return tf.matmul(x, clipped(tf.convert_to_tensor(self.kernel.value)))
+
+
+@own(on_features, SAME, "a program of XLA's within the towers", kernel=(None, 5))
+def compiled_inside(self, x):
+    kernel = tf.convert_to_tensor(self.kernel.value)
+    return tf.function(lambda x, k: tf.tanh(tf.matmul(x, k)), jit_compile=True)(x, kernel)

@@ -1,10 +1,11 @@
 """Sound models by what is special in their code: loops, functions, gradients, shared parts."""
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tests.zoo.entry import SAME, entry
-from tests.zoo.parts import layer, of_images, on_features, own, seed
+from tests.zoo.parts import layer, of_images, on_features, on_images, own, seed
 
 layers, ops, random = keras.layers, keras.ops, keras.random
 
@@ -67,9 +68,6 @@ def remat(images):
     return layers.GlobalAveragePooling2D()(x)
 
 
-# ------------------------------------------------------------------------ Tables and shared parts
-
-
 @layer()
 def bins(_, x):
     return ops.cast(ops.clip(ops.floor((x[:, ::2, :, 0] + 2) * 2), 0, 7), "int32")
@@ -105,28 +103,6 @@ def shared_layers(images):
     return layers.Concatenate()([x, layers.Subtract()([left, right])])
 
 
-@entry(SAME, "a model without a graph of layers")
-def subclassed(num_classes):
-    return Subclassed(num_classes)
-
-
-class Subclassed(keras.Model):
-    def __init__(self, num_classes):
-        super().__init__()
-        self.blocks = [layers.Dense(5, activation="relu") for _ in range(3)]
-        self.norm, self.dropout = layers.BatchNormalization(), layers.Dropout(0.2)
-        self.flatten, self.head = layers.Flatten(), layers.Dense(num_classes)
-
-    def call(self, images, training=False):
-        x = self.flatten(images)
-        for block in self.blocks:
-            x = self.dropout(block(x), training=training)
-        return self.head(self.norm(x, training=training))
-
-
-# ------------------------------------------------------- Losses of layers, precision, fixed weights
-
-
 @own(on_features, SAME, "a sum over examples", quick=True,
      both=lambda: layers.Dense(8), seed=seed)  # fmt: skip
 def added_divergence(self, x, training):
@@ -140,13 +116,6 @@ def added_divergence(self, x, training):
     return mean + ops.exp(log_variance / 2) * noise
 
 
-@own(on_features, SAME, "a vector of losses, which Keras sums, and counts beside them")
-def added_vectors(self, x):
-    self.add_loss([0.01 * ops.sum(ops.square(x), axis=1), 0.1 * ops.mean(ops.sin(x), axis=0)])
-    self.add_loss(0.01 * ops.sum(ops.cast(x > 0, x.dtype)))
-    return x
-
-
 penalised_weights = on_features(
     SAME,
     "regularizers act once, on the masters",
@@ -156,11 +125,19 @@ penalised_weights = on_features(
     ],
 )
 entry(SAME, "decay, too", "--optimizer=adamw --weight_decay=0.1")(penalised_weights)
-activity_regularizer = on_features(
-    SAME,
-    "Keras divides it by the number of examples",
-    lambda: [
-        layers.Dense(5, activation="relu", activity_regularizer=keras.regularizers.L2(0.1)),
-        layers.ActivityRegularization(l1=0.01),
-    ],
-)
+
+
+@own(on_features, SAME, "None for a weight", unused=(2, 2), scores=(None, 3))
+def no_gradient(self, x):
+    best = tf.argmax(tf.matmul(x, self.scores), axis=-1)
+    return x + 0.1 * tf.cast(best[:, None], x.dtype)
+
+
+@own(on_images, SAME, "Python code, but nothing that towers change", under_fit="same, warned",
+     then=lambda: [layers.Conv2D(3, 3)])  # fmt: skip
+def numpy_by_example(_, images):
+    """Finds edges by NumPy, an example at a time: TensorFlow does not see how."""
+    edges = tf.numpy_function(
+        lambda x: np.abs(np.diff(x, axis=2, append=0)), [images], images.dtype
+    )
+    return tf.ensure_shape(edges, images.shape)

@@ -6,7 +6,7 @@ Each layer but the last few changes nothing but its variables, or uses them as t
 import keras
 
 from tests.zoo.entry import SAME
-from tests.zoo.parts import kept, layer, on_features, on_maps, own, seed
+from tests.zoo.parts import kept, layer, on_features, on_maps, own
 
 layers, ops = keras.layers, keras.ops
 
@@ -27,9 +27,6 @@ def tracked(shape, update, **keywords):
             return x
 
     return Tracked()
-
-
-# ------------------------------------------------------------------------------------------ Sound
 
 
 @own(on_features, SAME, "added up over towers; read before",
@@ -62,16 +59,6 @@ def centred(self, x, training):
     return y
 
 
-@own(on_features, SAME, "state and draws together", level=kept("ones"), seed=seed)
-def growing_noise(self, x, training):
-    """Adds noise that grows with the number of calls."""
-    if not training:
-        return x
-    self.level.assign(self.level * 1.5)
-    noise = keras.random.normal(ops.shape(x), dtype=x.dtype, seed=self.seed)
-    return x + 0.1 * self.level * noise
-
-
 moving_mean = on_maps(
     SAME, "the mean of the towers, by examples", lambda: [centred(), layers.Conv2D(4, 3), centred()]
 )
@@ -86,17 +73,11 @@ given_policies = on_features(
 )
 
 
-# ------------------------------------------------------------------- What is read after it was set
-
-
 @own(on_features, "inexact", "a tower has put in its own slice alone", seen=kept())
 def seen_read_again(self, x, training):
     if training:
         self.seen.assign_add(ops.cast(ops.shape(x)[0], self.seen.dtype))
     return x / (1 + self.seen)
-
-
-# ------------------------------------------------------------------- What cannot be put together
 
 
 last_example = on_features(
