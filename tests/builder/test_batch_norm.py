@@ -12,6 +12,7 @@ from tests.builder import test_equality as equality
 from tests.builder.test_equality import GPUS, LOCAL, THREE, assert_equal, of_towers
 from tests.runs import rare
 from towers import TowerBuilder
+from towers.builder.batch_norm import SyncGroup
 from towers.builder.device_names import cpus_for_gpus
 from towers.errors import InputError
 
@@ -207,3 +208,48 @@ def test_on_gpus_a_layer_in_a_loop(mode, rule):
         else:
             step(tf.ones([6, 3]))  # 0 + 1/2, and no change by the second time round
             np.testing.assert_allclose(layer.moving_mean, [0.25] * 3)
+
+
+# The exchange, by the gather device.
+
+
+def on_towers(fn, *values):
+    """Return a step that calls `fn(group, value)` for each value on a tower of its own."""
+
+    @tf.function
+    def step(*values):
+        exchange, results = SyncGroup([None] * len(values), DEVICES[: len(values)]), []
+        for i, value in enumerate(values):
+            with tf.device(DEVICES[i]):
+                results.append(fn(exchange.handles[i], value))
+        exchange.join("/cpu:0")
+        return results
+
+    return step.get_concrete_function(*values)
+
+
+def test_values_are_put_together_once_on_the_gather_device():
+    values = tf.constant(1.0), tf.constant(2.0)
+    step = on_towers(lambda tower, value: tower.stack(value) * 2, *values)
+    np.testing.assert_array_equal(step(*values), [[2.0, 4.0]] * 2)
+    (stacked,) = [op for op in step.graph.get_operations() if op.type == "Pack"]
+    assert stacked.device.endswith("CPU:0")
+
+
+def test_towers_that_make_other_calls_are_refused():
+    with pytest.raises(ValueError, match="2 of 2 towers met with values of 2 shapes"):
+        on_towers(lambda tower, value: tower.all_gather(value), tf.zeros([2]), tf.zeros([3]))
+    calls = []
+
+    def only_the_first(tower, value):
+        calls.append(value)
+        return tower.all_gather(value) if len(calls) == 1 else value
+
+    with pytest.raises(ValueError, match="1 of 2 towers met"):
+        on_towers(only_the_first, tf.zeros([2]), tf.zeros([2]))
+
+
+@pytest.mark.unit
+def test_towers_that_run_one_after_the_other_are_refused():
+    with pytest.raises(ValueError, match="needs a tf.function of the whole step"):
+        SyncGroup([None] * 2, DEVICES[:2]).handles[0].all_gather(tf.zeros([2]))

@@ -1,12 +1,14 @@
 """What the check finds on the user's rows, and what becomes of it."""
 
 import itertools
+import warnings
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.builder.test_trials import Layer, backward, of_product
 from towers import InputError, RunError, TowerBuilder
 from towers.builder import check
 
@@ -17,61 +19,9 @@ LABELS = (np.arange(8) % 4 + 5).astype("int32")
 ops = keras.ops
 
 
-class State(keras.layers.Layer):
-    """Calls a function with a weight, a number, a count and a vector."""
-
-    def __init__(self, fn):
-        super().__init__(name="suspect")
-        self.fn = fn
-        self.weight = self.add_weight(shape=(4, 4), name="weight")
-        self.number = self.add_weight(shape=(), name="number", initializer="zeros", trainable=False)
-        self.steps = self.add_weight(
-            shape=(), name="steps", dtype="int32", initializer="zeros", trainable=False
-        )
-        self.state = self.add_weight(shape=(4,), name="state", trainable=False)
-        self.seed = keras.random.SeedGenerator(1)
-
-    def call(self, x):
-        return self.fn(self, ops.matmul(x, self.weight))
-
-
-def centered_if(condition):
-    return lambda layer, x: ops.where(condition(layer), x - ops.mean(x, 0), x)
-
-
-def backward(change):
-    return tf.custom_gradient(lambda x: (tf.identity(x), change))
-
-
-def assigned_every_third_step(layer, x):
-    layer.steps.assign(layer.steps + 1)
-    layer.state.assign(ops.where(ops.equal(layer.steps % 3, 0), ops.median(x, 0), layer.state))
-    return x
-
-
-FAULTS = {
-    "stage 1": centered_if(lambda layer: ops.equal(layer.steps, 1)),
-    "below 0": lambda layer, x: x + ops.relu(-layer.number - 0.3) * ops.mean(x, 0),
-    "assigned every third step": assigned_every_third_step,
-    "random numbers of a backward pass": lambda _, x: backward(
-        lambda upstream: upstream + tf.random.normal(tf.shape(upstream), dtype=upstream.dtype)
-    )(x),
-    "small gradients": lambda layer, x: ops.matmul(
-        x,
-        backward(lambda upstream: upstream * tf.cast(tf.abs(upstream) > 2e-3, upstream.dtype))(
-            layer.weight.value
-        ),
-    ),
-    "a number of examples": lambda _, x: x * 2 if x.shape[0] == 8 else x,
-    "many examples": lambda _, x: tf.cond(tf.shape(x)[0] > 7, lambda: x * 2, lambda: x),
-    "text": lambda _, x: (x, tf.strings.as_string(tf.argsort(x[:, 0]))),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_the_check_finds(name, float64):
-    builder = TowerBuilder(["/cpu:0", "/cpu:1"])
-    assert builder.check(State(FAULTS[name]), (), tf.constant(X))
+def suspect(fn):
+    """Return a layer that calls a function with itself and a product."""
+    return Layer(of_product(fn))
 
 
 @pytest.mark.parametrize("how, is_told", [("", False), ("squared", True), ("by example", False)])
@@ -84,7 +34,7 @@ def test_an_added_loss_may_only_be_added(how, is_told, float64):
         losses, added = tf.reduce_sum(layer(x), axis=1), 3 * layer.losses[0]
         return losses + (added**2 if how == "squared" else added)
 
-    layer, told = State(add), []
+    layer, told = suspect(add), []
     builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=told.append)
     loss, _ = builder.gradients(loss_fn, layer.trainable_variables, tf.constant(X))
     assert ["inexact: layer suspect adds a loss" in line for line in told] == [True] * is_told
@@ -92,7 +42,7 @@ def test_an_added_loss_may_only_be_added(how, is_told, float64):
 
 
 def test_a_state_that_a_backward_pass_assigns_is_refused(float64):
-    layer = State(lambda me, x: backward(lambda u: (me.number.assign(1.0), u)[1])(x[:, 0]))
+    layer = suspect(lambda me, x: backward(lambda u: (me.number.assign(1.0), u)[1])(x[:, 0]))
     for devices in ["/cpu:0"], ["/cpu:0", "/cpu:1"]:
         builder = TowerBuilder(devices, on_warning=lambda _: None)
         with pytest.raises(InputError, match="a backward pass assigns suspect/number"):
@@ -115,9 +65,9 @@ def test_what_takes_long_is_left_out_after_the_first_trials(monkeypatch, float64
     seconds = itertools.count(step=25.0)
     monkeypatch.setattr(check.time, "monotonic", lambda: next(seconds))
     builder = TowerBuilder(["/cpu:0", "/cpu:1"])
-    assert builder.check(State(lambda _, x: x), (), tf.constant(X)) == []
+    assert builder.check(suspect(lambda _, x: x), (), tf.constant(X)) == []
     monkeypatch.setattr(check, "_SECONDS", 1.0)
-    (line,) = builder.check(State(lambda _, x: x), (), tf.constant(X))
+    (line,) = builder.check(suspect(lambda _, x: x), (), tf.constant(X))
     assert line.startswith("not checked: it takes more than")
 
 
@@ -160,7 +110,7 @@ def step_of(builder, loss_fn, layer):
 
 @pytest.mark.parametrize("mixes", [False, True])
 def test_real_rows_are_tried_if_made_up_ones_do_not_suit(mixes, float64):
-    told, layer = [], State(lambda _, x: x)
+    told, layer = [], suspect(lambda _, x: x)
     builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=told.append)
     step_of(builder, loss_of_labels(layer, mixes), layer)(tf.constant(X), tf.constant(LABELS))
     assert [line.startswith("inexact: ") for line in told] == [True] * mixes
@@ -168,7 +118,7 @@ def test_real_rows_are_tried_if_made_up_ones_do_not_suit(mixes, float64):
 
 @pytest.mark.parametrize("on_inexact", ["stop", "one_device"])
 def test_nothing_is_trained_if_real_rows_show_it(on_inexact, float64):
-    layer = State(lambda _, x: x)
+    layer = suspect(lambda _, x: x)
     builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_inexact=on_inexact, on_warning=lambda _: None)
     before = layer.weight.numpy()
     step = step_of(builder, loss_of_labels(layer, True), layer)
@@ -195,7 +145,7 @@ def test_a_state_that_only_real_rows_explain_is_told(float64):
         layer.state.assign(ops.maximum(layer.state, ops.max(x, 0)))
         return x
 
-    told, layer = [], State(largest)
+    told, layer = [], suspect(largest)
     builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=told.append)
     step_of(builder, loss_of_labels(layer, False), layer)(tf.constant(X), tf.constant(LABELS))
     assert [line.startswith("inexact: the variable suspect/state") for line in told] == [True]
@@ -216,3 +166,86 @@ def test_random_numbers_of_seven_rows_need_not_be_those_of_examples(shape, numbe
     joined = tf.function(lambda x: builder.concat(fn, x), input_signature=signature)(X)
     assert np.allclose(joined, fn(tf.constant(X)), rtol=1e-12)
     assert told == []
+
+
+# Sound models.
+
+ROWS = np.random.default_rng(0).normal(size=(16, 8))
+L = keras.layers
+
+
+def told(fn, *batch):
+    """Return all that a user sees of a check."""
+    lines = []
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_warning=lines.append)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lines += builder.check(fn, (), *map(tf.constant, batch))
+    return lines + [str(each.message) for each in caught]
+
+
+def of_layers(policy, *layers):
+    """Return a built model of layers that are made under a policy."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    keras.utils.set_random_seed(3)
+    try:
+        model = keras.Sequential([make() for make in layers])
+        model.build((None, *ROWS.shape[1:]))
+        return model
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def test_a_gradient_that_normalisations_make_vanish_is_rounding():
+    """One far example among zeros: each BatchNorm divides what goes back by its distance."""
+    blocks = [lambda: L.Dense(4), L.BatchNormalization, L.ReLU] * 3
+    model = of_layers("float64", *blocks, lambda: L.Dense(4))
+    assert told(lambda x: model(x, training=True), ROWS) == []
+
+
+def test_a_far_example_costs_moments_digits():
+    """The second of two normalizations divides what the first has left of the others."""
+    norm = of_layers("float64", L.BatchNormalization)
+    assert told(lambda x: norm(norm(x * 1e-2, training=True), training=True), ROWS) == []
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_sums_in_16_bits_may_be_rough(policy):
+    """On a CPU the gradient of a bias in bfloat16 stops growing at 256 terms."""
+    layers = [lambda: L.Reshape((8, 1)), lambda: L.UpSampling1D(32), lambda: L.Dense(4)]
+    model = of_layers(policy, *layers, L.GlobalAveragePooling1D, L.UnitNormalization)
+    assert told(lambda x: model(x, training=True), ROWS.astype("float32")) == []
+    assert {layer.dtype_policy.name for layer in model.layers} == {policy}  # as before
+
+
+class CastsItself(keras.layers.Layer):
+    def call(self, x):
+        return x * keras.ops.cast(keras.ops.exp(keras.ops.cast(x, "float32")), "bfloat16")
+
+
+class AddsIn16Bits(keras.layers.Layer):
+    def call(self, x):
+        return tf.add(x, tf.ones_like(x, tf.bfloat16))  # of no other type than its own
+
+
+@pytest.mark.parametrize("make", [CastsItself, AddsIn16Bits])
+def test_layers_may_cast_to_16_bits_themselves(make):
+    model = of_layers("mixed_bfloat16", lambda: L.Dense(4), make, lambda: L.Dense(2))
+    assert told(lambda x: model(x, training=True), ROWS.astype("float32")) == []
+
+
+def test_a_mixing_is_told_in_16_bits():
+    mixing = lambda: L.Lambda(lambda x: x - keras.ops.mean(x, axis=0))  # noqa: E731
+    model = of_layers("mixed_float16", lambda: L.Dense(4), mixing)
+    (line,) = told(lambda x: model(x, training=True), ROWS.astype("float32"))
+    assert line.startswith("inexact: layer ") and "lambda" in line
+
+
+def test_the_message_says_why_a_layer_cannot_be_called():
+    def refuse(x):
+        raise ValueError("rows are too short")
+
+    model = of_layers("float32", lambda: L.Dense(4))
+    (line,) = told(lambda x: L.Lambda(refuse)(model(x)), ROWS)
+    assert line.startswith("not checked: rows are too short")

@@ -102,6 +102,11 @@ def of_model(model, x=X):
     return Case(losses, model.trainable_variables, [x], model.non_trainable_variables)
 
 
+def with_gradient(change):
+    """Return a function that changes nothing but what goes back through it."""
+    return tf.custom_gradient(lambda x: (tf.identity(x), change))
+
+
 def entry(shape):
     return keras.Input(shape, dtype=keras.config.dtype_policy().variable_dtype)
 
@@ -212,6 +217,19 @@ def a_complex_weight():
         return tf.reduce_sum(tf.abs(tf.cast(x, tf.complex128) * weight + 1j) ** 2, axis=1)
 
     return Case(losses, [weight])
+
+
+@row(ONE, THREE, JOINED, IN_PARTS, UNKNOWN, rare=[JOINED_IN_PARTS, JOINED_UNKNOWN])
+def backward_passes_that_are_not_linear():
+    """Clipping inside of a layer gives another gradient for a sum of losses than for their mean."""
+    body = []
+    for change in (
+        lambda dy: tf.clip_by_value(dy, -0.02, 0.02),
+        lambda dy: tf.clip_by_norm(dy, 0.03, axes=[1]),
+        tf.sign,
+    ):
+        body += [layers.Dense(4, "tanh"), layers.Lambda(with_gradient(change))]
+    return of_model(sequential((3,), *body))
 
 
 # What is assigned.

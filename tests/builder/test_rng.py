@@ -1,5 +1,7 @@
 """Draws by example: N towers draw what one device draws for the whole batch."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -45,17 +47,14 @@ def test_a_slice_gets_its_rows_of_the_whole_draw(name, dtype, before, size, afte
     np.testing.assert_array_equal(part, whole[before : before + size])
 
 
-def test_what_is_not_by_example_is_the_same_in_every_tower_and_windows_belong_to_theirs():
+def test_what_is_not_by_example_is_the_same_in_every_tower():
     for shape in [], [3], [7, 5], [6, 2]:
         whole = uniform(shape, SEED)
         with ReplicaRng(BatchSlice(10, 4, 20)).drawing():
             np.testing.assert_array_equal(uniform(shape, SEED), whole)
-    whole = uniform([5 * 3, 2, 2], SEED)
-    with ReplicaRng(BatchSlice(2, 2, 5)).drawing():
-        np.testing.assert_array_equal(uniform([2 * 3, 2, 2], SEED), whole[6:12])
 
 
-# ---------------------------------------------------------------------------- Layers, over towers
+# Layers, over towers.
 
 LAYERS = {
     "Dropout": lambda: keras.layers.Dropout(0.4, seed=1),
@@ -109,7 +108,7 @@ def test_layers_draw_for_each_example_what_one_device_draws(num_towers, size):
             np.testing.assert_allclose(each[name], other[name], 2e-5, 2e-5, err_msg=name)
 
 
-# ---------------------------------------------------------------------------- On GPUs
+# On GPUs.
 
 
 @pytest.mark.parametrize("dtype", [tf.int32, tf.int64])
@@ -123,3 +122,34 @@ def test_keys_that_are_made_on_the_device_are_tensorflows(dtype, data):
     for part, expected in zip(found, made_by_tensorflow, strict=True):
         assert part.dtype == expected.dtype
         np.testing.assert_array_equal(part, expected)
+
+
+# By XLA.
+
+
+@pytest.mark.run
+def test_a_draw_that_is_another_is_refused():
+    weight, builder = tf.Variable(1.0), TowerBuilder(DEVICES[:2], jit_compile=True)
+    noise = lambda x: weight * x * tf.random.stateless_truncated_normal([1], [1, 2])  # noqa: E731
+    with pytest.raises(ValueError, match="truncated normal"):
+        builder.gradients(noise, [weight], tf.ones(4))
+
+
+@pytest.mark.run
+def test_numbers_are_those_of_tensorflows_kernels():
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=[3, 4])
+    types = tf.float16, tf.bfloat16, tf.float32, tf.float64
+    given = [dict(key=key, counter=counter, alg=1, dtype=t, shape=[7, 3, 5]) for t in types]
+
+    @functools.partial(tf.function, jit_compile=True, autograph=False)
+    def drawn():
+        uniform, normal = rng.random_uniform, rng.random_normal
+        return [uniform(**own) for own in given], [normal(**own) for own in given]
+
+    for uniform, normal, own in zip(*drawn(), given, strict=True):
+        expected = tf.raw_ops.StatelessRandomNormalV2(**own)
+        assert normal.dtype == expected.dtype
+        np.testing.assert_array_equal(uniform, tf.raw_ops.StatelessRandomUniformV2(**own))
+        np.testing.assert_allclose(
+            tf.cast(normal, tf.float64), tf.cast(expected, tf.float64), rtol=1e-5, atol=1e-6
+        )

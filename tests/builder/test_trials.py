@@ -35,7 +35,10 @@ class Layer(keras.layers.Layer):
         self.table = self.add_weight(shape=(50, 3), name="table")
         self.shift = self.add_weight(shape=(), name="shift")
         self.state = self.add_weight(shape=(4,), name="state", trainable=False)
-        self.number = self.add_weight(shape=(), name="number", trainable=False)
+        self.number = self.add_weight(shape=(), name="number", initializer="zeros", trainable=False)
+        self.steps = self.add_weight(
+            shape=(), name="steps", dtype="int32", initializer="zeros", trainable=False
+        )
         self.norm = OwnMoments(fn) if fn in MOMENTS else None
         if self.norm:
             self.norm.build((None, 4))
@@ -46,8 +49,12 @@ class Layer(keras.layers.Layer):
         return self.fn(self, x)
 
 
+def of_product(fn):
+    return lambda layer, x: fn(layer, ops.matmul(x, layer.weight))
+
+
 def of_inputs(fn):
-    return lambda layer, x: fn(ops.matmul(x, layer.weight))
+    return of_product(lambda _, x: fn(x))
 
 
 def halved_while_large(x):
@@ -152,6 +159,20 @@ def all_but_the_largest(x, drawn):
     return x * ops.cast(drawn < ops.max(drawn), x.dtype)
 
 
+def centered_if(condition):
+    return of_product(lambda layer, x: ops.where(condition(layer), x - ops.mean(x, 0), x))
+
+
+def assigned_every_third_step(layer, x):
+    layer.steps.assign(layer.steps + 1)
+    layer.state.assign(ops.where(ops.equal(layer.steps % 3, 0), ops.median(x, 0), layer.state))
+    return x
+
+
+def noisy_gradient(upstream):
+    return upstream + tf.random.normal(tf.shape(upstream), dtype=upstream.dtype)
+
+
 RANDOM = random.Random(0)
 LAYER, PYTHON = "^inexact: layer suspect", "^state in Python: layer suspect"
 STATE, NORM = "^inexact: the variable suspect/number", "^inexact: layer .*norm"
@@ -187,6 +208,18 @@ FUNCTIONS = {
     "in a branch": (LAYER, in_a_branch),
     "the share of a drawn mask": (LAYER, drawing(kept_share)),
     "the largest number drawn": (LAYER, drawing(all_but_the_largest)),
+    "stage 1": (LAYER, centered_if(lambda layer: ops.equal(layer.steps, 1))),
+    "below 0": (
+        LAYER,
+        of_product(lambda layer, x: x + ops.relu(-layer.number - 0.3) * ops.mean(x, 0)),
+    ),
+    "assigned every third step": ("^inexact: the variable suspect/", assigned_every_third_step),
+    "random numbers of a backward pass": ("^random op: ", of_inputs(backward(noisy_gradient))),
+    "small gradients": (
+        WEIGHT,
+        of_weight(backward(lambda up: up * tf.cast(tf.abs(up) > 2e-3, up.dtype))),
+    ),
+    "text": ("^inexact: ", lambda _, x: (x, tf.strings.as_string(tf.argsort(x[:, 0])))),
 }
 INNOCENT = {
     "plain": of_inputs(ops.tanh),

@@ -1,17 +1,13 @@
 """Towers that XLA compiles: the same numbers, and one line where it cannot."""
 
-import functools
 import re
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests import tiny
 from towers import cli
-from towers.builder import rng
-from towers.builder.tower import TowerBuilder
 from towers.graphs.placement import read_placement, traced_ops
 from towers.training.train import train
 
@@ -30,38 +26,6 @@ class Text(layers.Layer):
 def text(num_classes, image_shape):
     body = layers.Flatten(), Text(name="text"), layers.Dense(num_classes)
     return keras.Sequential([keras.Input(image_shape), *body])
-
-
-# The builder alone.
-
-
-def test_a_draw_that_is_another_is_refused():
-    weight, builder = tf.Variable(1.0), TowerBuilder(DEVICES[:2], jit_compile=True)
-    noise = lambda x: weight * x * tf.random.stateless_truncated_normal([1], [1, 2])  # noqa: E731
-    with pytest.raises(ValueError, match="truncated normal"):
-        builder.gradients(noise, [weight], tf.ones(4))
-
-
-def test_numbers_are_those_of_tensorflows_kernels():
-    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=[3, 4])
-    types = tf.float16, tf.bfloat16, tf.float32, tf.float64
-    given = [dict(key=key, counter=counter, alg=1, dtype=t, shape=[7, 3, 5]) for t in types]
-
-    @functools.partial(tf.function, jit_compile=True, autograph=False)
-    def drawn():
-        uniform, normal = rng.random_uniform, rng.random_normal
-        return [uniform(**own) for own in given], [normal(**own) for own in given]
-
-    for uniform, normal, own in zip(*drawn(), given, strict=True):
-        expected = tf.raw_ops.StatelessRandomNormalV2(**own)
-        assert normal.dtype == expected.dtype
-        np.testing.assert_array_equal(uniform, tf.raw_ops.StatelessRandomUniformV2(**own))
-        np.testing.assert_allclose(
-            tf.cast(normal, tf.float64), tf.cast(expected, tf.float64), rtol=1e-5, atol=1e-6
-        )
-
-
-# Runs.
 
 
 def options(train_dir, **changes):

@@ -1,4 +1,4 @@
-"""A tape around `concat` leads back to the towers; `test_equality` has the numbers."""
+"""What passes through the towers return and refuse; `test_equality` has the numbers."""
 
 import keras
 import numpy as np
@@ -134,3 +134,24 @@ def test_forward_mode_through_variables_of_joined_towers_is_refused():
     np.testing.assert_allclose(slope(lambda f, x: tf.concat(towers.map(f, x), 0), x), 3)
     with pytest.raises(InputError, match="`map`"):
         slope(towers.concat, x)
+
+
+@pytest.mark.graph
+@pytest.mark.parametrize("num_towers", [1, 3])
+def test_float16_keeps_what_it_keeps_on_one_device(num_towers):
+    """Of 500 examples: the gradients of some losses underflow in float16, on one device, too."""
+    x = tf.constant(np.random.default_rng(4).normal(size=(500, 6)), tf.float16)
+    scales = tf.constant(10.0 ** np.random.default_rng(5).uniform(-6, 3, size=(500, 1)), tf.float32)
+    layer = keras.layers.Dense(2, dtype="mixed_float16", use_bias=False)
+    layer.build((None, 6))
+
+    def loss_fn(x, scales):
+        return tf.reduce_sum(tf.cast(layer(x), tf.float32) * scales, axis=-1)
+
+    with tf.GradientTape() as tape:
+        mean = tf.reduce_mean(loss_fn(x, scales))
+    towers = builder(num_towers)
+    _, [found] = tf.function(lambda *batch: towers.gradients(loss_fn, [layer.kernel], *batch))(
+        x, scales
+    )
+    np.testing.assert_allclose(found, tape.gradient(mean, layer.kernel.value), rtol=2e-3)
