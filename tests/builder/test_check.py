@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.builder.test_trials import Layer, backward, of_product
-from towers import InputError, RunError, TowerBuilder
+from towers import InputError, TowerBuilder
 from towers.builder import check
 
 pytestmark = [pytest.mark.run, pytest.mark.checked]
@@ -125,17 +125,6 @@ def test_nothing_is_trained_if_real_rows_show_it(on_inexact, float64):
     with pytest.raises(tf.errors.OpError, match="inexact: .* made for towers"):
         step(tf.constant(X), tf.constant(LABELS))
     assert np.array_equal(layer.weight.numpy(), before)
-
-
-def test_a_step_of_the_users_stops_with_a_run_error(float64):
-    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_inexact="stop")
-
-    @tf.function
-    def step(x):
-        return builder.concat(centered, x)
-
-    with pytest.raises(RunError, match="inexact"):
-        step(tf.constant(X))
 
 
 def test_a_state_that_only_real_rows_explain_is_told(float64):

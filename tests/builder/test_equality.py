@@ -159,12 +159,6 @@ def functions_inside():
     return Case(lambda x: rows(x) * tf.cast(signed(2.0) * number(), x.dtype), [w])
 
 
-@row(THREE)
-def grouped_convolutions():
-    """Keras has XLA compile them, which reads no weights of another device."""
-    return of_model(sequential((1, 3), layers.Conv1D(3, 1, groups=3)), X[:, np.newaxis])
-
-
 @row(THREE, rare=[BY_XLA])
 def gradients_in_a_loss():
     net = dense()
@@ -366,12 +360,6 @@ def attributes_that_calls_leave():
     return with_rest(model, leaving.used, model)
 
 
-@row(THREE, rare=[JOINED])
-def a_spectral_norm():
-    """The power iteration is no part of the gradient, as with plain Keras."""
-    return of_model(sequential((3,), layers.SpectralNormalization(layers.Dense(3))))
-
-
 # What is recomputed in the backward pass, as it ran in the forward one.
 
 
@@ -474,12 +462,6 @@ def moments_of_several_layers():
     norm, dropout = layers.BatchNormalization(), layers.Dropout(0.3, seed=1)
     body = Moments(), layers.Dense(3, "tanh"), norm, dropout, layers.Dense(2)
     return of_model(sequential((3,), *body))
-
-
-@row(LOCAL)
-def batch_norm_that_asks():
-    norm = layers.BatchNormalization(momentum=0.5, synchronized=True)
-    return of_model(sequential((3,), layers.Dense(3), norm, layers.Dense(2)))
 
 
 @row(THREE)

@@ -193,21 +193,6 @@ def test_sum_of_a_structure_with_none_and_sparse_leaves(compiled):
     assert dense(total["mixed"]).tolist() == [[1], [3], [4]]
 
 
-@EAGER_OR_FUNCTION
-def test_concat_joins_in_tower_order(compiled):
-    ragged = tf.ragged.constant([[1], [], [2, 3], [4], [], [5], [6]])
-    batch = {"x": tf.range(7), "names": tf.constant(list("abcdefg")), "ragged": ragged}
-
-    def fn(b):
-        return b["names"], {"twice": 2 * b["x"], "none": None, "ragged": 2 * b["ragged"]}
-
-    joined = compiled(lambda b: builder(3).concat(fn, b))(batch)
-    assert joined[0].numpy().tolist() == [b"a", b"b", b"c", b"d", b"e", b"f", b"g"]
-    assert joined[1]["twice"].numpy().tolist() == [0, 2, 4, 6, 8, 10, 12]
-    assert joined[1]["none"] is None
-    assert joined[1]["ragged"].to_list() == [[2], [], [4, 6], [8], [], [10], [12]]
-
-
 # Splitting.
 
 
@@ -369,30 +354,6 @@ def test_variables_created_in_a_tower_are_named():
 
 
 # State of Keras layers.
-
-
-@pytest.mark.parametrize("way", ["eager", "function", "towers without examples"])
-def test_batch_norm_statistics_are_the_weighted_mean_of_the_towers(float64, way):
-    layer = layers.BatchNormalization(momentum=0.75)
-    layer.build([None, 3])
-    layer.moving_mean.assign([1.0, 2.0, 3.0])
-    slices = [X[:1], X[1:2]] if way == "towers without examples" else [X[:3], X[3:5], X[5:]]
-    batch = np.concatenate(slices)
-
-    def step(x):
-        loss_fn = lambda x: tf.reduce_sum(layer(x, training=True) ** 3, 1)  # noqa: E731
-        towers = builder(3, batch_norm="local")
-        return towers.gradients(loss_fn, layer.trainable_variables, x)
-
-    if way != "eager":
-        size = None if len(slices) < 3 else 7
-        step = tf.function(step, [tf.TensorSpec([size, 3], tf.float64)])
-    loss, gradients = step(tf.constant(batch))
-    assert np.all(np.isfinite([loss, *map(np.sum, gradients)]))
-    old = np.array([1, 2, 3])
-    mean = sum(len(x) * (0.75 * old + 0.25 * x.mean(0)) for x in slices) / len(batch)
-    variance = sum(len(x) * (0.75 + 0.25 * x.var(0)) for x in slices) / len(batch)
-    assert_same([layer.moving_mean.numpy(), layer.moving_variance.numpy()], [mean, variance])
 
 
 @EAGER_OR_FUNCTION
