@@ -128,21 +128,19 @@ REFUSED = {
         lambda: TowerBuilder([]),
         lambda: TowerBuilder(2),
     ],
-    "cannot join scalars: use sum or map": [
-        lambda: builder(2).concat(lambda: tf.constant(1.0)),
-    ],
+    "cannot join scalars: use sum or map": [lambda: builder(2).concat(lambda: tf.constant(1.0))],
     "PerTower holds 2 values for 3 towers: it must hold one for each": [
-        lambda: builder(3).map(lambda x: x, PerTower([1, 2])),
+        lambda: builder(3).map(lambda x: x, PerTower([1, 2]))
     ],
     "cannot hold scalars: make a list of numbers an array; capture .*towers.PerTower": [
         lambda x=x: builder(2).map(lambda *_: None, tf.ones(2), {"x": x})
         for x in (tf.constant(1), 3.0, True, [1, 2, 3])
     ],
     r"must have the same size along axis 0, not \[8, 6\]": [
-        lambda: builder(2).map(lambda *_: None, tf.ones(8), np.ones((6, 2))),
+        lambda: builder(2).map(lambda *_: None, tf.ones(8), np.ones((6, 2)))
     ],
     r"one loss for each example, shape .b., not \(\) for . examples: reduce all axes": [
-        lambda: builder(2).gradients(tf.reduce_mean, [tf.Variable([1.0, 2.0])], tf.ones(2)),
+        lambda: builder(2).gradients(tf.reduce_mean, [tf.Variable([1.0, 2.0])], tf.ones(2))
     ],
     "must be a list of tf.Variables or keras.Variables, but holds": [
         lambda: builder(2).gradients(lambda x: x, ["w"], tf.ones(2)),

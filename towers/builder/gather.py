@@ -105,10 +105,7 @@ def join(values: Sequence[Any]) -> Any:
 
 
 def sum_gradients(
-    builder: Any,
-    gradients: Sequence[Sequence[Any]],
-    variables: Sequence[Any],
-    on_every_tower: bool,
+    builder: Any, gradients: Sequence[Sequence[Any]], variables: Sequence[Any], on_every_tower: bool
 ) -> list[list[Any]]:
     """Return the sums of the towers' gradients: for each tower on its device, or else one list.
 
