@@ -69,30 +69,6 @@ def test_large_means_do_not_cancel(on_gpus):
 
 
 @pytest.mark.graph
-@pytest.mark.parametrize("way", ["gradients", "concat", rare("map")])
-def test_without_being_asked_moments_are_those_of_all_towers_or_refused(way):
-    layer = layers.BatchNormalization(momentum=0.0, dtype="float64")
-    x = tf.random.stateless_normal([7, 3], [1, 2], dtype="float64")
-    layer.build(x.shape)
-    builder = TowerBuilder(DEVICES[:2])
-
-    def fn(x, training=True):
-        return tf.reduce_sum(layer(x, training=training) ** 3, axis=1)
-
-    def step(x, training=True):
-        if way == "gradients":
-            return builder.gradients(lambda x: fn(x, training), layer.trainable_variables, x)
-        return getattr(builder, way)(lambda x: fn(x, training), x)
-
-    tf.function(step)(x)
-    np.testing.assert_allclose(layer.moving_mean, tf.reduce_mean(x, axis=0), rtol=1e-10)
-    np.testing.assert_allclose(layer.moving_variance, tf.math.reduce_variance(x, 0), rtol=1e-10)
-    step(x, training=False)
-    with pytest.raises(InputError, match="tf.function.*batch_norm='local'"):
-        step(x)
-
-
-@pytest.mark.graph
 @pytest.mark.parametrize("mode", ["sync", "local"])
 def test_on_gpus_no_more_than_65535_images_reach_a_kernel(mode):
     """By cuDNN's limit for given moments; tables and series have many rows."""
@@ -183,31 +159,6 @@ def test_gradients_that_no_tape_around_the_towers_makes_are_refused():
 
     with pytest.raises(InputError, match="by tf.gradients.*open the tape"):
         step(tf.ones([6, 3]))
-
-
-@pytest.mark.parametrize("mode, rule", [("sync", "outside of branches, loops"), ("local", "")])
-def test_on_gpus_a_layer_in_a_loop(mode, rule):
-    layer = layers.BatchNormalization(momentum=0.5)
-    layer.build((None, 3))
-
-    def loss_fn(x):
-        def body(i, y):
-            return i + 1, tf.ensure_shape(layer(y, training=True), [2, 3])
-
-        return tf.reduce_sum(tf.while_loop(lambda i, _: i < 2, body, (0, x))[1], axis=1)
-
-    @tf.function(autograph=False)
-    def step(x):
-        towers = TowerBuilder(DEVICES, DEVICES[0], batch_norm=mode, check="off")
-        return towers.gradients(loss_fn, [], x)
-
-    with cpus_for_gpus():
-        if rule:
-            with pytest.raises(ValueError, match=rule):
-                step(tf.ones([6, 3]))
-        else:
-            step(tf.ones([6, 3]))  # 0 + 1/2, and no change by the second time round
-            np.testing.assert_allclose(layer.moving_mean, [0.25] * 3)
 
 
 # The exchange, by the gather device.

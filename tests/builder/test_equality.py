@@ -338,28 +338,6 @@ def losses_that_layers_add():
     return of_added(Adds(*kinds), active)
 
 
-class Leaving(layers.Layer):
-    """Leaves rows, a mean, sums of columns and a list in attributes."""
-
-    def call(self, x):
-        self.rows = {"of": [x, tf.reduce_sum(x, axis=1)]}
-        self.kl, self.total = tf.reduce_mean(x**2), tf.reduce_sum(x**2, axis=0)
-        self.kept = [x, tf.reduce_mean(x, axis=0), tf.reduce_max(x)]
-        return x
-
-    def used(self):
-        of_kept = tf.reduce_sum(tf.abs(self.kept[1])) + self.kept[2] ** 2
-        of_rows = tf.reduce_mean(self.rows["of"][0] ** 4) + tf.reduce_max(self.rows["of"][1])
-        return of_rows + 3 * self.kl + tf.sqrt(tf.reduce_sum(self.total)) + of_kept
-
-
-@row(JOINED_UNKNOWN, rare=[JOINED, JOINED_IN_PARTS, JOINED_BY_XLA])
-def attributes_that_calls_leave():
-    leaving = Leaving()
-    model = sequential((3,), layers.Dense(4, "tanh"), leaving, layers.Dense(1))
-    return with_rest(model, leaving.used, model)
-
-
 # What is recomputed in the backward pass, as it ran in the forward one.
 
 
