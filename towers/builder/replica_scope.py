@@ -11,8 +11,7 @@ example, which the function adds to that example's loss; None: neither.
 
 import contextlib
 import dataclasses
-import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -25,8 +24,6 @@ from towers.builder.gather import pack, unpack
 from towers.builder.rng import BatchSlice
 from towers.errors import InputError
 
-# A graph holds no variable by itself: stand-ins live as long as the graph that uses them.
-_STAND_INS: MutableMapping[tf.Graph, list[tf.Variable]] = weakref.WeakKeyDictionary()
 SEED_STATE = "seed_generator_state"  # as Keras names it; it follows no example
 
 
@@ -59,7 +56,7 @@ class ReplicaScope(keras.StatelessScope):
         deferred: {id: MovingAverageUpdate} of the averages that are updated outside of the tower.
         averages: ids of variables that are known to be moving averages: BatchNorm's.
         added: (layer, loss) of each loss that layers add.
-        loss_rows: (layer, dtype, by example) of each loss, see `added_losses.as_rows`.
+        loss_rows: (layer, dtype, by example) of each loss, see `as_rows`.
     """
 
     def __init__(
@@ -194,8 +191,8 @@ class ReplicaScope(keras.StatelessScope):
             value = super().get_current_value(variable)
             assign_by_op(stand_in, self._source(variable) if value is None else value)
         self.stand_ins[id(variable)] = stand_in
-        if not self.eager:
-            _STAND_INS.setdefault(self.graph, []).append(stand_in)
+        if not self.eager:  # a graph holds no variable by itself
+            self.graph.add_to_collection("stand-ins of towers", stand_in)
 
     def is_inside(self) -> bool:
         """Return whether the current code is in a loop, a branch or an inner function."""

@@ -66,7 +66,7 @@ class DrawInfo:
     """The analysis of one draw; None: unknown."""
 
     op: str  # one of `tf_internals.DRAWS`
-    dims: tuple[tuple[int, int] | None, ...] | None  # (constant, factor of the number of examples)
+    dims: tuple[tuple[int, int], ...] | None  # (constant, factor of the number of examples)
     layout: BatchAxis | None
     layer: str = ""
     shape: list[int] | None = None  # where it was analyzed
@@ -85,13 +85,11 @@ class DrawInfo:
         # Whether a draw for `size` examples has this op and a matching shape.
         if op != self.op or self.dims is None or shape.rank != len(self.dims):
             return False
-        # A dimension that is known although the number of examples is not does not grow with it.
-        return all(
-            actual is None or dim is None
-            or (not dim[1] and actual == dim[0])
-            or (not tf.is_tensor(size) and actual == dim[0] + dim[1] * size)
-            for actual, dim in zip(shape, self.dims, strict=True)
-        )  # fmt: skip
+        if tf.is_tensor(size):  # a dimension that is known does not grow with it
+            expected = [None if factor else constant for constant, factor in self.dims]
+        else:
+            expected = [constant + factor * size for constant, factor in self.dims]
+        return all(n in (None, known) for n, known in zip(shape, expected, strict=True))
 
     def _is_fixed(self, op: str, shape: tf.TensorShape) -> bool:
         # Whether a draw for another number of examples has the shape that was analyzed.
