@@ -7,6 +7,7 @@ they begin from.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from towers.builder.device_names import NO_LAYER
 from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.replica_scope import SEED_STATE, ReplicaScope, assigned, merge, policy_of
 from towers.builder.traces import Results, Seen, Trace
-from towers.builder.trials import Trial, as_it_is, jittered, noisy, small_scale, trials
+from towers.builder.trials import Trial, jittered, noisy, small_scale, trials
 from towers.formatting import first_line
 
 _SECONDS = 60.0  # for all trials
@@ -63,7 +64,6 @@ class Check:
         self.tracer = analysis.tracer
         self.one: Trace | None = None
         self.towers: Trace | None = None
-        self._kind = 0  # of made-up rows, see `trials.sample`
         self.weights: set[int] | None = None  # ids of those whose gradients are compared; None: all
         # {key in `FunctionAnalysis.policies`: policies that all trials so far confirm}.
         self._possible: dict[Any, list[str]] = {}
@@ -181,13 +181,10 @@ class Check:
 
     def _try_all(self) -> list[str]:
         start = time.monotonic()
-        if reason := self._find_rows():
-            return [function_analysis.not_checked(reason)]
         self._possible.clear()
         doubtful: set[tuple[str, str]] = set()  # gradients that differ a little, in one trial
-        tried, difference = 0, None
-        rows_of = lambda seed: self.tracer.inputs(self.one.size, seed, self._kind)  # noqa: E731
-        for trial in trials(self.one, rows_of):
+        tried, difference, reason = 0, None, ""
+        for trial in trials(self.one, functools.partial(self.tracer.inputs, self.one.size)):
             if time.monotonic() - start > _SECONDS:
                 if tried >= 2:
                     break
@@ -195,6 +192,7 @@ class Check:
                 return [function_analysis.not_checked(reason)]
             a = self._result(self.one, trial)
             if a is None:
+                reason = reason or self.tracer.failure
                 continue
             b = self._result(self.towers, trial)
             if b is None:
@@ -212,19 +210,9 @@ class Check:
                     break
                 difference = difference or found
         if not tried:
-            return [function_analysis.not_checked("what it computes is not finite")]
+            return [function_analysis.not_checked(reason)]
         lines = [self._message(difference)] if difference else []
         return list(dict.fromkeys([*lines, *self._choose()]))
-
-    def _find_rows(self) -> str:
-        """Set the kind of rows that the function takes; return why there are none, or ""."""
-        reasons = []
-        for kind in range(1 if self.tracer.real else 3):
-            self._kind, rows = kind, self.tracer.inputs(self.one.size, kind=kind)
-            if self._result(self.one, Trial("", rows, as_it_is, small_scale(self.one))):
-                return ""
-            reasons.append(self.tracer.failure)
-        return reasons[0]
 
     def _result(self, trace: Trace, trial: Trial, **more: Any) -> Results | None:
         """Return the results of a run; None, with `tracer.failure` set, if it has none to compare.
@@ -320,8 +308,7 @@ class Check:
         It does not change them, unless they are the losses of examples.
         """
         one, sizes = self.one, self.analysis.trace.slice_sizes
-        rows = self.tracer.inputs(one.size, kind=self._kind)
-        trial = Trial("", rows, noisy, small_scale(one))
+        trial = Trial("", self.tracer.inputs(one.size), noisy, small_scale(one))
         means = []
         for trace, parts in (one, [one.size]), (self.towers, sizes):
             counted = np.zeros([len(parts), len(one.losses)])

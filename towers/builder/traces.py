@@ -320,14 +320,14 @@ class Tracer:
             _HERE.tracing = was_tracing
             before.restore(before.changed())
 
-    def inputs(self, size: int, seed: int = 0, kind: int = 0) -> list[Any]:
+    def inputs(self, size: int, seed: int = 0) -> list[Any]:
         """Return arguments of a trace: real rows if any are known, otherwise made-up ones.
 
-        A seed other than 0 shuffles real rows; for the kind of made-up ones see `trials.sample`.
+        A seed other than 0 shuffles real rows.
         """
         random = np.random.default_rng(seed)
         if not self.real:
-            return [trials.sample(spec, random, kind) for spec in self._specs(size)]
+            return [trials.sample(spec, random) for spec in self._specs(size)]
         number = len(self.real[0])
         rows = np.resize(np.linspace(0, number - 1, min(size, number)).astype(int), size)
         return [tf.gather(x, random.permutation(rows) if seed else rows) for x in self.real]
