@@ -25,7 +25,7 @@ ROWS = "rows"  # policy: concatenate a tensor that has a row for each example
 _LIBRARIES = {"tensorflow", "keras", "numpy", *sys.stdlib_module_names}
 _SIMPLE = (bool, int, float, complex, str, bytes, enum.Enum, type(None), np.generic)
 _CODE = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
-_CONTAINERS = (*_CODE[1:], types.MethodType, functools.partial, tuple, set, list, dict)
+_HOLDING_CODE = (*_CODE[1:], types.MethodType, functools.partial)
 _PYTHON = (*_SIMPLE, np.ndarray, tf.DType)
 _MOST_VALUES = 100_000  # are followed
 _MOST_PARTS = 1_000  # of a list that is looked through: a larger one holds data
@@ -160,9 +160,11 @@ def _parts_of(value: Any, is_ours: bool) -> list[Any]:
         cells = value.__closure__ or () if is_ours else ()
         inner = [part for cell in cells for part in Holder(cell, "", [""]).read().values()]
         return [value.__defaults__, value.__kwdefaults__, *inner, vars(value).get("__wrapped__")]
-    if isinstance(value, _CONTAINERS):
-        parts = gc.get_referents(value)
-        return parts if len(parts) <= 2 * _MOST_PARTS else []  # keys and values of a dict
+    if isinstance(value, _HOLDING_CODE):
+        return gc.get_referents(value)
+    if isinstance(value, tuple | set | list | dict):
+        parts = value.values() if isinstance(value, dict) else value
+        return list(parts) if len(value) <= _MOST_PARTS else []
     if is_ours:
         return list(vars(value).values()) if _has_attributes(value) else []
     if isinstance(value, keras.Layer):
