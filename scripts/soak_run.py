@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from towers.monitoring.event_writer import read_scalars
+from tests.tensorboard_server import read_scalars
 
 ROOT = Path(__file__).resolve().parent.parent
 _MODELS, BLOCK = "scripts.soak_models", "SOAK_BLOCK"

@@ -126,28 +126,17 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Print what each tier takes and the slowest tests; keep it where that is asked for."""
+    """Print what was left behind; keep what each tier and module takes where that is asked for."""
     for line in config.stash[_LEFT]:
         terminalreporter.write_line(f"left behind by a test: {line}", red=True)
-    if not _records:
-        return
-    of_tiers = collections.defaultdict(list)
-    of_modules = collections.Counter()
-    for name, (tier, seconds) in _records.items():
-        of_tiers[tier].append(seconds)
-        of_modules[name.partition("::")[0].removeprefix("tests/")] += seconds
-    slowest = sorted(_records, key=lambda name: -_records[name][1])[:20]
-    terminalreporter.section("durations: seconds of one process")
-    for tier in filter(of_tiers.get, TIERS):
-        line = f"{sum(of_tiers[tier]):8.1f}  {tier}, {len(of_tiers[tier])} tests"
-        terminalreporter.write_line(line)
-    for name in slowest:
-        terminalreporter.write_line(f"{_records[name][1]:8.1f}  {_records[name][0]:8} {name}")
-    if config.getoption("keep_durations"):
+    if _records and config.getoption("keep_durations"):
+        tiers, modules = collections.defaultdict(list), collections.Counter()
+        for name, (tier, seconds) in _records.items():
+            tiers[tier].append(seconds)
+            modules[name.partition("::")[0].removeprefix("tests/")] += seconds
         kept = {
-            "tiers": {tier: [len(of_tiers[tier]), round(sum(of_tiers[tier]))] for tier in of_tiers},
-            "slowest": {name: round(_records[name][1], 1) for name in slowest},
-            "modules": {name: round(of_modules[name], 1) for name in sorted(of_modules)},
+            "tiers": {tier: [len(taken), round(sum(taken))] for tier, taken in tiers.items()},
+            "modules": {name: round(modules[name], 1) for name in sorted(modules)},
         }
         _DURATIONS.write_text(json.dumps(kept, indent=1) + "\n")
 

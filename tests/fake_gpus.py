@@ -87,8 +87,6 @@ class Machine:
                 numbers = [int(n) for n in value.split(",") if n.isdecimal()]
                 numbers = [n for n in numbers if n < len(self.cards)]
                 shown = [self.cards[n] for n in numbers]
-                if "MIG-" in value:
-                    shown = [card for card in self.cards if card.mig][:1]
             self._shown = [card for card in shown if card.listed]
             names = [f"/physical_device:GPU:{i}" for i in range(len(self._shown))]
             self._devices = [tf.config.PhysicalDevice(name, "GPU") for name in names]

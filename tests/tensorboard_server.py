@@ -9,6 +9,7 @@ from pathlib import Path
 with warnings.catch_warnings():  # of what it brings along
     warnings.simplefilter("ignore", DeprecationWarning)
     from tensorboard import default, program
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
 
 class Server:
@@ -52,3 +53,15 @@ class Server:
         with urllib.request.urlopen(request, timeout=30) as answer:
             content = answer.read().decode()
         return json.loads(content) if "json" in answer.headers["Content-Type"] else content
+
+
+def read_scalars(folder: Path) -> dict[int, dict[str, float]]:
+    """Return {step: {tag: value}} of a folder's scalars, as TensorBoard shows them."""
+    accumulator = EventAccumulator(str(folder), {SCALARS: 0})
+    if folder.is_dir():
+        accumulator.Reload()
+    points: dict[int, dict[str, float]] = {}
+    for tag in accumulator.Tags()[SCALARS]:
+        for event in accumulator.Scalars(tag):
+            points.setdefault(event.step, {})[tag] = event.value
+    return dict(sorted(points.items()))

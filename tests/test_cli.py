@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("folder")]
 
 WRITTEN = "flags are written --name=value"
 RESULT = {"accuracy": 0.5, "step": 3}
-TINY = "--dataset=tests.tiny:images --model=tests.tiny:dense"
 
 
 def shell(*argv, **given):

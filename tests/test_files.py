@@ -135,13 +135,3 @@ def test_the_data_of_a_run_are_not_moved_aside(folder):
             files.check_train_dir(Path("a"), True, needed=["missing", path])
     files.check_train_dir(Path("a"), True, needed=["missing", "."])
     files.check_train_dir(Path("a"), False, needed=["a/images"])
-
-
-@pytest.mark.parametrize("name", [".", "..", "../a"])
-def test_the_current_folder_is_not_moved_aside(folder, monkeypatch, name):
-    monkeypatch.chdir(make_run(folder / "runs/a"))
-    (folder / "runs/flags.cfg").touch()
-    files.check_train_dir(Path(name), overwrite=False)
-    said = refusal(name, overwrite=True)
-    assert said.startswith(f"--overwrite: {Path(name)} cannot be moved aside")
-    assert said.endswith("it holds the current folder: name another --train_dir")

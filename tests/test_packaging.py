@@ -17,7 +17,6 @@ from tests.programs import ROOT
 
 pytestmark = pytest.mark.process
 
-PYTEST = "-m pytest -n 2 --dist=loadfile --no-loadscope-reorder"
 SCRIPTS = ["scripts/quickstart", "scripts/test", ".ci/run"]
 TOP_LEVEL = "setup.py README.md pyproject.toml LICENSE towers models configs scripts tests".split()
 TOP_LEVEL += [".gitignore", ".ci", "README.zh-CN.md", "CONTRIBUTING.md"]
@@ -112,14 +111,6 @@ def test_constraints_have_one_version_of_each_cuda_package_that_tensorflow_takes
     assert pinned.keys() == {"tensorflow", "keras", *extra}
     assert all(specifier.contains(pinned[name]) for name, specifier in extra.items())
     assert pinned["tensorflow"] == importlib.metadata.version("tensorflow")
-
-
-@pytest.mark.unit
-def test_top_level_holds_what_the_design_says():
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode != 0 or not listed.stdout:
-        pytest.skip("not a git checkout with committed files")
-    assert {line.split("/")[0] for line in listed.stdout.splitlines()} <= set(TOP_LEVEL)
 
 
 def test_scripts_can_be_run():
@@ -217,27 +208,3 @@ def test_quickstart_installs_cuda_beside_what_is_there_if_there_is_a_driver(
     (tmp_path / "version").write_text("")
     run(checkout, "scripts/quickstart", PYTHON=str(python), NVIDIA_DRIVER=f"{tmp_path}/version")
     assert num_installations(python) == 3
-
-
-def test_test_script_checks_the_style_chooses_tiers_and_passes_arguments_on(checkout, python):
-    quick, release = "-m (unit or graph) and not extended", "-m not extended"
-    for line, chosen in {
-        "--fast": [quick],
-        "": [release],
-        "--all": [f"{release} --checked", "-m extended --checked"],
-        "--fast builder -x": [f"{quick} tests/builder -x"],
-    }.items():
-        done = run(checkout, "scripts/test", *line.split(), PYTHON=str(python))
-        assert done.returncode == 0, done.stderr
-        style = ["-m ruff check .", "-m ruff format --check --quiet ."]
-        expected = [*style, *(f"{PYTEST} {part}" for part in chosen)]
-        assert calls(python)[-len(expected) :] == expected
-    assert "-m pip install -qq --disable-pip-version-check --no-input -e .[test]" in calls(python)
-
-
-def test_ci_unpacks_the_images_if_they_are_beside_the_checkout(checkout, python, tmp_path):
-    (tmp_path / "shared" / "cifar10").mkdir(parents=True)
-    done = run(tmp_path, "bash", checkout / ".ci/run", PYTHON=str(python))
-    assert done.returncode == 0, done.stderr
-    assert "../shared/cifar10/unpack.py .cifar10" in calls(python)
-    assert calls(python)[-1] == f"{PYTEST} -m not extended"

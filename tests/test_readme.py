@@ -133,7 +133,7 @@ def test_an_exported_model_becomes_tflite_with_its_numbers(trained, monkeypatch,
     page = blocks("python", PAGES["towers/commands/README.md"])
     monkeypatch.chdir(tmp_path)
     run = trained.copy("classes", tmp_path / "run")
-    words = ["export", f"--train_dir={run}", "--format=saved_model", "--output=exported"]
+    words = ["export", f"--train_dir={run}", "--output=fast.keras"]
     assert cli.main(words) == 0
     exec(next(block for block in page if "TFLite" in block), {})
     with pytest.warns(UserWarning, match="LiteRT"):  # another package is to have it

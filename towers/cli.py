@@ -70,7 +70,7 @@ _VERBS = (
     Verb("predict", "say what a run's trained model makes of files of your own, over towers",
           options="towers.commands.predict.options:PredictOptions", tensorflow="options",
           takes=(*_PREDICT_FLAGS, *PLACEMENT, *_GPU_FLAGS), run_flags="always"),
-    Verb("export", "write a run's trained model to a file of Keras or TensorFlow",
+    Verb("export", "write a run's trained model to a file of Keras",
           options="towers.commands.export.options:ExportOptions",
           takes=("train_dir", "overwrite", "json", "trust"), run_flags="always", tensorflow="cpu"),
     Verb("init", "write a model, data and flags to begin with",

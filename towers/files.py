@@ -103,18 +103,13 @@ def clear_leftovers(folder: Path) -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-class Lock:
+class Lock(contextlib.ExitStack):
     """Locks folders against other processes, within a `with` block."""
 
-    def __enter__(self) -> "Lock":
+    def __init__(self):
         """Hold no lock yet."""
-        self._held: dict[tuple[int, int], int] = {}  # {(device, inode): descriptor}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Release the locks, as the end of the process does, too."""
-        for descriptor in self._held.values():
-            os.close(descriptor)
+        super().__init__()
+        self._held: set[tuple[int, int]] = set()  # (device, inode) of each folder
 
     def take(self, folder: Path, flag: str = "--train_dir") -> None:
         """Lock a folder, if it exists and the file system has locks.
@@ -126,9 +121,13 @@ class Lock:
         Raises:
             InputError: another process trains there.
         """
-        if not folder.is_dir() or (inode := inode_of(folder)) in self._held:
+        if not folder.is_dir():
             return
-        self._held[inode] = descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY)
+        self.callback(os.close, descriptor)
+        about = os.fstat(descriptor)
+        if (inode := (about.st_dev, about.st_ino)) in self._held:  # under another name, perhaps
+            return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -138,15 +137,7 @@ class Lock:
             ) from None
         except OSError:  # the file system has no locks
             pass
-
-
-def inode_of(path: str | Path) -> tuple[int, int] | None:
-    """Return what identifies a file or folder whatever its name, None if there is none."""
-    try:
-        about = os.stat(path)
-    except OSError:
-        return None
-    return about.st_dev, about.st_ino
+        self._held.add(inode)
 
 
 def check_train_dir(
@@ -177,30 +168,15 @@ def check_train_dir(
         problem = ""
         if not is_run(folder):
             problem = "holds files but no run (no flags.cfg), and is not moved aside"
-        elif Path.cwd().is_relative_to(folder.resolve()):
-            problem = "cannot be moved aside, it holds the current folder"
         for path in filter(os.path.exists, needed):
             if Path(path).resolve().is_relative_to(folder.resolve()):
                 problem = f"cannot be moved aside, it holds the data of the run, {path}"
         if problem:
             raise InputError(f"--overwrite: {folder} {problem}: name another --train_dir")
-    check_writable(folder.absolute().parent if moved else existing, named)
-
-
-def check_writable(folder: Path, named: str) -> None:
-    """Raise InputError, which begins with `named`, if no file can be made in a folder.
-
-    Args:
-        folder: one that exists.
-        named: what the message begins with, such as a flag with its value.
-    """
     try:
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError
-        if not os.statvfs(folder).f_blocks:  # os.access allows /proc
-            os.rmdir(tempfile.mkdtemp(dir=folder))
+        os.rmdir(tempfile.mkdtemp(dir=folder.absolute().parent if moved else existing))
     except OSError:
-        raise InputError(f"{named}: no permission to write in {folder}") from None
+        raise InputError(f"{named}: no permission to write in {existing}") from None
 
 
 def is_run(folder: Path) -> bool:

@@ -44,6 +44,7 @@ images = np.load("images.npy")
 loaded = keras.models.load_model("a.keras")
 assert loaded.input_shape == (None, 8, 8, 3) and loaded.inputs[0].dtype == "uint8"
 np.save("keras.npy", loaded.predict(images, verbose=0))
+loaded.export("saved", verbose=False)
 saved = tf.saved_model.load("saved")  # which holds the variables
 np.save("saved.npy", saved.serve(tf.constant(images)))
 assert "towers" not in sys.modules and "tests" not in sys.modules
@@ -54,11 +55,9 @@ assert "towers" not in sys.modules and "tests" not in sys.modules
 def test_files_compute_what_the_run_computes_without_towers(trained, tmp_path, capsys):
     images, _ = tiny.arrays(5, seed=9)
     np.save(tmp_path / "images.npy", images)
-    for form, name in ("keras", "a.keras"), ("saved_model", "saved"):
-        argv = [f"--format={form}", f"--output={tmp_path}/{name}", "--averages"]
-        code, out, err = export_of(capsys, trained("classes"), *argv)
-        assert (code, err) == (0, "") and "takes       images 8x8x3 uint8, as stored" in out
-        assert "gives       logits of 0, 1, 2" in out
+    argv = [f"--output={tmp_path}/a.keras", "--averages"]
+    code, out, err = export_of(capsys, trained("classes"), *argv)
+    assert (code, err) == (0, "") and f"exported    {tmp_path}/a.keras: the averages" in out
     model = towers.load(trained("classes"), averages=True)
     expected = model(augment.eval_images(images, "tutorial"), training=False).numpy()
     environment = {n: v for n, v in os.environ.items() if n != "PYTHONPATH"}
@@ -80,25 +79,18 @@ def test_the_file_of_a_run_that_is_training_is_told_as_json(trained, tmp_path, c
 
 
 def test_what_is_there_is_kept_unless_told(trained, tmp_path, capsys):
-    run, folder = trained("classes"), tmp_path / "served"
-    for form, path in ("keras", tmp_path / "a.keras"), ("saved_model", folder):
-        argv = [f"--format={form}", f"--output={path}"]
-        assert export_of(capsys, run, *argv)[0] == 0
-        before = tiny.files(tmp_path)
-        code, out, err = export_of(capsys, run, *argv)
-        assert (code, out) == (2, "") and err.count("\n") == 1
-        assert f"--output={path} is there already: type --overwrite to replace it" in err
-        assert tiny.files(tmp_path) == before
-        assert export_of(capsys, run, *argv, "--overwrite")[0] == 0
-        assert tiny.files(tmp_path) != before
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/diary").write_text("dear")
-    argv = ["--format=saved_model", f"--output={tmp_path}/mine", "--overwrite"]
-    code, _, err = export_of(capsys, run, *argv)
-    assert code == 2 and "mine is no saved_model and is not replaced" in err
+    run, argv = trained("classes"), [f"--output={tmp_path}/a.keras"]
+    assert export_of(capsys, run, *argv)[0] == 0
+    before = tiny.files(tmp_path)
+    code, out, err = export_of(capsys, run, *argv)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert f"--output={tmp_path}/a.keras is there already: type --overwrite to replace" in err
+    assert tiny.files(tmp_path) == before
+    assert export_of(capsys, run, *argv, "--overwrite")[0] == 0
+    assert tiny.files(tmp_path) != before
     code, _, err = export_of(capsys, run, f"--output={tmp_path}/a.h5")
     assert code == 2 and "a.h5: the name of a Keras file ends in .keras" in err
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.keras", "mine", "served"]
+    assert [p.name for p in tmp_path.iterdir()] == ["a.keras"]
 
 
 def test_what_computes_something_else_is_not_kept(trained, tmp_path, capsys, monkeypatch):
@@ -108,14 +100,14 @@ def test_what_computes_something_else_is_not_kept(trained, tmp_path, capsys, mon
     assert list(tmp_path.iterdir()) == []
 
 
-def export_layer(monkeypatch, folder, layer, form, lines):
+def export_layer(monkeypatch, folder, layer, lines):
     """Export an untrained model with that layer inside as if it were a run's."""
     head = keras.Sequential([layer, keras.layers.Dense(3)])
     model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten(), head])
     images = dict(image_shape=[8, 8, 3], augment="none")
     of_run = as_trained(model, "uint8[8, 8, 3]", "int32[]", **images)
     monkeypatch.setattr(export, "load_run", lambda *_, **__: of_run)
-    options = ExportOptions(Options(train_dir=str(folder)), form)
+    options = ExportOptions(Options(train_dir=str(folder)))
     return export.run(options, lines.append)["passed"]
 
 
@@ -125,11 +117,9 @@ def doubling(name):
 
 @pytest.mark.parametrize("make, kind", [(Doubled, "Doubled"), (doubling, "Lambda")])
 def test_a_layer_that_keras_cannot_save_is_named(tmp_path, monkeypatch, make, kind):
-    named = f"^--format=keras: .*{kind}.*--format=saved_model"
-    with pytest.raises(InputError, match=named):
-        export_layer(monkeypatch, tmp_path, make(name="own"), "keras", [])
+    with pytest.raises(InputError, match=f"^Keras cannot load .*{kind}.*export"):
+        export_layer(monkeypatch, tmp_path, make(name="own"), [])
     assert not list(tmp_path.iterdir())
-    assert export_layer(monkeypatch, tmp_path, make(name="own"), "saved_model", [])
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
@@ -143,5 +133,5 @@ def test_what_is_inside_prepares_images_as_an_evaluation_does(kind, dtype):
 
 def test_what_a_file_needs_is_said(tmp_path, monkeypatch):
     lines = []
-    assert export_layer(monkeypatch, tmp_path, Registered(), "keras", lines)
+    assert export_layer(monkeypatch, tmp_path, Registered(), lines)
     assert any(f"import      {__name__} before loading it" in line for line in lines)

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.unit
 
 DRIVER = [DriverGpu(i, uuid=uuid(i), name="A100", compute_capability=(8, 0)) for i in range(4)]
 SMALL = DriverGpu(1, name="T400", compute_capability=(7, 5))
-PART = DriverGpu(None, uuid="MIG-b")
 
 
 def variable(value):
@@ -35,13 +34,6 @@ def variable(value):
 )  # fmt: skip
 def test_numbers_and_uuids(value, indices):
     assert [gpu.index for gpu in visible_in(variable(value), DRIVER)] == indices
-
-
-def test_a_process_sees_the_first_part_of_a_split_gpu():
-    assert visible_in(variable("MIG-b,MIG-a"), DRIVER) == [PART]
-    environ = {}
-    cuda_visible_devices.set_visible(GpuOptions(visible_gpus="MIG-b"), DRIVER, environ)
-    assert environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"
 
 
 # ---------------------------------------------------------------------------- --visible_gpus
@@ -76,32 +68,3 @@ def test_a_gpu_that_cannot_be_seen(asked, driver, value, remedy):
     with pytest.raises(InputError, match=f"^--visible_gpus={asked}: .*{remedy}$"):
         cuda_visible_devices.set_visible(GpuOptions(visible_gpus=asked), driver, environ)
     assert environ == variable(value) | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-
-
-# ---------------------------------------------------------------------------- TensorFlow's choice
-
-
-def seen(*gpus):
-    return [(gpu.name, gpu.compute_capability) for gpu in gpus]
-
-
-NEWER = DriverGpu(0, name="A100", compute_capability=(9, 0))
-
-
-@pytest.mark.parametrize(
-    "listed, visible, matched",
-    [
-        (seen(DRIVER[0], SMALL, DRIVER[2]), [DRIVER[0], SMALL, DRIVER[2]], [0, 1, 2]),
-        (seen(DRIVER[0], DRIVER[2]), [DRIVER[0], SMALL, DRIVER[2]], [0, 2]),
-        ([("Orin", (8, 7))], [DriverGpu(0, name="Orin (nvgpu)")], [0]),  # one is the driver's one
-        (seen(DRIVER[1]), [NEWER, DRIVER[1]], [1]),  # of one name: by their capability
-        (seen(SMALL, DRIVER[0]), [DRIVER[0]], [None, 0]),  # more than the driver shows
-        (seen(SMALL), [], [None]),
-        # What either side does not tell is no difference.
-        ([("A100", None)], [SMALL, DRIVER[2]], [1]),
-        (seen(DRIVER[1]), [DriverGpu(0), DRIVER[1]], [1]),
-    ],
-)
-def test_each_of_tensorflows_gpus_has_the_drivers(listed, visible, matched):
-    found = cuda_visible_devices.match(listed, visible)
-    assert found == [n if n is None else visible[n] for n in matched]

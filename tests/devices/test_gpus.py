@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests import runs
-from tests.fake_gpus import A100, FULL, H100, RTX5090, SMALL, SPLIT, Card
+from tests.fake_gpus import A100, FULL, H100, RTX5090, SMALL, Card
 from tests.programs import python
 from towers.devices import (
     config_proto,
@@ -109,7 +109,6 @@ OLD_H100, OLD_5090 = ("GPU 0 (NVIDIA H100)", "9.0", "555"), ("(NVIDIA GeForce RT
     "driver, cards, options, says, others",
     [
         ("535.104.05", [H100, A100, H100], {}, OLD_H100, "1"),
-        ("550.54.14", [replace(SPLIT, capability=(9, 0))], {}, ("9.0", "555"), "none"),
         ("560.35", [A100, RTX5090], {"visible_gpus": "1"}, (*OLD_5090, "GPU 1"), "0"),
         ("555.42.02", [H100, A100], {}, (), ""),
         ("570.86.10", [RTX5090, H100], {}, (), ""),
@@ -143,14 +142,6 @@ def test_kernels_that_are_compiled_first_are_told_and_waited_for(install, monkey
         with pytest.raises(RunError, match="gave no answer"):
             gpus.try_out()
     assert waited == [(180, 0, False), (1800, 1, True), (1800, 1, True)]
-
-
-def test_a_part_of_a_gpu_has_a_limit_and_no_fraction(install):
-    machine = install(SPLIT, A100)
-    assert "--gpu_memory_limit_mib=4096" in refusal(visible_gpus="MIG-a", **HALF)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-a"
-    gpus.configure(gpu_memory_limit_mib=512)
-    assert machine.limits_mib == [[512]]
 
 
 @pytest.mark.parametrize(

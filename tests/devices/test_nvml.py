@@ -6,30 +6,12 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from tests.fake_gpus import A100, FULL, LOST, SMALL, SPLIT, Card, bus_id, uuid
+from tests.fake_gpus import A100, LOST, SMALL, SPLIT, Card
 from tests.fake_gpus import install_driver as install
 from towers.devices import nvml
-from towers.devices.nvml import MIB, DriverGpu
+from towers.devices.nvml import DriverGpu
 
 pytestmark = pytest.mark.unit
-
-
-def test_no_driver_no_gpus(monkeypatch):
-    install(monkeypatch, A100, there=False)
-    assert nvml.gpus() == []
-    assert nvml.driver_version() is None
-
-
-def test_all_that_the_driver_tells(monkeypatch):
-    install(monkeypatch, A100, FULL)
-    first, second = nvml.gpus()
-    total = 40960 * MIB
-    assert first == DriverGpu(
-        index=0, uuid=uuid(0), pci_bus_id=bus_id(0), name="NVIDIA A100", compute_capability=(8, 0),
-        total_bytes=total, free_bytes=40536 * MIB, cuda_bytes=total,
-    )  # fmt: skip
-    assert second.processes == ("python (pid 17, 39000 MiB)", "blender (pid 18)")
-    assert nvml.driver_version() == "555.42.02"
 
 
 def test_what_is_not_supported_is_none_and_a_lost_gpu_keeps_its_number(monkeypatch):

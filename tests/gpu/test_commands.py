@@ -45,16 +45,6 @@ def test_a_run_sees_the_gpus_that_it_is_told(flags, variables, devices, row, tmp
     assert found == devices and f" {row}" in out
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_the_first_command_takes_all_gpus(number, tmp_path):
-    flags = "--flagfile=configs/quickstart.cfg", "--dataset=tests.tiny:images", "--augment=none"
-    flags = *flags, "--max_steps=1", f"--train_dir={tmp_path}/run"
-    code, _, err = towers("train", *flags, TOWERS_TEST_GPUS=str(number))
-    assert code == 0, err
-    found = json.loads((tmp_path / "run/result.json").read_text())["devices"]
-    assert found == ["/gpu:0", "/gpu:1"][:number]
-
-
 @pytest.mark.parametrize("names", [["/gpu:1"], ["/gpu:0", "/gpu:2"]])
 def test_gpus_that_no_tower_stands_on_are_left_alone(names, tmp_path):
     flags = f"--devices={','.join(names)}", "--per_process_gpu_memory_fraction=0.4"
@@ -70,30 +60,11 @@ def test_gpus_that_no_tower_stands_on_are_left_alone(names, tmp_path):
     assert code == 0 and {*re.findall(r"/gpu:\d", out)} == {*names}, err
 
 
-def test_memory_options_of_a_run_are_read_back(tmp_path):
-    out, _ = train(tmp_path, "--per_process_gpu_memory_fraction=0.25", "--variables=cpu")
-    assert "/gpu:0 256 MiB, growth off" in out and "/gpu:1 256 MiB, growth off" in out
-
-
 def test_too_little_memory_is_one_line(tmp_path):
     flags = "--model_args=width=20000", "--gpu_memory_limit_mib=50", "--variables=replicated"
     code, _, err = towers("train", f"--train_dir={tmp_path}/run", *DENSE.split(), *flags)
     assert code == 1 and len(err.splitlines()) == 1
-    assert err.startswith("towers: out of memory: ") and "it may take 50.0 MiB" in err
-
-
-def test_more_memory_than_there_is_is_refused(tmp_path):
-    flags = *DENSE.split(), "--gpu_memory_limit_mib=2000"
-    code, _, err = towers("train", f"--train_dir={tmp_path}/run", *flags)
-    assert code == 2 and len(err.splitlines()) == 1
-    assert "has 1024 of 1024 MiB free, 2000 are needed" in err
-
-
-def test_a_run_is_exported(tmp_path):
-    train(tmp_path, "--variables=replicated")
-    code, out, err = towers("export", f"--train_dir={tmp_path}/run", "--json")
-    assert code == 0, err
-    assert json.loads(out)["passed"]
+    assert err.startswith("towers: out of memory: ") and "it may take 50 MiB" in err
 
 
 @pytest.mark.parametrize(

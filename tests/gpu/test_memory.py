@@ -75,40 +75,6 @@ def test_a_limit_is_kept(mib, option):
     assert taken >= mib and fits == [True, False]
 
 
-_OWN = """
-import sys
-import tensorflow as tf
-from towers import devices
-
-[gpu, *_] = tf.config.list_physical_devices("GPU")
-tf.config.set_logical_device_configuration(gpu, [tf.config.LogicalDeviceConfiguration(256)] * 2)
-for options in {"allow_growth": True}, {"gpu_memory_limit_mib": 128}, {}:
-    try:
-        devices.configure(**options)
-    except ValueError as error:
-        print(error)
-print(*devices.read_back(), sep="\\n")
-"""
-
-
-@pytest.mark.parametrize("variable", ["", "TF_GPU_ALLOCATOR", "TF_FORCE_GPU_ALLOW_GROWTH"])
-def test_what_a_program_has_set_is_kept(variable):
-    value = {"TF_GPU_ALLOCATOR": "cuda_malloc_async"}.get(variable, "true")
-    variables = {"TF_CPP_MIN_LOG_LEVEL": "3"} | ({variable: value} if variable else {})
-    done = programs.python("-c", _OWN, variables=variables)
-    growth, limit, *lines = done.stdout.splitlines()
-    assert growth.startswith("--allow_growth=True: this program has split GPU 0"), done.stderr
-    assert limit.startswith("--gpu_memory_limit_mib=128: this program has split GPU 0")
-    how = "on" if "GROWTH" in variable else "off"
-    if variable == "TF_GPU_ALLOCATOR":
-        assert all("/gpu:" in line and "no limit" in line for line in lines[:3])
-    else:
-        found = [
-            f"memory      /gpu:{i} {n} MiB, growth {how}" for i, n in enumerate((256, 256, 1024))
-        ]
-        assert lines[:3] == found
-
-
 @pytest.mark.parametrize("way, most", [("fit", 3.5), ("train", 4.5)])
 def test_a_step_takes_little_memory_beside_its_variables(way, most):
     """By Adam these are 3 times the weights; `train` tests all gradients before it updates."""
@@ -117,39 +83,3 @@ def test_a_step_takes_little_memory_beside_its_variables(way, most):
     assert done.returncode == 0, done.stderr
     held, peak = json.loads(done.stdout.splitlines()[-1])
     assert 3 <= held <= peak <= most
-
-
-# The same in a session, each with its GPU alone.
-_SESSION = """
-import json, sys
-import tensorflow as tf
-from towers import devices
-
-config = devices.config_proto(**json.loads(sys.argv[1]))
-with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
-    gpus = [d for d in session.list_devices() if d.device_type == "GPU"]
-    with tf.device("/gpu:0"):
-        x = tf.random.uniform([64, 2**18]) if gpus else tf.constant(0.0)
-    try:
-        session.run(tf.reduce_sum(x))
-        fits = True
-    except tf.errors.ResourceExhaustedError:
-        fits = False
-print(json.dumps([[gpu.memory_limit_bytes // 2**20 for gpu in gpus], fits]))
-"""
-
-
-@pytest.mark.parametrize(
-    "options, limits_mib, fits",
-    [
-        ({"allow_growth": True}, [1024, 1024], True),
-        ({"per_process_gpu_memory_fraction": 0.05}, [51, 51], False),
-        ({"gpu_memory_limit_mib": 300, "visible_gpus": "1"}, [300], True),
-        ({"visible_gpus": "none"}, [], True),
-    ],
-)
-def test_a_session_takes_the_same_options(options, limits_mib, fits):
-    variables = {"TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = programs.python("-c", _SESSION, json.dumps(options), variables=variables)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [limits_mib, fits]

@@ -1,7 +1,6 @@
 """`towers train` over two GPUs: where everything runs, and what follows on a run."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -128,28 +127,3 @@ def test_what_comes_after_a_run(tmp_path, capsys):
         tables.add(done(capsys, "predict", run, tmp_path / "images.npy", where))
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-9)
     assert len(tables) == 1
-
-
-def left_behind(tmp_path, num_steps, **options):
-    """Return what so many steps add: (threads, open files), [live bytes of each GPU]."""
-
-    def now():
-        num = [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")]
-        live = []
-        for _ in range(10):  # some tensors may be on their way
-            loop(1)
-            live.append([tf.config.experimental.get_memory_info(g)["current"] for g in GPUS])
-        return num, list(map(min, *live))
-
-    loop = tiny.Loop(tiny.options(tmp_path, num_towers=2, variables="replicated", **options))
-    loop(50 if num_steps > 50 else 3)
-    before = now()
-    for _ in range(num_steps // 10):
-        loop(10)
-    return [list(map(int.__sub__, *two)) for two in zip(now(), before, strict=True)]
-
-
-def test_fifty_steps_leave_nothing_behind(tmp_path):
-    added, num_bytes = left_behind(tmp_path, 50, model="tests.tiny:cnn")
-    assert added == [0, 0]
-    assert max(num_bytes) < 50 * 256  # the least that a tensor takes; a few are on their way

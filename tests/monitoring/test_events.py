@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from tests.tensorboard_server import Server
+from tests.tensorboard_server import Server, read_scalars
 from towers.monitoring import event_writer
-from towers.monitoring.event_writer import EventWriter, read_scalars
+from towers.monitoring.event_writer import EventWriter
 
 pytestmark = pytest.mark.graph
 

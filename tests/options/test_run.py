@@ -104,7 +104,7 @@ MEMORY = {"per_process_gpu_memory_fraction": 0.4, "gpu_memory_limit_mib": 4096}
 MEMORY |= {"allow_growth": True}
 GPUS = {
     "": None, "None": [], "2, 0": ["2", "0"], "2,0,2": ["2", "0"], "10,07": ["10", "7"],
-    "GPU-0a,MIG-GPU-0a5b/3/0": ["GPU-0a", "MIG-GPU-0a5b/3/0"],
+    "GPU-0a,1": ["GPU-0a", "1"],
 }  # fmt: skip
 
 

@@ -32,54 +32,6 @@ def step_of(step, *values, device="/cpu:0"):
     return count_step.read(loop, tf.constant(0), tuple(map(tf.constant, values)))
 
 
-def on_gpu(compute):
-    """Return a step that computes on the first GPU, below a tower's name."""
-
-    def step(*values):
-        with tf.device(GPU), tf.name_scope("tower_0"):
-            result = compute(*values)
-        with tf.device("/cpu:0"):
-            return tuple(map(tf.identity, result))
-
-    return step
-
-
-def loop_of_the_model(x):
-    return [tf.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, tf.tanh(x)), (0, tf.sin(x)))[1]]
-
-
-def between_gpus(x):
-    with tf.device(GPU):
-        x = tf.tanh(x)
-    with tf.device(OTHER):
-        x = tf.sin(x) + tf.cos(x)
-    with tf.device("/cpu:0"):
-        return (tf.identity(x),)
-
-
-CASES = {  # step, its values: copies, kernels of the tower
-    "whole numbers of shapes stay on the host": (
-        on_gpu(lambda i: [i + tf.constant([1, 2])]), [[3, 4]], [], 0,
-    ),
-    "a value goes once": (
-        between_gpus, [[1.0, 2.0]],
-        [(HOST, "/gpu:0", 8), ("/gpu:0", "/gpu:1", 8), ("/gpu:1", HOST, 8)], 0,
-    ),
-    "a loop of the model, whose result has no known size": (
-        on_gpu(loop_of_the_model), [[1.0]], [(HOST, "/gpu:0", 4), ("/gpu:0", HOST, 0)], 2,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_copies_and_launches(case):
-    step, values, copies, launches = CASES[case]
-    found = step_of(step, *values)
-    ways = [(copy.source, copy.target, copy.bytes) for copy in found.copies]
-    assert sorted(ways) == sorted(copies) and found.launches(of_towers=True) == launches
-    assert found.without_kernel == found.undirected == []
-
-
 def test_an_op_without_a_kernel_goes_by_the_host_and_one_without_a_device_is_told():
     def step(images, rows):
         with tf.device(GPU):

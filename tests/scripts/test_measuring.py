@@ -59,10 +59,6 @@ def test_towers_have_none_of_the_three_faults_of_mirrored_strategy():
     assert variances[-3:] == ["1", "1", "0"]
 
 
-# scripts/speed, beside programs that speak the protocol of peers and compute nothing.
-
-
-# {} is what it does when it starts.
 # scripts/accuracy, and the table of configs/.
 
 
@@ -90,36 +86,6 @@ def test_the_table_has_the_columns_of_the_rows_and_a_row_the_range_of_all_seeds(
     ends = [{"test_accuracy": a, "training_seconds": 1.0} for a in (0.5, 0.75)]
     cells = accuracy.row("command", ends)
     assert cells[1] == "0.6250 (0.5000 to 0.7500)" and cells[3] == 2
-
-
-# scripts/programs and scripts/examples: programs that train in plain Keras, and over towers.
-
-PROGRAM = """
-import keras
-import numpy as np
-
-x = np.random.default_rng(0).normal(size=(7, 5))
-model = keras.Sequential([keras.layers.Dense(4), {}, keras.layers.Dense(1)])
-model.compile("adam", "mse")
-model.fit(x, x[:, :1], batch_size=4, epochs=3)
-"""
-MIXED = "keras.layers.Lambda(lambda x: x - keras.ops.mean(x, 0))"
-
-
-@pytest.mark.extended
-@pytest.mark.timeout(300)
-def test_programs_are_run_plainly_and_over_towers(tmp_path):
-    (tmp_path / "alike.py").write_text(PROGRAM.format("keras.layers.Dropout(0.3)"))
-    (tmp_path / "mixed.py").write_text(PROGRAM.format(MIXED))
-    (tmp_path / "broken.py").write_text("raise ValueError('of its own')")
-    (tmp_path / "nothing.py").write_text("")
-    done = python("scripts/programs", tmp_path, "--num_towers=3")
-    found = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
-    assert found["alike.py"].startswith("same ")
-    assert found["mixed.py"].startswith("differs, told") and "lambda" in found["mixed.py"]
-    assert "plain Keras fails: ValueError: of its own" in found["broken.py"]
-    assert found["nothing.py"] == "calls no fit"
-    assert done.returncode == 0
 
 
 @pytest.mark.extended

@@ -15,7 +15,7 @@ from towers.training.run.setup import prepare
 pytestmark = pytest.mark.graph
 
 PARTS = {
-    "format", "time", "step", "command", "folder", "flags", "versions", "code", "data",
+    "format", "time", "step", "folder", "flags", "versions", "code", "data",
     "task", "overwrite", "sessions", "final",
 }  # fmt: skip
 

@@ -9,11 +9,11 @@ import pytest
 import tensorflow as tf
 
 from tests import runs, tiny
+from tests.tensorboard_server import read_scalars
 from towers.builder import device_names
 from towers.data.pipeline import NUM_DRAWS
 from towers.devices.shown_names import short_device_name
 from towers.graphs.placement import read_placement
-from towers.monitoring.event_writer import read_scalars
 from towers.options.run import Options
 from towers.training.callbacks import best_checkpoint
 from towers.training.evaluate import evaluate

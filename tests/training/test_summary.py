@@ -15,8 +15,9 @@ def test_the_rule_book_in_full():
         "batch size  7 global (1 x 4 and 1 x 3 per tower), float32",
         "data        tests.tiny:images: 60 training examples per epoch, 23 test; "
         "8.6 steps per epoch",
-        "images      8x8x3 uint8 -> 8x8x3 float32: standardised",
-        "targets     3 classes: 0, 1, 2",
+        "example     x [8, 8, 3] uint8, y [] int32",
+        "images      [8, 8, 3] float32, by --augment=none",
+        "classes     3: 0, 1, 2",
         "model       tests.tiny:dense(): 983 trainable weights",
         "task        loss sparse_categorical_crossentropy; accuracy",
         "length      12 steps, 84 examples, 1.4 epochs",

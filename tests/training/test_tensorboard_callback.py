@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import towers
 from tests import fits, runs
-from towers.monitoring.event_writer import read_scalars
+from tests.tensorboard_server import read_scalars
 from towers.training.step.on_towers import unparallelize
 
 pytestmark = pytest.mark.run

@@ -14,10 +14,10 @@ import pytest
 import towers
 from tests import runs, tiny, trained_runs
 from tests.runs import command, points, result_of
+from tests.tensorboard_server import read_scalars
 from towers import cli
 from towers.errors import InputError
 from towers.formatting import figure
-from towers.monitoring.event_writer import read_scalars
 from towers.training.callbacks import saver
 from towers.training.run import manifest
 from towers.training.run.setup import RunContext

@@ -1,24 +1,18 @@
 """Augmentation as pure batched functions, run inside each tower on its own slice.
 
-All random numbers come from `draws`, one row for each example. An augmented example depends on the
-seed, the step and its place in the global batch, never on the tower; "shift" also alternates flips
-by epoch, by (seed, row):
-
     draws = tf.random.stateless_uniform([128, augment.NUM_DRAWS], seed=[seed, step])
     images = augment.train_images(images_uint8, draws, "tutorial")  # float32 [128, 24, 24, 3]
 
-A kind is a base, see README.md, optionally followed by a square to cut out: "resnet,cutout=8".
-Evaluation uses the base alone: the centre crop, or the whole image.
+All random numbers come from `draws`, one row for each example. A kind is a base, see README.md,
+optionally followed by a square to cut out: "resnet,cutout=8". Evaluation uses the base alone.
 
-The tutorial's brightness adds one number (up to 63 of 255) to the whole image. It is not computed:
-nothing is clipped, contrast is relative to the mean, and standardisation subtracts the mean, so it
-cancels. A test compares the two.
+The tutorial's brightness adds one number to the whole image. It is not computed: contrast is
+relative to the mean, and standardisation subtracts the mean, so it cancels.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +22,7 @@ import tensorflow as tf
 from towers.builder import device_names
 from towers.data import arrays
 from towers.data.pipeline import NUM_DRAWS as NUM_DRAWS
-from towers.data.pipeline import Data, Structure
+from towers.data.pipeline import Data
 from towers.errors import InputError
 from towers.formatting import first_of
 from towers.options.parts import AUGMENTATIONS as names
@@ -42,13 +36,6 @@ _PADDING = {"resnet": 4, "shift": 2}  # pixels on each side
 
 # Data sets whose classes do not change when images are cropped and mirrored.
 _PUBLISHED = ("cifar10", "shapes")
-_DESCRIPTIONS = {
-    "tutorial": "crop, flip, brightness, contrast, standardised",
-    "resnet": "padded crop, flip, standardised",
-    "shift": "reflected crop, flip in turns, bytes from -2 to 2",
-    "none": "standardised",
-    "off": "as they are",
-}
 _SHOWN = 10  # names in a line
 
 
@@ -104,43 +91,23 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
 def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -> list[str]:
     """Return lines on the examples of a data set and their augmentation.
 
-        images      32x32x3 uint8 -> 24x24x3 float32: crop, flip, brightness, contrast, standardised
-        targets     10 classes: airplane, automobile, bird, ...
+        example     x [32, 32, 3] uint8, y [] int32
+        images      [24, 24, 3] float32, by --augment=tutorial
+        classes     10: airplane, automobile, bird, ...
 
     Args:
         data: the data set.
         kind: one of `names`, perhaps with a cutout.
         dtype: of the images for the model; None: as stored.
     """
-
-    def named(structure: Structure) -> str:  # "tokens [80] int32, price [] float32"
-        texts = []
-        for path, leaf in arrays.leaves((structure,)):
-            name = ".".join(re.findall(r"\['(.*?)'\]", path))
-            texts.append(f"{name} {list(leaf.shape)} {leaf.dtype.name}".strip())
-        return ", ".join(texts)
-
-    x, *rest = data.spec
-    shape = data.image_shape
-    if shape is None:
-        lines = [f"inputs      {named(x)}"]
-        if isinstance(x, tf.TensorSpec) and x.shape.rank == 2 and x.dtype == tf.uint8:
-            lines[0] += "; as images they would need an axis of channels, x[..., None]"
-    else:
-        dtype = x.dtype if dtype is None else tf.as_dtype(dtype)
-        before = f"{'x'.join(map(str, shape))} {x.dtype.name}"
-        after = f"{'x'.join(map(str, output_shape(shape, kind)))} {dtype.name}"
-        plan = parse(kind)
-        _, comma, cutout = str(plan).partition(",")
-        operations = _DESCRIPTIONS[plan.base] + comma.replace(",", ", ") + cutout
-        lines = [f"images      {before} -> {after}: {operations}"]
+    lines = [f"example     {arrays.format_spec(data.spec)}"]
+    if data.image_shape is not None:
+        shape = list(output_shape(data.image_shape, kind))
+        dtype = tf.as_dtype(data.spec[0].dtype if dtype is None else dtype)
+        lines.append(f"images      {shape} {dtype.name}, by --augment={kind}")
     if data.num_classes:
-        plural = "es" * (data.num_classes > 1)
-        names = [repr(name) if "," in name else name for name in data.class_names]
-        lines.append(f"targets     {data.num_classes} class{plural}: {first_of(names, _SHOWN)}")
-    elif rest:
-        lines.append(f"targets     {named(rest[0])}")
-    return lines + [f"weights     {named(weights)}" for weights in rest[1:]]
+        lines.append(f"classes     {data.num_classes}: {first_of(data.class_names, _SHOWN)}")
+    return lines
 
 
 def train_images(

@@ -1,13 +1,7 @@
-"""Reads image files in folders: `--dataset=folder --data_dir=DIR`.
+"""Reads image files in folders, `--dataset=folder`; README.md has their layout.
 
-    DIR/train/CLASS/*.png    also .jpg, .jpeg, .bmp, .gif, and in folders below
-    DIR/test/CLASS/*.png     or DIR/validation or DIR/val, which beside test is a third split
-
-or DIR/CLASS/*.png alone. Without a folder for testing a tenth of the images is held out.
-
-Labels are 0, 1, ... in the order of the class names. Only the files' names are in memory (some 100
-bytes each). Images are read by Pillow when they are needed, in as many threads as there are cores.
-The order is that of `IndexedSplit`, so that a resumed run reads no earlier images.
+Labels are 0, 1, ... in the order of the class names. Only the files' names are in memory. Images
+are read by Pillow when they are needed, in as many threads as there are cores.
 """
 
 import dataclasses

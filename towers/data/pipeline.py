@@ -5,10 +5,8 @@
     for (images, labels), counted in split.eval_batches(1000): ...
 
 An example is (x,), (x, y) or (x, y, sample_weight), each a tensor or a structure of tensors in
-dicts and tuples. Training batches are endless and always full. Example number e of a run (counted
-from 0 over all epochs) is in epoch e // size, at position e % size of that epoch's order; a batch
-may span two epochs. `draws` are the random numbers of `towers.data.augment`. Evaluation is one pass
-in order; the last batch is padded with zeros that are not counted.
+dicts and tuples. Training batches are endless and always full: example number e of a run is in
+epoch e // size, at position e % size of that epoch's order, so a batch may span two epochs.
 """
 
 import abc
@@ -183,7 +181,7 @@ class ArraySplit(IndexedSplit):
                 arrays in dicts and tuples, with equal numbers of rows, stored as `stored_spec`.
         """
         example = stored(tf.nest.map_structure(np.asarray, example))
-        self.spec, self.size = spec_of(example), num_rows(example)
+        self.spec, self.size = spec_of(example), len(tf.nest.flatten(example)[0])
         with tf.device("/cpu:0"):
             self._arrays = tf.nest.map_structure(tf.constant, example)
 
@@ -194,13 +192,18 @@ class ArraySplit(IndexedSplit):
         return int(labels[row]), f"{name} y: row {row} (counted from 0)"
 
     def checked(self, name: str, num_classes: int) -> "ArraySplit":
-        """Return the split with labels below `num_classes`, unless that is 0; see `check_labels`.
+        """Return the split; raise InputError for a label that is `num_classes` or more.
 
         Args:
             name: for messages.
-            num_classes: number of classes, 0 if targets are none.
+            num_classes: number of classes, 0 if targets are none: nothing is checked.
         """
-        check_labels(name, self._arrays, num_classes)
+        labels = self._arrays[1].numpy() if num_classes else np.zeros(0)
+        if len(wrong := np.flatnonzero(labels >= num_classes)):
+            raise InputError(
+                f"{name} y: row {wrong[0]} (counted from 0) is {labels[wrong[0]]}; allowed are "
+                f"0..{num_classes - 1}"
+            )
         return self
 
     def arrays(self) -> Structure:
@@ -314,27 +317,6 @@ def is_label(y: Structure) -> bool:
     return isinstance(y, tf.TensorSpec) and y.dtype.is_integer and y.shape in ([], [1])
 
 
-def num_rows(example: Structure) -> int:
-    """Return the number of rows of arrays."""
-    return len(tf.nest.flatten(example)[0])
-
-
-def check_labels(name: str, example: Structure, num_classes: int) -> None:
-    """Raise InputError if a label is `num_classes` or more.
-
-    Args:
-        name: for messages.
-        example: arrays of (x, y, ...), y with the labels.
-        num_classes: number of classes, 0 if targets are none: nothing is checked.
-    """
-    wrong = np.flatnonzero(np.asarray(example[1]) >= num_classes) if num_classes else ()
-    if len(wrong):
-        raise InputError(
-            f"{name} y: row {wrong[0]} (counted from 0) is {example[1][wrong[0]]}; allowed are "
-            f"0..{num_classes - 1}"
-        )
-
-
 def held_out_rows(size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the remaining rows and the held-out rows, int64, in rising order.
 
@@ -348,9 +330,7 @@ def held_out_rows(size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
         InputError: there is only one row.
     """
     if size < 2:
-        raise InputError(
-            f"a part is to be held out, but there is {size} example (or batch); give 2 or more"
-        )
+        raise InputError(f"a part is to be held out, but there is {size} example; give 2 or more")
     num = min(max(1, round(size * fraction)), size - 1)
     with tf.device("/cpu:0"):
         rows, key = tf.range(size, dtype=tf.int64), tf.constant(_HELD_OUT_KEY, tf.int64)

@@ -1,16 +1,9 @@
 """Checks the user's own data and makes a data set of them: `--dataset=module:function`.
 
-The function takes no argument and returns the splits, with or without the number of classes:
-
     def load():  # in my_data.py; --dataset=my_data:load
         return (train_x, train_y), (test_x, test_y)
 
-It may also return `(train, validation, test)`, either tuple followed by the number of classes, or a
-dict `{"train": ..., "validation": ..., "test": ...}`. Without "test", a tenth of the training
-examples becomes the test set.
-
-A split is `(x, y)`, `(x, y, sample_weight)` or `(x,)` of arrays, see `towers.data.arrays`; or a
-`tf.data.Dataset` of such examples, as `(dataset, size)` if its size is unknown.
+README.md lists all forms of a result and of a split.
 """
 
 import numbers

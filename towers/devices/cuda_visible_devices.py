@@ -50,7 +50,7 @@ def set_visible(
     """
     tidy(environ)
     if options.chosen() is not None:
-        chosen = choose(options, listed_in(environ, driver), environ)
+        chosen = choose(options, visible_in(environ, driver), environ)
         environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.key for gpu in chosen) or "-1"
 
@@ -84,23 +84,10 @@ def choose(
 
 
 def visible_in(environ: Mapping[str, str], driver: Sequence[DriverGpu]) -> list[DriverGpu]:
-    """Return the GPUs that CUDA shows a process, in CUDA's order.
+    """Return the GPUs that CUDA shows a process, in CUDA's order, by CUDA's rules.
 
-    If a part of a GPU that MIG splits is among them, a process sees the first part alone.
-
-    Args:
-        environ: of the process.
-        driver: all GPUs of the machine.
-    """
-    listed = listed_in(environ, driver)
-    return [gpu for gpu in listed if gpu.index is None][:1] or listed
-
-
-def listed_in(environ: Mapping[str, str], driver: Sequence[DriverGpu]) -> list[DriverGpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES names, in its order, by CUDA's rules.
-
-    An entry is a number, the beginning of one GPU's UUID, or the UUID of a part ("MIG-..."). An
-    invalid entry hides all that follow.
+    An entry is a number, or the beginning of one GPU's UUID. Another entry hides all that follow;
+    a part of a GPU ("MIG-...") is not found.
 
     Args:
         environ: if it has no such variable, all GPUs are returned.
@@ -119,8 +106,6 @@ def listed_in(environ: Mapping[str, str], driver: Sequence[DriverGpu]) -> list[D
 
 
 def _named(entry: str, driver: Sequence[DriverGpu]) -> list[DriverGpu]:
-    if entry.startswith("MIG-"):
-        return [DriverGpu(None, uuid=entry)]
     if entry.startswith("GPU-"):
         return [gpu for gpu in driver if (gpu.uuid or "").startswith(entry)]
     return [gpu for gpu in driver if entry.isdecimal() and gpu.index == int(entry)]

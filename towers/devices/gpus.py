@@ -126,7 +126,7 @@ def logical_gpus() -> list[tf.config.PhysicalDevice]:
 def _set_before_start(asked: GpuOptions, devices: str | Sequence[str]) -> None:
     driver = nvml.gpus()
     cuda_visible_devices.tidy(os.environ)
-    choice = cuda_visible_devices.listed_in(os.environ, driver)
+    choice = cuda_visible_devices.visible_in(os.environ, driver)
     if not tf_internals.has_listed_devices():
         cuda_visible_devices.set_visible(asked, driver, os.environ)
     visible = visible_gpus(driver)
@@ -306,18 +306,16 @@ def visible_gpus(driver: Sequence[DriverGpu]) -> list[DriverGpu]:
 def driver_gpus(gpus: Sequence[tf.config.PhysicalDevice]) -> list[DriverGpu | None]:
     """Return the driver's view of each of TensorFlow's GPUs."""
     everything = tf.config.list_physical_devices("GPU")
-    seen = _match(everything, visible_gpus(nvml.gpus()))
+    visible = visible_gpus(nvml.gpus())
+    seen = cuda_visible_devices.match(_names_and_capabilities(everything), visible)
     return [seen[everything.index(gpu)] for gpu in gpus]
 
 
 def missing_gpus(visible: Sequence[DriverGpu]) -> list[DriverGpu]:
     """Return the driver's GPUs that TensorFlow does not list."""
-    matched = _match(tf.config.list_physical_devices("GPU"), visible)
+    listed = _names_and_capabilities(tf.config.list_physical_devices("GPU"))
+    matched = cuda_visible_devices.match(listed, visible)
     return [gpu for gpu in visible if gpu not in matched]
-
-
-def _match(gpus: Sequence[tf.config.PhysicalDevice], visible: Sequence[DriverGpu]) -> list:
-    return cuda_visible_devices.match(_names_and_capabilities(gpus), visible)
 
 
 def _names_and_capabilities(

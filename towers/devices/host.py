@@ -4,9 +4,7 @@ import importlib.metadata
 import os
 import platform
 import re
-import shlex
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import keras
@@ -22,7 +20,6 @@ _ENVIRONMENT = re.compile(
     "|LD_(LIBRARY_PATH|PRELOAD)|PYTHON(HASHSEED|OPTIMIZE|PATH)"
 )
 _SECRET = "(?i:token|secret|passw|api_?-?key|credential)"
-_SECRET_OPTION = re.compile(f"-[^=]*{_SECRET}[^=]*")
 
 
 def versions() -> dict[str, str | None]:
@@ -53,17 +50,3 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that may change results, without secrets."""
     names = filter(_ENVIRONMENT.fullmatch, sorted(environ))
     return {name: environ[name] for name in names if not re.search(_SECRET, name)}
-
-
-def command(argv: Sequence[str] | None = None) -> str:
-    """Return a command line, by default this process', quoted for a shell; secrets are `***`."""
-    argv = sys.orig_argv if argv is None else argv
-    shown: list[str] = []
-    for before, word in zip(["", *argv], argv, strict=False):
-        name, equals, _ = word.partition("=")
-        if equals and _SECRET_OPTION.fullmatch(name):
-            word = f"{name}=***"
-        elif _SECRET_OPTION.fullmatch(before) and not word.startswith("-"):
-            word = "***"
-        shown.append(word)
-    return shlex.join(shown)

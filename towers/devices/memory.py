@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 MIB = 2**20
-_STATUS = "/proc/self/status"
 
 
 def of_device(device: str) -> tuple[float, float] | None:
@@ -19,8 +18,10 @@ def of_device(device: str) -> tuple[float, float] | None:
     if machine_of(device):
         return None
     if "gpu" not in device.lower():
-        status = Path(_STATUS).read_text("ascii")
-        return _mib("VmRSS", status), _mib("VmHWM", status)
+        status = Path("/proc/self/status").read_text("ascii")
+        kib = (re.search(rf"{name}:\s*(\d+)", status)[1] for name in ("VmRSS", "VmHWM"))
+        now, peak = (int(value) / 2**10 for value in kib)
+        return now, peak
     try:
         info = tf.config.experimental.get_memory_info(device)
     except ValueError:  # a missing curve must not end a run
@@ -34,14 +35,4 @@ def peak_mib() -> float:
     `ru_maxrss` of a new program starts at the memory of the process that started it; VmHWM is the
     program's own.
     """
-    return _mib("VmHWM", Path(_STATUS).read_text("ascii"))
-
-
-def in_words(num_bytes: float) -> str:
-    """Return a number of bytes as "1.5 GiB", in MiB, GiB, TiB or PiB."""
-    power = next((p for p in (50, 40, 30) if num_bytes >= 2**p), 20)
-    return f"{num_bytes / 2**power:.1f} {'MGTP'[power // 10 - 2]}iB"
-
-
-def _mib(name: str, status: str) -> float:
-    return int(re.search(rf"{name}:\s*(\d+)", status)[1]) / 2**10
+    return of_device("/cpu:0")[1]

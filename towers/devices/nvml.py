@@ -1,7 +1,6 @@
 """Reads the driver's view of the GPUs by NVML; without a driver there are none.
 
-GPUs are numbered in PCI bus order, as in nvidia-smi. Values that the driver does not report, as for
-a laptop or a virtual GPU, are None.
+GPUs are numbered in PCI bus order, as in nvidia-smi. What the driver does not report is None.
 """
 
 import dataclasses
@@ -17,10 +16,10 @@ _ERRORS = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
 
 @dataclasses.dataclass(frozen=True)
 class DriverGpu:
-    """One GPU as the driver sees it; of a part of a GPU that MIG splits only the UUID is known."""
+    """One GPU as the driver sees it."""
 
-    index: int | None  # in PCI bus order, from 0; of a part None
-    uuid: str | None = None  # "GPU-..."; of a part "MIG-..."
+    index: int | None  # in PCI bus order, from 0
+    uuid: str | None = None  # "GPU-..."
     pci_bus_id: str | None = None  # "00000000:65:00.0"
     name: str | None = None  # of the product
     compute_capability: tuple[int, int] | None = None
@@ -35,8 +34,8 @@ class DriverGpu:
 
     @property
     def key(self) -> str:
-        """The name in CUDA_VISIBLE_DEVICES and --visible_gpus: "0", of a part "MIG-..."."""
-        return self.uuid if self.index is None else str(self.index)
+        """The name in CUDA_VISIBLE_DEVICES and --visible_gpus: "0"."""
+        return str(self.index)
 
     @property
     def full(self) -> bool:

@@ -3,8 +3,7 @@
     placement = read_placement(train_loop, batches, tf.constant(0))     # no step is made
     placement.misplaced(["/cpu:0", "/cpu:1"])                           # []
 
-`op.device` of a traced function is only a request: soft placement and colocation change it. This
-module reads the graph after TensorFlow's placer, optimizer and partitioner.
+`op.device` of a traced function is only a request: soft placement and colocation change it.
 """
 
 import dataclasses

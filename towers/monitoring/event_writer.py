@@ -1,14 +1,11 @@
-"""Writes event files, one event for each point, and reads them as TensorBoard does.
+"""Writes event files, one event for each point.
 
     writer = EventWriter(train_dir, first_step=0)
     writer.write_scalars("train", 1000, {"loss/total": 0.5, "tower_0/loss": 0.25})
-    read_scalars(train_dir / "train")               # {1000: {"loss/total": 0.5}}
 
-TensorBoard gives each run, that is each folder, a color and a name. So every tower is a
-run, and one chart shows them all: tower_0/loss is tower/loss of the run train/tower_0.
-
-A process that continues a run begins files of its own. Each begins with SessionLog.START and a
-step: TensorBoard then drops the events of older files from that step on, which are written again.
+Every tower is a run of its own, with a color and a name: tower_0/loss is tower/loss of the run
+train/tower_0. A process that continues a run begins new files with SessionLog.START and a step:
+TensorBoard drops the events of older files from that step on, which are written again.
 """
 
 import dataclasses
@@ -128,17 +125,3 @@ def append(path: Path, *events: Event) -> None:
         writer = RecordWriter(file)
         for event in events:
             writer.write(event.SerializeToString())
-
-
-def read_scalars(folder: Path) -> dict[int, dict[str, float]]:
-    """Return {step: {tag: value}} of a folder's scalars, as TensorBoard shows them."""
-    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-
-    accumulator = EventAccumulator(str(folder), {SCALARS: 0})
-    if folder.is_dir():
-        accumulator.Reload()
-    points: dict[int, dict[str, float]] = {}
-    for tag in accumulator.Tags()[SCALARS]:
-        for event in accumulator.Scalars(tag):
-            points.setdefault(event.step, {})[tag] = event.value
-    return dict(sorted(points.items()))

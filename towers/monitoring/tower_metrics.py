@@ -109,68 +109,31 @@ class GpuIdleBarrier:
 
 
 def measure(
-    start: tf.Tensor,
-    gradients: TowerGradients,
-    loss: tf.Tensor,
+    gradients: TowerGradients | None,
     builder: TowerBuilder,
     measured: tf.Tensor,
+    scale: Any = 1.0,
+    start: tf.Tensor | None = None,
+    loss: tf.Tensor | None = None,
 ) -> dict[str, tf.Tensor]:
     """Return the seconds of a step up to its gathered gradients, and its towers' losses and norms.
 
     Args:
-        start: time before which no tower starts, in seconds.
-        gradients: the towers' parts of the mean loss's gradient, and their sums of losses.
-        loss: the gathered loss.
+        gradients: the towers' parts of the loss's gradient; None if they are unknown.
         builder: builder of the towers.
         measured: bool scalar: whether the step is measured; else norms are 0, and on GPUs all is.
+        scale: scale of the loss.
+        start: time before which no tower starts, in seconds, if towers have losses of their own;
+            else the passes forward and backward are timed one by one.
+        loss: the gathered loss, if towers have losses of their own.
 
     Returns:
         For each tower, [towers], 0 without examples: "tower_seconds" (from the batch to its
-        gradients), "tower_examples", "tower_loss" (mean over its examples), "tower_gradient_norm"
-        (of the mean over its examples).
+        gradients), "tower_examples", "tower_loss" (mean over its examples, NaN if towers have no
+        loss), "tower_gradient_norm" (of the mean over its examples).
         Scalars: "compute_seconds" (until the last tower has its gradients), "gather_seconds" (from
         then on: most of the gather runs while towers compute), "data_gradient_norm" (of the
         gathered gradient).
-    """
-
-    def compute(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
-        parts = zip(gradients.losses, gradients.of_towers, builder.devices, strict=False)
-        ends = [_end_time((own_loss, own), device) for own_loss, own, device in parts]
-        gathered = time_after((gradients.gathered, ends))
-        norms = _norms(gradients, builder, measured, 1.0)
-        with tf.device(HOST):
-            own_seconds = tf.stack(ends) - start
-            compute_seconds = tf.reduce_max(own_seconds)
-            counts = tf.cast(tf.stack(gradients.counts), tf.float32)
-            with tf.control_dependencies([loss]):  # as in `_squares`
-                losses = tf.cast(tf.stack(gradients.losses), tf.float32)
-            of_towers = {
-                "tower_seconds": own_seconds,
-                "tower_examples": counts,
-                "tower_loss": tf.math.divide_no_nan(losses, counts),
-            }
-            return {
-                **_pad(of_towers, builder),
-                **norms,
-                "compute_seconds": compute_seconds,
-                "gather_seconds": gathered - start - compute_seconds,
-            }
-
-    return _if_measured(compute, measured, builder)
-
-
-def measure_joined(
-    gradients: TowerGradients | None, builder: TowerBuilder, measured: tf.Tensor, scale: Any
-) -> dict[str, tf.Tensor]:
-    """Return the keys of `measure` where one loss is computed from the outputs of all towers.
-
-    Towers have no loss of their own then, and "tower_seconds" are those of forward and backward.
-
-    Args:
-        gradients: the towers' parts of the loss's gradient; None if they are unknown.
-        builder: builder of the towers.
-        measured: see `measure`.
-        scale: scale of the loss.
     """
     num_towers = len(builder.devices)
     shapes = measured_shapes(num_towers) | timed_shapes(num_towers)
@@ -181,21 +144,33 @@ def measure_joined(
     with tf.device(HOST):
         examples = tf.cast(tf.stack(gradients.counts), tf.float32)
 
+    def end_times(of_towers: Any) -> list[tf.Tensor]:
+        return [_end_time(*pair) for pair in zip(of_towers, builder.devices, strict=False)]
+
     def compute(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
+        found = {}
+        if start is None:
+            with tf.device(HOST):
+                seconds = tf.zeros_like(examples, tf.float64)
+            for before, after in gradients.phases:
+                begun, ends = time_after(before), end_times(after)
+                with tf.device(HOST):
+                    # Nothing waits for this clock, so it may be read too late.
+                    seconds += tf.maximum(tf.stack(ends) - begun, 0.0)
+        else:
+            ends = end_times(zip(gradients.losses, gradients.of_towers, strict=True))
+            gathered = time_after((gradients.gathered, ends))
+            with tf.device(HOST):
+                seconds = tf.stack(ends) - start
+                found["gather_seconds"] = gathered - start - tf.reduce_max(seconds)
+                with tf.control_dependencies([loss]):  # as in `_squares`
+                    losses = tf.cast(tf.stack(gradients.losses), tf.float32)
+                found |= _pad({"tower_loss": tf.math.divide_no_nan(losses, examples)}, builder)
         norms = _norms(gradients, builder, measured, scale)
         with tf.device(HOST):
-            seconds = tf.zeros_like(examples, tf.float64)
-        for before, after in gradients.phases:
-            start = time_after(before)
-            pairs = zip(after, builder.devices, strict=False)
-            ends = [_end_time(of_tower, device) for of_tower, device in pairs]
-            with tf.device(HOST):
-                # Nothing waits for this clock, so it may be read too late.
-                seconds += tf.maximum(tf.stack(ends) - start, 0.0)
-        with tf.device(HOST):
-            seconds = tf.cast(seconds, tf.float32)
-            times = {"compute_seconds": tf.reduce_max(seconds)}
-            return norms | times | _pad({"tower_seconds": seconds}, builder)
+            times = {"tower_seconds": seconds, "compute_seconds": tf.reduce_max(seconds)}
+            found |= {name: tf.cast(value, tf.float32) for name, value in times.items()}
+            return norms | found | _pad({"tower_seconds": found["tower_seconds"]}, builder)
 
     with tf.device(HOST):
         known = _pad({"tower_examples": examples}, builder)

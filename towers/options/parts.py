@@ -206,8 +206,8 @@ class GpuOptions:
     """Which GPUs a process uses, and how. The fields are flags of the same name."""
 
     visible_gpus: str = _gpus(
-        "", "GPUs to use, by the driver's numbers in PCI bus order: 0,2; or by name: GPU-... or "
-        "MIG-...; none for no GPU. The rest is hidden. Default: what CUDA_VISIBLE_DEVICES leaves.",
+        "", "GPUs to use, by the driver's numbers in PCI bus order: 0,2; or by name: GPU-...; "
+        "none for no GPU. The rest is hidden. Default: what CUDA_VISIBLE_DEVICES leaves.",
     )  # fmt: skip
     per_process_gpu_memory_fraction: float = _gpus(
         0.0, "Part of each visible GPU's total memory to take; 0: all that is free.", maximum=1,
@@ -243,7 +243,7 @@ class GpuOptions:
         if self.visible_gpus.lower() == "none":
             return []
         entries = [entry.strip() for entry in self.visible_gpus.split(",")]
-        if not all(re.fullmatch(r"\d+|GPU-[\w-]+|MIG-[\w/-]+", e, re.ASCII) for e in entries):
+        if not all(re.fullmatch(r"\d+|GPU-[\w-]+", e, re.ASCII) for e in entries):
             raise InputError(
                 f"--visible_gpus={self.visible_gpus}: numbers of GPUs are needed, as "
                 "--visible_gpus=0,2, names as nvidia-smi -L shows them, or --visible_gpus=none"

@@ -1,14 +1,9 @@
 """The lock file by which a program takes a worker, and the worker's description beside it.
 
-Both are JSON files in the folder of the worker's server. A program reads and writes them with
-TensorFlow's file ops in a session on the server, each call of which has a time limit:
-
-    worker.json   written by the worker: a `WorkerInfo`
-    lock          written by the program that has the worker, as a heartbeat: a `Lock`
-
-The worker's supervisor looks at the lock. The first program that writes one has the worker until it
-releases it, or until its heartbeat stops. Then a new server with an empty folder replaces the old
-one.
+Both are JSON files in the folder of the worker's server: worker.json, a `WorkerInfo`, and lock, a
+`Lock` that the program writes again and again as a heartbeat. A program reads and writes them with
+TensorFlow's file ops in a session on the server, each call of which has a time limit. The first
+program that writes a lock has the worker until it releases it, or until its heartbeat stops.
 """
 
 import contextlib

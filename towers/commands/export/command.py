@@ -1,10 +1,7 @@
 """`towers export`: writes a run's model to a file, and checks it by loading it again."""
 
-import contextlib
-import io
 import math
 import os
-import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +13,12 @@ import tensorflow as tf
 from keras import ops
 
 from towers import tf_internals
-from towers.commands.export.options import ENDINGS, ExportOptions
+from towers.commands.export.options import ExportOptions
 from towers.data import augment
 from towers.errors import InputError, RunError
-from towers.formatting import first_line, first_of
+from towers.formatting import first_line
 from towers.options.functions import SHIPPED
-from towers.training.load import Classes, TrainedModel, load_run
+from towers.training.load import TrainedModel, load_run
 from towers.training.step.keras_model import floatx_of
 
 _NUM_COMPARED = 4  # examples
@@ -37,25 +34,22 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
     """Write a run's model to a file, load it, and compare the outputs of both; see `flags.Verb`.
 
     Returns:
-        {"passed", "output", "format", "step", "averages", "max_relative_difference"}.
+        {"passed", "output", "step", "averages", "max_relative_difference"}.
     """
     output = _output(options)
     trained = load_run(options.run, averages=options.averages)
     examples = _random_examples(trained.spec()[0])
     expected = _arrays(trained.model(trained.inputs(examples), training=False))
-    classes = Classes.of(trained)  # the model loses its loss
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=output.parent) as folder:
-            path = Path(folder, f"model{ENDINGS[options.format]}")
-            outputs = _WRITE[options.format](trained, path, examples)
+            path = Path(folder, "model.keras")
+            outputs = _saved_and_loaded(trained, path, examples)
             difference = max(
                 float(np.max(np.abs(a - b), initial=0) / max(np.max(np.abs(a), initial=0), 1e-30))
                 for a, b in zip(expected, outputs, strict=True)
             )
             passed = difference <= _TOLERANCE.get(options.run.dtype, _TOLERANCE_OF_HALF)
-            if passed and output.is_dir():
-                os.replace(output, path.with_name("old"))  # which goes with the temporary folder
             if passed:
                 os.replace(path, output)
     except OSError as error:
@@ -64,7 +58,7 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
     if passed:
         kind = "averages" if trained.averaged else "weights"
         say(f"exported    {output}: the {kind} of {options.run.train_dir} at step {trained.step}")
-        for line in _how_to_load(options, trained, classes):
+        for line in _to_import(options.run.train_dir, trained.model):
             say(line)
         say(f"compared    loaded again, {compared}")
     else:
@@ -75,7 +69,6 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
     return {
         "passed": passed,
         "output": str(output),
-        "format": options.format,
         "step": trained.step,
         "averages": trained.averaged,
         "max_relative_difference": difference,
@@ -130,10 +123,8 @@ def _arrays(outputs: Any) -> list[np.ndarray]:
     return [np.asarray(output, np.float64) for output in tf.nest.flatten(outputs)]
 
 
-# Each format: write the file, load it again, return its outputs.
-
-
-def _keras(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarray]:
+def _saved_and_loaded(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarray]:
+    """Write the file, load it again, and return its outputs."""
     model = _raw_model(trained)
     try:
         model.save(path)
@@ -144,58 +135,30 @@ def _keras(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarr
         while error.__context__:
             error = error.__context__
         raise InputError(
-            f"--format=keras: Keras cannot load the file again: {first_line(error, 200)}; give "
-            "layers of your own get_config and @keras.saving.register_keras_serializable(), or "
-            "type --format=saved_model"
+            f"Keras cannot load the file again: {first_line(error, 200)}; give layers of your own "
+            "get_config and @keras.saving.register_keras_serializable(), or write a SavedModel by "
+            f"towers.load({trained.options.train_dir!r}).export(FOLDER)"
         ) from None
     return _arrays(loaded(examples, training=False))
 
 
-def _saved_model(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarray]:
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints a page about endpoints
-        _raw_model(trained).export(path, verbose=False)
-    loaded = tf.saved_model.load(str(path))  # the name keeps its variables alive
-    return _arrays(loaded.serve(examples))
-
-
-_WRITE = {"keras": _keras, "saved_model": _saved_model}
-
-
-def _how_to_load(
-    options: ExportOptions, trained: TrainedModel, classes: Classes | None
-) -> list[str]:
-    """Return what the file takes and gives, and what is to be imported before it is loaded."""
-    spec, lines = trained.spec()[0], []
-    if trained.task["image_shape"]:
-        size, augmented = "x".join(map(str, spec.shape)), trained.task["augment"]
-        lines.append(
-            f"takes       images {size} {spec.dtype.name}, as stored (--augment={augmented})"
-        )
-    if classes:
-        kind = "logits" if classes.logits else "probabilities"
-        lines.append(f"gives       {kind} of {first_of(classes.names)}")
-    modules = {type(layer).__module__ for layer in tf_internals.layers_of(trained.model)}
+def _to_import(train_dir: str, model: keras.Model) -> list[str]:
+    """Return a line on what must be imported before the file is loaded, if anything must."""
+    modules = {type(layer).__module__ for layer in tf_internals.layers_of(model)}
     imports = sorted(name for name in modules if name.split(".")[0] != "keras")
-    if options.format == "keras" and imports:
-        line = f"import      {', '.join(imports)} before loading it: its layers are there"
-        if any(name.startswith(f"{SHIPPED}.") for name in imports):  # models of towers' own
-            line = f"call        towers.load({options.run.train_dir!r}) first: its layers are there"
-        lines.append(line)
-    return lines
+    if not imports:
+        return []
+    if any(name.startswith(f"{SHIPPED}.") for name in imports):  # models of towers' own
+        return [f"call        towers.load({train_dir!r}) first: its layers are there"]
+    return [f"import      {', '.join(imports)} before loading it: its layers are there"]
 
 
 def _output(options: ExportOptions) -> Path:
     """Return the path to write; raise InputError if what is there is to be kept."""
-    name = f"model{ENDINGS[options.format]}" if ENDINGS[options.format] else options.format
-    path = Path(options.output or Path(options.run.train_dir, name)).expanduser()
-    if options.format == "saved_model" and re.search(r"[*?[\\]", str(path.absolute())):
-        raise InputError(f"--output={path}: TensorFlow loads no SavedModel from a path with *?[\\")
-    if path.exists() and not options.overwrite:
+    path = Path(options.output or Path(options.run.train_dir, "model.keras")).expanduser()
+    if path.is_dir() or (path.exists() and not options.overwrite):
         raise InputError(
-            f"--output={path} is there already: type --overwrite to replace it, or name another "
-            "with --output"
+            f"--output={path} is there already: type --overwrite to replace a file, or name "
+            "another with --output"
         )
-    is_saved_model = (path / "saved_model.pb").exists()
-    if path.exists() and is_saved_model != (options.format == "saved_model"):
-        raise InputError(f"--output={path} is no {options.format} and is not replaced")
     return path

@@ -19,7 +19,7 @@ from towers.builder.tower import TowerBuilder
 from towers.commands.predict import inputs
 from towers.commands.predict.inputs import InputFile
 from towers.commands.predict.options import PredictOptions
-from towers.formatting import count, first_of
+from towers.formatting import count
 from towers.training.load import Classes, TrainedModel, load_run
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import tower_devices
@@ -44,8 +44,6 @@ def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
     num = sum(part.size for part in parts)
     for line in devices.report(builder.devices):
         say(line)
-    if notes := [f"{part.file}: {part.note}" for part in parts if part.note]:
-        say(f"note: {first_of(notes, 3)}")
     kind = "averages" if trained.averaged else "weights"
     towers = count(len(builder.devices), "tower")
     say(f"step {trained.step}, {kind}, {count(num, 'example')}, {towers}")

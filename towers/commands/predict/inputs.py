@@ -22,7 +22,6 @@ class InputFile(NamedTuple):
     file: str
     size: int
     read: Callable[[int], np.ndarray]
-    note: str = ""  # on an image that was resized
 
 
 def find(names: Sequence[str], trained: TrainedModel) -> list[InputFile]:
@@ -59,10 +58,9 @@ def _part(path: str, trained: TrainedModel) -> InputFile:
         channels = (trained.task["image_shape"] or [0])[-1]
         if channels not in (1, 3, 4) or spec.dtype != tf.uint8:
             raise InputError(f"{path} is an image; name a .npy file: {takes}")
-        size, found = tuple(spec.shape[:2]), read_image(path, channels=channels).shape[:2]
-        resized = not trained.options.image_size and size != found
-        note = "{}x{} resized to {}x{}".format(*found, *size) if resized else ""
-        return InputFile(path, 1, lambda _: read_image(path, size, channels), note)
+        size = tuple(spec.shape[:2])
+        read_image(path, size, channels)
+        return InputFile(path, 1, lambda _: read_image(path, size, channels))
     if ending == ".npz":
         arrays = npz.read(path, path)
         array = arrays.get("x", arrays.get("x_test"))

@@ -130,7 +130,7 @@ class TowerBoard(keras.callbacks.Callback):
         self._graph = tf.compat.v1.get_default_graph()
         with tf.name_scope("telemetry"):
             measured = self._measured.read_value()
-            values = tower_metrics.measure_joined(gradients, self._builder, measured, scale)
+            values = tower_metrics.measure(gradients, self._builder, measured, scale)
             with tf.device("/cpu:0"):
                 self._seen.assign(tf.stack([values[name] for name in _OF_TOWERS]))
                 num_examples = tf.reduce_sum(values["tower_examples"])

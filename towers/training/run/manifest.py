@@ -2,7 +2,7 @@
 
     format           1
     time, step       of the start, UTC; step 0, unless the manifest was lost
-    command, folder  what was typed, and where
+    folder           where the command was typed
     flags            in force, by name
     versions         of Python, packages, the CUDA build and the driver, and the processor's name
     code             {"model": sha256 of the model function's file, null without a file}
@@ -58,7 +58,6 @@ def extended(run: RunContext, recorded: Mapping[str, Any]) -> tuple[dict[str, An
     now = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
         "step": run.steps_done(),
-        "command": host.command(),
         "folder": str(Path.cwd()),
         "flags": dataclasses.asdict(run.options),
         "versions": host.versions() | {"processor": host.processor()},

@@ -106,7 +106,7 @@ def out_of_memory(text: str) -> str | None:
     device = short_device_name(named[1]) if named else "a device"
     where = f"tower {tower[1]} on {device}, in layer {layer_of(tower[0])}" if tower else device
     limit = tf_internals.device_memory_bytes().get(new_name(device)) if named else None
-    may_take = f"; it may take {memory.in_words(limit)}" if limit else ""
+    may_take = f"; it may take {limit / memory.MIB:.0f} MiB" if limit else ""
     return (
         f"out of memory: {where}: {first_line(RunError(text))}{may_take}; type a lower "
         "--batch_size, or more --accumulate_steps for the same update"

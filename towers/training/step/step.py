@@ -242,7 +242,7 @@ class Task:
                 if measured is not None:
                     with tf.name_scope("telemetry"):
                         seen = tower_metrics.measure(
-                            *start, passes.gradients, loss, builder, measured
+                            passes.gradients, builder, measured, 1.0, *start, loss
                         )
                 with tf.device(builder.gather_device), tf.name_scope("update"):
                     rates = list(map(rate_of, train_state.replicas))
@@ -336,7 +336,7 @@ class Task:
                     gradients = TowerGradients.of_one_tower(example, rule.gradients)
                 if measured is not None:
                     with tf.name_scope("telemetry"):
-                        seen = tower_metrics.measure_joined(gradients, builder, measured, scale)
+                        seen = tower_metrics.measure(gradients, builder, measured, scale)
                 known = {id(variable) for variable, _ in before}
                 before += [pair for pair in passes.before.values() if id(pair[0]) not in known]
                 names = "loss", *(name for name in logs if "loss" in name), *logs
