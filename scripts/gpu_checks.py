@@ -517,9 +517,9 @@ def second_gpu() -> Iterator[Any]:
 ON_ONE = (
     Question(
         "Do common ops run, and how long does the first call of each take?",
-        Check("1 kernels", 105, kernels),
+        Check("1 kernels", 60, kernels),
     ),
-    Question("Does towers doctor say the same?", Check("2 doctor", 35, doctor)),
+    Question("Does towers doctor say the same?", Check("2 doctor", 25, doctor)),
     Question(
         "Does the CNN train, with the kernels and copies that count_step.py counts?",
         Check("3 CNN: train", 30, cnn),
@@ -536,8 +536,8 @@ ON_ONE = (
         "How many times the weights is the peak memory of a step?",
         *itertools.starmap(peak, [("plain", 3.5), ("fit", 3.5), ("train", 4.5)]),
     ),
-    Question("Does fit train after it ran out of memory?", out_of_memory("8 fit", 30)),
-    Question("Do two virtual GPUs compute what one computes?", verify("9 verify", 45)),
+    Question("Does fit train after it ran out of memory?", out_of_memory("8 fit", 50)),
+    Question("Do two virtual GPUs compute what one computes?", verify("9 verify", 90)),
     Question("Do two runs have the same bits?", Check("10 deterministic", 40, deterministic)),
     Question(
         "Does nvidia-smi show the memory that was asked for?",

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.fake_gpus import A100, FULL, H100, SMALL
+from tests.fake_gpus import A100, FULL, H100, RTX5090, SMALL
 from towers.commands.doctor import command as doctor
 from towers.devices import self_test
 from towers.options.run import Options
@@ -61,9 +61,9 @@ def test_a_driver_too_old_for_a_gpu_is_told_by_number(install, probe):
     assert "--visible_gpus=0" in found["GPUs"].remedy
     install(A100, H100, driver="550.54.14")
     assert not problems(checks(visible_gpus="0").values())
-    install(A100, H100)
+    install(A100, RTX5090, driver="570.86.10")
     found = checks()
-    assert not problems(found.values()) and "GPU 1 (NVIDIA H100)" in found["kernels"].detail
+    assert not problems(found.values()) and "RTX 5090" in found["kernels"].detail
 
 
 def test_gpus_are_those_of_the_driver_and_are_read_back(install, probe):

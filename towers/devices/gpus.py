@@ -170,9 +170,13 @@ def _check_own_parts(
 
 
 def _check_driver(gpus: Sequence[DriverGpu | None], choice: Sequence[DriverGpu]) -> None:
-    """Raise InputError for a GPU whose kernels the driver must compile, if it is too old for it."""
+    """Raise InputError for a GPU whose kernels the driver must compile, if it is too old for it.
+
+    For 9.0 TensorFlow 2.21 has machine code of most kernels, and PTX of the elementwise ones.
+    """
     version, cuda, needed = nvml.driver_version(), nvml.cuda_version(), {}
-    for gpu in _compiling(choice) if version else ():
+    with_ptx = [gpu for gpu in choice if (gpu.compute_capability or (0, 0)) >= (9, 0)]
+    for gpu in with_ptx if version else ():
         new = gpu.compute_capability >= (10, 0)
         driver, least_cuda = (570, (12, 8)) if new else (555, (12, 5))
         if int(version.partition(".")[0]) < driver and cuda < least_cuda:

@@ -37,9 +37,10 @@ def compiling(
 
     Args:
         gpus: any.
-        built_for: "sm_80" for machine code of 8.0, "compute_90" for PTX, which is compiled.
+        built_for: "sm_80" for machine code of 8.0, "compute_90" for that of 9.0 and for PTX, which
+            is compiled for newer GPUs.
     """
-    codes = [divmod(int(re.sub(r"\D", "", name)), 10) for name in built_for if "sm_" in name]
+    codes = [divmod(int(re.sub(r"\D", "", name)), 10) for name in built_for]
 
     def is_newer(gpu: nvml.DriverGpu) -> bool:
         major, minor = gpu.compute_capability
