@@ -431,7 +431,7 @@ def memory_option(name: str, allocator: str = "", **options: Any) -> Check:
         # CUDA itself takes some hundred MiB.
         expect(limit <= taken <= limit + 2048, f"{taken} MiB are taken, {limit} were asked for")
 
-    return Check(f"11 {name}", 12, run)
+    return Check(f"11 {name}", 10, run)
 
 
 def many_rows() -> Iterator[Any]:
