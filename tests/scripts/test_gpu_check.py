@@ -57,8 +57,8 @@ def test_a_check_that_hangs_dies_or_raises_costs_the_others_nothing(
     checks = [Check(f"1 {name}", 2 if name == "hangs" else 20, None) for name in WAYS_TO_END]
     monkeypatch.setattr(gpu_check, "ON_ONE", (Question("What happens?", *checks),))
     monkeypatch.setattr(gpu_check, "LAST_WORDS_SECONDS", 0.5)
-    hopper = nvml.DriverGpu(0, name="H100", compute_capability=(9, 0))
-    monkeypatch.setattr(gpu_check.nvml, "gpus", lambda: [hopper])
+    new = nvml.DriverGpu(0, name="RTX 5090", compute_capability=(12, 0))
+    monkeypatch.setattr(gpu_check.nvml, "gpus", lambda: [new])
     asked = []
 
     def command_of(check, folder):
