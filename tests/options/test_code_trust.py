@@ -114,17 +114,9 @@ def test_from_python(folder, monkeypatch):
             towers.load("run", **more)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda text: text.replace("--seed=0", "--seed=1"),
-        lambda text: text + "--model=os:system\n",
-        lambda text: text.rpartition(": ")[0] + ": " + "0" * 64 + "\n",
-    ],
-)
-def test_a_run_that_was_changed_is_foreign(damage):
+def test_a_run_that_was_changed_is_foreign():
     path = make_run("run", model="mine:build") / "flags.cfg"
-    path.write_text(damage(path.read_text()))
+    path.write_text(path.read_text().replace("--seed=0", "--seed=1"))
     assert "or was changed" in refusal("evaluate", ["--train_dir=run"])
 
 

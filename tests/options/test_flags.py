@@ -134,18 +134,6 @@ def test_num_gpus_names_no_cpus_in_a_call_either():
 # ---------------------------------------------------------------------------- Flagfiles
 
 
-def test_flagfiles_nest_count_where_they_stand_and_take_comments_and_blank_lines(folder):
-    (folder / "inner.cfg").write_text("--batch_size=1\n--max_steps=1\n--seed=1\n")
-    (folder / "outer.cfg").write_text(
-        "# a comment\n\n   \n// another\n--max_steps=2\n"
-        "--flagfile=inner.cfg\n  --seed=2  \r\n--overwrite\n--train_dir=a b"
-    )
-    values = dict(batch_size=1, max_steps=1, seed=2, overwrite=True, train_dir="a b", num_towers=4)
-    values["devices"] = "gpu"
-    given = ["--batch_size=3", "--num_gpus=2", "--flagfile=outer.cfg", "--num_gpus=4"]
-    assert flags.parse(given) == Options(**values)
-
-
 WORKERS = {"verify": "a:1", "benchmark": ""}  # of the run's, those that are used
 
 
