@@ -119,6 +119,14 @@ def test_the_pattern_is_read_without_the_rest_of_the_house():
     assert outside == {"errors", "formatting", "tf_internals"}
 
 
+def test_the_step_is_read_without_the_set_up():
+    found = reachable("training.step.step", internal_edges())
+    assert not [
+        module for module in found if module.startswith(("options", "data", "training.run"))
+    ]
+    assert len(found) <= 26, sorted(found)
+
+
 def test_modules_that_programs_in_strings_import_are_there():
     """No other test sees some of those: they are run by hand."""
     paths = [path for top in ("scripts", "tests") for path in (ROOT / top).rglob("*.py")]

@@ -965,3 +965,11 @@ def floatx_set(dtype: str) -> Iterator[None]:
     make = floatx("float32")  # a decorator, too
     with replaced((DataLayer, "__call__", make)), floatx(dtype):
         yield
+
+
+@contextlib.contextmanager
+def floatx_of(dtype: str) -> Iterator[None]:
+    """Make float64 Keras' default type, if `dtype` is float64, where layers are built or called."""
+    keras.config.dtype_policy()  # if none is set, Keras takes it from floatx and keeps it
+    with floatx_set(dtype) if dtype == "float64" else contextlib.nullcontext():
+        yield

@@ -32,8 +32,7 @@ from towers.commands.verify.runner import (
 )
 from towers.errors import InputError
 from towers.training.run.process_state import preserve_rng
-from towers.training.step.keras_model import overrides
-from towers.training.step.train_state import optimizers_of, restore_after
+from towers.training.step.train_state import optimizers_of, overrides, restore_after
 
 
 @preserve_rng()

@@ -19,8 +19,8 @@ from towers.training.parallelize import parallelize
 from towers.training.run.setup import RunContext
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step import train_state
-from towers.training.step.keras_model import methods_set_on
 from towers.training.step.on_towers import builder_of, traced, unparallelize
+from towers.training.step.train_state import methods_set_on
 
 Arrays = dict[str, np.ndarray]
 

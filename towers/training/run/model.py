@@ -17,9 +17,10 @@ from towers.errors import InputError
 from towers.formatting import first_line
 from towers.options.functions import PREFIX, call_without_arguments, load_function
 from towers.options.run import OF_COMPILED, Options
-from towers.tf_internals import force_float64
+from towers.tf_internals import floatx_of, force_float64
 from towers.training.run.optimizers import DECAY_APART, checked, is_decayed, make_optimizer
-from towers.training.step.keras_model import check_rows, floatx_of, overrides
+from towers.training.step.evaluation import check_rows
+from towers.training.step.train_state import overrides
 
 
 def build_model(

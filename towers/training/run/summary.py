@@ -11,8 +11,8 @@ from towers.options.parts import UpdateOptions
 from towers.training.run import loss_checks
 from towers.training.run.optimizers import CLIPS, DECAY_APART
 from towers.training.run.setup import RunContext
-from towers.training.step.keras_model import overrides
 from towers.training.step.step import Task
+from towers.training.step.train_state import overrides
 
 
 def run_summary(run: RunContext) -> list[str]:

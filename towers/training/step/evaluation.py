@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from towers.builder.replica_context import integers_on
+from towers.errors import InputError
 from towers.training.step.on_towers import traced
 from towers.training.step.train_state import copy_beside
 
@@ -124,3 +125,31 @@ def _leaves(logs: Mapping, before: str = "") -> Iterator[tuple[str, tf.Tensor]]:
             yield from _leaves(value, f"{before}{name}_")
         else:
             yield f"{before}{name}", tf.convert_to_tensor(value)
+
+
+def check_rows(output: Any) -> None:
+    """Raise InputError for an output, symbolic or not, that has no single row for each image."""
+    if tf.TensorShape(output.shape).rank != 2:
+        raise InputError(
+            "--test_time_flip needs one row of numbers for each image, and the model's outputs "
+            f"have shape {output.shape}: leave it out"
+        )
+
+
+def mirrored(call: Callable, images: tf.Tensor) -> Any:
+    """Return the mean outputs for images and their mirror images, float32 at least.
+
+    Args:
+        call: a model: from images to an output `[b, n]`, or a structure of such.
+        images: `[b, H, W, C]`.
+
+    Raises:
+        InputError: an output has another rank.
+    """
+
+    def mean(output: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+        check_rows(output)
+        dtype = tf.float32 if output.dtype.size < 4 else output.dtype
+        return (tf.cast(output, dtype) + tf.cast(other, dtype)) / 2
+
+    return tf.nest.map_structure(mean, call(images), call(tf.reverse(images, [2])))

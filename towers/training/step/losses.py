@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.errors import InputError
-from towers.training.step.keras_model import overrides
+from towers.training.step.train_state import overrides
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,9 +26,9 @@ from towers.builder.sharding import PerTower, num_rows
 from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 from towers.monitoring import tower_metrics
+from towers.tf_internals import floatx_of
 from towers.training.step import fused_update
-from towers.training.step.evaluation import Evaluation, Stop, TestStep, scalars
-from towers.training.step.keras_model import floatx_of, mirrored, overrides
+from towers.training.step.evaluation import Evaluation, Stop, TestStep, mirrored, scalars
 from towers.training.step.losses import LossRecorder, per_example_losses
 from towers.training.step.on_towers import builder_of, method_of, passes_of, put_on
 from towers.training.step.train_state import (
@@ -36,6 +36,7 @@ from towers.training.step.train_state import (
     copy_on,
     dynamic_scale,
     optimizers_of,
+    overrides,
     place,
     snapshot,
 )

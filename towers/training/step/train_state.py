@@ -20,6 +20,8 @@ from towers.builder.gather import num_bytes
 from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 
+_OF_A_STEP = ("call", "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics",
+              "make_train_function", "make_test_function", "make_predict_function")  # fmt: skip
 VARIABLES = ("cpu", "replicated")
 
 
@@ -365,3 +367,22 @@ def snapshot(variable: tf.Variable) -> tf.Tensor:
     """Return a variable's value on its device, which later assignments do not change."""
     with tf.device(variable.device):
         return tf.identity(variable)
+
+
+def overrides(model: keras.Model, *names: str) -> bool:
+    """Return whether a model or its class overrides a method of `keras.Model`.
+
+    Args:
+        model: any Keras model; methods that towers replace do not count.
+        *names: names of methods; one that is overridden is enough.
+    """
+    of_class = (getattr(type(model), name) is not getattr(keras.Model, name) for name in names)
+    return any(of_class) or not methods_set_on(model).keys().isdisjoint(names)
+
+
+def methods_set_on(model: keras.Model) -> dict[str, Callable]:
+    """Return {name: method} of a step that were set on the model itself, not by towers."""
+    methods, steps = vars(model), vars(model).get("_tower_steps")
+    if steps:
+        methods = {n: x for n, x in methods.items() if n not in steps.REPLACED} | steps.of_instance
+    return {name: methods[name] for name in _OF_A_STEP if name in methods}

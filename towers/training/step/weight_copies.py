@@ -21,7 +21,7 @@ from towers.builder import gather
 from towers.builder.passes import CopiesError, TowerGradients
 from towers.builder.replica_context import WeightCopies
 from towers.training.step import fused_update, train_state
-from towers.training.step.keras_model import overrides
+from towers.training.step.train_state import overrides
 
 _BATCH_HOOKS = (
     "on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end",
