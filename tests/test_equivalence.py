@@ -119,7 +119,7 @@ TASKS = {
     "images": "--num_towers=2 --ema_decay=0.9 --variables=replicated",
     "text": "--num_towers=3",
     "table": "--num_towers=2 --validation_fraction=0.2 --accumulate_steps=2",
-    "masks": "--num_towers=3 --float32",
+    "masks": "--num_towers=3",
     "two": "--num_towers=2",
 }
 

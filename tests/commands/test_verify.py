@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tests import tiny
 from towers import cli
-from towers.commands.verify import command as verify
 from towers.commands.verify import differences as comparison
 from towers.commands.verify import reference, report
 from towers.commands.verify.differences import differences, kind_of
@@ -89,14 +88,10 @@ def no_float64():
     return model
 
 
-def test_losses_by_flags_pass_also_in_float32(capsys, monkeypatch):
-    monkeypatch.setattr(verify, "precision", lambda: ["precision   TF32 is on"])
+def test_losses_by_flags_pass(capsys):
     flags = "--loss=mean_squared_error --metrics=mae --optimizer=adam --weight_decay=0.01".split()
-    code, result, err = command(capsys, "plain_table", *flags, "--float32", data=TABLE)
+    code, result, _ = command(capsys, "plain_table", *flags, data=TABLE)
     assert code == 0 and {"metric/mae", "evaluation/mae"} <= set(result["differences"])
-    assert list(result["ulps"]) == ["2"] and 0 < result["ulps"]["2"] < 1e4
-    assert "float32     2 towers: " in err
-    assert "precision   TF32 is on\n" in err  # what is compared in float32 depends on it
 
 
 def test_what_cannot_be_had_in_float64_is_compared_in_the_runs_own_precision(capsys):
@@ -137,7 +132,7 @@ def test_an_error_of_a_millionth_is_found_in_every_array(capsys, monkeypatch):
         if not name.endswith(("step", "examples", "iteration", "correct", "correct_ema", "state"))
     }
     assert code == 1 and result["first_difference"]["name"] == "loss"
-    kinds = {"loss", "model", "optimizer", "average", "evaluation"}
+    kinds = {"loss", "metric", "model", "optimizer", "average", "evaluation"}
     assert {kind_of(name) for name in floats} == kinds
     assert min(floats.values()) > 1e-8
 

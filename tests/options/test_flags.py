@@ -42,7 +42,7 @@ OF_EVALUATE = (
 # {verb: the flags that it shows first, its own; those of a run that it does not take}
 OF_VERBS = {
     "train": ("", ""),
-    "verify": ("--num_towers=1,2,3,4 --steps=10 --float32=false", "train_dir"),
+    "verify": ("--num_towers=1,2,3,4 --steps=10", "train_dir"),
     "benchmark": (
         "--dataset=synthetic --num_towers= --windows=5 --seconds=2",
         "train_dir workers towers_per_worker worker_timeout_seconds min_workers",

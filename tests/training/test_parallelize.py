@@ -428,6 +428,23 @@ class Counted(keras.layers.Dense):
         return super().call(x)
 
 
+@pytest.mark.parametrize("kind", ["SGD", "Nadam", "LossScaleOptimizer"])
+def test_variables_of_optimizers_have_the_names_of_keras(kind):
+    def names(num_towers):
+        keras.utils.clear_session()
+        optimizer = getattr(keras.optimizers, "SGD" if kind.startswith("Loss") else kind)(0.1)
+        if kind.startswith("Loss"):
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        model = keras.Sequential([keras.Input((5,)), dense(1)])
+        model.compile(optimizer, "mse")
+        if num_towers:
+            towers.parallelize(model, num_towers, "cpu")
+        model.fit(X, Y, verbose=0)
+        return [variable.path for variable in model.optimizer.variables]
+
+    assert names(2) == names(0)
+
+
 def test_copies_and_files_of_a_parallelized_model_are_plain(tmp_path):
     model = towers.parallelize(network(), 2)
     model.save(tmp_path / "model.keras")

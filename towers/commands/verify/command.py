@@ -8,24 +8,20 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from towers import devices
 from towers.builder import device_names
-from towers.commands.verify.differences import TOLERANCE, TOLERANCES, compare
+from towers.commands.verify.differences import TOLERANCES
 from towers.commands.verify.options import VerifyOptions
 from towers.commands.verify.reference import PlainRunner
-from towers.commands.verify.report import largest_of_all, verify_runners
+from towers.commands.verify.report import verify_runners
 from towers.commands.verify.runner import TrainRunner, in_float64, numbers_to_compare
 from towers.devices import remote
-from towers.devices.gpus import precision
 from towers.options.run import Options
 from towers.training.run import loss_checks
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import RunContext, assemble, load_data
-
-_NUDGE = 1e-12  # relative change of a weight in float64; else as many units of the last place
 
 
 @preserve_rng()
@@ -40,8 +36,7 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         "passed"; "first_difference": None, or the first array that differs, by step and by order,
         with its "num_towers", "step", "name", "relative_difference" and likely "cause";
         "max_relative_difference": {"2": 1e-15}; "differences": {name: {"2": 1e-15}}; "dtype", that
-        of the comparison: float64, or the run's own if the model cannot be trained in that; and
-        with `float32` "ulps": {"2": 3.0}.
+        of the comparison: float64, or the run's own if the model cannot be trained in that.
     """
     # Callbacks may ask for the accuracy of a batch. Towers stay towers, whatever is found of them.
     of_run = dataclasses.replace(options.run, callbacks="", on_inexact="warn")
@@ -81,15 +76,4 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     for line in notes:
         say(line)
     runners = [TrainRunner(towers(exact, number)) for number in numbers]
-    result = verify_runners(reference, runners, *steps)
-    if options.float32:
-        for line in precision() if exact.dtype == "float64" else ():
-            say(line)
-        eps = float(np.finfo(of_run.input_dtype).eps)
-        nudge = _NUDGE * eps / float(np.finfo(np.float64).eps)
-        runners = [TrainRunner(towers(of_run, number)) for number in numbers]
-        found = list(compare(one_device(of_run), runners, *steps, TOLERANCE, nudge))
-        result["ulps"] = {number: off / eps for number, off in largest_of_all(found).items()}
-        for number, ulps in result["ulps"].items():
-            say(f"{of_run.dtype:11} {number} towers: {ulps:.1f} units of the last place")
-    return result
+    return verify_runners(reference, runners, *steps)

@@ -23,7 +23,7 @@ _ZERO_SCALE = 1e-6
 # For each compute dtype. Correct models stay far below; in half precision only faults of several
 # per cent can be detected.
 TOLERANCES = defaultdict(lambda: 0.05, float64=TOLERANCE, float32=1e-4)
-NUDGE_PART = 1e-3  # of a tolerance: an array may differ by 1000 times its own rounding
+_NUDGE_PART = 1e-3  # of a tolerance: an array may differ by 1000 times its own rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,6 @@ def compare(
     test: Any,
     say: Callable[[str], None],
     tolerance: float,
-    nudge: float,
 ) -> Iterator[Difference]:
     """Make a step of each batch on all runners, from the reference's variables; yield differences.
 
@@ -65,7 +64,6 @@ def compare(
         test: batch to evaluate after the last step, with trained BatchNorm statistics and averages.
         say: called with a line after the first step.
         tolerance: relative difference above which `_rounding_noise` is measured, too.
-        nudge: relative change of the weights for that.
     """
     expected = reference.variables()
     for runner in runners:
@@ -82,6 +80,7 @@ def compare(
             if any(not d.relative_difference <= tolerance for d in result):
                 if noise is None:
                     repeat = functools.partial(_results_of, reference, *arguments)
+                    nudge = tolerance * _NUDGE_PART
                     noise = _rounding_noise(reference, before, expected, repeat, nudge)
                 result = list(differences(actual, expected, runner.num_towers, step, noise))
             yield from result

@@ -16,9 +16,6 @@ class VerifyOptions:
         "far as there are GPUs for them.", alias="num_gpus",
     )  # fmt: skip
     steps: int = option(10, "Verify", "Steps that are made and compared.", minimum=1)
-    float32: bool = option(
-        False, "Verify", "Compare in the run's own precision too, in units of its last place."
-    )
 
     def __post_init__(self) -> None:
         """Raise InputError for a value out of range."""

@@ -13,7 +13,6 @@ from towers import tf_internals
 from towers.builder.device_names import NO_LAYER, layer_of
 from towers.builder.function_analysis import is_unchecked
 from towers.commands.verify.differences import (
-    NUDGE_PART,
     TOLERANCE,
     TOLERANCES,
     Difference,
@@ -53,11 +52,10 @@ def verify_runners(
         for line in precision():
             say(line)
     tolerance = tolerance or TOLERANCES[reference.dtype]
-    how = batches, test, say, tolerance, tolerance * NUDGE_PART
-    found = list(compare(reference, runners, *how))
-    rows, kinds, first_difference = largest_by(str, found), largest_by(kind_of, found), None
+    found = list(compare(reference, runners, batches, test, say, tolerance))
+    rows, kinds, first_difference = _largest(str, found), _largest(kind_of, found), None
     rows = dict(sorted(rows.items(), key=lambda item: -max(item[1].values())))
-    largest, numbers = largest_of_all(found), Counter(map(kind_of, rows))
+    largest, numbers = _largest(lambda _: "", found)[""], Counter(map(kind_of, rows))
     titles = {kind: f"{kind}, of {n}" if n > 1 else kind for kind, n in numbers.items()}
     shown = [(titles[kind], row) for kind, row in kinds.items()] + list(rows.items())[:SHOWN]
     cells = [[name, *(f"{value:.1e}" for value in row.values())] for name, row in shown]
@@ -85,23 +83,13 @@ def verify_runners(
     }
 
 
-def largest_by(key: Callable[[str], str], found: Sequence[Difference]) -> dict[str, dict]:
-    """Return {key(name): {"2": the largest difference on two towers}}, in the order of `found`.
-
-    Args:
-        key: from the name of an array to that of its row.
-        found: the differences.
-    """
+def _largest(key: Callable[[str], str], found: Sequence[Difference]) -> dict[str, dict]:
+    """Return {key(name): {"2": the largest difference on two towers}}, in the order of `found`."""
     numbers, result = dict.fromkeys(str(d.num_towers) for d in found), {}
     for d in found:
         row = result.setdefault(key(d.name), dict.fromkeys(numbers, 0.0))
         row[str(d.num_towers)] = max(row[str(d.num_towers)], d.relative_difference)
     return result
-
-
-def largest_of_all(found: Sequence[Difference]) -> dict[str, float]:
-    """Return {"2": the largest difference on two towers}."""
-    return largest_by(lambda _: "", found)[""]
 
 
 def _likely_cause(

@@ -27,7 +27,7 @@ import tensorflow as tf
 from towers import tf_internals
 from towers.builder.device_names import is_gpu
 from towers.builder.gather import grouped, num_bytes, pack, unpack
-from towers.training.step.train_state import snapshot
+from towers.training.step.train_state import build, snapshot
 
 
 class Segment(NamedTuple):
@@ -287,9 +287,8 @@ def updates_joined(
     def joining(optimizer: keras.optimizers.Optimizer) -> Callable:
         def apply_joined(grads: Any, trainable_variables: Any = None) -> None:
             grads, weights = list(grads), list(trainable_variables or ())
-            if weights and not optimizer.built:
-                with keras.name_scope(optimizer.name), tf_internals.slots_beside_weights(optimizer):
-                    optimizer.build(weights)
+            if weights:
+                build(optimizer, weights)
 
             def update(finite: tf.Tensor | None = None) -> None:
                 if not weights or any(gradient is None for gradient in grads):

@@ -554,7 +554,8 @@ class _Steps:
 
 def _has_slots(optimizer: keras.optimizers.Optimizer) -> bool:
     """Return whether an optimizer makes variables for a weight; plain SGD does not."""
-    with contextlib.suppress(Exception):  # a class of the user's that has no config
+    # A class of the user's may have no config.
+    with contextlib.suppress(Exception), tf_internals.named_as_in_a_new_process():
         like = type(optimizer).from_config(optimizer.get_config())
         before = len(like.variables)
         like.build([keras.Variable(0.0)])

@@ -33,6 +33,7 @@ from towers.training.step.losses import LossRecorder, per_example_losses
 from towers.training.step.on_towers import builder_of, method_of, passes_of, put_on
 from towers.training.step.train_state import (
     TrainState,
+    build,
     copy_on,
     dynamic_scale,
     optimizers_of,
@@ -141,12 +142,10 @@ class Task:
         def no_gradient(_: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
             return tf.nest.map_structure(tf.zeros_like, sources)
 
-        def build(optimizer: keras.optimizers.Optimizer) -> Callable:
-            return lambda _, weights: optimizer.built or optimizer.build(list(weights))
-
         # The backward pass of Keras' own step would take most of the time, and tells nothing.
         left_out = [(tf.GradientTape, "gradient", lambda _: no_gradient)]
-        left_out += [(o, "apply", lambda _, o=o: build(o)) for o in optimizers_of(model)]
+        built = lambda optimizer: lambda _, weights: build(optimizer, weights)  # noqa: E731
+        left_out += [(o, "apply", lambda _, o=o: built(o)) for o in optimizers_of(model)]
         left_out = [] if overrides(model, "train_step", "compute_loss") else left_out
 
         def step(example: Any, draws: tf.Tensor) -> None:

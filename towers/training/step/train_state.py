@@ -80,10 +80,8 @@ class TrainState:
             *copies,
         ]
         for replica in self.replicas if optimizers else ():
-            beside = tf_internals.slots_beside_weights(replica.optimizer)
-            with tf.device(replica.device), beside:
-                if not replica.optimizer.built:
-                    replica.optimizer.build(list(replica.weights))
+            with tf.device(replica.device):
+                build(replica.optimizer, replica.weights)
         with tf.device(device):
             # BatchNorm statistics are averaged, too: they must match the averaged weights.
             averaged = [v for v in variables_of(model) if ema and v.value.dtype.is_floating]
@@ -188,6 +186,14 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
         if isinstance(layer, keras.Model) and layer is not model:
             optimizers += [each for each in _optimizers_in(vars(layer)) if each.built]
     return list({id(optimizer): optimizer for optimizer in optimizers}.values())
+
+
+def build(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable]) -> None:
+    """Create an optimizer's variables, named as in Keras' `apply`, each slot beside its weight."""
+    beside = tf_internals.slots_beside_weights(optimizer)
+    with keras.name_scope(optimizer.name, caller=optimizer), beside:
+        if not optimizer.built:
+            optimizer.build(list(weights))
 
 
 def dynamic_scale(model: keras.Model) -> tf.Tensor | float:

@@ -196,8 +196,7 @@ def like(
         own.exclude_from_weight_decay(
             var_list=[copy for copy, weight in pairs if not tf_internals.decays(inner, weight)]
         )
-    with tf_internals.slots_beside_weights(twin):
-        twin.build(list(twins))
+    train_state.build(twin, twins)
     tf_internals.share_settings(optimizer, twin)
     return twin
 
