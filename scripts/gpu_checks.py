@@ -34,8 +34,7 @@ from towers import cli, devices, tf_internals
 from towers.builder import gather
 from towers.devices import gpus, memory, nvml
 from towers.devices.nvml import MIB
-from towers.errors import RunError
-from towers.formatting import first_line
+from towers.errors import RunError, first_line
 from towers.graphs.placement import traced_ops
 from towers.options.run import Options
 from towers.training.run.setup import RunContext, assemble, load_data

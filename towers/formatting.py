@@ -73,36 +73,6 @@ def first_of(texts: Sequence[str], most: int = 5) -> str:
     return ", ".join(texts[:most]) + ", ..." * (len(texts) > most)
 
 
-# Text that TensorFlow puts around the actual message, such as the traceback of the op.
-_AROUND = re.compile(
-    r'(?m)^Graph execution error.*|^Detected at node.*\n(\s*(File ".*", line \d+.*)?\n)*|^<stack.*'
-    r"|.*root error\(s\) found.*|\(\d\) [A-Z_]+:|\[\[\{\{.*?\}\}\]\]|\{\{.*?\}\} *"
-    r"|^Exception encountered when .*|^Arguments received by .*|\x1b\[\d+m"
-    r"|\Ain user code:\n(.*\n)*\s*\n"
-)
-
-
-def first_line(error: BaseException, widest: int = 200) -> str:
-    """Return the first line of an error's message that is not TensorFlow's or Keras', or its class.
-
-    Args:
-        error: of TensorFlow, of Keras or of others.
-        widest: how many characters are returned at most.
-    """
-    text = error.args[0] if isinstance(error, KeyError) and error.args else error  # else quoted
-    lines = _AROUND.sub("", str(text)).splitlines()
-    return next(filter(None, map(str.strip, lines)), type(error).__name__)[:widest]
-
-
-def reason(error: BaseException) -> str:
-    """Return why a file cannot be written or read, without the path and op that TensorFlow adds.
-
-    TensorFlow says "/proc/self/fd/9/ckpt-0.index; No space left on device [Op:SaveV2]".
-    """
-    said = re.sub(r"^/[^;]*; | \[Op:\w+\]$", "", first_line(error, 500))
-    return getattr(error, "strerror", None) or said
-
-
 def process_end(code: int, output: str) -> str:
     """Return how a process ended, by its return code, and its last line, or that of towers.
 

@@ -23,7 +23,7 @@ from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.replica_scope import SEED_STATE, ReplicaScope, assigned, merge, policy_of
 from towers.builder.traces import Results, Seen, Trace
 from towers.builder.trials import Trial, jittered, noisy, small_scale, trials
-from towers.formatting import first_line
+from towers.errors import first_line
 
 _SECONDS = 60.0  # for all trials
 # By the bytes of the narrowest floats: the relative difference that may be rounding, and one unit

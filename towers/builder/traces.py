@@ -20,8 +20,7 @@ from towers.builder.device_names import layer_of
 from towers.builder.replica_scope import ReplicaScope, assign_by_op, change_losses
 from towers.builder.rng import SEEN
 from towers.builder.sharding import PerTower, as_leaves
-from towers.errors import InputError
-from towers.formatting import first_line
+from towers.errors import InputError, first_line
 
 _PRIMES = 7, 11, 13  # numbers of examples: a shape shows which axis is the batch
 _MULTIPLES = 1, 2, 4, 5, 8, 10, 16  # for functions that take even numbers only, and so on

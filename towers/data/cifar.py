@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from towers.errors import InputError
-from towers.formatting import reason
+from towers.errors import InputError, reason
 
 if TYPE_CHECKING:
     from towers.data.pipeline import Data

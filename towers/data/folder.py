@@ -15,8 +15,8 @@ import tensorflow as tf
 from PIL import Image
 
 from towers.data.pipeline import Data, IndexedSplit, data_of, digest
-from towers.errors import InputError
-from towers.formatting import count, first_of, reason
+from towers.errors import InputError, reason
+from towers.formatting import count, first_of
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
 Size = tuple[int, int]  # (height, width)

@@ -12,8 +12,7 @@ import numpy as np
 
 from towers.data import user_data
 from towers.data.pipeline import Data
-from towers.errors import InputError
-from towers.formatting import reason
+from towers.errors import InputError, reason
 
 _REMEDY = "write it by np.savez, of arrays of numbers, booleans or texts"
 _EXPECTED = (

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from towers.devices import nvml
-from towers.formatting import first_line
+from towers.errors import first_line
 from towers.options import search_path
 
 TIMEOUT_SECONDS = 180

@@ -22,7 +22,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from towers.formatting import reason
+from towers.errors import reason
 
 _OWN = re.compile(r"(tower_\d+)/(.+)")  # tags with a run of their own
 _NUMBERS = itertools.count()  # of the files of a process

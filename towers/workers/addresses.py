@@ -10,8 +10,7 @@ import os
 import re
 from typing import Any
 
-from towers.errors import InputError
-from towers.formatting import first_line
+from towers.errors import InputError, first_line
 
 PORT = 2222  # TensorFlow's usual one
 

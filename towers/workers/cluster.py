@@ -23,8 +23,8 @@ import tensorflow as tf
 import towers
 from towers import signals, tf_internals
 from towers.devices import remote
-from towers.errors import InputError
-from towers.formatting import count, first_line, printable, table
+from towers.errors import InputError, first_line
+from towers.formatting import count, printable, table
 from towers.options.parts import DeviceOptions
 from towers.workers.addresses import find_workers, join_address, parse_address
 from towers.workers.lock import INFO_FILE, Link, Lock, WorkerInfo, own_lock

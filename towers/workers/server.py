@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import towers
-from towers.errors import InputError, RunError
-from towers.formatting import count, first_line, printable
+from towers.errors import InputError, RunError, first_line
+from towers.formatting import count, printable
 from towers.options.parts import GpuOptions
 from towers.workers.addresses import join_address
 from towers.workers.lock import INFO_FILE, LockFile, WorkerInfo, to_text

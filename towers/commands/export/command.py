@@ -15,8 +15,7 @@ from keras import ops
 from towers import tf_internals
 from towers.commands.export.options import ExportOptions
 from towers.data import augment
-from towers.errors import InputError, RunError
-from towers.formatting import first_line
+from towers.errors import InputError, RunError, first_line
 from towers.options.functions import SHIPPED
 from towers.tf_internals import floatx_of
 from towers.training.load import TrainedModel, load_run

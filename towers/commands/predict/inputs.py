@@ -11,8 +11,7 @@ import tensorflow as tf
 from towers.data import npz
 from towers.data.folder import ENDINGS as IMAGES
 from towers.data.folder import images_below, read_image
-from towers.errors import InputError
-from towers.formatting import reason
+from towers.errors import InputError, reason
 from towers.training.load import TrainedModel
 
 

@@ -11,8 +11,7 @@ import tensorflow as tf
 from towers import devices, tf_internals
 from towers.builder.sharding import num_rows
 from towers.builder.tower import TowerBuilder
-from towers.errors import InputError
-from towers.formatting import first_line
+from towers.errors import InputError, first_line
 from towers.options.fields import parse_tower_numbers
 from towers.options.run import Options
 from towers.training.parallelize import parallelize

@@ -17,8 +17,8 @@ from towers import files, tf_internals
 from towers.builder.device_names import HOST
 from towers.builder.sharding import slices_of
 from towers.devices.shown_names import shown_name
-from towers.errors import RunError
-from towers.formatting import count, first_line, first_of
+from towers.errors import RunError, first_line
+from towers.formatting import count, first_of
 from towers.tf_internals import floatx_of
 from towers.training.run.setup import RunContext
 from towers.training.step.train_state import not_finite

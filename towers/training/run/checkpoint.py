@@ -21,8 +21,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
 from towers import files
-from towers.errors import InputError
-from towers.formatting import first_line
+from towers.errors import InputError, first_line
 
 Found = TypeVar("Found")
 Snapshot = Mapping[str, tf.Tensor]  # values of variables, by name

@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from towers import files
 from towers.builder.device_names import are_remote
-from towers.errors import InputError, RunError
-from towers.formatting import reason
+from towers.errors import InputError, RunError, reason
 from towers.options.functions import may_be_same_object
 from towers.training.run import checkpoint
 from towers.training.run.checkpoint import Snapshot

@@ -13,8 +13,7 @@ import keras
 import tensorflow as tf
 
 from towers.data import Data, augment
-from towers.errors import InputError
-from towers.formatting import first_line
+from towers.errors import InputError, first_line
 from towers.options.functions import PREFIX, call_without_arguments, load_function
 from towers.options.run import OF_COMPILED, Options
 from towers.tf_internals import floatx_of, force_float64

@@ -10,8 +10,7 @@ from towers import tf_internals
 from towers.builder.device_names import layer_of
 from towers.devices import memory
 from towers.devices.shown_names import new_name
-from towers.errors import InputError, RunError
-from towers.formatting import first_line
+from towers.errors import InputError, RunError, first_line
 from towers.graphs.placement import short_device_name
 from towers.options.error_origin import locate_in_user_code
 

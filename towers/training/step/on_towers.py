@@ -24,8 +24,7 @@ from towers.builder.replica_context import WeightCopies, integers_on
 from towers.builder.replica_scope import SEED_STATE, ReplicaScope
 from towers.builder.sharding import slices_of
 from towers.builder.tower import TowerBuilder
-from towers.errors import InputError, RunError
-from towers.formatting import count, first_line
+from towers.errors import InputError, RunError, first_line
 from towers.training.step import fused_update, train_state
 from towers.training.step.train_state import optimizers_of
 from towers.training.step.weight_copies import (
@@ -546,7 +545,7 @@ class _Steps:
             stay += train_state.move_all(others, self._device)
         if stay:
             self.builder.warn([
-                f"{count(len(stay), 'variable')}, such as {stay[0].path}, cannot be moved, because "
+                f"{len(stay)} variables, such as {stay[0].path}, cannot be moved, because "
                 "a function that was traced before reads them. Results are the same, but steps "
                 "copy more: call towers.parallelize first"
             ])  # fmt: skip
