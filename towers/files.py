@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from towers.errors import InputError, RunError
 from towers.formatting import printable
 
 _NO_FLUSH = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # the file system has no fsync
-SUBFOLDERS = "checkpoints", "train", "eval"  # subfolders of a run
 
 
 @contextlib.contextmanager
@@ -160,10 +158,8 @@ def check_train_dir(
         moved = overwrite and existing == folder and folder.is_dir() and any(folder.iterdir())
     except OSError as error:
         raise InputError(f"{named}: {error.strerror}") from None
-    parts = () if moved or existing != folder else map(folder.joinpath, SUBFOLDERS)
-    for path in (existing, *filter(os.path.lexists, parts)):
-        if not path.is_dir():  # a file, or a link to nothing
-            raise InputError(f"{named}: {path} is no folder: name another {flag}")
+    if not existing.is_dir():  # a file, or a link to nothing
+        raise InputError(f"{named}: {existing} is no folder: name another {flag}")
     if moved:
         problem = ""
         if not is_run(folder):
@@ -173,10 +169,9 @@ def check_train_dir(
                 problem = f"cannot be moved aside, it holds the data of the run, {path}"
         if problem:
             raise InputError(f"--overwrite: {folder} {problem}: name another --train_dir")
-    try:
-        os.rmdir(tempfile.mkdtemp(dir=folder.absolute().parent if moved else existing))
-    except OSError:
-        raise InputError(f"{named}: no permission to write in {existing}") from None
+    where = folder.absolute().parent if moved else existing
+    if not os.access(where, os.W_OK | os.X_OK):
+        raise InputError(f"{named}: no permission to write in {where}")
 
 
 def is_run(folder: Path) -> bool:

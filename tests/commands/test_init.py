@@ -26,17 +26,6 @@ def commands_of(printed):
     return [shlex.split(line) for line in printed.splitlines() if line.startswith("  ")]
 
 
-def test_the_commands_that_it_prints_are_parsed(folder, capsys, monkeypatch):
-    """Another test runs all of them, in a process of its own: test_newcomer."""
-    assert cli.main(["init", "a folder"]) == 0
-    change, *commands = commands_of(capsys.readouterr().out)
-    assert change == ["cd", "a folder"] and sorted(os.listdir("a folder")) == NAMES
-    monkeypatch.chdir("a folder")
-    for words, verb in zip(commands, ("train", "evaluate", "export", "verify"), strict=True):
-        assert words[:2] == ["towers", verb]
-    cli.parse("train", commands[0][2:])
-
-
 def test_it_stands_in_the_current_folder_and_overwrites_nothing(folder, capsys):
     (folder / "my_run.cfg").write_text("mine")
     assert cli.main(["init"]) == 2

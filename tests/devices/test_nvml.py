@@ -22,13 +22,6 @@ def test_what_is_not_supported_is_none_and_a_lost_gpu_keeps_its_number(monkeypat
     assert [str(gpu) for gpu in nvml.gpus()[1:]] == ["1 (unreadable)", "2 (NVIDIA T400)"]
 
 
-def test_of_a_gpu_that_mig_splits_no_memory_is_known(monkeypatch):
-    install(monkeypatch, SPLIT)
-    (gpu,) = nvml.gpus()
-    assert (gpu.key, gpu.name) == ("0", "NVIDIA A100")
-    assert gpu.total_bytes is gpu.free_bytes is gpu.cuda_bytes is None
-
-
 SOURCE = Path(nvml.__file__).read_text()
 LACKING = [
     pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND),

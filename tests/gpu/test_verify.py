@@ -4,11 +4,9 @@ import json
 
 import pytest
 
-from tests import zoo
 from tests.runs import command
 
 pytestmark = pytest.mark.run
-IMAGES = "--dataset=tests.tiny:images --augment=none"
 TASKS = "images table masks two".split()
 CASES = {
     "cnn": "--flagfile=configs/cifar10_cnn.cfg --dataset=tests.tiny:images",
@@ -33,19 +31,3 @@ def verified(capsys, *flags):
 @pytest.mark.parametrize("name", CASES)
 def test_two_gpus_compute_what_one_device_computes(name, capsys):
     assert verified(capsys, *CASES[name].split()) < 1e-9
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("entry", zoo.ENTRIES, ids=lambda entry: entry.name)
-def test_the_catalogue(entry, capsys):
-    """What holds of a model on CPUs holds on GPUs, unless its kernel is cuDNN's or XLA's."""
-    argv = [flag for flag in entry.command() if flag != "--devices=cpu"]
-    argv += ["--num_towers=2"]  # all GPUs that there are
-    code, out, err = command(capsys, *argv)
-    if "CudnnRNN" in err:
-        pytest.skip("cuDNN has no kernel on the CPU")
-    if "grouped convolutions" in err:
-        pytest.skip("cuDNN has their gradient, and the CPU none")
-    if "XLA cannot compile" in err:
-        pytest.skip("this TensorFlow compiles for no GPU")
-    assert zoo.found(code, out, err)[0] == entry.expected

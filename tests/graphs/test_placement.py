@@ -65,26 +65,6 @@ def test_a_train_loop_of_no_steps_is_placed_and_its_bytes_are_weights_slice_and_
     }
 
 
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("name", "tower", "layer"),
-    [
-        ("gradient_tape/while/tower_1_2/cnn_1/conv2_1/Relu", 1, "cnn/conv2"),
-        ("while/body/_1/while/tower_0/net_1/b_2_1/fn_1/PartitionedCall/Tanh", 0, "net/b_2/fn"),
-        (
-            "while/tower_0/lstm_3/while/body/_9/while/tower_0/lstm_3/while/cell_1/Tanh",
-            0,
-            "lstm/cell",
-        ),
-        ("while/tower_0/mul", 0, "the loss function itself"),
-        ("while/update/AddN", None, None),
-    ],
-)
-def test_names_are_read_as_tower_and_layer(name, tower, layer):
-    op = Op(name, "Tanh", "", "/cpu:0")
-    assert op.tower == tower and layer in (None, op.layer)
-
-
 @pytest.mark.process
 def test_the_demonstration():
     done = python("scripts/matmul_towers.py")

@@ -6,8 +6,6 @@ x_val and y_val are for validation, and w_train holds sample weights. Without a 
 are enough. Pickled objects are not read.
 """
 
-import re
-
 import numpy as np
 
 from towers.data import user_data
@@ -19,8 +17,7 @@ _EXPECTED = (
     "expected are x_train, y_train, x_test, y_test, or x and y alone; x_val and w_train (sample "
     "weights) where there are such"
 )
-_KEY = re.compile(r"([xyw])(?:_(train|val|test))?")
-_SPLITS = {None: "train", "val": "validation"}
+_SPLITS = ("train", "_train"), ("train", ""), ("validation", "_val"), ("test", "_test")
 
 
 def load(dataset: str, path: str) -> Data:
@@ -36,22 +33,13 @@ def load(dataset: str, path: str) -> Data:
     named = f"--dataset={dataset}"
     arrays = read(path, named)
     refused = InputError(f"{named} has the keys {', '.join(arrays) or 'of no array'}; {_EXPECTED}")
-    splits: dict[str, dict[str, np.ndarray]] = {}
-    for key, array in arrays.items():
-        match = _KEY.fullmatch(key)
-        if not match:
-            raise refused
-        part, split = match.groups()
-        of_split = splits.setdefault(_SPLITS.get(split, split), {})
-        if part in of_split:  # x and x_train
-            raise refused
-        of_split[part] = array
-    examples = {}
-    for split, parts in splits.items():
-        if set(parts) != set("xyw"[: len(parts)]):  # y without x
-            raise refused
-        examples[split] = tuple(parts[part] for part in sorted(parts, key="xyw".index))
-    if "train" not in examples:
+    examples: dict[str, list[np.ndarray | None]] = {}
+    for split, ending in _SPLITS:
+        if f"x{ending}" in arrays:
+            if split in examples:  # x and x_train
+                raise refused
+            examples[split] = [arrays.pop(f"{part}{ending}", None) for part in "xyw"]
+    if arrays or "train" not in examples:
         raise refused
     return user_data.data_set(dataset, examples)
 

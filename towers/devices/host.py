@@ -1,10 +1,8 @@
-"""Describes versions, the machine, and environment variables that may change numbers."""
+"""Describes versions and the machine."""
 
 import importlib.metadata
-import os
 import platform
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import keras
@@ -13,13 +11,6 @@ import tensorflow as tf
 
 import towers
 from towers.devices import nvml
-
-_ENVIRONMENT = re.compile(
-    "(CUBLAS|CUDA|CUDNN|DNNL|KERAS|KMP|MKL|NCCL|NVIDIA|OMP|ONEDNN|OPENBLAS|XLA)_.*"
-    "|TF_(?!(CPP|CLI|LOG|VAR)(_|$)).*"  # for logging; Terraform's
-    "|LD_(LIBRARY_PATH|PRELOAD)|PYTHON(HASHSEED|OPTIMIZE|PATH)"
-)
-_SECRET = "(?i:token|secret|passw|api_?-?key|credential)"
 
 
 def versions() -> dict[str, str | None]:
@@ -44,9 +35,3 @@ def processor() -> str:
     """Return the processor's name."""
     match = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     return match[1].strip() if match else platform.machine()
-
-
-def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that may change results, without secrets."""
-    names = filter(_ENVIRONMENT.fullmatch, sorted(environ))
-    return {name: environ[name] for name in names if not re.search(_SECRET, name)}

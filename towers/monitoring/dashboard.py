@@ -92,7 +92,7 @@ def _append(folder: Path, *events: Event) -> None:
 
 
 def environment(tower_devices: Sequence[str]) -> list[str]:
-    """Return lines on versions, machine, environment variables and devices."""
-    known = host.versions() | {"processor": host.processor()} | host.environment()
+    """Return lines on versions, machine and devices."""
+    known = host.versions() | {"processor": host.processor()}
     lines = [f"{name}: {value}" for name, value in known.items() if value is not None]
     return [*lines, "", *devices.report(tower_devices)]
