@@ -19,8 +19,9 @@ from towers.builder import function_analysis
 from towers.builder.attributes import is_same
 from towers.builder.check import Check
 from towers.builder.function_analysis import FunctionAnalysis, analyze, parts_of, unsplit
+from towers.builder.replica_scope import ReplicaScope
 from towers.builder.sharding import is_split
-from towers.builder.traces import MOST_ROWS, is_tracing
+from towers.builder.traces import MOST_ROWS
 from towers.errors import InputError, RunError
 
 _CACHE_SIZE = 8  # analyses: a training and its evaluation have a few functions
@@ -129,7 +130,9 @@ class Checks:
         """
         if self._held is not None:
             return self._held
-        if not is_split(batch) or is_tracing():
+        if isinstance(tf_internals.open_scope(), ReplicaScope):
+            raise InputError("a tower cannot have towers of its own: call the function itself")
+        if not is_split(batch):
             return FunctionAnalysis()
         if (num_slices or self._builder.num_slices) == 1:
             return unsplit(fn)

@@ -10,9 +10,7 @@ import tensorflow as tf
 
 from towers import tf_internals
 from towers.builder.device_names import HOST, is_gpu
-from towers.builder.replica_scope import ReplicaScope
 from towers.builder.rng import BatchSlice
-from towers.errors import InputError
 
 
 class PerTower:
@@ -61,8 +59,6 @@ def split(
         never_empty: if the number of examples is a tensor, pad a slice without examples with the
             last example, and set its count to 0: functions may fail without examples.
     """
-    if isinstance(tf_internals.open_scope(), ReplicaScope):
-        raise InputError("a tower cannot have towers of its own: call the function itself there")
     num_towers, device = len(builder.devices), builder.gather_device
     with tf.device(HOST if is_gpu(device) else device), tf.name_scope("split"):
         leaves = as_leaves(batch, num_towers)

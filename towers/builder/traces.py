@@ -6,7 +6,6 @@ by copies, which hold whatever the run begins from.
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,18 +25,12 @@ _PRIMES = 7, 11, 13  # numbers of examples: a shape shows which axis is the batc
 _MULTIPLES = 1, 2, 4, 5, 8, 10, 16  # for functions that take even numbers only, and so on
 MOST_ROWS = 32  # of a real batch are kept
 _SECONDS = 20.0  # for a run: a loop may have no end on other examples
-_HERE = threading.local()
 
 Results = dict[str, list[np.ndarray]]
 # What is seen while a function is traced: losses that layers add, summed; of each state, and of
 # each attribute, the towers' tensors; outputs of layers.
 Seen = dict[str, list[Any]]
 _SEEN = "losses", "states", "attributes", "layers"
-
-
-def is_tracing() -> bool:
-    """Return whether this thread traces a function for a check; towers inside are not checked."""
-    return getattr(_HERE, "tracing", False)
 
 
 @dataclasses.dataclass
@@ -293,7 +286,6 @@ class Tracer:
             trace.losses.append((layer.path or layer.name, bool(loss.shape.rank)))
             return tf.math.multiply_no_nan(loss, times)
 
-        was_tracing, _HERE.tracing = is_tracing(), True
         try:
             with (
                 tf_internals.inline_functions(),
@@ -316,7 +308,6 @@ class Tracer:
                 known = tf.is_symbolic_tensor(x) and is_number(x)
                 seen["attributes"].append(tf.identity(x) if known else tf.zeros([]))
         finally:
-            _HERE.tracing = was_tracing
             before.restore(before.changed())
 
     def inputs(self, size: int, seed: int = 0) -> list[Any]:
