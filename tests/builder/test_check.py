@@ -24,6 +24,17 @@ def suspect(fn):
     return Layer(of_product(fn))
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda _, x: x * 2 if x.shape[0] == 8 else x,
+        lambda _, x: tf.cond(tf.shape(x)[0] > 7, lambda: x * 2, lambda: x),
+    ],
+)
+def test_as_many_examples_as_in_the_batch_are_tried(fn, float64):
+    assert TowerBuilder(["/cpu:0", "/cpu:1"]).check(suspect(fn), (), tf.constant(X))
+
+
 @pytest.mark.parametrize("how, is_told", [("", False), ("squared", True), ("by example", False)])
 def test_an_added_loss_may_only_be_added(how, is_told, float64):
     def add(layer, x):

@@ -1,6 +1,7 @@
 """When functions are checked, and what follows from what is found."""
 
 import sys
+import threading
 
 import keras
 import numpy as np
@@ -146,6 +147,18 @@ def test_rows_of_other_lengths_than_those_made_up_are_checked(float64):
         step = of_marks(builder(told), [tf.TensorSpec([None, None, 3], tf.float64)])
         step(tf.constant(np.stack([rows] * 6, axis=1)))
         assert ["inexact: " in line for line in told] == [True] * number
+
+
+def test_a_check_does_not_wait_for_the_thread_that_it_holds(float64, monkeypatch):
+    """TensorFlow may have a single thread that runs ops; then the step goes on meanwhile."""
+    monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: 1)
+    told, threads = [], []
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: threads.append(thread))
+    of_marks(builder(told))(tf.constant(MARKED))
+    (thread,) = [thread for thread in threads if not thread.daemon]
+    assert not told
+    thread.run()
+    assert len(told) == 1
 
 
 def test_what_is_printed_is_printed_by_the_towers_alone(capfd):

@@ -47,11 +47,14 @@ def test_a_slice_gets_its_rows_of_the_whole_draw(name, dtype, before, size, afte
     np.testing.assert_array_equal(part, whole[before : before + size])
 
 
-def test_what_is_not_by_example_is_the_same_in_every_tower():
+def test_what_is_not_by_example_is_the_same_in_every_tower_and_windows_belong_to_theirs():
     for shape in [], [3], [7, 5], [6, 2]:
         whole = uniform(shape, SEED)
         with ReplicaRng(BatchSlice(10, 4, 20)).drawing():
             np.testing.assert_array_equal(uniform(shape, SEED), whole)
+    whole = uniform([5 * 3, 2, 2], SEED)
+    with ReplicaRng(BatchSlice(2, 2, 5)).drawing():
+        np.testing.assert_array_equal(uniform([2 * 3, 2, 2], SEED), whole[6:12])
 
 
 # Layers, over towers.

@@ -7,7 +7,7 @@ they begin from.
 """
 
 import dataclasses
-import functools
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ from towers.builder.device_names import NO_LAYER
 from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.replica_scope import SEED_STATE, ReplicaScope, assigned, merge, policy_of
 from towers.builder.traces import Results, Seen, Trace
-from towers.builder.trials import Trial, jittered, noisy, small_scale, trials
+from towers.builder.trials import Trial, as_it_is, jittered, noisy, small_scale, trials
 from towers.errors import first_line
 
 _SECONDS = 60.0  # for all trials
@@ -34,6 +34,7 @@ _ULP = {8: 2.0**-52, 4: 2.0**-22, 2: 2.0**-8, 1: 2.0**-2}
 _EPS_OF_GRADIENTS = 0.02
 _TIMES_ROUNDING = 10.0  # a difference counts if it is above so many times the measured rounding
 _SURE = 0.1  # a gradient that differs by less is reported if it differs in two trials
+_BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase", "While", "StatelessWhile"}
 _GRADIENTS = ("gradient", "rows", "input")
 _POLICIES = ("mean", "sum", "max", "min")
 
@@ -64,10 +65,13 @@ class Check:
         self.tracer = analysis.tracer
         self.one: Trace | None = None
         self.towers: Trace | None = None
+        self._kind = 0  # of made-up rows, see `trials.sample`
         self.weights: set[int] | None = None  # ids of those whose gradients are compared; None: all
         # {key in `FunctionAnalysis.policies`: policies that all trials so far confirm}.
         self._possible: dict[Any, list[str]] = {}
         self._is_made = False  # whether there are towers, of the policies that were chosen
+        self._whole_size: int | None = None  # of the batch that was tried
+        self._most_trials: int | None = None
 
     @tf.autograph.experimental.do_not_convert
     def run(self, is_made: bool = False) -> list[str]:
@@ -82,10 +86,10 @@ class Check:
         with tf.init_scope(), np.errstate(all="ignore"):  # 16 bits overflow in trials
             if not self.towers and (lines := self._trace_both()):
                 return lines
-            lines = self._try()
+            start, lines = time.monotonic(), self._try()
             if lines and not is_made and any(drawn.is_folded for drawn in self.analysis.draws):
-                return self._try_time_major(lines)
-            return lines
+                lines = self._try_time_major(lines)
+            return lines or self._try_whole_batch(time.monotonic() - start)
 
     def _trace_both(self) -> list[str]:
         """Trace the function on one device and on towers; return why that cannot be tried."""
@@ -114,6 +118,28 @@ class Check:
             return []
         self.analysis.draws = before
         return lines
+
+    def _try_whole_batch(self, seconds: float) -> list[str]:
+        """Make two trials of as many examples as in the batch, if the function asks for the number.
+
+        It may if it has other ops then, or branches. What takes long is left out, by the seconds
+        that the other trials took.
+        """
+        few, size = self.analysis.trace, self.tracer.batch_size or 0  # 0: it is not known
+        part, is_long = size // self.builder.num_slices, seconds * size > _SECONDS * few.size
+        if part in (0, size) or size in (few.size, self._whole_size) or is_long:
+            return []
+        self._whole_size = size
+        whole = self.tracer.traced_or_none(size, size - part)
+        if whole is None or (few.kinds == whole.kinds and not _BRANCHES & set(few.kinds)):
+            return []
+        check = Check(dataclasses.replace(self.analysis, trace=whole), self.builder, backward=False)
+        check.one, check._is_made, check._most_trials = whole, True, 2
+        try:
+            check.towers = check._trace_on_towers()
+        except Exception as error:  # as in `_trace_both`
+            return self._refused(first_line(error))
+        return check._try()
 
     def _refused(self, why: str) -> list[str]:
         self.analysis.refusal = f"towers raise an error ({why})"
@@ -181,10 +207,13 @@ class Check:
 
     def _try_all(self) -> list[str]:
         start = time.monotonic()
+        if reason := self._find_rows():
+            return [function_analysis.not_checked(reason)]
         self._possible.clear()
         doubtful: set[tuple[str, str]] = set()  # gradients that differ a little, in one trial
-        tried, difference, reason = 0, None, ""
-        for trial in trials(self.one, functools.partial(self.tracer.inputs, self.one.size)):
+        tried, difference = 0, None
+        rows_of = lambda seed: self.tracer.inputs(self.one.size, seed, self._kind)  # noqa: E731
+        for trial in itertools.islice(trials(self.one, rows_of), self._most_trials):
             if time.monotonic() - start > _SECONDS:
                 if tried >= 2:
                     break
@@ -192,7 +221,6 @@ class Check:
                 return [function_analysis.not_checked(reason)]
             a = self._result(self.one, trial)
             if a is None:
-                reason = reason or self.tracer.failure
                 continue
             b = self._result(self.towers, trial)
             if b is None:
@@ -210,9 +238,19 @@ class Check:
                     break
                 difference = difference or found
         if not tried:
-            return [function_analysis.not_checked(reason)]
+            return [function_analysis.not_checked("what it computes is not finite")]
         lines = [self._message(difference)] if difference else []
         return list(dict.fromkeys([*lines, *self._choose()]))
+
+    def _find_rows(self) -> str:
+        """Set the kind of rows that the function takes; return why there are none, or ""."""
+        reasons = []
+        for kind in range(1 if self.tracer.real else 3):
+            self._kind, rows = kind, self.tracer.inputs(self.one.size, kind=kind)
+            if self._result(self.one, Trial("", rows, as_it_is, small_scale(self.one))):
+                return ""
+            reasons.append(self.tracer.failure)
+        return reasons[0]
 
     def _result(self, trace: Trace, trial: Trial, **more: Any) -> Results | None:
         """Return the results of a run; None, with `tracer.failure` set, if it has none to compare.
@@ -308,7 +346,8 @@ class Check:
         It does not change them, unless they are the losses of examples.
         """
         one, sizes = self.one, self.analysis.trace.slice_sizes
-        trial = Trial("", self.tracer.inputs(one.size), noisy, small_scale(one))
+        rows = self.tracer.inputs(one.size, kind=self._kind)
+        trial = Trial("", rows, noisy, small_scale(one))
         means = []
         for trace, parts in (one, [one.size]), (self.towers, sizes):
             counted = np.zeros([len(parts), len(one.losses)])

@@ -25,10 +25,10 @@ from towers.builder.traces import MOST_ROWS
 from towers.errors import InputError, RunError
 
 _CACHE_SIZE = 8  # analyses: a training and its evaluation have a few functions
-_AGAIN = [10**n for n in range(1, 9)]  # steps after which "always" checks again
-_ONCE_MORE = 100  # step after which "once" checks again
-_ONE_AT_A_TIME = threading.Lock()  # two checks would hold two of TensorFlow's threads
+# Steps, runs of a graph, or calls without one, after which a check is made again.
+_AGAIN = {"once": [100], "always": [10**n for n in range(1, 9)], "off": []}
 _SHARE = 0.01  # of the time since the last check, that a check may take
+_ONE_AT_A_TIME = threading.Lock()  # two checks would hold two of TensorFlow's threads
 
 
 @dataclasses.dataclass
@@ -41,6 +41,7 @@ class _Entry:
     check: Check | None  # None: there is none to make
     is_checked: bool = False
     is_on_towers: bool = False  # otherwise one device may be all that calls it
+    calls: int = 1  # while no graph is built
     runs: tf.Variable | None = None  # counts the runs of a graph that hands over real rows
 
     @property
@@ -78,7 +79,7 @@ class Checks:
             ValueError: one of the last two is not among its values.
         """
         for name, value, allowed in (
-            ("check", when, ("once", "always", "off")),
+            ("check", when, _AGAIN),
             ("on_inexact", on_inexact, ("warn", "stop", "one_device")),
         ):
             if value not in allowed:
@@ -114,8 +115,8 @@ class Checks:
         """Return what towers must know of a function; check it, or leave that to `after_step`.
 
         The builder's methods call it. A function is analyzed once for each graph that is traced,
-        and once without a graph. The batch's values are tried if they are known, otherwise made-up
-        ones of its types and shapes.
+        and without a graph at its 1st, 10th, 100th call. The batch's values are tried if they are
+        known, otherwise made-up ones of its types and shapes.
 
         Args:
             fn: the function.
@@ -185,7 +186,8 @@ class Checks:
                     self._found(entry, entry.check.run(True))
             self._last = time.monotonic()
             is_cheap = self._last - start <= _SHARE * (start - last)
-            self._next_step = self._step_after(step, is_cheap)
+            later = [*(n for n in _AGAIN[self.when] if n > step), float("inf"), float("inf")]
+            self._next_step = later[0 if is_cheap or step < 10 else 1]
             if self._next_step == float("inf"):  # the traces of both sides are not needed again
                 for entry in self._entries:
                     entry.check = None
@@ -195,13 +197,6 @@ class Checks:
         if found and self.on_inexact == "stop":
             raise RunError(found[0])
         return found
-
-    def _step_after(self, step: int, is_cheap: bool) -> float:
-        """Return the step after which the next check is due."""
-        if self.when == "always":
-            later = [number for number in _AGAIN if number > step]
-            return later[0 if is_cheap or step < _AGAIN[0] else 1]
-        return _ONCE_MORE if self.when == "once" and step < _ONCE_MORE else float("inf")
 
     def forget(self, graph: tf.Graph | None = None) -> None:
         """Forget the analyses for a graph that was given up, or all: the model is another."""
@@ -218,9 +213,13 @@ class Checks:
     def _entry_of(self, fn: Callable, batch: Sequence[Any], silent: bool, backward: bool) -> _Entry:
         eager, parts = tf.executing_eagerly(), [backward, *parts_of(fn, batch)]
         graph = None if eager else tf.compat.v1.get_default_graph()
-        for entry in self._entries:
-            if entry.serves(parts, graph):
+        entry = next((entry for entry in self._entries if entry.serves(parts, graph)), None)
+        calls = entry.calls + (eager and not silent) if entry else 1
+        if entry is not None:
+            entry.calls = calls
+            if silent or not eager or calls not in _AGAIN["always"]:
                 return entry
+            self._entries.remove(entry)  # what Python holds may be another
         analysis = analyze(fn, batch)
         place = None if silent and eager else (lambda: None) if eager else weakref.ref(graph)
         check = Check(analysis, self._builder, backward) if analysis.trace else None
@@ -230,7 +229,7 @@ class Checks:
             )
         elif self.when == "off" or (self.passed and _key(analysis) in self.passed):
             check = check if analysis.needs_check else None
-        entry = _Entry(parts, place, analysis, check)
+        entry = _Entry(parts, place, analysis, check, calls=calls)
         self._entries = [entry, *self._entries[: _CACHE_SIZE - 1]]
         return entry
 
@@ -285,10 +284,9 @@ class Checks:
         threads = tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1
         batch = check.tracer.batch
         of_graph = all(isinstance(x, tf.Tensor) and x.graph is graph for x in batch)
-        if threads < 2 or not batch or not of_graph:
+        if not batch or not of_graph:
             return
         entry.analysis.lines = []  # real rows may suit the function
-        due = [1, *_AGAIN] if self.when == "always" else [1, _ONCE_MORE]
 
         def compare(*rows: tf.Tensor) -> None:
             if not check.tracer.keep_rows(rows):
@@ -299,13 +297,15 @@ class Checks:
         def look(*rows: tf.Tensor) -> None:
             if entry.analysis.lines:
                 return
-            if not _ONE_AT_A_TIME.acquire(blocking=False):
+            if threads < 2:
+                threading.Thread(target=compare, args=rows, daemon=False).start()
+            elif _ONE_AT_A_TIME.acquire(blocking=False):
+                try:
+                    compare(*rows)
+                finally:
+                    _ONE_AT_A_TIME.release()
+            else:
                 entry.runs.assign(0)  # in the next run
-                return
-            try:
-                compare(*rows)
-            finally:
-                _ONE_AT_A_TIME.release()
             if self.on_inexact != "warn" and entry.inexact:
                 raise RunError(
                     f"{entry.inexact[0]}. Only real rows show it, and the tf.function is already "
@@ -322,7 +322,8 @@ class Checks:
         with tf.init_scope(), tf.device("/cpu:0"):
             entry.runs = tf_internals.make_variable(tf.zeros([], tf.int64))
         with tf.device("/cpu:0"), tf.name_scope("check"):
-            is_due = tf.reduce_any(entry.runs.assign_add(1) == tf.constant(due, tf.int64))
+            due = tf.constant([1, *_AGAIN[self.when]], tf.int64)
+            is_due = tf.reduce_any(entry.runs.assign_add(1) == due)
             tf.cond(is_due, hand_over, tf.no_op)
 
 

@@ -158,9 +158,7 @@ class ReplicaRng:
             return WHOLE
         if None not in {drawn.layout for drawn in expected}:
             self.num_guessed += 1
-        first = static[0] if static.rank else 0
-        by_example = first is None or (not tf.is_tensor(size) and first == size)
-        return BatchAxis(0) if by_example else WHOLE
+        return _guess(static, size)
 
     def _draw_rows(
         self, op: Any, op_name: str, shape: Any, layout: BatchAxis, counter: Any, arguments: dict
@@ -204,6 +202,16 @@ class ReplicaRng:
 def _key_and_counter(seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
     with tf.name_scope(SEEN):
         return key_and_counter(seed)
+
+
+def _guess(shape: tf.TensorShape, size: Any) -> BatchAxis:
+    if not shape.rank:
+        return WHOLE
+    first = shape[0]
+    if first is None or tf.is_tensor(size):
+        return BatchAxis(0) if first is None else WHOLE  # an unknown size is that of the batch
+    folded = shape.rank > 2 and size > 1 and first % size == 0
+    return BatchAxis(0) if first == size or folded else WHOLE
 
 
 def _at_least_1(number: Any) -> Any:

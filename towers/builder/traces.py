@@ -64,6 +64,11 @@ class Trace:
         return list({id(v.handle): v for v in found}.values())
 
     @property
+    def kinds(self) -> list[str]:
+        """The types of its ops but casts, sorted."""
+        return sorted(kind for _, kind in self.ops if kind != "Cast")
+
+    @property
     def not_by_example(self) -> list[bool]:
         """For each result whether it surely has no row for each example."""
         known = [x is not None and x.rank is not None for x in self.shapes]
@@ -94,6 +99,8 @@ class Tracer:
         self.batch = [leaf for leaf in self.leaves if not isinstance(leaf, PerTower)]
         self.shapes: Sequence[tf.TensorShape] = [leaf.shape for leaf in self.batch]
         self.real: list[tf.Tensor] | None = None
+        sizes = [leaf.shape[0] for leaf in self.batch if leaf.shape.rank]
+        self.batch_size: int | None = next(iter(sizes), None)  # if it is known
         self.keep_rows(trials.known_values(self.batch))
         self.failure = ""  # why the function could not be traced
         self.in_float32 = False  # whether layers of 16 bits compute in float32 in the next traces
@@ -107,7 +114,7 @@ class Tracer:
         """
         if not batch or not all(map(len, batch)):
             return True
-        number = min(int(x.shape[0]) for x in batch)
+        self.batch_size = number = min(int(x.shape[0]) for x in batch)
         rows = np.linspace(0, number - 1, min(number, MOST_ROWS)).astype(int)
         with tf.init_scope():
             self.real = [tf.gather(x, rows) for x in batch]
@@ -310,14 +317,14 @@ class Tracer:
         finally:
             before.restore(before.changed())
 
-    def inputs(self, size: int, seed: int = 0) -> list[Any]:
+    def inputs(self, size: int, seed: int = 0, kind: int = 0) -> list[Any]:
         """Return arguments of a trace: real rows if any are known, otherwise made-up ones.
 
-        A seed other than 0 shuffles real rows.
+        A seed other than 0 shuffles real rows; for the kind of made-up ones see `trials.sample`.
         """
         random = np.random.default_rng(seed)
         if not self.real:
-            return [trials.sample(spec, random) for spec in self._specs(size)]
+            return [trials.sample(spec, random, kind) for spec in self._specs(size)]
         number = len(self.real[0])
         rows = np.resize(np.linspace(0, number - 1, min(size, number)).astype(int), size)
         return [tf.gather(x, random.permutation(rows) if seed else rows) for x in self.real]

@@ -55,16 +55,20 @@ def spec_of(leaf: Any, size: int, shape: tf.TensorShape) -> tf.TypeSpec:
     return kind([size, *shape[1:]], leaf.dtype)
 
 
-def sample(spec: tf.TypeSpec, random: np.random.Generator) -> Any:
-    """Return a random tensor of a spec, dense, sparse or ragged.
+def sample(spec: tf.TypeSpec, random: np.random.Generator, kind: int = 0) -> Any:
+    """Return a random tensor of a spec.
 
-    Floats are normal, whole numbers 0 and 1, of uint8 below 256; text is made of numbers.
+    Args:
+        spec: dense, sparse or ragged.
+        random: the generator.
+        kind: 0: normal floats, and 0 and 1; 1: floats between 0 and 1; 2: these, and 1 and 2.
+            Numbers of uint8 are below 256; text is made of numbers.
     """
     shape = [_LENGTHS[0] if dim is None else dim for dim in spec.shape]
     if spec.dtype.is_floating or spec.dtype.is_complex:
-        value = random.normal(size=shape)
+        value = random.normal(size=shape) if kind == 0 else random.random(shape)
     else:
-        value = random.integers(0, 256 if spec.dtype == tf.uint8 else 2, shape)
+        value = random.integers(0, 256 if spec.dtype == tf.uint8 else 2, shape) + (kind == 2)
     is_text = spec.dtype == tf.string
     value = tf.strings.as_string(value) if is_text else tf.cast(tf.constant(value), spec.dtype)
     if isinstance(spec, tf.RaggedTensorSpec) and spec.ragged_rank == 1:
@@ -108,7 +112,7 @@ def stand_in(captured: tf.Tensor) -> tf.Tensor:
     if not tf.is_symbolic_tensor(captured):
         return captured
     spec = tf.TensorSpec(captured.shape, captured.dtype)
-    return sample(spec, np.random.default_rng(0))
+    return sample(spec, np.random.default_rng(0), kind=2)  # a weight of 0 would hide what it is of
 
 
 @dataclasses.dataclass(frozen=True)
