@@ -236,6 +236,9 @@ def tensors(structure: Any) -> list[tf.Tensor]:
     return [leaf for leaf in leaves if tf.is_tensor(leaf)]
 
 
+# Collectives wait for every device of a group, so they need towers that run in parallel: in a
+# traced step, each tower on a device of its own.
+
 # Far from the keys of tf.distribute, which begin at 1.
 _FIRST_GROUP_KEY = 1_000
 _NUM_KEYS = 1_024  # of each collective

@@ -76,6 +76,8 @@ class Passes:
                 self.before[id(variable)] = variable, tf.identity(variable)
 
 
+# Losses made in the towers.
+
 _NO_LOSSES = (
     "loss_fn must return one loss for each example, shape [b], not {} for {} examples: reduce all "
     "axes but the first, the builder takes the mean over all towers (a Keras loss: reduction=None)"
@@ -223,6 +225,8 @@ def _masters_and_copies(variables: Sequence[Any]) -> tuple[list[tf.Variable], We
     copies = [(values[0], list(map(value_of, values))) for values in copied]
     return [value_of(v.values[0] if isinstance(v, PerTower) else v) for v in variables], copies
 
+
+# Outputs joined.
 
 _TENSOR = object()  # stands for one
 

@@ -239,6 +239,9 @@ def variables_refused() -> Iterator[None]:
         yield
 
 
+# Losses that layers add.
+
+
 @contextlib.contextmanager
 def change_losses(change: Callable[[keras.Layer, tf.Tensor], tf.Tensor]) -> Iterator[None]:
     """Replace each loss that a layer adds in the block, a float, by `change(layer, loss)`."""
@@ -314,6 +317,9 @@ def _share(rows: BatchSlice, dtype: tf.DType) -> tf.Tensor:
     if isinstance(rows.size, int) and isinstance(rows.total, int):
         return tf.constant(rows.size / rows.total, dtype)
     return tf.cast(tf.cast(rows.size, tf.float64) / tf.cast(rows.total, tf.float64), dtype)
+
+
+# The assignments of all towers.
 
 
 def assign_once(
