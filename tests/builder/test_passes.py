@@ -62,6 +62,7 @@ def test_masks_of_outputs_are_joined():
 
 
 @pytest.mark.graph
+@pytest.mark.checked
 @pytest.mark.parametrize("take", [lambda x, w: x * w, lambda x, w: tf.gather(w, [0]) * x])
 @pytest.mark.parametrize("handed_over", [False, True])
 def test_a_tensor_that_is_not_split_has_its_gradient(take, handed_over):

@@ -179,7 +179,7 @@ class Tracer:
 
         def program(inputs: list, scale: tf.Tensor, counted: tf.Tensor) -> dict[str, Any]:
             batch = self._batch(inputs, size, each=call is not None)
-            dense = [x for x in tf.nest.flatten(batch) if trials.is_dense_float(x)]
+            dense = list(filter(trials.is_dense_float, inputs))
             seen: Seen = {key: [] for key in _SEEN}
             with tf.device("/cpu:0"), self._recording(trace, seen, one, counted, named):
                 with tf.GradientTape(persistent=True) as tape:
