@@ -191,12 +191,6 @@ def _check_driver(gpus: Sequence[DriverGpu | None], choice: Sequence[DriverGpu])
         )
 
 
-def _compiling(gpus: Sequence[DriverGpu | None]) -> list[DriverGpu]:
-    # Those for which this TensorFlow has no machine code.
-    built = tf.sysconfig.get_build_info().get("cuda_compute_capabilities")
-    return self_test.compiling([gpu for gpu in gpus if gpu], built or self_test.BUILT_FOR)
-
-
 def _limit_mib(options: GpuOptions, gpu: DriverGpu | None) -> int | None:
     fraction = options.per_process_gpu_memory_fraction
     if not fraction:
@@ -292,7 +286,7 @@ def try_out() -> None:
     visible = tf.config.get_visible_devices("GPU")
     if not visible or tf_internals.has_started():
         return
-    if newer := _compiling(driver_gpus(visible)):
+    if newer := self_test.compiling(driver_gpus(visible)):
         print(f"compiling   {self_test.compiling_note(newer)}", file=sys.stderr, flush=True)
     probe = self_test.run_probe([f"/gpu:{everything.index(gpu)}" for gpu in visible])
     if isinstance(probe, str):

@@ -23,30 +23,15 @@ from towers.options import search_path
 
 TIMEOUT_SECONDS = 180
 COMPILING_SECONDS = 1800  # with a GPU for which the driver compiles TensorFlow's kernels first
-BUILT_FOR = ("sm_60", "sm_70", "sm_80", "sm_89", "compute_90")  # TensorFlow 2.21's wheel
+NEWER = (10, 0)  # the first compute capability of which TensorFlow 2.21's wheel has PTX alone
 TOLERANCE = 1e-2  # relative to the largest value: TensorFloat-32 is off by 5e-4
 SIZE = 1024
 
 
-def compiling(
-    gpus: Sequence[nvml.DriverGpu], built_for: Sequence[str] = BUILT_FOR
-) -> list[nvml.DriverGpu]:
-    """Return the GPUs for which TensorFlow has no machine code, so that the driver compiles it.
-
-    Machine code for 8.0 runs on all of 8.x, and on nothing else.
-
-    Args:
-        gpus: any.
-        built_for: "sm_80" for machine code of 8.0, "compute_90" for that of 9.0 and for PTX, which
-            is compiled for newer GPUs.
-    """
-    codes = [divmod(int(re.sub(r"\D", "", name)), 10) for name in built_for]
-
-    def is_newer(gpu: nvml.DriverGpu) -> bool:
-        major, minor = gpu.compute_capability
-        return not any(code[0] == major and code[1] <= minor for code in codes)
-
-    return [gpu for gpu in gpus if gpu.compute_capability and is_newer(gpu)]
+def compiling(gpus: Sequence[nvml.DriverGpu | None]) -> list[nvml.DriverGpu]:
+    """Return the GPUs for which TensorFlow has no machine code, so that the driver compiles it."""
+    known = [gpu for gpu in gpus if gpu and gpu.compute_capability]
+    return [gpu for gpu in known if gpu.compute_capability >= NEWER]
 
 
 def compiling_note(gpus: Sequence[nvml.DriverGpu]) -> str:
