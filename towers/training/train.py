@@ -99,7 +99,7 @@ def _train(
 ) -> dict[str, Any] | None:
     """Make the steps of a run, and what ends it; return as `train` does."""
     run, timetable, place = prepared.run, prepared.timetable, prepared.restored.place
-    step, last, due = timetable.first_step, timetable.last_step, timetable.options
+    step, last, due = timetable.first_step, timetable.last_step, run.due
     with contextlib.ExitStack() as stack:
         monitor = Monitor(run.folder, timetable, run.builder.devices, out=out, start=start)
         prepared.checkpoints.say = monitor.say

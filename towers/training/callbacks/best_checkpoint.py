@@ -9,11 +9,9 @@
 """
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 from towers import files
-from towers.errors import RunError
 from towers.training.run.setup import RunContext
 
 NAME = "best.json"
@@ -27,10 +25,10 @@ class BestTracker:
 
         Start from scratch if they are of other examples, or another metric.
         """
-        options, evaluated = run.options, run.data.validation or run.data.test
+        due, evaluated = run.due, run.data.validation or run.data.test
         self._path = run.folder / NAME
-        self._patience = options.early_stopping_epochs * run.data.train.size  # examples; 0: none
-        self._keep = options.keep_best
+        self._patience = due.early_stopping_epochs * run.data.train.size  # examples; 0: none
+        self._keep = due.keep_best
         self._is_needed = bool(self._patience or self._keep)
         name, direction = run.objective
         data = evaluated.checksum()["sha256"] if self._is_needed else None
@@ -66,20 +64,11 @@ class BestTracker:
         best = next((n for step, n, _ in self._points if step == self.step), self._points[0][1])
         return self._points[-1][1] - best >= self._patience
 
-    def write(self, say: Callable[[str], None] | None = None) -> None:
-        """Write best.json, if it is needed; the best checkpoint must have been written before.
-
-        If the file cannot be written, `say` prints a warning; without it RunError is raised.
-        """
-        if not self._is_needed:
-            return
-        found = {"points": self._points, "step": self.step if self._keep else None}
-        try:
+    def write(self) -> None:
+        """Write best.json, if it is needed; the best checkpoint must have been written before."""
+        if self._is_needed:
+            found = {"points": self._points, "step": self.step if self._keep else None}
             files.write_json(self._path, self._about | found)
-        except RunError as error:
-            if say is None:
-                raise
-            say(f"warning     {error}; training goes on, and it is written again")
 
 
 def step_of(folder: Path) -> int | None:

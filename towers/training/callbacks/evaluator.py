@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
+from towers.errors import RunError
 from towers.monitoring.monitor import Monitor
 from towers.training.callbacks.preemption import PreemptionHandler
 from towers.training.callbacks.saver import Saver
@@ -31,7 +32,7 @@ class Evaluator:
     def __post_init__(self) -> None:
         """Prepare evaluations; the first one compiles their function."""
         self._run, self.best = self.prepared.run, self.prepared.restored.best
-        self._keeps_best = self.prepared.timetable.options.keep_best
+        self._keeps_best = self._run.due.keep_best
         self.prepared.checkpoints.best = self.best.step if self._keeps_best else None
         self._last: Evaluation | None = None  # of the current weights
         self._part = "validation" if self._run.data.validation else "test"
@@ -78,7 +79,10 @@ class Evaluator:
             if self.saver.unsaved:
                 self.saver.save(step)
             checkpoints.close()  # it must exist before best.json names it
-        self.best.write(monitor.say)
+        try:
+            self.best.write()
+        except RunError as error:
+            monitor.say(f"warning     {error}; training goes on, and it is written again")
         return evaluation
 
     def stops_early(self) -> bool:
@@ -91,7 +95,7 @@ class Evaluator:
             why = "a callback has set stop_training"
             if not self.callbacks.stopped():
                 name, _ = self._run.objective
-                epochs = self.prepared.timetable.options.early_stopping_epochs
+                epochs = self._run.due.early_stopping_epochs
                 why = f"{name} was best at step {self.best.step}, {epochs:g} epochs ago or more"
             self.monitor.say(f"stopping    early, at step {step}: {why}")
         changed, called = self._run.task.finish(), bool(self.callbacks)

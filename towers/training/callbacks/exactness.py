@@ -40,7 +40,7 @@ class ExactnessChecks:
 
 def found_on_towers(run: RunContext) -> RunError | None:
     """Return the error for what was found after a run of `--on_inexact=one_device` had begun."""
-    if run.options.on_inexact != "one_device" or not run.builder.checks.inexact:
+    if run.due.on_inexact != "one_device" or not run.builder.checks.inexact:
         return None
     found = run.builder.checks.inexact[0]
     return RunError(f"{found}. The same command with --num_towers=1 continues exactly")

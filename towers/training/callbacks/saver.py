@@ -31,7 +31,7 @@ class Saver:
     def __post_init__(self) -> None:
         """Save the place with all checkpoints from now on."""
         self.place = self.prepared.restored.place
-        self._due = self.prepared.timetable.options
+        self._due = self.prepared.run.due
         self.unsaved = False  # whether the newest checkpoint lacks anything
         self._finite_check = NonFiniteMonitor(self.prepared.run, self.monitor.say)
         self._is_due, self._saved_at = False, time.monotonic()

@@ -73,7 +73,7 @@ class Callbacks:
         given = dict(model=self._model, epochs=epochs, steps=steps, verbose=0)
         self._list = _K.CallbackList(self.callbacks, **given)
         self._model.stop_training = self.place.is_stopped(
-            timetable.options.callbacks, timetable.last_step
+            self.run.due.callbacks, timetable.last_step
         )
         if self:  # experiment trackers read the learning rate there
             optimizer = next(iter(self.run.train_state.optimizers), None)

@@ -23,7 +23,7 @@ def write_result(
 ) -> dict[str, Any]:
     """Write and print the result of a run, from the evaluations of its final weights."""
     run, place, last = prepared.run, prepared.restored.place, prepared.timetable.last_step
-    step, devices, due = run.steps_done(), run.builder.devices, prepared.timetable.options
+    step, devices, due = run.steps_done(), run.builder.devices, run.due
     skipped, (name, direction) = run.task.num_skipped(), run.objective
     result = {
         "steps": step,

@@ -67,6 +67,11 @@ class RunContext:
         """The variables that a step changes."""
         return self.task.train_state
 
+    @functools.cached_property
+    def due(self) -> DueOptions:
+        """What is due when; callbacks read nothing else of the options."""
+        return self.options.part(DueOptions)
+
     def steps_done(self) -> int:
         """Return the number of updates so far."""
         return int(self.train_state.step.numpy())
@@ -119,8 +124,7 @@ class RunContext:
         if self.options.max_steps:
             left = min(left, self.options.max_steps - step)
         sizes = self.data.train.size, self.options.batch_size, self.options.steps_per_loop
-        due = self.options.part(DueOptions)
-        return Timetable(step, examples, step + max(left, 0), *sizes, due)
+        return Timetable(step, examples, step + max(left, 0), *sizes, self.due)
 
 
 def prepare(options: Options, continues: bool = False) -> RunContext:
