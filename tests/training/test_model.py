@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import layers
 
 from tests.runs import refusal
+from towers.options.functions import load_function
 from towers.options.run import Options
 from towers.training.run import model
 
@@ -73,7 +74,9 @@ def build(function, keywords=None, image_shape=SHAPE, **given):
     arguments = [f"{name}={value}" for name, value in (keywords or {}).items()]
     of_run = Options(model=function, model_args=arguments, augment="off", **given)
     x = tf.TensorSpec(image_shape, of_run.input_dtype)
-    built = model.build_for(of_run, num_classes=10, x=x, image_shape=image_shape)
+    built = model.build_for(
+        of_run, load_function("model", of_run.model), num_classes=10, x=x, image_shape=image_shape
+    )
     about = {"num_classes": 10, "no_classes": "", "spec": (x,), "image_shape": image_shape}
     model.check_classifier(built, of_run, types.SimpleNamespace(**about))
     return built

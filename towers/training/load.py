@@ -15,7 +15,7 @@ from towers.data import augment
 from towers.errors import InputError
 from towers.formatting import first_of
 from towers.options.flags import options_from_call
-from towers.options.functions import PREFIX
+from towers.options.functions import PREFIX, load_function
 from towers.options.run import Options
 from towers.training.callbacks.best_checkpoint import step_of
 from towers.training.run import checkpoint, manifest, model
@@ -127,7 +127,9 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
             "with --ema_decay"
         )
     recorded = manifest.read(Path(options.train_dir))
-    for line in manifest.differences({"code": model.code_of(options)}, recorded):
+    function = load_function("model", options.model)
+    code = model.code_of(options.model, function)
+    for line in manifest.differences({"code": code}, recorded):
         print(f"warning     {line}", file=sys.stderr)
     task = recorded.get("task")
     if not task:
@@ -135,9 +137,11 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
             f"--train_dir={options.train_dir}: its manifest.json is lost or damaged; towers train "
             f"--train_dir={options.train_dir} writes it again"
         )
-    with user_facing_errors(), tf_internals.named_as_in_a_new_process():
+    floatx = tf_internals.floatx_of(options.dtype)
+    with user_facing_errors(), tf_internals.named_as_in_a_new_process(), floatx:
         network = model.build_for(
             dataclasses.replace(options, augment=task["augment"]),
+            function,
             num_classes=task["num_classes"],
             x=manifest.spec_of(task["spec"][0]),
             image_shape=task["image_shape"],

@@ -99,7 +99,8 @@ def _train(
 ) -> dict[str, Any] | None:
     """Make the steps of a run, and what ends it; return as `train` does."""
     run, timetable, place = prepared.run, prepared.timetable, prepared.restored.place
-    step, last, due = timetable.first_step, timetable.last_step, run.due
+    step, last = timetable.first_step, timetable.last_step
+    due = run.due
     with contextlib.ExitStack() as stack:
         monitor = Monitor(run.folder, timetable, run.builder.devices, out=out, start=start)
         prepared.checkpoints.say = monitor.say
@@ -108,7 +109,7 @@ def _train(
         profiler = stack.enter_context(Profiler(run.folder, due.profile_range(), monitor))
         if due.histogram_every_epochs:
             monitor.histograms(step, run.task.model)
-        stack.enter_context(preemption).listener.keep(prepared.batches)
+        stack.enter_context(preemption)
         callbacks = Callbacks(keras_callbacks, run, timetable, place)
         saver = Saver(prepared, monitor, preemption, callbacks)
         evaluator = Evaluator(prepared, monitor, preemption, callbacks, saver)

@@ -50,7 +50,8 @@ class PlainRunner(Runner):
         self.options, self._device = options, device
         spec = run.data.train.train_batches(options.batch_size, seed=options.seed).element_spec
         with self._on_device(), tf_internals.named_as_in_a_new_process():
-            self.model, self.options, self._by_flags = build_model(options, run.data, exact=True)
+            built = build_model(options, run.data, exact=True)
+            self.model, self._by_flags = built.network, built.by_flags
             move_all(self.model.variables, device)
             step = tf.function(self._train_step, autograph=False)
             step.get_concrete_function(*spec)  # makes the optimizers' variables

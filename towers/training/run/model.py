@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import inspect
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,19 @@ from towers.training.step.evaluation import check_rows
 from towers.training.step.train_state import overrides
 
 
-def build_model(
-    options: Options, dataset: Data, exact: bool = False
-) -> tuple[keras.Model, Options, bool]:
-    """Return the compiled model, options with its `augment`, and whether flags have compiled it.
+@dataclasses.dataclass(frozen=True)
+class BuiltModel:
+    """A compiled model, and what examples go through before it."""
+
+    network: keras.Model
+    by_flags: bool  # whether flags have compiled it, and not its function
+    augment: str  # that of the options, in which "auto" is resolved
+    prepare: Callable  # see `augment.preparation`
+    code: Mapping[str, str | None]  # see `code_of`
+
+
+def build_model(options: Options, dataset: Data, exact: bool = False) -> BuiltModel:
+    """Build the model of a run for a data set, and compile it unless its function did.
 
     Args:
         options: of the run.
@@ -45,41 +54,50 @@ def build_model(
     # "auto" depends on whether the model is compiled; the image shape does not.
     kind = augment.resolve(options.augment, dataset, compiled=False)
     resolved = dataclasses.replace(options, augment=kind)
-    network = build_for(
-        resolved,
-        num_classes=dataset.num_classes,
-        x=dataset.spec[0],
-        image_shape=dataset.image_shape,
-        exact=exact,
-        no_classes=dataset.no_classes,
-    )
-    by_flags = not network.compiled
+    function = load_function("model", options.model)
+    with floatx_of(options.dtype):  # layers, the loss and the metrics compute in it
+        network = build_for(
+            resolved,
+            function,
+            num_classes=dataset.num_classes,
+            x=dataset.spec[0],
+            image_shape=dataset.image_shape,
+            exact=exact,
+            no_classes=dataset.no_classes,
+        )
+        if by_flags := not network.compiled:
+            if not (options.loss or options.metrics):
+                check_classifier(network, resolved, dataset)
+            compile_from_flags(network, options)
+    code = code_of(options.model, function)
+    for output in (getattr(network, "outputs", None) or []) if options.test_time_flip else []:
+        check_rows(output)
     if not by_flags:
         _refuse_overridden(options)
         kind = augment.resolve(options.augment, dataset, compiled=True)
-        resolved = dataclasses.replace(options, augment=kind)
-    else:
-        if not (options.loss or options.metrics):
-            check_classifier(network, resolved, dataset)
-        with floatx_of(options.dtype):  # the loss and the metrics compute in it
-            compile_from_flags(network, options)
-    for output in (getattr(network, "outputs", None) or []) if options.test_time_flip else []:
-        check_rows(output)
-    return network, resolved, by_flags
+    as_they_are = dataset.image_shape is None or (kind == "off" and not by_flags)
+    prepare = augment.preparation(None if as_they_are else kind, options.input_dtype)
+    return BuiltModel(network, by_flags, kind, prepare, code)
 
 
-def code_of(options: Options) -> dict[str, str | None]:
-    """Return {"model": the checksum of the file that has the model function}; None: it has none."""
+def code_of(name: str, function: Callable) -> dict[str, str | None]:
+    """Return {"model": checksum of the file that has the model function; None if there is none}.
+
+    Args:
+        name: of the function, an option.
+        function: of that name.
+    """
     checksum = None
-    if not options.model.startswith(PREFIX):
+    if not name.startswith(PREFIX):
         with contextlib.suppress(OSError, TypeError):  # it is not written in Python
-            path = inspect.getsourcefile(inspect.unwrap(load_function("model", options.model)))
+            path = inspect.getsourcefile(inspect.unwrap(function))
             checksum = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return {"model": checksum}
 
 
 def build_for(
     options: Options,
+    function: Callable,
     *,
     num_classes: int,
     x: Any,
@@ -87,10 +105,11 @@ def build_for(
     exact: bool = False,
     no_classes: str = "",
 ) -> keras.Model:
-    """Build the model of a run, its variables on the CPU.
+    """Build the model of a run, its variables on the CPU, where `floatx_of` its dtype is in force.
 
     Args:
         options: of the run, with `augment` resolved.
+        function: that they name.
         num_classes: argument of the model function, if it takes it; 0: targets are no classes.
         x: specs of one example as it is stored, without batch axis.
         image_shape: (height, width, channels) of a stored image; the function is given that of
@@ -102,11 +121,10 @@ def build_for(
         A Keras model, built unless it has no `call`.
 
     Raises:
-        InputError: no such function, an argument that it does not take, or what it returns is no
-            model or cannot take x.
+        InputError: an argument that the function does not take, or what it returns is no model or
+            cannot take x.
     """
     name, dtype = options.model, options.dtype
-    function = load_function("model", name)
     x = _input_specs(options, x, image_shape)
     from_data: dict[str, Any] = {"num_classes": num_classes} if num_classes else {}
     if image_shape is not None:
@@ -115,7 +133,6 @@ def build_for(
     with contextlib.ExitStack() as stack:
         stack.callback(keras.config.set_dtype_policy, keras.config.dtype_policy())
         keras.config.set_dtype_policy(dtype)
-        stack.enter_context(floatx_of(dtype))
         if exact and dtype == "float64":
             stack.enter_context(force_float64())
         stack.enter_context(tf.device("/cpu:0"))

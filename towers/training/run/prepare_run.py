@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers import devices, files
+from towers import devices, files, signals
 from towers.devices.shown_names import new_name, short_device_name, shown_name
 from towers.errors import InputError
 from towers.formatting import count
@@ -145,6 +145,8 @@ def begin(
         preemption.checkpoints = restored.checkpoints
         prepared = _prepare(run, restored, preemption, say)
     _open_folder(prepared, lock, say)
+    if listener := signals.owner():
+        listener.keep(prepared.batches)  # deleting them may wait for a source for ever
     return prepared
 
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from towers import data, devices, tf_internals
 from towers.builder.tower import TowerBuilder
-from towers.data import Data, Split, augment
+from towers.data import Data, Split
 from towers.data.device_cache import DeviceCache, cache_on_devices
 from towers.devices import remote
 from towers.errors import InputError
@@ -23,7 +23,7 @@ from towers.options.parts import DueOptions
 from towers.options.run import Options
 from towers.options.triggers import Timetable
 from towers.training.run import loss_checks
-from towers.training.run.model import build_model, code_of
+from towers.training.run.model import build_model
 from towers.training.run.optimizers import check_own, learning_rate
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step.losses import LossRecorder
@@ -48,7 +48,7 @@ class RunContext:
     objective: Objective  # the metric that selects the best evaluation, and "max" or "min"
     total_epochs: float  # the length of schedules
     total_examples: int  # where the run ends, unless `max_steps` ends it earlier
-    code: Mapping[str, str | None]  # see `code_of`
+    code: Mapping[str, str | None]  # see `model.code_of`
     given: Options  # before "auto", "default" and a fall back to one device were resolved
     diagnostics: list[str]  # of the towers' function
 
@@ -56,6 +56,11 @@ class RunContext:
         """Return the run's flags.cfg, in which each process decides anew what it may."""
         left_open = {n: getattr(self.given, n) for n in ("variables", *OF_TOWERS)}
         return dataclasses.replace(self.options, **left_open).to_flagfile()
+
+    @property
+    def of_one_tower(self) -> Options:
+        """Options of the run with one tower, which takes each batch as a whole."""
+        return dataclasses.replace(self.given, **dict.fromkeys(OF_TOWERS, 1))
 
     @property
     def folder(self) -> Path:
@@ -188,41 +193,43 @@ def assemble(
         InputError: the options do not fit the model, or it has no trainable weights.
     """
     check_own(options)
-    given, code, diagnostics = options, code_of(options), []
-    place, home = placement(options.variables, device_names)
-    if place in VARIABLES:
-        options = dataclasses.replace(options, variables=place)
-    builder = TowerBuilder(
-        device_names,
-        home,
-        batch_norm=options.batch_norm,
-        accumulate_steps=options.accumulate_steps,
-        jit_compile=options.jit_compile,
-        on_warning=diagnostics.append,
-        check=options.check,
-        on_inexact=options.on_inexact,
-    )
+    given, diagnostics = options, []
     # Checkpoints identify variables by name.
     with user_facing_errors(), tf_internals.named_as_in_a_new_process():
-        network, options, by_flags = build_model(options, dataset, exact)
-        if not network.trainable_variables:
+        built = build_model(options, dataset, exact)
+        if not built.network.trainable_variables:
             raise InputError(
                 f"--model={options.model} has no trainable weights: there is nothing to train"
             )
+        place, home = placement(options.variables, device_names)
+        options = dataclasses.replace(
+            options,
+            augment=built.augment,
+            variables=place if place in VARIABLES else options.variables,
+        )
         of_step = dataclasses.replace(options.part(StepOptions), variables=place)
         # Callbacks may ask for the metrics of a batch, and verify compares them.
-        reports = bool(options.metrics or options.callbacks or exact) or not by_flags
-        images = dataset.image_shape is not None and (options.augment != "off" or by_flags)
-        prepare = augment.preparation(options.augment if images else None, options.input_dtype)
-        recorder = LossRecorder(network)
+        reports = bool(options.metrics or options.callbacks or exact) or not built.by_flags
+        builder = TowerBuilder(
+            device_names,
+            home,
+            batch_norm=options.batch_norm,
+            accumulate_steps=options.accumulate_steps,
+            jit_compile=options.jit_compile,
+            on_warning=diagnostics.append,
+            check=options.check,
+            on_inexact=options.on_inexact,
+        )
+        recorder = LossRecorder(built.network)
         with loss_checks.translate_loss_errors(recorder, options, dataset):
-            task = Task(builder, network, of_step, dataset, prepare, recorder, by_flags, reports)
+            of_model = built.prepare, recorder, built.by_flags, reports
+            task = Task(builder, built.network, of_step, dataset, *of_model)
     _check_validation(options, dataset)
     length = _length(options, dataset.train.size)
     directions = metric_directions(task)
     objective = parse_monitor(options.monitor, directions)
     parts = options, builder, dataset, task, directions, objective
-    return RunContext(*parts, *length, code, given, diagnostics)
+    return RunContext(*parts, *length, built.code, given, diagnostics)
 
 
 def _length(options: Options, size: int) -> tuple[float, int]:
@@ -279,9 +286,8 @@ def metric_directions(task: Task) -> dict[str, str | None]:
 
 
 def on_first_device(run: RunContext) -> RunContext:
-    """Return a run anew with one tower, on the first device, which takes each batch as a whole."""
-    one = dataclasses.replace(run.given, **dict.fromkeys(OF_TOWERS, 1))
-    alone = assemble(one, run.builder.devices[:1], run.data)
+    """Return a run anew with one tower, on the first device."""
+    alone = assemble(run.of_one_tower, run.builder.devices[:1], run.data)
     return dataclasses.replace(alone, given=run.given)
 
 
