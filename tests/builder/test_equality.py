@@ -341,14 +341,6 @@ def losses_that_layers_add():
 # What is recomputed in the backward pass, as it ran in the forward one.
 
 
-@row(THREE, rare=[BY_XLA])
-def a_recomputed_part():
-    """Weights of a part that is recomputed and of one that is not."""
-    net = dense()
-    recomputed = tf.recompute_grad(lambda x: net(x))
-    return Case(cubes(lambda x: recomputed(x) * net(2 * x)), net.trainable_variables)
-
-
 @row(GPUS_JOINED, rare=[THREE, JOINED_UNKNOWN])
 def draws_and_moments_that_are_recomputed():
     rest = layers.BatchNormalization(), layers.Dropout(0.5, seed=1)

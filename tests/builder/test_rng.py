@@ -65,9 +65,6 @@ LAYERS = {
     "AlphaDropout": lambda: keras.layers.AlphaDropout(0.4, seed=1),
     "GaussianNoise": lambda: keras.layers.GaussianNoise(0.5, seed=1),
     "MultiHeadAttention": lambda: Attention(),
-    "RandomBrightness": lambda: Images(keras.layers.RandomBrightness(0.5, seed=1)),
-    "RandomFlip": lambda: Images(keras.layers.RandomFlip(seed=1)),
-    "RandomRotation": lambda: Images(keras.layers.RandomRotation(0.3, seed=1)),
 }
 
 
@@ -79,18 +76,6 @@ class Attention(keras.layers.Layer):
 
     def call(self, x, training):
         return self.inner(x, x, training=training)
-
-
-class Images(keras.layers.Layer):
-    """An augmentation layer as part of a model."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def call(self, x, training):
-        images = tf.stack([x, 2 * x, x - 1], axis=-1)
-        return tf.reduce_sum(self.inner(images, training=training), axis=-1)
 
 
 @pytest.mark.run

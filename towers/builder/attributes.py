@@ -53,7 +53,8 @@ class Holder:
         if isinstance(content, list):
             return {_CONTENT: tuple(content)}
         content = vars(content) if isinstance(content, type) else content
-        return {k: content[k] for k in content if self.names is None or k in self.names}
+        names = content if self.names is None else self.names
+        return {name: content[name] for name in names if name in content}
 
     def users_values(self) -> dict[Any, Any]:
         """Return {name: value} without what Keras and TensorFlow keep in their objects."""
