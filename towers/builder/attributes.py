@@ -236,16 +236,13 @@ def _is_kept(leaves: Sequence[Any], in_layer: bool) -> bool:
     return bool(in_layer or tensors) and known and not made
 
 
-def tensors_at(places: Iterable[Place]) -> list[Any]:
-    """Return the tensors at places, dense, sparse and ragged."""
-    return _tensors_in(_values_at(places))
-
-
-def _values_at(places: Iterable[Place]) -> list[Any]:
+def values_at(places: Iterable[Place]) -> list[Any]:
+    """Return the values at places."""
     return [holder.read().get(name) for holder, name in places]
 
 
-def _tensors_in(values: Any) -> list[Any]:
+def tensors_in(values: Any) -> list[Any]:
+    """Return the tensors in any structure, dense, sparse and ragged."""
     return list(filter(tf.is_tensor, keras.tree.flatten(values)))
 
 
@@ -280,11 +277,12 @@ class SideOutputs:
             result = fn(*batch)
             if self.reached:
                 self.places = before.changed()
-                found = enumerate(tensors_at(self.places))
+            self._values = values_at(self.places)
+            if self.reached:
+                found = enumerate(tensors_in(self._values))
                 self.policies = {
                     ("attribute", i): ROWS if x.shape.rank else "first" for i, x in found
                 }
-            self._values = _values_at(self.places)
             before.restore(self.places)
             rows = []
             for value, policy in self._tensors():
@@ -323,10 +321,8 @@ class SideOutputs:
             holder.write(name, keras.tree.map_structure(replaced, value))
 
     def _tensors(self) -> Iterator[tuple[Any, str | None]]:
-        tensors = _tensors_in(self._values)
         known = [key for key in self.policies if isinstance(key, tuple) and key[0] == "attribute"]
-        policies = map(self.policies.get, known if len(known) == len(tensors) else tensors)
-        return zip(tensors, policies, strict=True)
+        return zip(tensors_in(self._values), map(self.policies.get, known), strict=True)
 
 
 def _num_examples(batch: Any) -> Any:

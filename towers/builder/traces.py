@@ -309,7 +309,7 @@ class Tracer:
             trace.left = [
                 (attributes.description(place), x)
                 for place in trace.places
-                for x in attributes.tensors_at([place])
+                for x in attributes.tensors_in(attributes.values_at([place]))
             ]
             for x in (_value(x) for _, x in trace.left):
                 known = tf.is_symbolic_tensor(x) and is_number(x)
