@@ -189,7 +189,12 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 def build(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable]) -> None:
-    """Create an optimizer's variables, named as in Keras' `apply`, each slot beside its weight."""
+    """Create an optimizer's variables, named as in Keras' `apply`, each slot beside its weight.
+
+    Args:
+        optimizer: nothing is done if it is built.
+        weights: that it will update.
+    """
     beside = tf_internals.slots_beside_weights(optimizer)
     with keras.name_scope(optimizer.name, caller=optimizer), beside:
         if not optimizer.built:
