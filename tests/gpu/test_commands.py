@@ -81,3 +81,25 @@ def test_doctor_finds_the_gpus(driver, says):
     assert says in out
     assert "computing on /gpu:0" in out and "computing on /gpu:1" in out
     assert "Traceback" not in err and "FAIL" not in out
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_first_command_takes_all_gpus(number, tmp_path):
+    flags = "--flagfile=configs/quickstart.cfg", "--dataset=tests.tiny:images", "--augment=none"
+    flags = *flags, "--max_steps=1", f"--train_dir={tmp_path}/run"
+    code, _, err = towers("train", *flags, TOWERS_TEST_GPUS=str(number))
+    assert code == 0, err
+    found = json.loads((tmp_path / "run/result.json").read_text())["devices"]
+    assert found == ["/gpu:0", "/gpu:1"][:number]
+
+
+def test_memory_options_of_a_run_are_read_back(tmp_path):
+    out, _ = train(tmp_path, "--per_process_gpu_memory_fraction=0.25", "--variables=cpu")
+    assert "/gpu:0 256 MiB, growth off" in out and "/gpu:1 256 MiB, growth off" in out
+
+
+def test_more_memory_than_there_is_is_refused(tmp_path):
+    flags = *DENSE.split(), "--gpu_memory_limit_mib=2000"
+    code, _, err = towers("train", f"--train_dir={tmp_path}/run", *flags)
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "has 1024 of 1024 MiB free, 2000 are needed" in err

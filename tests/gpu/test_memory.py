@@ -83,3 +83,37 @@ def test_a_step_takes_little_memory_beside_its_variables(way, most):
     assert done.returncode == 0, done.stderr
     held, peak = json.loads(done.stdout.splitlines()[-1])
     assert 3 <= held <= peak <= most
+
+
+_OWN = """
+import sys
+import tensorflow as tf
+from towers import devices
+
+[gpu, *_] = tf.config.list_physical_devices("GPU")
+tf.config.set_logical_device_configuration(gpu, [tf.config.LogicalDeviceConfiguration(256)] * 2)
+for options in {"allow_growth": True}, {"gpu_memory_limit_mib": 128}, {}:
+    try:
+        devices.configure(**options)
+    except ValueError as error:
+        print(error)
+print(*devices.read_back(), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("variable", ["", "TF_GPU_ALLOCATOR", "TF_FORCE_GPU_ALLOW_GROWTH"])
+def test_what_a_program_has_set_is_kept(variable):
+    value = {"TF_GPU_ALLOCATOR": "cuda_malloc_async"}.get(variable, "true")
+    variables = {"TF_CPP_MIN_LOG_LEVEL": "3"} | ({variable: value} if variable else {})
+    done = programs.python("-c", _OWN, variables=variables)
+    growth, limit, *lines = done.stdout.splitlines()
+    assert growth.startswith("--allow_growth=True: this program has split GPU 0"), done.stderr
+    assert limit.startswith("--gpu_memory_limit_mib=128: this program has split GPU 0")
+    how = "on" if "GROWTH" in variable else "off"
+    if variable == "TF_GPU_ALLOCATOR":
+        assert all("/gpu:" in line and "no limit" in line for line in lines[:3])
+    else:
+        found = [
+            f"memory      /gpu:{i} {n} MiB, growth {how}" for i, n in enumerate((256, 256, 1024))
+        ]
+        assert lines[:3] == found

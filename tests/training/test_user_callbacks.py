@@ -172,3 +172,16 @@ def test_what_cannot_be_had_is_one_line(tmp_path, given, says):
     with pytest.raises(towers.InputError, match=f"callbacks.*{says}") as error:
         towers.train(train_dir=tmp_path / "run", dataset=DATA, max_steps=2, **given)
     assert len(str(error.value).splitlines()) == 1 and not (tmp_path / "run").exists()
+
+
+def test_one_that_fails_loses_no_step_and_is_called_again(tmp_path, capsys):
+    """Of epochs whose last batch goes beyond."""
+
+    def fails(epoch, logs):
+        raise KeyError("theirs")
+
+    with pytest.raises(KeyError, match="theirs"):
+        train(tmp_path, keras.callbacks.LambdaCallback(on_epoch_end=fails), batch_size=5)
+    assert "saved       step 3: the same command" in capsys.readouterr().out
+    assert train(tmp_path, own := Losses(), batch_size=5)["steps"] == 9
+    assert own.numbers == [0, 1, 2]  # of all epochs: that of the first was not over
