@@ -63,7 +63,12 @@ class Holder:
         return {k: v for k, v in values if k not in own and not str(k).startswith("_self_")}
 
     def write(self, name: Any, value: Any) -> None:
-        """Set a name that `read` has, without the tracking of Keras; _MISSING removes it."""
+        """Set a name that `read` has, without the tracking of Keras; _MISSING removes it.
+
+        Args:
+            name: that `read` has.
+            value: its new one; _MISSING removes the name.
+        """
         if isinstance(self.itself, list):
             is_tensorflows = type(self.itself).__module__.startswith("tensorflow")
             of_class = type(self.itself) if is_tensorflows else list
@@ -218,7 +223,12 @@ class Snapshot:
 
 
 def is_same(before: Any, now: Any) -> bool:
-    """Compare values: tensors and objects by identity, numbers and texts by ==."""
+    """Compare values: tensors and objects by identity, numbers and texts by ==.
+
+    Args:
+        before: a value.
+        now: the value to compare with it.
+    """
     if type(before) is not type(now):
         return False
     if isinstance(before, tuple):

@@ -65,7 +65,12 @@ class SyncGroup:
     """
 
     def __init__(self, counts: Sequence[Any], devices: Sequence[str]):
-        """Set the towers' numbers of examples: ints, tensors if 0 is possible, None if unknown."""
+        """Set the towers' numbers of examples: ints, tensors if 0 is possible, None if unknown.
+
+        Args:
+            counts: numbers of examples: ints, tensors if 0 is possible, None if unknown.
+            devices: of the towers.
+        """
         self.is_open = True  # while towers are traced
         self.handles = [SyncHandle(self, i, counts, device) for i, device in enumerate(devices)]
         self._devices, self._by_collectives = devices, are_used(devices)

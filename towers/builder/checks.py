@@ -101,6 +101,11 @@ class Checks:
         """Take one analysis and sizes of slices for all functions: the builder is that of a check.
 
         `observe` is called with the towers' scopes before their assignments are made.
+
+        Args:
+            analysis: of all functions.
+            sizes: of the slices.
+            observe: called with the towers' scopes before their assignments are made.
         """
         self._held, self.slice_sizes, self.observe = analysis, sizes, observe
 

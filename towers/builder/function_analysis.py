@@ -232,6 +232,10 @@ class FunctionAnalysis:
 def analyze(fn: Callable, batch: Sequence[Any]) -> FunctionAnalysis:
     """Analyze a tower function by a trace on one device, for arguments that may be symbolic.
 
+    Args:
+        fn: a tower function.
+        batch: its arguments, which may be symbolic.
+
     Raises:
         InputError: the function does what a tower may not.
     """
@@ -300,6 +304,10 @@ def parts_of(fn: Callable, batch: Sequence[Any]) -> list[Any]:
 
     Its code, closure and defaults are in the key, and the structure, types and shapes of the batch
     but for axis 0.
+
+    Args:
+        fn: a tower function: its code, closure and defaults are in the key.
+        batch: its arguments, whose structure, types and shapes but for axis 0 are in the key.
     """
     shapes = []
     for leaf in tf.nest.flatten(list(batch)):

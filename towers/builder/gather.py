@@ -60,7 +60,12 @@ def pack(values: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def unpack(packed: tf.Tensor, like: Sequence[Any]) -> list[tf.Tensor]:
-    """Split what `pack` returns again, into tensors of the shapes of `like`, in its order."""
+    """Split what `pack` returns again, into tensors of the shapes of `like`, in its order.
+
+    Args:
+        packed: what `pack` returns.
+        like: values of the shapes, in their order.
+    """
     sizes = [value.shape.num_elements() for value in like]
     if packed.dtype.is_floating:
         parts = tf.split(packed, sizes) if len(sizes) > 1 else [packed]
@@ -129,6 +134,11 @@ def add_to(builder: Any, totals: Sequence[Any], results: Sequence[Any]) -> list[
     """Add each tower's result, a structure of tensors, to its total, on its device; return these.
 
     The totals are empty before the first round, and the last towers may have no result.
+
+    Args:
+        builder: of the towers.
+        totals: one for each tower; empty before the first round.
+        results: to be added; the last towers may have none.
     """
     if not totals:
         return list(results)
@@ -211,7 +221,12 @@ def _are_dense(values: Sequence[Any]) -> bool:
 
 
 def map_values(fn: Callable, gradient: Any) -> Any:
-    """Apply a function to the values of a gradient, dense, sparse or None; return the gradient."""
+    """Apply a function to the values of a gradient, dense, sparse or None; return the gradient.
+
+    Args:
+        fn: called with the values.
+        gradient: dense, sparse or None.
+    """
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
@@ -287,6 +302,10 @@ def broadcast(values: Sequence[tf.Tensor], devices: Sequence[str]) -> list[list[
 
     The others add zeros. TensorFlow's op for a broadcast is dropped on a device that does not use
     what it receives, and the others then wait for it forever.
+
+    Args:
+        values: floats on the first device.
+        devices: to which they are sent.
     """
     zeros = [None] * (len(devices) - 1)
     _, *received = all_sum([values, *zeros], devices, backward=False)

@@ -39,7 +39,12 @@ class TowerGradients:
 
     @classmethod
     def of_one_tower(cls, batch: Any, gradients: Sequence[Any]) -> "TowerGradients":
-        """Return what the first tower has, if it is called on a batch without the builder."""
+        """Return what the first tower has, if it is called on a batch without the builder.
+
+        Args:
+            batch: with which the first tower is called, without the builder.
+            gradients: of its weights.
+        """
         rows = [x for x in tf.nest.flatten(batch) if tf.is_tensor(x) and x.shape.rank != 0]
         count = tf.convert_to_tensor(num_rows(rows[0]))
         return cls([count], [([rows], [gradients])], [gradients], [gradients])
@@ -60,7 +65,12 @@ class Passes:
     copy: Callable[[Sequence[str]], WeightCopies] | None = None
 
     def copies(self, builder: Any, slices: Sequence[Slice]) -> WeightCopies:
-        """Return what towers read in place of weights, if there is a slice for each of them."""
+        """Return what towers read in place of weights, if there is a slice for each of them.
+
+        Args:
+            builder: of the towers.
+            slices: that are occupied.
+        """
         return self.copy(builder.devices[: len(slices)]) if self.copy else ()
 
     def note(self, scopes: Sequence[ReplicaScope]) -> None:

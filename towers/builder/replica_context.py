@@ -53,7 +53,13 @@ class ReplicaContext:
     outputs: Any = None
 
     def __init__(self, replicas: "Replicas", tower: int, part: Slice):
-        """Set the number of the tower and its slice; `replicas` are the contexts of all towers."""
+        """Set the number of the tower and its slice; `replicas` are the contexts of all towers.
+
+        Args:
+            replicas: the contexts of all towers.
+            tower: its number.
+            part: its slice.
+        """
         builder, self._replicas = replicas.builder, replicas
         self.tower, self.device, self.name = tower, builder.devices[tower], f"tower_{tower}"
         self.part, self.own = part, replicas.own
@@ -133,6 +139,10 @@ class ReplicaContext:
 
         They are zeros if the tower has no example: those of padding may be NaN. With the builder's
         `dense_gradients` sparse ones become dense where that has fewer bytes.
+
+        Args:
+            gradients: of the tower.
+            variables: the masters, in the same order.
         """
         static, builder = self._replicas.analysis.static_rows, self._replicas.builder
         if self.part.may_be_empty():
@@ -203,7 +213,14 @@ class Replicas:
 def call_copies(
     builder: Any, fn: Callable, slices: Sequence[Slice], batch: Sequence[Any]
 ) -> list[Any]:
-    """Call `fn` on each slice of `batch`, make the assignments once, and return the results."""
+    """Call `fn` on each slice of `batch`, make the assignments once, and return the results.
+
+    Args:
+        builder: of the towers.
+        fn: the tower function.
+        slices: one for each tower that has rows.
+        batch: the whole arguments.
+    """
     options = {"num_slices": len(builder.devices), "backward": tf_internals.is_recording()}
     analysis = builder.analyze(fn, *batch, **options)
     replicas, sides = Replicas(builder, slices, analysis), []

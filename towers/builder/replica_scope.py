@@ -205,7 +205,12 @@ def new_value_reason(variable: keras.Variable) -> str:
 
 
 def assign_by_op(variable: tf.Variable, value: Any) -> None:
-    """Assign to a variable by the op itself: `variables_refused` patches the methods."""
+    """Assign to a variable by the op itself: `variables_refused` patches the methods.
+
+    Args:
+        variable: whose methods `variables_refused` may have patched.
+        value: its new one.
+    """
     tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.cast(value, variable.dtype))
 
 
@@ -287,6 +292,11 @@ def as_rows(
 
     A layer that is called again by itself drops its earlier losses, as in Keras. The arguments are
     those of `record_losses`; the scope's `loss_rows` are set.
+
+    Args:
+        scope: of the tower, whose `loss_rows` are set.
+        rows: the tower's share of the batch.
+        policies: as for `record_losses`.
     """
     added_rows, current = [], {id(loss) for loss in scope.losses}
     for place, (layer, loss) in enumerate(scope.added):
@@ -378,7 +388,12 @@ def assigned(scopes: Sequence[ReplicaScope]) -> list[keras.Variable]:
 def copies_of(
     variable: keras.Variable, scopes: Sequence[ReplicaScope]
 ) -> list[tuple[tf.Variable, ReplicaScope]]:
-    """Return the copies of a master that towers read in its place, each once, and their scopes."""
+    """Return the copies of a master that towers read in its place, each once, and their scopes.
+
+    Args:
+        variable: a master.
+        scopes: of the towers.
+    """
     read = {id(value := scope.own.get(id(variable))): (value, scope) for scope in scopes}.values()
     return [(v, s) for v, s in read if isinstance(v, tf.Variable) and v is not variable.value]
 

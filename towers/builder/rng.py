@@ -245,7 +245,15 @@ def key_and_counter(seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
 def random_uniform(
     shape: Any, key: Any, counter: Any, alg: Any, dtype: tf.DType = tf.float32
 ) -> tf.Tensor:
-    """Draw as `tf.raw_ops.StatelessRandomUniformV2` does: numbers in [0, 1)."""
+    """Draw as `tf.raw_ops.StatelessRandomUniformV2` does: numbers in [0, 1).
+
+    Args:
+        shape: of the result.
+        key: of Philox.
+        counter: of Philox.
+        alg: ignored.
+        dtype: of the result.
+    """
     dtype = tf.as_dtype(dtype)
     number = tf.reduce_prod(tf.cast(shape, tf.int32))
     words = _words(number * (2 if dtype == tf.float64 else 1), key, counter, alg)
@@ -255,7 +263,15 @@ def random_uniform(
 def random_normal(
     shape: Any, key: Any, counter: Any, alg: Any, dtype: tf.DType = tf.float32
 ) -> tf.Tensor:
-    """Draw as `tf.raw_ops.StatelessRandomNormalV2` does, as Box and Muller (1958)."""
+    """Draw as `tf.raw_ops.StatelessRandomNormalV2` does, as Box and Muller (1958).
+
+    Args:
+        shape: of the result.
+        key: of Philox.
+        counter: of Philox.
+        alg: ignored.
+        dtype: of the result.
+    """
     dtype = tf.as_dtype(dtype)
     wide = tf.float64 if dtype == tf.float64 else tf.float32
     number = tf.reduce_prod(tf.cast(shape, tf.int32))

@@ -147,7 +147,13 @@ def occupied(slices: Sequence[Slice]) -> list[Slice]:
 
 
 def rounds(builder: Any, batch: Sequence[Any], number: int) -> list[list[Slice]]:
-    """Split `batch` into a number of rounds; return the occupied slices of each that has any."""
+    """Split `batch` into a number of rounds; return the occupied slices of each that has any.
+
+    Args:
+        builder: of the towers.
+        batch: the arguments of a tower function.
+        number: of rounds.
+    """
     slices, num_towers = split(builder, batch, number, never_empty=True), len(builder.devices)
     parts = [slices[i : i + num_towers] for i in range(0, len(slices), num_towers)]
     return [occupied(part) for i, part in enumerate(parts) if not i or not _is_empty(part[0])]

@@ -93,7 +93,13 @@ class Tracer:
     """Traces a function and runs the traces."""
 
     def __init__(self, fn: Callable, batch: Sequence[Any], reached: Sequence[attributes.Holder]):
-        """Set a tower function, its arguments, which may be symbolic, and what it can reach."""
+        """Set a tower function, its arguments, which may be symbolic, and what it can reach.
+
+        Args:
+            fn: a tower function.
+            batch: its arguments, which may be symbolic.
+            reached: what the function can reach.
+        """
         self.fn, self.structure, self.reached = fn, batch, reached
         self.leaves = as_leaves(batch)
         self.batch = [leaf for leaf in self.leaves if not isinstance(leaf, PerTower)]
@@ -146,6 +152,10 @@ class Tracer:
         """Return a trace on one device; if the function raises an error, None, and keep why.
 
         Of `size` examples, the first of two slices is to hold `of_first`.
+
+        Args:
+            size: number of examples.
+            of_first: those of the first of two slices.
         """
         try:
             trace = self.trace(size)
@@ -391,7 +401,13 @@ def _computing_in_float32(layers: Sequence[keras.Layer]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def optimizer_set(option: str, value: bool, otherwise: bool) -> Iterator[None]:
-    """Set an option of TensorFlow's graph optimizer in the block; `otherwise` is its default."""
+    """Set an option of TensorFlow's graph optimizer in the block; `otherwise` is its default.
+
+    Args:
+        option: of TensorFlow's graph optimizer.
+        value: in the block.
+        otherwise: its default.
+    """
     before = tf.config.optimizer.get_experimental_options().get(option, otherwise)
     tf.config.optimizer.set_experimental_options({option: value})
     try:

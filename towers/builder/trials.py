@@ -45,6 +45,11 @@ def spec_of(leaf: Any, size: int, shape: tf.TensorShape) -> tf.TypeSpec:
     """Return the TypeSpec of a tensor of the batch for another number of examples.
 
     The shape is used in place of its own, but for a ragged one.
+
+    Args:
+        leaf: a tensor of the batch.
+        size: number of examples.
+        shape: in place of the leaf's own, unless that is ragged.
     """
     if isinstance(leaf, tf.RaggedTensor):
         shape = [size, *leaf.shape[1:]]
@@ -84,7 +89,12 @@ _GIVEN: dict[int, tf.Tensor] = {}  # values of arguments, by id
 
 @contextlib.contextmanager
 def feed_values(arguments: Any, values: Any) -> Iterator[None]:
-    """Let `known_values` find the values of a graph's arguments, any structure, in the block."""
+    """Let `known_values` find the values of a graph's arguments, any structure, in the block.
+
+    Args:
+        arguments: of a graph, any structure.
+        values: of these, in the same order.
+    """
     tensors, real = (
         list(filter(tf.is_tensor, tf.nest.flatten(each, expand_composites=True)))
         for each in (arguments, values)
@@ -169,6 +179,11 @@ def jittered(trial: Trial, step: float, has_weights: bool) -> Trial:
     """Return a trial with other last digits of the weights; without weights, of the inputs.
 
     A function may ask whether inputs are equal to something. `step` is the relative change.
+
+    Args:
+        trial: any.
+        step: the relative change.
+        has_weights: whether weights are changed; else inputs are.
     """
 
     def values(variable: tf.Variable, value: np.ndarray) -> Any:
@@ -184,12 +199,22 @@ def jittered(trial: Trial, step: float, has_weights: bool) -> Trial:
 
 
 def as_it_is(_: tf.Variable, value: np.ndarray) -> Any:
-    """Return the variable's value."""
+    """Return the variable's value.
+
+    Args:
+        _: a variable.
+        value: its value.
+    """
     return value
 
 
 def noisy(variable: tf.Variable, value: np.ndarray) -> Any:
-    """Return a float's value with noise: a weight of zero would hide what it is the weight of."""
+    """Return a float's value with noise: a weight of zero would hide what it is the weight of.
+
+    Args:
+        variable: of a float or another type.
+        value: its value.
+    """
     if not variable.dtype.is_floating:
         return value
     waves = _waves(1.0, 12.9898, value.shape)

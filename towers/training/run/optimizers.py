@@ -57,7 +57,12 @@ def make_optimizer(
 
 
 def checked(made: Any, options: UpdateOptions) -> keras.optimizers.Optimizer:
-    """Return what a user's function has made; raise InputError if that is no optimizer."""
+    """Return what a user's function has made; raise InputError if that is no optimizer.
+
+    Args:
+        made: what a user's function has made.
+        options: of the run.
+    """
     if isinstance(made, _K.Optimizer):
         return made
     raise InputError(
