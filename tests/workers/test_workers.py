@@ -133,8 +133,8 @@ def test_a_run_that_waits_for_a_worker_that_hangs_ends_with_75_if_too_few_are_le
 
 @extended
 def test_a_run_that_waits_for_a_worker_that_hangs_is_run_again(pair, near, tmp_path):
-    folder = tmp_path / "run"
-    with started(1) as (second,), Run(folder, [second, pair[0]], TWO_EACH) as run:
+    folder, flags = tmp_path / "run", (TWO_EACH, "--variables=cpu")
+    with started(1) as (second,), Run(folder, [second, pair[0]], *flags) as run:
         run.until("step 50 of")
         second.signal_all(signal.SIGSTOP)
         assert "again       from step" in run.end()
