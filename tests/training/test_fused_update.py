@@ -58,7 +58,8 @@ def masters_on(device, model, options, **more):
     places.move([(variable, device) for variable in model.variables])
     with tf_internals.named_as_in_a_new_process():
         with tf.device(device):
-            optimizer = make_optimizer(model.trainable_variables, options)
+            own = own_clipping() if options.makes_own_optimizer else None
+            optimizer = own or make_optimizer(model.trainable_variables, options)
         return TrainState(model, optimizer, device=device, **more)
 
 
