@@ -6,6 +6,7 @@ by copies, which hold whatever the run begins from.
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -399,21 +400,34 @@ def _computing_in_float32(layers: Sequence[keras.Layer]) -> Iterator[None]:
                 layer.dtype_policy = policy
 
 
+_LOCK = threading.Lock()
+_SET: dict[str, tuple[int, bool]] = {}  # {option: blocks that set it now, its value before them}
+
+
 @contextlib.contextmanager
 def optimizer_set(option: str, value: bool, otherwise: bool) -> Iterator[None]:
-    """Set an option of TensorFlow's graph optimizer in the block; `otherwise` is its default.
+    """Set an option of TensorFlow's graph optimizer in the block, for all threads.
 
     Args:
-        option: of TensorFlow's graph optimizer.
+        option: its name.
         value: in the block.
         otherwise: its default.
     """
-    before = tf.config.optimizer.get_experimental_options().get(option, otherwise)
-    tf.config.optimizer.set_experimental_options({option: value})
+    options = tf.config.optimizer
+    with _LOCK:
+        before = options.get_experimental_options().get(option, otherwise)
+        blocks, before = _SET.get(option, (0, before))
+        _SET[option] = blocks + 1, before
+        options.set_experimental_options({option: value})
     try:
         yield
     finally:
-        tf.config.optimizer.set_experimental_options({option: before})
+        with _LOCK:
+            blocks, before = _SET.pop(option)
+            if blocks > 1:
+                _SET[option] = blocks - 1, before
+            else:
+                options.set_experimental_options({option: before})
 
 
 def is_number(x: tf.Tensor) -> bool:
