@@ -162,8 +162,9 @@ def _check_own_parts(
     flags = [f"--{n}={value}" for n, value in asked.demands().items() if n != "visible_gpus"]
     parts = [part.memory_limit for part in tf.config.get_logical_device_configuration(gpu) or []]
     if flags and parts and parts not in [[limit] for limit in ours]:
+        number = gpu.name.rpartition(":")[2]
         raise InputError(
-            f"{', '.join(flags)}: this program has split {gpu.name} into parts of "
+            f"{', '.join(flags)}: this program has split GPU {number} into parts of "
             f"{', '.join(f'{mib:g}' for mib in parts)} MiB by "
             "tf.config.set_logical_device_configuration: leave out that call, or the option"
         )
