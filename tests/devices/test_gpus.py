@@ -194,7 +194,7 @@ def test_what_the_program_has_split_is_kept_or_excludes_an_option(install):
     machine.split(0, 256, 512)
     for options in {"allow_growth": True}, {"gpu_memory_limit_mib": 128}, HALF:
         message = refusal(**options)
-        assert message.startswith(f"--{next(iter(options))}=") and "GPU:0 into" in message
+        assert message.startswith(f"--{next(iter(options))}=") and "GPU 0 into" in message
         assert "256, 512 MiB" in message and "set_logical_device_configuration" in message
     gpus.configure()
     assert machine.limits_mib == [[256, 512]] and machine.growth == [None]
