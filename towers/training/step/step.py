@@ -142,10 +142,12 @@ class Task:
         def no_gradient(_: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
             return tf.nest.map_structure(tf.zeros_like, sources)
 
+        def build_only(optimizer: keras.optimizers.Optimizer) -> Callable:
+            return lambda _: lambda gradients, weights: build(optimizer, weights)
+
         # The backward pass of Keras' own step would take most of the time, and tells nothing.
         left_out = [(tf.GradientTape, "gradient", lambda _: no_gradient)]
-        built = lambda optimizer: lambda _, weights: build(optimizer, weights)  # noqa: E731
-        left_out += [(o, "apply", lambda _, o=o: built(o)) for o in optimizers_of(model)]
+        left_out += [(o, "apply", build_only(o)) for o in optimizers_of(model)]
         left_out = [] if overrides(model, "train_step", "compute_loss") else left_out
 
         def step(example: Any, draws: tf.Tensor) -> None:

@@ -110,8 +110,8 @@ class FiniteRule:
 
         Args:
             norms: of the gradients, one on each replica's device, or one for all.
-            update: on GPUs called with whether each replica is updated, bool scalars that it waits
-                for without a branch; else with nothing, in a branch.
+            update: called with a value for each replica: on GPUs whether it is updated, a bool
+                scalar to wait for without a branch; else None, in a branch.
             scale: the loss scale of an optimizer that tests its gradients itself.
         """
         self._tests.append([self._test(i, norm) for i, norm in enumerate(norms)])
@@ -121,7 +121,7 @@ class FiniteRule:
         if self._on_gpu:
             update(finite)
         else:
-            _if(finite[0], lambda: update([]))
+            _if(finite[0], lambda: update([None] * len(self._train_state.replicas)))
 
     def _test(self, replica: int, norm: tf.Tensor | None) -> tf.Tensor:
         """Return whether norm and losses are finite, a bool scalar on the replica's device."""
@@ -236,10 +236,8 @@ def make_update(
         penalty, norm = reduce_replicas(penalties, norms)
         rule = FiniteRule(train_state, rules, [] if loss is None else [loss])
 
-        def apply(finite: Sequence[tf.Tensor]) -> None:
-            for apply_replica, is_finite in zip(
-                applies, finite or [None] * len(applies), strict=True
-            ):
+        def apply(finite: Sequence[tf.Tensor | None]) -> None:
+            for apply_replica, is_finite in zip(applies, finite, strict=True):
                 apply_replica(is_finite)
 
         rule.update(norms if is_gpu(replicas[0].device) else [norm], apply)
