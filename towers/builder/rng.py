@@ -251,7 +251,7 @@ def random_uniform(
         shape: of the result.
         key: of Philox.
         counter: of Philox.
-        alg: ignored.
+        alg: TensorFlow's number of the algorithm.
         dtype: of the result.
     """
     dtype = tf.as_dtype(dtype)
@@ -265,12 +265,7 @@ def random_normal(
 ) -> tf.Tensor:
     """Draw as `tf.raw_ops.StatelessRandomNormalV2` does, as Box and Muller (1958).
 
-    Args:
-        shape: of the result.
-        key: of Philox.
-        counter: of Philox.
-        alg: ignored.
-        dtype: of the result.
+    For the arguments see `random_uniform`.
     """
     dtype = tf.as_dtype(dtype)
     wide = tf.float64 if dtype == tf.float64 else tf.float32
