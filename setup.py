@@ -65,11 +65,10 @@ setup(
     packages=find_packages(include=["towers", "towers.*"]),
     cmdclass={"build_py": CleanBuild},
     install_requires=[
-        # The step reads back what TensorFlow really ran, through interfaces that change between
-        # minor releases: the tests pass on these.
-        "tensorflow>=2.21,<2.22",
-        "keras>=3.15,<3.16",  # a newer one once scripts/compatibility passes
-        "tensorboard>=2.21,<2.22",
+        # `scripts/compatibility` tries the oldest and the newest; TensorFlow names its TensorBoard.
+        "tensorflow>=2.18",
+        "keras>=3.12",
+        "tensorboard>=2.18",
         "numpy",
         "absl-py",
         "nvidia-ml-py",
@@ -77,7 +76,7 @@ setup(
         "pillow",
     ],
     extras_require={
-        "gpu": ["tensorflow[and-cuda]>=2.21,<2.22"],
+        "gpu": ["tensorflow[and-cuda]>=2.18"],
         # TensorBoard's page for the traces of --profile_steps; 2.24 opens those of TensorFlow 2.21.
         "profile": ["tensorboard-plugin-profile>=2.24,<3"],
         # What `scripts/speed` measures besides TensorFlow, as in README's table.

@@ -17,7 +17,7 @@ _NO_GPU = ("", "-1", "none", "nodevfiles")  # values that hide all GPUs; the las
 _PINNED = Path(__file__).resolve().parents[2] / "scripts/cuda-constraints.txt"  # of a checkout
 _PIP = [sys.executable, "-m", "pip", "install", *(["-c", str(_PINNED)] if _PINNED.exists() else [])]
 INSTALL = "TensorFlow's CUDA libraries or the driver may be missing or too old: type " + shlex.join(
-    [*_PIP, "tensorflow[and-cuda]>=2.21,<2.22"]
+    [*_PIP, "tensorflow[and-cuda]>=2.18"]
 )
 FORCED_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"  # "true" and "false" override what a program sets
 
