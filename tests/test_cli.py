@@ -16,10 +16,11 @@ from unittest import mock
 import pytest
 
 import towers
-from tests.programs import ROOT, python
+from tests.programs import ROOT, environment, python
 from towers import cli
 from towers.commands.doctor.command import Check
 from towers.errors import InputError, RunError
+from towers.formatting import print_line
 from towers.options import flags
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("folder")]
@@ -98,6 +99,38 @@ def test_the_module_is_the_command():
         assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (2, "", 1)
     good = shell("--version")
     assert (good.returncode, good.stdout, good.stderr) == (0, f"towers {towers.__version__}\n", "")
+
+
+# Terminals.
+
+
+@pytest.mark.process
+def test_names_are_read_and_shown_in_any_terminal():
+    for variables in {"LC_ALL": "C", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "ascii"}:
+        done = shell("evaluate", "--train_dir=größe", variables=variables)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(r"towers: --train_dir=gr\xf6\xdfe: there is no run")
+    stream = io.TextIOWrapper(io.BytesIO(), "latin-1")
+    print_line("ü 中 \x1b \udcff", stream)
+    assert stream.buffer.getvalue() == b"\xfc \\u4e2d \\x1b \\udcff\n"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "command, code, shown",
+    [
+        ("train --lr=1 2>/dev/full", 2, b""),
+        ("train --lr=1 >/dev/full 2>&1", 2, b""),
+        ("train --lr=1 2>&-", 2, b""),
+        ("--help >&- 2>&- <&-", 0, b""),
+        ("train --help 2>&1 >/dev/full", 1,
+         b"towers: standard output cannot be written: No space left on device\n"),
+    ],
+)  # fmt: skip
+def test_an_exit_code_does_not_depend_on_a_full_or_closed_terminal(command, code, shown):
+    line = ["sh", "-c", f'exec "$0" -m towers {command}', sys.executable]
+    done = subprocess.run(line, env=environment(), capture_output=True)
+    assert (done.returncode, done.stdout + done.stderr) == (code, shown)
 
 
 # Help.

@@ -23,7 +23,7 @@ from typing import Any
 import towers
 from towers import signals
 from towers.errors import InputError, RunError
-from towers.formatting import printable
+from towers.formatting import print_line
 from towers.options import flags
 from towers.options.code_trust import CODE
 from towers.options.error_origin import describe_origin
@@ -87,27 +87,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     with signals.listening() as listener:
         try:
             code = _main(list(sys.argv[1:] if argv is None else argv), listener)
-            for stream in filter(None, (sys.stdout, sys.stderr)):
-                stream.flush()
+            _flush()
             return code
         except BrokenPipeError:  # the reader of the output has ended, as `head` does
             with contextlib.suppress(OSError):
                 signals.print_error("its output is read by nobody any more")
-            for descriptor in 1, 2:  # else Python complains at exit
-                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+            _discard(1, 2)
             return EXIT_PIPE
+
+
+def _flush() -> None:
+    for descriptor, stream in (1, sys.stdout), (2, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError:  # a full disk
+            _discard(descriptor)
+
+
+def _discard(*descriptors: int) -> None:
+    """Discard what was not written: Python would try again at exit, and exit with 120."""
+    for descriptor in descriptors:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def _print(result: str) -> None:
+    """Print a result; raise RunError if it cannot be written."""
+    try:
+        print(result, end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise RunError(f"standard output cannot be written: {error.strerror}") from None
 
 
 def _main(argv: Sequence[str], listener: signals.Listener) -> int:
     start = time.perf_counter()
-    if not argv or argv[0] in ("--help", "-h", "-help", "help"):
-        print(flags.main_help(towers.__version__, _VERBS), end="")
-        return 0
-    if argv[0] in ("--version", "-version"):
-        print(f"towers {towers.__version__}")
-        return 0
-    name, rest = argv[0], argv[1:]
+    name, rest = argv[0] if argv else "help", argv[1:]
     try:
+        if name in ("--help", "-h", "-help", "help"):
+            _print(flags.main_help(towers.__version__, _VERBS))
+            return 0
+        if name in ("--version", "-version"):
+            _print(f"towers {towers.__version__}\n")
+            return 0
         if name not in VERBS:
             close = difflib.get_close_matches(name, VERBS, n=1)
             usage = f"towers {'|'.join(VERBS)} --flag=value ..."
@@ -117,14 +141,14 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
         if VERBS[name].tensorflow == "import":  # its objects take seconds to delete, or abort
             listener.keep(VERBS)
         if {"--help", "-h", "-help"} & set(rest):
-            print(flags.verb_help(VERBS[name]), end="")
+            _print(flags.verb_help(VERBS[name]))
             return 0
         return _run(VERBS[name], parse(name, rest), start)
     except InputError as error:
         return _fail(error, EXIT_USAGE)
     except RunError as error:
         for note in getattr(error, "__notes__", ()):
-            print(note, file=sys.stderr)
+            print_line(note, sys.stderr)
         return _fail(error, EXIT_FAILED)
     except KeyboardInterrupt:
         return _end(listener)
@@ -133,7 +157,11 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
     except (Exception, SystemExit, GeneratorExit) as error:  # sys.exit() of own code, too
         if listener.asked:  # libraries may turn it into other errors at import
             return _end(listener)
-        traceback.print_exception(type(error), error, error.__traceback__)
+        try:
+            _print("")  # what is left of a result
+        except RunError as full:
+            return _fail(full, EXIT_FAILED)
+        print_line("".join(traceback.format_exception(error)).rstrip(), sys.stderr)
         return _fail(describe_origin(error), EXIT_FAILED)
 
 
@@ -166,7 +194,7 @@ def _run(verb: Verb, options: Any, start: float) -> int:
     out = sys.stderr if as_json or verb.name == "predict" else sys.stdout
 
     def say(line: str) -> None:
-        print(printable(line), file=out, flush=True)
+        print_line(line, out)
 
     if verb.tensorflow == "import":
         with quiet_start(3):  # the loss of a program is no error of a server
@@ -183,7 +211,7 @@ def _run(verb: Verb, options: Any, start: float) -> int:
     function = pkgutil.resolve_name(verb.function or default)
     result = function(options, start if verb.name == "train" else say)
     if as_json and result:
-        print(json.dumps(result, default=dataclasses.asdict))
+        _print(json.dumps(result, default=dataclasses.asdict) + "\n")
     if isinstance(result, list):  # the doctor's checks
         return EXIT_FAILED if any(check.status == "problem" for check in result) else 0
     if result is None or result.get("interrupted"):  # stopped after saving

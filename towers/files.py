@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from towers.errors import InputError, RunError
-from towers.formatting import printable
+from towers.formatting import print_line
 
 _NO_FLUSH = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # the file system has no fsync
 
@@ -82,8 +82,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def warn_damaged(path: Path) -> None:
     """Print a warning that a file is damaged."""
-    line = printable(f"warning     {path} is damaged, and taken as absent")
-    print(line, file=sys.stderr, flush=True)
+    print_line(f"warning     {path} is damaged, and taken as absent", sys.stderr)
 
 
 # Temporary files of this module and of TensorFlow that a killed process may leave behind.

@@ -3,7 +3,7 @@
 import re
 import signal
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], widest: int = 60) -> list[str]:
@@ -96,6 +96,31 @@ _UNPRINTABLE = re.compile(
 def printable(text: str) -> str:
     """Escape characters that would control a terminal, such as file names may contain."""
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def print_line(line: str, stream: TextIO | None) -> None:
+    """Print a line for people at once, without what the stream cannot take.
+
+    Characters that control a terminal or that its encoding lacks are escaped. A full disk ends no
+    command, and an error keeps its exit code if nobody can read its message.
+
+    Args:
+        line: any text.
+        stream: standard output or error; None if it is closed.
+
+    Raises:
+        BrokenPipeError: the reader of the output has ended.
+    """
+    if stream is None:
+        return
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    shown = printable(line).encode(encoding, "backslashreplace").decode(encoding)
+    try:
+        print(shown, file=stream, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass
 
 
 def cut(text: str, widest: int) -> str:

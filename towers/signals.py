@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from towers.formatting import printable
+from towers.formatting import print_line
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 GRACE_SECONDS = 2.0  # without reaction, after which the main thread counts as blocked
@@ -229,7 +229,7 @@ def interrupted(number: int) -> tuple[int, str]:
 
 def print_error(message: object) -> None:
     """Print a message to standard error, in one line."""
-    print("towers:", printable(" ".join(str(message).splitlines())), file=sys.stderr, flush=True)
+    print_line(f"towers: {' '.join(str(message).splitlines())}", sys.stderr)
 
 
 def _clear_up() -> None:

@@ -14,6 +14,7 @@ from towers.devices.cuda_visible_devices import FORCED_GROWTH
 from towers.devices.nvml import MIB, DriverGpu
 from towers.devices.shown_names import shown_name
 from towers.errors import InputError, RunError
+from towers.formatting import print_line
 from towers.options.parts import GpuOptions
 
 _THREAD_MODE = "TF_GPU_THREAD_MODE"
@@ -288,7 +289,7 @@ def try_out() -> None:
     if not visible or tf_internals.has_started():
         return
     if newer := self_test.compiling(driver_gpus(visible)):
-        print(f"compiling   {self_test.compiling_note(newer)}", file=sys.stderr, flush=True)
+        print_line(f"compiling   {self_test.compiling_note(newer)}", sys.stderr)
     probe = self_test.run_probe([f"/gpu:{everything.index(gpu)}" for gpu in visible])
     if isinstance(probe, str):
         raise RunError(f"the GPUs cannot be used: the probe {probe}; type towers doctor")

@@ -30,7 +30,7 @@ from towers.devices.gpus import (
 from towers.devices.nvml import MIB, DriverGpu
 from towers.devices.shown_names import NewName, new_name, shown_name
 from towers.errors import InputError
-from towers.formatting import count, table
+from towers.formatting import count, print_line, table
 
 _MOST_TOWERS = 1000
 
@@ -178,7 +178,7 @@ def most_towers(devices: str | Sequence[str] = "") -> int | None:
 @functools.cache
 def _print_once(line: str) -> None:
     """Print a line that a notebook's next cells need not repeat."""
-    print(line, file=sys.stderr, flush=True)
+    print_line(line, sys.stderr)
 
 
 def describe(devices: Sequence[str] | None = None) -> list[Device]:

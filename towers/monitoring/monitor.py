@@ -23,7 +23,7 @@ import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
-from towers.formatting import figure, printable
+from towers.formatting import figure, print_line
 from towers.monitoring import tower_metrics
 from towers.monitoring.event_writer import EventWriter
 from towers.monitoring.speed import RATE, Speed, by_tower
@@ -59,7 +59,7 @@ class Monitor:
 
     def say(self, line: str = "") -> None:
         """Print a line."""
-        print(printable(line), file=self.out, flush=True)
+        print_line(line, self.out)
 
     def after_step(
         self, step: int, values: Mapping[str, tf.Tensor], num_skipped: Callable[[], int | None]

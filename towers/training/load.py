@@ -13,7 +13,7 @@ from towers import tf_internals
 from towers.builder.device_names import devices_here
 from towers.data import augment
 from towers.errors import InputError
-from towers.formatting import first_of
+from towers.formatting import first_of, print_line
 from towers.options.flags import options_from_call
 from towers.options.functions import PREFIX, load_function
 from towers.options.run import Options
@@ -130,7 +130,7 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
     function = load_function("model", options.model)
     code = model.code_of(options.model, function)
     for line in manifest.differences({"code": code}, recorded):
-        print(f"warning     {line}", file=sys.stderr)
+        print_line(f"warning     {line}", sys.stderr)
     task = recorded.get("task")
     if not task:
         raise InputError(

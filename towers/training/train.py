@@ -1,6 +1,7 @@
 """`towers train`: the training loop, independent of the number of towers and their devices."""
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import tensorflow as tf
 
 from towers import devices, files, signals
 from towers.devices import remote
-from towers.formatting import count, printable
+from towers.formatting import count, print_line
 from towers.monitoring.monitor import Monitor, tensorboard_command
 from towers.monitoring.profiler import Profiler
 from towers.options.flags import options_from_call
@@ -63,10 +64,7 @@ def train(
     names = filter(None, options.callbacks.split(","))
     made = [call_without_arguments("callbacks", name) for name in names]
     out = sys.stderr if options.json else sys.stdout
-
-    def say(line: str) -> None:
-        print(printable(line), file=out, flush=True)
-
+    say = functools.partial(print_line, stream=out)
     folder = Path(options.train_dir)
     data = filter(None, [options.data_dir, *options.dataset.split(",")])
     files.check_train_dir(folder, options.overwrite, needed=data)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from towers import devices, files, signals
 from towers.devices.shown_names import new_name, short_device_name, shown_name
 from towers.errors import InputError
-from towers.formatting import count
+from towers.formatting import count, print_line
 from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement
 from towers.graphs.step_graph import step_graph
@@ -81,7 +81,7 @@ def restore(run: RunContext) -> Restored:
     checkpoint.tidy(checkpoints.directory)
     of_run = run.data, options, recorded.get("task", {})
     try:
-        step = checkpoints.restore(lambda line: print(line, file=sys.stderr))
+        step = checkpoints.restore(lambda line: print_line(line, sys.stderr))
     except InputError:
         manifest.check_data(*of_run, trains=True, number=True)  # may be why shapes differ
         raise
