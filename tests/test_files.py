@@ -51,14 +51,27 @@ def test_files_are_whole_while_others_are_written_over_them_or_fail_to_be(folder
 def test_json(folder, capsys):
     path = folder / "a.json"
     files.write_json(path, {"a": [1, 2.5, None]})
-    assert files.read_json(path) == {"a": [1, 2.5, None]}
-    assert files.read_json(folder / "missing.json") == files.read_json(path / "under a file") == {}
+    assert files.read_json(path, {}) == {"a": [1, 2.5, None]}
+    schema = {"a": [float | int | None], "b": {"c": str}, str: [(int, str)]}
+    path.write_text('{"a": [], "b": {"c": "", "d": 1}, "e": [[1, "\\ud800"]], "e": [[2, "x"]]}')
+    assert files.read_json(path, schema)["e"] == [[2, "x"]]
+    missing = folder / "missing.json", path / "under a file"
+    assert [files.read_json(each, schema) for each in missing] == [{}, {}]
     assert capsys.readouterr().err == ""
-    deep = b"[" * 100_000, b'{"a":' * 100_000, b"[" + b"9" * 5000 + b"]"
-    for text in (b"", b'{"a": 1', b"\xff", b"[1]", *deep):  # not whole, or no object
-        path.write_bytes(text)
-        assert files.read_json(path) == {}
+    deep = "[" * 100_000, '{"a":' * 100_000, f"[{'9' * 5000}]", '{"a": [1%s]}' % ("0" * 400)
+    no_text = b"", b"\xff", b"\0" * 9, b"{}", b"null", b"[1]", b'{"a": 1', b'{"b": null}'
+    typed = '{"a": ["1"], "b": {"c": ""}}', '{"b": {"c": ""}, "e": [[1]]}', '{"b": {"c": 1}}'
+    for content in (*no_text, *map(str.encode, (*deep, *typed))):
+        path.write_bytes(content)
+        assert files.read_json(path, schema) == {}, content
         assert capsys.readouterr().err == f"warning     {path} is damaged, and taken as absent\n"
+        with pytest.raises(InputError, match=f"{path} is damaged: put an intact copy in its place"):
+            files.read_json(path, schema, needed=True)
+    path.unlink()
+    for make in path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to(path):
+        make()
+        assert files.read_json(path, schema) == {} and "is damaged" in capsys.readouterr().err
+        path.rmdir() if path.is_dir() else path.unlink()
 
 
 # Runs

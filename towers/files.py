@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -64,20 +65,74 @@ def write_json(path: Path, value: Any) -> None:
 
 def update_json(path: Path, **values: Any) -> None:
     """Set values in the object of a JSON file, which may be absent."""
-    write_json(path, read_json(path) | values)
+    write_json(path, read_json(path, {}) | values)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, {} if it is absent or, with a warning, damaged."""
+def read_json(path: Path, schema: Any, needed: bool = False) -> dict[str, Any]:
+    """Return the object in a JSON file, {} if it is absent or, with a warning, damaged.
+
+    Args:
+        path: of the file.
+        schema: of the object, see `parse_json`.
+        needed: whether a damaged file is an error, since results would be others without it.
+
+    Raises:
+        InputError: it is damaged, and needed.
+    """
     try:
-        if isinstance(content := json.loads(path.read_text(encoding="utf-8")), dict):
-            return content
+        if stat.S_ISREG(path.stat().st_mode):  # a pipe would block
+            return parse_json(path.read_bytes(), schema)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, RecursionError):  # of brackets within brackets
+    except (OSError, ValueError):
         pass
+    if needed:
+        raise InputError(f"{path} is damaged: put an intact copy in its place, or remove it")
     warn_damaged(path)
     return {}
+
+
+def parse_json(text: str | bytes, schema: Any) -> Any:
+    """Return the value of a JSON text, whose integers have 64 bits.
+
+    Args:
+        text: the whole text.
+        schema: what the value must be: {"key": schema} an object, where the key `str` is any other
+            one; [schema] a list; (schema, ...) a list of so many items; else a type. A key that is
+            absent is as one of null, {} or [].
+
+    Raises:
+        ValueError: it is no JSON, or not what the schema says.
+    """
+    try:
+        value = json.loads(text, parse_int=_int64)
+    except RecursionError:  # of brackets within brackets
+        raise ValueError("too many brackets") from None
+    if not _fits(value, schema):
+        raise ValueError("a value is of another type")
+    return value
+
+
+def _fits(value: Any, schema: Any) -> bool:
+    if isinstance(schema, dict):
+        others = schema.get(str, object)
+        return isinstance(value, dict) and all(
+            _fits(value.get(key, type(each)() if isinstance(each, dict | list) else None), each)
+            for key, each in (dict.fromkeys(value, others) | schema).items()
+            if key is not str
+        )
+    if isinstance(schema, list):
+        return isinstance(value, list) and all(_fits(item, *schema) for item in value)
+    if isinstance(schema, tuple):
+        is_list = isinstance(value, list) and len(value) == len(schema)
+        return is_list and all(map(_fits, value, schema))
+    return isinstance(value, schema)
+
+
+def _int64(text: str) -> int:
+    if not -(2**63) <= (number := int(text)) < 2**63:
+        raise ValueError("a number is beyond 64 bits")
+    return number
 
 
 def warn_damaged(path: Path) -> None:

@@ -1,6 +1,7 @@
 """The manifest of a run: what it says, what it survives, and what a resumed run says of changes."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -88,14 +89,24 @@ def test_a_changed_model_function_is_reported(folder, monkeypatch):
     assert given.code == {"model": None}  # which has no file of its own
 
 
-DAMAGED = ["", "{", "[]", '{"format": 1}', '{"format": 99, "sessions": [3]}']
+DAMAGES = [  # {part: value}, also of parts of parts
+    {"format": 99}, {"sessions": []}, {"sessions": [3]}, {"sessions": [{"flags": "--seed=1"}]},
+    {"code": None}, {"data": {"train": 3}}, {"task": {}}, {"task.class_names": [0, 1, 2]},
+    {"task.class_names": ["a"]}, {"task.num_classes": 10**400}, {"task.image_shape": ["8"]},
+    {"task.spec": []}, {"task.spec": ["nope[3]"]}, {"task.spec": [{"x": 1}]},
+]  # fmt: skip
 
 
 def test_a_damaged_manifest_is_replaced(run, tmp_path, capsys):
     write(run, tmp_path, {})
-    for content in DAMAGED:
-        (tmp_path / "manifest.json").write_text(content)
-        assert manifest.read(tmp_path) == {}, content
+    path = tmp_path / "manifest.json"
+    whole = json.loads(path.read_text())
+    for damage in DAMAGES:
+        ((name, value),) = damage.items()
+        part, _, below = name.partition(".")
+        changed = whole | {part: whole[part] | {below: value} if below else value}
+        path.write_text(json.dumps(changed))
+        assert manifest.read(tmp_path) == {}, damage
         line = f"warning     {tmp_path}/manifest.json is damaged, and taken as absent\n"
         assert capsys.readouterr().err == line
     run.train_state.step.assign(4)

@@ -6,9 +6,19 @@ direction, "max" or "min".
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from towers import files
+from towers.options.flags import RESULT
+
 Objective = tuple[str, str]  # metric of result.json, "max" or "min"
+_SCHEMA = {"steps": int, "devices": [str], str: str | float | int | None}
+
+
+def read(folder: str | Path) -> dict[str, Any]:
+    """Return the result of a run, {} if it is not finished or, with a warning, damaged."""
+    return files.read_json(Path(folder, RESULT), _SCHEMA)
 
 
 def number(result: Mapping[str, Any], name: str) -> float | None:

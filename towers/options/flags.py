@@ -161,7 +161,7 @@ def options_from_call(
 def _has_begun(options: Options) -> bool:
     """Return whether these options, with `--overwrite`, began the run that is there, unfinished."""
     folder = Path(options.train_dir)
-    begun = files.read_json(folder / MANIFEST).get("overwrite") == digest_of(options)
+    begun = files.read_json(folder / MANIFEST, {}).get("overwrite") == digest_of(options)
     return begun and not (folder / RESULT).exists()
 
 

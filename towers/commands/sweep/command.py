@@ -24,6 +24,7 @@ from towers import files
 from towers.commands.sweep.options import PlannedRun, SweepOptions, describe, plan
 from towers.errors import InputError
 from towers.formatting import process_end, table
+from towers.monitoring import results
 from towers.monitoring.results import averaged_number, objective_of
 from towers.options import flags, search_path
 from towers.options.run import names_that_affect, text_of
@@ -120,8 +121,7 @@ def _train(
 
 
 def _result_of(run: PlannedRun) -> dict[str, Any] | None:
-    result = files.read_json(Path(run.options.train_dir, "result.json"))
-    return result if "steps" in result else None
+    return results.read(run.options.train_dir) or None
 
 
 def _check_same(run: PlannedRun) -> None:

@@ -10,11 +10,13 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 from towers import files
 from towers.training.run.setup import RunContext
 
 NAME = "best.json"
+_SCHEMA = {"points": [(int, int, float | int | None)], "step": int | None}
 
 
 class BestTracker:
@@ -33,7 +35,7 @@ class BestTracker:
         name, direction = run.objective
         data = evaluated.checksum()["sha256"] if self._is_needed else None
         self._about = {"objective": name, "direction": direction, "data": data}
-        content = files.read_json(self._path) if self._is_needed else {}
+        content = _read(run.folder) if self._is_needed else {}
         same = all(content.get(name) == value for name, value in self._about.items())
         step = run.steps_done()
         self._points = [p for p in content.get("points", []) if same and p[0] <= step]
@@ -73,5 +75,9 @@ class BestTracker:
 
 def step_of(folder: Path) -> int | None:
     """Return the step of a run's best checkpoint, None if the run keeps none."""
-    step = files.read_json(Path(folder) / NAME).get("step")
-    return step if isinstance(step, int) else None
+    return _read(folder).get("step")
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    # Without it the best checkpoint would be deleted, or another one taken for it.
+    return files.read_json(Path(folder, NAME), _SCHEMA, needed=True)

@@ -22,6 +22,7 @@ from tensorflow.core.protobuf import trackable_object_graph_pb2
 
 from towers import files
 from towers.errors import InputError, first_line
+from towers.training.run.place import SCHEMA
 
 Found = TypeVar("Found")
 Snapshot = Mapping[str, tf.Tensor]  # values of variables, by name
@@ -205,7 +206,7 @@ def _key_of(*path: str) -> str:
 
 def identity_of(reader: Any) -> dict[str, Any]:
     """Return the `identity` of a checkpoint."""
-    return json.loads(reader.get_tensor(_key_of("identity")))
+    return files.parse_json(reader.get_tensor(_key_of("identity")), {"place": SCHEMA})
 
 
 def described(reader: Any) -> dict[str, str]:

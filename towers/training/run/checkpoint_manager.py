@@ -15,6 +15,7 @@ from towers.errors import InputError, RunError, reason
 from towers.options.functions import may_be_same_object
 from towers.training.run import checkpoint
 from towers.training.run.checkpoint import Snapshot
+from towers.training.run.place import Place
 
 _REMEDY = (
     "choose another --train_dir, or --overwrite, which moves the old run aside; --init_from takes "
@@ -43,7 +44,7 @@ class CheckpointManager:
     def __post_init__(self) -> None:
         """Write nothing yet."""
         self.is_remote = are_remote(v.device for v in self.variables.values())  # if any is
-        self.restored_place: Mapping[str, Any] = {}
+        self.restored_place = Place()
         self._whole: set[int] = set()  # steps whose checkpoint this process has read or written
         self._best_written: int | None = None
         self._thread: threading.Thread | None = None
@@ -118,10 +119,13 @@ class CheckpointManager:
             InputError: the checkpoint has other variables than this run, or all are damaged.
         """
 
-        def read(prefix: str, reader: Any) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        def read(prefix: str, reader: Any) -> tuple[dict[str, Any], Place]:
             self._compare(prefix, reader)
-            keys, place = checkpoint.keys_of(reader), checkpoint.identity_of(reader).get("place")
-            return {name: reader.get_tensor(keys[name]) for name in self.variables}, place or {}
+            keys, place = (
+                checkpoint.keys_of(reader),
+                checkpoint.identity_of(reader).get("place", {}),
+            )
+            return {name: reader.get_tensor(keys[name]) for name in self.variables}, Place(**place)
 
         if newest := checkpoint.read_newest(self.directory, read, warn, wanted):
             step, (values, self.restored_place) = newest

@@ -40,6 +40,13 @@ from towers.options.run import Options
 from towers.training.run.setup import RunContext
 
 _FORMAT = 1
+_PARTS = {"flags": {}, "versions": {}, "code": {}, "data": {str: {}}}
+_SCHEMA = {
+    "format": int,
+    **_PARTS,
+    "task": {"num_classes": int, "class_names": [str], "augment": str, "spec": list},
+    "sessions": [_PARTS],
+}
 _NAMES = {  # of parts, for people
     "code.model": "the file of the model function (code.model)",
     "data.train": "the training set (data.train)",
@@ -81,18 +88,32 @@ def finish(variables: Mapping[str, tf.Variable]) -> dict[str, Any]:
 
 def read(folder: Path) -> dict[str, Any]:
     """Return the manifest of a run, {} if it is missing or damaged; the latter prints a line."""
-    manifest = files.read_json(folder / NAME)
-    if manifest and (manifest.get("format") != _FORMAT or not manifest.get("sessions")):
+    manifest = files.read_json(folder / NAME, _SCHEMA)
+    if manifest and not _is_whole(manifest):
         files.warn_damaged(folder / NAME)
         return {}
     return manifest
+
+
+def _is_whole(manifest: Mapping[str, Any]) -> bool:
+    if manifest["format"] != _FORMAT or not manifest.get("sessions"):
+        return False
+    task = manifest["task"]
+    try:
+        x, *_ = map(spec_of, task["spec"])
+        is_of_x = task["image_shape"] is None or task["image_shape"] == x.shape.as_list()
+    except Exception:  # of many kinds
+        return False
+    return is_of_x and len(task["class_names"]) == task["num_classes"]
 
 
 def passed(folder: Path) -> set[str]:
     """Return the keys of functions that passed a check in a run, or in a run of the same sweep."""
     in_sweep = (folder.parent / "sweep.json").exists()
     paths = folder.parent.glob(f"*/{NAME}") if in_sweep else [folder / NAME]
-    return {key for path in paths for key in files.read_json(path).get("passed", ())}
+    return {
+        key for path in paths for key in files.read_json(path, {"passed": [str]}).get("passed", ())
+    }
 
 
 def write_passed(folder: Path, keys: Collection[str]) -> None:

@@ -14,6 +14,17 @@ import dataclasses
 from collections.abc import Mapping
 
 STEP, EPOCH, END = "step", "epoch", "end"
+_NUMBER = float | int | None
+SCHEMA = {  # of a place in a checkpoint
+    "stage": str | None,
+    "planned_steps": int | None,
+    "stopped_by": str | None,
+    "train_loss": _NUMBER,
+    "examples_per_second": _NUMBER,
+    "epoch_begin": int | None,
+    "sums": {str: float | int},
+    "logs": {str: float | int},
+}
 
 
 @dataclasses.dataclass

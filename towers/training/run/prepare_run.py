@@ -15,9 +15,9 @@ from towers.formatting import count, print_line
 from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement
 from towers.graphs.step_graph import step_graph
-from towers.monitoring import dashboard
+from towers.monitoring import dashboard, results
 from towers.options import code_trust
-from towers.options.flags import IDENTITY, MANIFEST, RESULT
+from towers.options.flags import IDENTITY, MANIFEST
 from towers.options.run import names_that_affect
 from towers.options.triggers import Timetable
 from towers.training.callbacks.best_checkpoint import BestTracker
@@ -77,7 +77,7 @@ def restore(run: RunContext) -> Restored:
     if options.overwrite:
         return Restored(checkpoints, None, Place(), BestTracker(run), {}, {})
     files.clear_leftovers(folder)
-    recorded, result = manifest.read(folder), files.read_json(folder / RESULT)
+    recorded, result = manifest.read(folder), results.read(folder)
     checkpoint.tidy(checkpoints.directory)
     of_run = run.data, options, recorded.get("task", {})
     try:
@@ -85,7 +85,7 @@ def restore(run: RunContext) -> Restored:
     except InputError:
         manifest.check_data(*of_run, trains=True, number=True)  # may be why shapes differ
         raise
-    place, best = Place(**checkpoints.restored_place), BestTracker(run)
+    place, best = checkpoints.restored_place, BestTracker(run)
     if step is None:
         return Restored(checkpoints, None, place, best, {}, {})
     manifest.check_data(*of_run, trains=True)
