@@ -1,9 +1,11 @@
 """`towers predict`: the user's own files, one line for each example, the same on any towers."""
 
+import contextlib
 import csv
 import dataclasses
 import io
 import json
+import shutil
 
 import keras
 import numpy as np
@@ -101,7 +103,8 @@ def test_what_cannot_be_read_is_one_line_and_nothing_is_printed(run, files, tmp_
     (tmp_path / "broken.png").write_bytes((top / "photos/a.png").read_bytes()[:60])
     (tmp_path / "broken.npz").write_text("PK")
     (tmp_path / "note.txt").write_text("hello")
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/.thumbnails").mkdir(parents=True)
+    shutil.copy(top / "photos/a.png", tmp_path / "empty/.thumbnails")
     np.save(tmp_path / "small.npy", images[:, :4])
     np.save(tmp_path / "floats.npy", images / 255)
     np.savez(tmp_path / "other.npz", pictures=images)
@@ -147,6 +150,11 @@ def test_several_outputs_are_printed_and_several_inputs_refused(tmp_path, monkey
     np.save(tmp_path / "a.npy", np.arange(5.0)[:, None])
     of_run = as_trained(model, "float32[1]", "float32[]")
     lines = printed(monkeypatch, capsys, of_run, tmp_path / "a.npy")
+    of_bytes = as_trained(model, "uint8[1]", "float32[]")
+    for values, fit in ([[255]], True), ([[256]], False):  # which would become 0
+        np.save(tmp_path / "wide.npy", np.array(values, np.uint64))
+        with contextlib.nullcontext() if fit else pytest.raises(InputError, match="is uint64"):
+            inputs.find([str(tmp_path / "wide.npy")], of_bytes)
     assert lines[0] in ("file,index,price.0,length.0", "file,index,length.0,price.0")
     assert lines[5] == f"{tmp_path}/a.npy,4,4.0,4.0"
     of_run = as_trained(model, {"text": "int32[3]", "size": "float32[1]"}, "float32[]")

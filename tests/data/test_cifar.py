@@ -54,6 +54,11 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     for call in data.load, data.locate:
         message = refusal("cifar10", str(tmp_path / "none"), call=call)
         assert "none has no data_batch_1.bin" in message and "leave --data_dir out" in message
+    (tmp_path / "cifar-10-python.tar.gz").touch()
+    assert "is not read: get cifar-10-binary.tar.gz, or" in refusal("cifar10", str(tmp_path))
+    archive = tmp_path / "cifar-10-binary.tar.gz"
+    archive.touch()
+    assert f"type tar -xzf {archive} -C {tmp_path}, or" in refusal("cifar10", str(tmp_path))
     write(folder)
     path = folder / "data_batch_3.bin"
     whole = path.read_bytes()

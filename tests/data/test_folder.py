@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import struct
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tests.data.image_files import CLASSES, SHAPE, image, numbers_of, png, write
 from tests.data.splits import all_of, flat, refusal, take
 from tests.runs import command
 from towers import data
+from towers.data.folder import read_image
 
 pytestmark = pytest.mark.graph
 
@@ -122,7 +124,7 @@ def test_images_that_are_damaged_change_their_size_or_go_away_are_named(tmp_path
         (500, loaded.test.eval_batches(1)),
     ):
         name = damage(tmp_path, number)
-        assert_fails(batches, f"{name} cannot be read: ", "mend or remove it")
+        assert_fails(batches, f"{name} cannot be read: ", "mend, convert or remove it")
     evaluated = loaded.test.eval_batches(5)
     name = damage(tmp_path, 507, png(image(507, (4, 4, 3))))  # of the first batch
     size = " is 4x4 (height x width), but another is 6x5"
@@ -163,16 +165,51 @@ def test_every_kind_of_image_becomes_three_channels_and_other_files_are_passed_o
     (top / "train/ant/below/e.png").write_bytes(png(grey))
     for name in "train/cat/notes.txt", "train/cat/._00001.png", "train/README", "train/.png":
         (top / name).write_text("no image")
-    (top / "train/.cache").mkdir()
+    for name in ".cache/cat", "cat/.ipynb_checkpoints/deep", "cat/__MACOSX":
+        (top / "train" / name).mkdir(parents=True)
+        (top / "train" / name / "a.png").write_bytes(png(image(0)))
+    os.mkfifo(top / "train/cat/pipe.png")
     (top / "train/cat/empty.png").mkdir()
     loaded = data.load("folder", str(top))
     _, note = loaded.notes  # the first: test has no images of ant
-    assert "1 file not read" in note and note.endswith("cat/notes.txt")
+    assert "2 files not read" in note and note.endswith(
+        "cat/notes.txt, " + f"{top}/train/cat/pipe.png"
+    )
     images, labels = all_of(loaded.train)
     assert labels.tolist() == [0] * 5 + [1, 1, 2, 2, 3, 3]
     for pixels, value in zip(images[:5], [77, 88, 77, 77, 88], strict=True):
         assert np.abs(pixels.astype(int) - value).max() <= 1
     assert numbers_of(images[5:]).tolist() == [0, 3, 1, 4, 2, 5]
+
+
+def bitmap(bits, rows, colors=b"", compression=0):
+    """Return a BMP of 4x2 pixels."""
+    about = struct.pack("<IiiHHIIiiII", 40, 4, 2, 1, bits, compression, len(rows), 0, 0, 0, 0)
+    return b"BM" + struct.pack("<III", 0, 0, 54 + len(colors)) + about + colors + rows
+
+
+RED, BLUE = [255, 0, 0], [0, 0, 255]
+PICTURE = [[BLUE] * 4, [RED, BLUE, BLUE, BLUE]]
+COLORS = bytes([0, 0, 255, 0, 255, 0, 0, 0])  # of a palette: red, then blue
+BITMAPS = {  # below on the left a red pixel, all others are blue
+    1: (b"\x70\0\0\0\xf0\0\0\0", COLORS),
+    4: (b"\x01\x11\0\0\x11\x11\0\0", COLORS + bytes(56)),
+    8: (b"\0\1\1\1\1\1\1\1", COLORS + bytes(1016)),
+    16: (struct.pack("<8H", 0x7C00, *[0x1F] * 7), b""),
+    32: (bytes([0, 0, 255, 0, *[255, 0, 0, 0] * 7]), b""),
+}
+
+
+@pytest.mark.unit
+def test_bitmaps_have_the_colors_of_their_palette(tmp_path):
+    path = tmp_path / "a.bmp"
+    for bits, (rows, colors) in BITMAPS.items():
+        path.write_bytes(bitmap(bits, rows, colors))
+        assert read_image(path).tolist() == PICTURE, bits
+    path.write_bytes(bitmap(8, b"\1\0\3\1\0\0\4\1\0\1", COLORS + bytes(1016), compression=1))
+    assert read_image(path).tolist() == PICTURE
+    path.write_bytes(bitmap(2, bytes(8), COLORS + bytes(8)))  # whole, but Pillow does not know it
+    assert "cannot be read: Unsupported BMP" in refusal(path, call=read_image)
 
 
 @pytest.mark.parametrize("below", ["", "train"])
@@ -205,7 +242,7 @@ def test_missing_folders_and_classes_and_what_is_no_image(top):
         assert said_of(top).startswith(f"TOP/train/cat/00001.png {says}")
     path.unlink()
     path.symlink_to("nowhere")
-    assert "00001.png cannot be read: No such file or directory; mend or" in said_of(top)
+    assert "00001.png cannot be read: No such file or directory; mend" in said_of(top)
     for path in (top / "train/cat").iterdir():
         path.unlink()
     assert said_of(top).startswith("TOP/train/cat has no images (.png, .jpg, ")

@@ -30,6 +30,17 @@ def test_keys_say_which_half_and_part_an_array_is(save):
         assert_same(all_of(split), tuple(array[:num] for array in parts.values()))
 
 
+def test_numbers_of_all_sizes_and_byte_orders_are_read(save):
+    for kind in "f2", ">f4", ">f8", np.longdouble, np.dtype(np.longdouble).newbyteorder():
+        read, _ = all_of(
+            data.load(save(x_train=X.astype(kind), y_train=Y, x_test=X, y_test=Y)).train
+        )
+        np.testing.assert_array_equal(read, X.astype(np.float32), strict=True)
+    for kind in "<u2", ">i4", "<i8":
+        read, labels = all_of(data.load(save(x=X.astype(kind), y=Y.astype(kind))).train)
+        assert read.dtype.kind == np.dtype(kind).kind and set(labels) == {0, 1, 2}
+
+
 @pytest.mark.parametrize("keys", [("x", "y"), ("x_train", "y_train")])
 def test_without_a_test_set_a_tenth_is_held_out_and_a_note_says_so(save, keys):
     path = save(**dict(zip(keys, (X, Y), strict=True)))
@@ -50,6 +61,10 @@ def test_without_a_test_set_a_tenth_is_held_out_and_a_note_says_so(save, keys):
         (dict(y_train=Y), "has the keys y_train; expected are x_train"),
         ({"x": X, "x_train": X}, "has the keys x, x_train; expected are x_train"),
         (dict(x=np.array([None, X], object)), "cannot be read: Object arrays cannot be loaded"),
+        (dict(x=X.astype(np.clongdouble)), "train x is ndarray complex256 (20, 4); return numbers"),
+        (dict(x=np.zeros(20, "M8[s]")), "train x is ndarray datetime64[s] (20,); return numbers"),
+        (dict(x=np.zeros(20, "f4,i4")), "train x is ndarray void64 (20,); return numbers"),
+        (dict(x=X + np.longdouble("1e4000")), "train x: row 0 (counted from 0) has a NaN, an inf"),
     ],
     ids=str,
 )

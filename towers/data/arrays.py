@@ -124,6 +124,9 @@ def _array(name: str, value: object) -> np.ndarray:
         )
     if not array.ndim or 0 in array.shape:
         raise InputError(f"{name} is {describe(value)}; return an array with a row or more")
+    if array.dtype.kind == "f" and array.itemsize > 8:  # np.longdouble, which TensorFlow lacks
+        with np.errstate(over="ignore"):
+            return array.astype(np.float64)
     if array.dtype.kind not in "SUO":
         return array
     texts = [item.encode() if isinstance(item, str) else bytes(item) for item in array.flat]

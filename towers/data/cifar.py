@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 CLASS_NAMES = tuple("airplane automobile bird cat deer dog frog horse ship truck".split())
 FILES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
-FOLDER = "cifar-10-batches-bin"  # in the authors' archive
+FOLDER, ARCHIVE = "cifar-10-batches-bin", "cifar-10-binary.tar.gz"  # of the authors
+_PYTHON = "cifar-10-python.tar.gz", "cifar-10-batches-py", "data_batch_1"  # the other form
 NUM_RECORDS = 10_000  # of each file
 _RECORD_BYTES = 1 + 32 * 32 * 3
 
@@ -57,10 +59,16 @@ def find(data_dir: str) -> list[str]:
     folder = os.path.join(data_dir, FOLDER)
     folder = folder if os.path.isdir(folder) else data_dir
     paths = [os.path.join(folder, name) for name in FILES]
-    if missing := [os.path.basename(path) for path in paths if not os.path.exists(path)]:
+    if missing := [os.path.basename(path) for path in paths if not os.path.isfile(path)]:
+        remedy = "name the folder of the binary files"
+        archive = os.path.join(data_dir, ARCHIVE)
+        if os.path.isfile(archive):
+            remedy = f"type {shlex.join(['tar', '-xzf', archive, '-C', data_dir])}"
+        elif any(os.path.exists(os.path.join(folder, name)) for name in _PYTHON):
+            remedy = f"what is there is for Python and is not read: get {ARCHIVE}"
         raise InputError(
-            f"--data_dir={data_dir}: {folder} has no {', '.join(missing)}; name the folder of the "
-            "binary files, or leave --data_dir out to have Keras download cifar10"
+            f"--data_dir={data_dir}: {folder} has no {', '.join(missing)}; {remedy}, or leave "
+            "--data_dir out to have Keras download cifar10"
         )
     return paths
 

@@ -19,6 +19,7 @@ from towers.errors import InputError, reason
 from towers.formatting import count, first_of
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
+_HIDDEN = ".", "__MACOSX"  # how names of files and folders begin that are left out
 Size = tuple[int, int]  # (height, width)
 
 _EXPECTED = "expected DIR/train/CLASS/*.png and DIR/test/CLASS/*.png, or DIR/CLASS/*.png"
@@ -173,7 +174,9 @@ def read_image(
     except InputError:
         raise
     except Exception as error:  # Pillow raises many kinds
-        raise InputError(f"{path} cannot be read: {reason(error)}; mend or remove it") from None
+        raise InputError(
+            f"{path} cannot be read: {reason(error)}; mend, convert or remove it"
+        ) from None
     if expected and pixels.shape != expected:
         wanted = f"{expected[0]}x{expected[1]}"
         raise InputError(
@@ -188,7 +191,7 @@ def images_below(folder: str, others: list[str] | None = None) -> list[str]:
 
     Args:
         folder: the folder.
-        others: if given, the paths of files that are no images, but for hidden ones, are added.
+        others: if given, the paths of files that are no images are added; hidden ones are not.
 
     Raises:
         InputError: a folder cannot be read.
@@ -198,11 +201,12 @@ def images_below(folder: str, others: list[str] | None = None) -> list[str]:
         for parent in waiting:  # the list grows; os.walk calls itself, at most 1000 deep
             with os.scandir(parent) as entries:
                 for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-                    elif entry.name.startswith("."):  # ._a.png is what macOS puts beside a.png
+                    is_file = entry.is_file() or entry.is_symlink()  # a pipe would block
+                    if entry.name.startswith(_HIDDEN):  # as ._a.png, which macOS puts beside a.png
                         continue
-                    elif entry.name.lower().endswith(ENDINGS):
+                    elif entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    elif is_file and entry.name.lower().endswith(ENDINGS):
                         paths.append(entry.path)
                     elif others is not None:
                         others.append(entry.path)
@@ -214,7 +218,7 @@ def images_below(folder: str, others: list[str] | None = None) -> list[str]:
 def _class_names(folder: str) -> list[str]:
     try:
         with os.scandir(folder) as entries:
-            names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
+            names = [e.name for e in entries if e.is_dir() and not e.name.startswith(_HIDDEN)]
     except OSError as error:
         raise InputError(f"{folder}: {error.strerror}; {_EXPECTED}") from None
     if not names:

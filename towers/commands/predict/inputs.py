@@ -40,9 +40,10 @@ def find(names: Sequence[str], trained: TrainedModel) -> list[InputFile]:
         )
     paths = []
     for name in names:
-        if not os.path.exists(name):
+        is_folder = os.path.isdir(name)
+        if not (is_folder or os.path.isfile(name)):
             raise InputError(f"{name}: there is no such file or folder")
-        found = images_below(name) if os.path.isdir(name) else [name]
+        found = images_below(name) if is_folder else [name]
         if not found:
             raise InputError(f"{name} has no images ({', '.join(IMAGES)})")
         paths += found
@@ -77,6 +78,8 @@ def _part(path: str, trained: TrainedModel) -> InputFile:
     casts = array.dtype.kind in "SU" if is_text else np.can_cast(array.dtype, kind, "same_kind")
     if spec.dtype == tf.float32 and array.dtype == np.uint8:  # may be 0..255 instead of 0..1
         casts = False
+    if casts and spec.dtype.is_integer and not np.can_cast(array.dtype, kind):  # it would wrap
+        casts = np.array_equal(array, array.astype(kind))
     if not (casts and array.ndim and len(array) and spec.shape.is_compatible_with(array.shape[1:])):
         raise InputError(f"{path} is {array.dtype}{list(array.shape)}: {takes}")
     return InputFile(path, len(array), lambda row: np.asarray(array[row], kind))
