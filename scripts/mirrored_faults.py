@@ -86,9 +86,9 @@ def main() -> None:
     towers.devices.tower_devices(2, "cpu")
     tf.get_logger().setLevel("ERROR")  # each step is a new function, on purpose
     measures = {
-        "length of an update, clipped to 1": clipped,
+        "norm of the update with clipnorm=1": clipped,
         "weights after an infinite gradient": infinite,
-        "variance that BatchNorm saves of 0, 0, 2, 2": saved_variance,
+        "moving variance after 0, 0, 2, 2": saved_variance,
     }
     rows = [(name, *map(measure, WAYS)) for name, measure in measures.items()]
     print("\n".join(table(["", *WAYS], rows)))

@@ -2,7 +2,7 @@
 
 Their programs run as they stand, with sessions; only the `ConfigProto` is ours. CPU devices stand
 in for GPUs, so "/gpu:2" is a device that is missing. Choosing GPUs and their memory is tried on a
-made-up driver, for each row of README's table.
+made-up driver, for each row of the devices page's table.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from towers.options.run import Options
 
 pytestmark = pytest.mark.graph
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "towers/devices/README.md").read_text(encoding="utf-8")
 PRODUCT = [[22.0, 28.0], [49.0, 64.0]]
 CARDS = [dataclasses.replace(fake_gpus.A100, name=f"card {i}") for i in range(4)]
 
@@ -81,12 +81,12 @@ def test_two_towers_and_add_n(capfd):
     assert "(MatMul)" not in "".join(capfd.readouterr())  # which only logging prints
 
 
-# README's table.
+# The page's table.
 
 
 def rows():
-    """Return {what the guides write: what is typed here}, cells as README has them."""
-    table = README.partition("| in the guides you wrote")[2].partition("\n\n")[0]
+    """Return {what the guides write: what is typed here}, cells as the page has them."""
+    table = PAGE.partition("| in the guides you wrote")[2].partition("\n\n")[0]
     return dict(line.strip("| ").split(" | ") for line in table.splitlines()[2:])
 
 

@@ -19,7 +19,7 @@ from tests.programs import ROOT
 pytestmark = pytest.mark.process
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PATH = README.partition("## Your own model and data\n")[2].partition("## The pattern")[0]
+PATH = README.partition("## `towers train`\n")[2].partition("\n## ")[0]
 BLOCKS = [block for _, block in re.findall(r"```(\w+)\n(.*?)```", PATH, re.DOTALL)]
 
 
@@ -76,8 +76,8 @@ def lines(start):
     return [shlex.split(line, comments=True) for line in block(start).splitlines()]
 
 
-def test_from_the_first_command_to_fine_tuning_and_a_table(folder):
-    init, train, go_on, evaluate, predict, export, tune, verify = lines("towers init")
+def test_from_the_first_command_to_a_sweep_and_a_table(folder):
+    init, train, go_on, evaluate, predict, export, sweep, verify = lines("towers init")
     typed(*init)
     Path("my_net.py").write_text(block("# my_net.py"))
     image = np.random.default_rng(0).integers(0, 256, [16, 16, 1], np.uint8)
@@ -94,24 +94,23 @@ def test_from_the_first_command_to_fine_tuning_and_a_table(folder):
     (line,) = err.splitlines()
     assert "saved; the same command continues the run" in line
 
-    Path("my_price.py").write_text(block("# my_price.py"))
+    Path("my_price.py").write_text(snippet("my_price.py"))
     Path("my_prices.py").write_text(snippet("my_prices.py"))
     rows = [f"{i % 7}.5,{['Oslo', 'Rome'][i % 2]},{i / 9}" for i in range(400)]
     Path("prices.csv").write_text("\n".join(["area,city,price", *rows]))
     (more,) = re.findall(r"`(--model_args=.*?)`", PATH)
-    (prices,) = lines("towers train --model=my_price:build")
-    Path("use.py").write_text(block("import keras\nimport towers") + "print(model.output_shape)\n")
+    prices = "towers train --model=my_price:build --dataset=my_prices:load --train_dir=p".split()
     go_on = [*go_on, "--num_epochs=5"]  # of the 1000, which are there to be interrupted
     shorter = [*verify, more, "--num_towers=2"]
-    gone_on, verified, evaluated, predicted, _, tuned, of_prices, used = typed_one_by_one(
-        go_on, shorter, evaluate, predict, export, tune, prices, ["use.py"]
+    sweep += ["--max_steps=2"]
+    gone_on, verified, evaluated, predicted, _, swept, of_prices = typed_one_by_one(
+        go_on, shorter, evaluate, predict, export, sweep, prices
     )
     assert "continuing  runs/mine at step " in gone_on and "\npassed " in verified
     accuracy = re.search(r"test_accuracy +([\d.]+)", gone_on)[1]
     assert re.search(r"accuracy +([\d.]+)", evaluated)[1] == accuracy
-    assert re.search(r"init_from   runs/mine, .* 4 of 4 weights", tuned)
+    assert all(f"learning_rate={rate}" in swept for rate in ("0.01", "0.03", "0.1"))
     assert "task        loss mse; mae" in of_prices and "test_mae" in of_prices
     name, _, kind, *_ = predicted.splitlines()[-1].split(",")
     logits = keras.models.load_model("mine.keras").predict(image[None], verbose=0)
     assert (name, kind) == ("photo.png", str(logits.argmax()))
-    assert used.endswith("(None, 3)\n")
