@@ -209,7 +209,7 @@ def test_layers_of_keras_augment_and_mix_in_the_data_function(monkeypatch):
 
 @pytest.mark.run
 def test_a_fitted_model_is_saved_as_a_plain_one(monkeypatch, tmp_path):
-    page = blocks("python", PAGES["towers/training/GUIDE.md"])
+    page = blocks("python", PAGES["towers/training/FIT.md"])
     program, callbacks = (block for block in page if ".fit(" in block)
     monkeypatch.chdir(tmp_path)
     model = run(program, build=a_model, x=X, y=Y[:, :3])["model"]
@@ -223,7 +223,7 @@ def test_a_fitted_model_is_saved_as_a_plain_one(monkeypatch, tmp_path):
 
 @pytest.mark.run
 def test_the_weights_of_a_run_are_read_with_towers_and_without(trained, monkeypatch, tmp_path):
-    page = blocks("python", PAGES["towers/training/GUIDE.md"])
+    page = blocks("python", PAGES["towers/training/RUNNING.md"])
     ours = next(block for block in page if "towers.load" in block)
     theirs = next(block for block in page if "tf.train.Checkpoint" in block)
     monkeypatch.chdir(tmp_path)

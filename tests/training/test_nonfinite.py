@@ -17,7 +17,7 @@ from towers.training.train import train
 pytestmark = pytest.mark.run
 
 BAD_ROW, MARK = 41, 77.0
-GUIDE = (ROOT / "towers/training/GUIDE.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "towers/training/RUNNING.md").read_text(encoding="utf-8")
 SIZE = 60
 
 
@@ -234,7 +234,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path, capsy
     for value in tiny.saved(tmp_path).values():
         assert np.all(np.isfinite(value))
     assert not (tmp_path / "result.json").exists()
-    (snippet,) = re.findall(r"^with np.load.*?(?=^```)", GUIDE, re.DOTALL | re.MULTILINE)
+    (snippet,) = re.findall(r"^with np.load.*?(?=^```)", PAGE, re.DOTALL | re.MULTILINE)
     saved = snippet.replace("runs/mine/nan/step_812.npz", f"{tmp_path}/nan/step_0.npz")
     capsys.readouterr()
     with np.printoptions(suppress=True):

@@ -15,10 +15,13 @@ from towers import cli
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "towers/training/GUIDE.md").read_text(encoding="utf-8")
+PAGE, RUNNING = (
+    (ROOT / f"towers/training/{name}.md").read_text(encoding="utf-8")
+    for name in ("CLUSTERS", "RUNNING")
+)
 JOB, JOB_OF_MANY = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
 MANIFESTS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-CODES = {int(code) for code in re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)}
+CODES = {int(code) for code in re.findall(r"^\| (\d+) \|", RUNNING, re.MULTILINE)}
 STAND_INS = {
     "towers": """#!/bin/bash
 if [ "$1" = worker ]; then

@@ -17,7 +17,7 @@ from towers.training.train import train
 
 pytestmark = pytest.mark.run
 layers = keras.layers
-PAGE = (ROOT / "towers/training/GUIDE.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "towers/training/RUNNING.md").read_text(encoding="utf-8")
 FLAGS = "--dataset=tests.tiny:images", "--augment=none", "--batch_size=7"
 
 
