@@ -62,11 +62,59 @@ def test_the_flagfile_of_a_foreign_run_names_no_code_that_runs(folder, monkeypat
         assert "--loss" not in message  # which the user has given
         cli.parse(verb, [f"--flagfile={name}", "--trust"])
         cli.parse(verb, [f"--flagfile={name}", "--model=a:b", "--dataset=a:c", "--loss=mse"])
-    with Path("run/flags.cfg").open("a") as file:
-        file.write("--trust\n")  # that is for the user to say
-    assert "--model=evil:build" in refusal(verb, ["--flagfile=run/flags.cfg"])
     Path("theirs.cfg").write_text("--model=evil:build\n")  # a script like any other
     cli.parse(verb, ["--flagfile=theirs.cfg"])
+
+
+@pytest.mark.parametrize(
+    "verb, line, typed",
+    [
+        ("train", "--train_dir=inner", "--train_dir=mine"),
+        ("train", "--overwrite", "--nooverwrite"),
+        ("evaluate", "-train_dir=inner", "--train_dir=mine"),
+        ("sweep", "--vary=model:evil:build", "--vary=seed:1"),
+        ("worker", "--address=0.0.0.0:1", "--address=localhost:1"),
+    ],
+)
+@pytest.mark.parametrize("name", ["flags.cfg", "link.cfg", "mine.cfg"])
+def test_what_the_flagfile_of_a_foreign_run_may_not_decide_is_typed(verb, line, typed, name):
+    for folder in "mine", "inner":
+        make_run(folder)
+    Path("flags.cfg").write_text(f"{line}\n")
+    Path("link.cfg").symlink_to("flags.cfg")
+    Path("mine.cfg").write_text("--flagfile=flags.cfg\n")
+    word, path = line.lstrip("-").partition("=")[0], name.replace("mine", "flags")
+    trusted = [] if verb == "worker" else ["--trust"]
+    said = refusal(verb, [f"--flagfile={name}", *trusted])
+    assert said.startswith(f"--flagfile={path} was not written by your towers")
+    assert f"sets --{word}=" in said and said.endswith(f"type --{word} yourself")
+    for argv in [f"--flagfile={name}", typed], [typed, "--flagfile", name]:
+        taken = str(cli.parse(verb, argv))
+        assert "inner" not in taken and "evil" not in taken and "overwrite=True" not in taken
+    if word == "train_dir":
+        cli.parse("verify", [f"--flagfile={name}"])  # has no use for it
+
+
+@pytest.mark.parametrize("line", ["--trust", "-trust=1", "--flagfile\nnested.cfg"])
+def test_trust_is_typed(line):
+    make_run("run", model="evil:build")
+    Path("nested.cfg").write_text("--notrust\n--trust=true\n")
+    Path("mine.cfg").write_text(f"{line}\n")
+    for verb in "train", "verify", "export":
+        argv = ["--flagfile=mine.cfg", *([] if verb == "verify" else ["--train_dir=run"])]
+        assert " sets --trust, which counts only if it is typed" in refusal(verb, argv)
+        cli.parse(verb, [*argv, "--trust"])
+
+
+def test_a_run_that_is_trusted_is_signed_as_it_was_read(folder):
+    run = make_run("run", sign=False, model="evil:build", train_dir="elsewhere")
+    with (run / "flags.cfg").open("a") as file:
+        file.write("--overwrite\n--trust\n--flagfile=more.cfg\n")
+    Path("more.cfg").write_text("--seed=7\n")
+    cli.parse("evaluate", ["--train_dir=run", "--trust"])
+    Path("more.cfg").write_text("--model=evil:other\n")
+    found = cli.parse("train", ["--flagfile=run/flags.cfg"])
+    assert found == Options(model="evil:build", seed=7, train_dir="run")
 
 
 @pytest.mark.parametrize("verb", [v.name for v in cli.VERBS.values() if v.run_flags])

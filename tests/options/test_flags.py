@@ -1,6 +1,7 @@
 """Flags: the frozen command line, flagfiles, and the way from options to a flagfile and back."""
 
 import dataclasses
+import os
 
 import pytest
 
@@ -154,13 +155,21 @@ def test_the_flags_of_a_run_are_those_of_its_flagfile(folder, verb):
     "content, says",
     [
         ("--seed=1\n--batchsize=1\n", "'batchsize'. Did you mean: batch_size ?"),
-        ("--flagfile=missing.cfg", "missing.cfg"),
+        ("--flagfile=missing.cfg", "missing.cfg: No such file or directory"),
+        ("--flagfile=a.cfg", "a.cfg: more than 100 flagfiles"),
+        ("--flagfile\n.", ".: Is a directory"),
+        ("--flagfile=pipe", "pipe: is no regular file"),
+        ("--flagfile=/dev/zero", "/dev/zero: is no regular file"),
+        ("--flagfile=/proc/self/mem", "/proc/self/mem: Input/output error"),
+        ("--flagfile=\0", "embedded null byte"), ("--flagfile=", "--flagfile needs a value"),
+        ("#" * 2**20 + "\n", "a.cfg: is larger than 1048576 bytes"),
         ("--seed=\udcff", "'utf-8' codec can't decode"),
         ("--help=x", "'help'"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_in_a_flagfile_is_one_line(folder, content, says):
     (folder / "a.cfg").write_bytes(content.encode(errors="surrogateescape"))
+    os.mkfifo("pipe")
     assert says in refusal("train", "--flagfile=a.cfg")
 
 

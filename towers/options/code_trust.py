@@ -39,10 +39,10 @@ def is_own(text: str) -> bool:
     )
 
 
-def is_of_run(path: str, text: str) -> bool:
-    """Return whether a flagfile with this text is a run's flags.cfg or its copy, see `check`."""
-    path = Path(path)
-    return _MARK in text or path.name == "flags.cfg" and (path.parent / "checkpoints").is_dir()
+def is_foreign(path: str, text: str) -> bool:
+    """Return whether a flagfile is a run's, or a copy, and not written by this user's towers."""
+    names = {os.path.basename(path), os.path.basename(os.path.realpath(path))}
+    return (_MARK in text or "flags.cfg" in names) and not is_own(text)
 
 
 def check(source: str, text: str, of_run: Mapping[str, object]) -> None:

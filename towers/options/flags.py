@@ -7,8 +7,8 @@ A verb's options are a dataclass of `option` fields. A verb that works on a run 
 `run: Options`; its flags are its own fields and all other fields of `Options`. With `run: dict`
 the run's flags are passed on as {name: value}, unchecked.
 
-absl parses arguments and flagfiles, with flags that exist for one call only. TensorFlow is not
-imported, so help and usage errors are printed at once.
+absl parses arguments and the lines of flagfiles, with flags that exist for one call only.
+TensorFlow is not imported, so help and usage errors are printed at once.
 """
 
 import contextlib
@@ -17,15 +17,17 @@ import difflib
 import hashlib
 import os
 import pkgutil
+import re
+import stat
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from towers import files
-from towers.errors import InputError, RunError
+from towers.errors import InputError, RunError, reason
 from towers.options import code_trust
 from towers.options.fields import EXCLUSIVE, check_value
 from towers.options.functions import option_text
@@ -83,6 +85,7 @@ _DEFINE = {
 MANIFEST, RESULT = "manifest.json", "result.json"  # in the folder of a run
 # Another value of these makes another run, whose checkpoints do not fit.
 IDENTITY = ("model", "model_args", "loss", "augment", "dataset")
+_MOST_FLAGFILES, _MOST_BYTES = 100, 2**20  # of one command, which may name each other; of each
 _OF_MACHINES = {f.name for f in dataclasses.fields(Options) if f.metadata["group"] == MANY_MACHINES}
 
 
@@ -98,14 +101,57 @@ def parse(argv: Sequence[str], verb: Verb = _TRAIN) -> Any:
             cannot be read, or an argument that is not a flag.
     """
     _check_taken(argv, verb)
-    foreign: dict[str, str] = {}
-    values = _read_argv(argv, verb, foreign)
-    if foreign:
-        trusted, values = values, _read_argv(argv, verb)
-        untrusted = {name: value for name, value in values.items() if trusted.get(name) != value}
-        for path, text in () if trusted.get("trust") else foreign.items():
-            code_trust.check(f"--flagfile={path}", text, untrusted)
+    flagfiles: list[tuple[str, str]] = []
+    values = _read_argv(argv, verb, flagfiles)
+    if flagfiles:
+        values = _without_untyped(values, argv, verb, dict(flagfiles))
     return _complete(values, verb)
+
+
+def _without_untyped(
+    values: dict[str, Any], argv: Sequence[str], verb: Verb, flagfiles: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the values, if no flagfile decides what is for the user to type.
+
+    Args:
+        values: of the arguments and their flagfiles.
+        argv: the arguments.
+        verb: the verb.
+        flagfiles: {path: text} of all that were read.
+
+    Raises:
+        InputError: one sets --trust; or one of somebody else's run sets the folder, moves a run
+            aside, sets what no run has, or names code or machines.
+    """
+    foreign = {p: t for p, t in flagfiles.items() if code_trust.is_foreign(p, t)}
+    typed, ours = (_read_argv(argv, verb, left_out=left_out) for left_out in (flagfiles, foreign))
+    if values.get("trust") and not typed.get("trust"):
+        raise InputError(
+            f"--flagfile={_setting('trust', flagfiles)} sets --trust, which counts only if it is "
+            "typed: look at what would run, and type --trust, or remove it from the file"
+        )
+    fields = verb.fields()
+    ours = {name: ours.get(name, field.default) for name, field in fields.items()}
+    untrusted = {name: value for name, value in values.items() if ours[name] != value}
+    for path, text in () if typed.get("trust") else foreign.items():
+        code_trust.check(f"--flagfile={path}", text, untrusted)
+    of_user = fields.keys() - _RUN_FIELDS.keys() | {"train_dir", "overwrite"}
+    for name in of_user & untrusted.keys() - verb.refuses.keys():
+        path, value = _setting(name, foreign), text_of(values[name])
+        if name in typed:
+            values = values | {name: typed[name]}
+        elif os.path.abspath(value) != os.path.dirname(os.path.abspath(path)):  # which was typed
+            raise InputError(
+                f"--flagfile={path} was not written by your towers on this machine, or was "
+                f"changed, and sets --{name}={value}: type --{name} yourself"
+            )
+    return values
+
+
+def _setting(name: str, flagfiles: Mapping[str, str]) -> str:
+    """Return the path of the flagfile that sets a flag."""
+    of_flag = re.compile(rf"^\s*--?{name}\b", re.MULTILINE)
+    return next((p for p, text in flagfiles.items() if of_flag.search(text)), next(iter(flagfiles)))
 
 
 def _complete(values: dict[str, Any], verb: Verb) -> Any:
@@ -199,30 +245,46 @@ def _check_taken(argv: Sequence[str], verb: Verb) -> None:
             raise InputError(f"towers {verb.name} takes no --{name}: {reason}")
 
 
-class _Flags(flags.FlagValues):
-    """absl's flags. If `foreign` is a dict, flagfiles of other users' runs are left out.
-
-    They are added to it as {path: text}.
-    """
-
-    foreign: dict[str, str] | None = None
-
-    def _get_flag_file_lines(self, filename: str, *args: Any, **kwargs: Any) -> list[str]:
-        lines = super()._get_flag_file_lines(filename, *args, **kwargs)
-        if self.foreign is not None:
-            text = _read_text(filename)
-            if code_trust.is_of_run(filename, text) and not code_trust.is_own(text):
-                self.foreign[filename] = text
-                return []
-        return lines
+def _with_flagfiles(
+    argv: Iterable[str], flagfiles: list[tuple[str, str]], left_out: Container[str]
+) -> Iterator[str]:
+    """Yield arguments, with the lines of flagfiles in their places; see `_read_argv`."""
+    arguments = iter(argv)
+    for argument in arguments:
+        match = re.fullmatch(r"--?flagfile(=.*)?", argument, re.DOTALL)
+        if not match:
+            yield argument
+            continue
+        path = match[1][1:] if match[1] else next(arguments, "")
+        if not path:
+            raise InputError("--flagfile needs a value: --flagfile=FILE")
+        path = os.path.expanduser(path)
+        if path in left_out:
+            continue
+        if len(flagfiles) == _MOST_FLAGFILES:
+            raise InputError(f"--flagfile={path}: more than {_MOST_FLAGFILES} flagfiles")
+        text = _read_text(path)
+        flagfiles.append((path, text))
+        lines = (line.strip() for line in text.split("\n"))
+        lines = (line for line in lines if line and not line.startswith(("#", "//")))
+        yield from _with_flagfiles(lines, flagfiles, left_out)
 
 
 def _read_argv(
-    argv: Sequence[str], verb: Verb, foreign: dict[str, str] | None = None
+    argv: Sequence[str],
+    verb: Verb,
+    flagfiles: list[tuple[str, str]] | None = None,
+    left_out: Container[str] = (),
 ) -> dict[str, Any]:
-    """Return {option: value} of arguments and their flagfiles; see `_Flags` for `foreign`."""
-    fields, defined = verb.fields(), _Flags()
-    defined.__dict__["foreign"] = foreign  # setattr would define a flag
+    """Return {option: value} of arguments and their flagfiles.
+
+    Args:
+        argv: the arguments.
+        verb: whose flags they are.
+        flagfiles: to which (path, text) of each that is read is added.
+        left_out: paths of those that are not read.
+    """
+    fields, defined = verb.fields(), flags.FlagValues()
     positional = _positional(fields)
     defined.set_gnu_getopt()
     for name, field in fields.items():
@@ -231,9 +293,10 @@ def _read_argv(
     for alias, name in _ALIASES.items():
         if name in fields:
             flags.DEFINE_alias(alias, name, flag_values=defined)
+    flagfiles = [] if flagfiles is None else flagfiles
     try:
-        others = defined(["towers", *argv])[1:]
-    except (flags.Error, ValueError, RecursionError) as error:
+        others = defined(["towers", *_with_flagfiles(argv, flagfiles, left_out)])[1:]
+    except (flags.Error, ValueError) as error:
         raise InputError(str(error)) from None
     if others and not positional:
         raise InputError(f"unexpected argument {others[0]!r}: flags are written --name=value")
@@ -267,8 +330,27 @@ def _positional(fields: Mapping[str, dataclasses.Field]) -> str | None:
     return next((name for name, field in fields.items() if "positional" in field.metadata), None)
 
 
-def _read_text(path: str | Path) -> str:
-    return Path(path).read_text(encoding="utf-8", errors="replace")
+def _read_text(path: str) -> str:
+    """Return the text of a flagfile; a pipe or a device, for which to wait, is none."""
+
+    def opener(path: str, how: int) -> int:
+        return os.open(path, how | os.O_NONBLOCK)
+
+    try:
+        with open(path, "rb", opener=opener) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("is no regular file")
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"is larger than {_MOST_BYTES} bytes")
+        return content.decode()
+    except (OSError, ValueError) as error:
+        raise InputError(f"--flagfile={path}: {reason(error)}") from None
+
+
+def read_flagfile(path: Path, flagfiles: list[tuple[str, str]] | None = None) -> dict[str, Any]:
+    """Return {option: value} of a run's flags.cfg, trusted or not; see `_read_argv`."""
+    return _read_argv([f"--flagfile={path}"], _TRAIN, flagfiles)
 
 
 def _options_of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
@@ -286,7 +368,8 @@ def _options_of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
     if not has_flags:
         return {}
     try:
-        of_run = _read_argv([f"--flagfile={path}"], _TRAIN)
+        flagfiles: list[tuple[str, str]] = []
+        of_run = read_flagfile(path, flagfiles)
         Options(**of_run)
     except InputError as error:
         raise InputError(
@@ -298,11 +381,12 @@ def _options_of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
         replaced |= _OF_MACHINES | ({"devices"} if of_run.get("devices") == "gpu" else set())
         replaced.add("callbacks")  # whose module need not be there any more
     taken = {name: value for name, value in of_run.items() if name not in replaced}
-    text = _read_text(path)
+    (_, text), *_ = flagfiles
     if not given.get("trust"):
         code = {name: value for name, value in taken.items() if name not in given}
         code_trust.check(f"--train_dir={train_dir}: its flags.cfg", text, code)
-    elif not code_trust.is_own(text):  # sign it, if the folder is writable
+    elif not code_trust.is_own(text):  # sign what was read, if the folder is writable
+        text = Options(**of_run, train_dir=train_dir).to_flagfile()
         with contextlib.suppress(RunError):
             files.write_text(path, code_trust.signed(text))
     return taken

@@ -26,8 +26,8 @@ from towers.errors import InputError
 from towers.formatting import process_end, table
 from towers.monitoring import results
 from towers.monitoring.results import averaged_number, objective_of
-from towers.options import flags, search_path
-from towers.options.run import names_that_affect, text_of
+from towers.options import code_trust, flags, search_path
+from towers.options.run import Options, names_that_affect, text_of
 from towers.signals import EXIT_STOPPED, StopRequest
 
 PROGRAM = (sys.executable, "-m", "towers", "train")
@@ -95,7 +95,7 @@ def _train(
     """Train a run in a process of its own, and complete its entry."""
     log, started = Path(entry["log"]), time.monotonic()
     flagfile = log.with_name(f"{run.name}.cfg")
-    files.write_text(flagfile, run.options.to_flagfile())
+    files.write_text(flagfile, code_trust.signed(run.options.to_flagfile()))
     with open(log, "ab") as output:
         begin = output.tell()
         process = subprocess.Popen(
@@ -129,7 +129,7 @@ def _check_same(run: PlannedRun) -> None:
     path = Path(run.options.train_dir) / "flags.cfg"
     if not path.exists():
         return
-    before = flags.parse([f"--flagfile={path}"])
+    before = Options(**flags.read_flagfile(path))
     for name in names_that_affect("result", "speed"):
         old, new = getattr(before, name), getattr(run.options, name)
         if old != new:
