@@ -60,7 +60,7 @@ MESSAGES = [
     ("sweep --vary=seed:1 --overwrite", "towers sweep takes no --overwrite: runs lie in --sweep_"),
     ("train --overwrite=maybe", "--overwrite=maybe: "),
     ("train --nooverwrite=1", "--nooverwrite"), ("train --train_dir", "--train_dir"),
-    ("train --flagfile", "--flagfile"), ("train --flagfile=a", "No such file or directory: 'a'"),
+    ("train --flagfile", "--flagfile"), ("train --flagfile=a", "--flagfile=a: No such file"),
     ("evaluate", "--train_dir=runs/train: there is no run; train first"),
     (["train", ""], f"unexpected argument '': {WRITTEN}"),
     (["train", "--model= a.b:c"], "--model=' a.b:c': text in one line, without spaces at its ends"),
