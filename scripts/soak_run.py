@@ -32,7 +32,8 @@ KINDS = {  # {name: the flags that differ from those of all}
 PIPELINES = "tf_data", "generator"
 STEPS, SAVED_STEPS, TOWERS = 900, 30, 2
 OF_ALL = {
-    "model": f"{_MODELS}:net", "dataset": f"{_MODELS}:images", "augment": "none", "batch_size": 8,
+    "model": f"{_MODELS}:net", "dataset": f"{_MODELS}:images", "augment": "standardize",
+    "batch_size": 8,
     "num_towers": TOWERS, "max_steps": STEPS, "checkpoint_every_steps": SAVED_STEPS,
     "evaluate_every_epochs": 20, "log_every_steps": 100,
 }  # fmt: skip

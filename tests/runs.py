@@ -114,5 +114,5 @@ def assert_has(model, train_dir, step=None, averages=False):
 
 def as_trained(model, *spec, **task):
     """Return a model as if it were that of a run on such examples."""
-    about = dict(num_classes=0, class_names=[], image_shape=None, augment="off", spec=list(spec))
+    about = dict(num_classes=0, class_names=[], image_shape=None, augment="none", spec=list(spec))
     return TrainedModel(Options(batch_size=4, num_towers=2), about | task, model, 5, False)

@@ -28,7 +28,7 @@ from towers.monitoring.monitor import Monitor
 pytestmark = pytest.mark.run
 
 SMALL = dict(
-    augment="none", schedule="constant", batch_size=7, max_steps=4, evaluate_every_epochs=0
+    augment="standardize", schedule="constant", batch_size=7, max_steps=4, evaluate_every_epochs=0
 )
 
 

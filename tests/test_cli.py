@@ -140,7 +140,7 @@ def test_help():
     out = flags.main_help(towers.__version__, list(cli.VERBS.values()))
     for argv in [], ["--help"], ["-h"], ["help"]:
         assert call(argv) == (0, out, "")
-    assert out.startswith(f"towers {towers.__version__}: ") and "towers VERB --help" in out
+    assert out.startswith(f"towers {towers.__version__}: ") and "towers COMMAND --help" in out
     for verb in cli.VERBS:
         for argv in ["--help"], ["--batch_size=3", "-h"]:
             assert call([verb, *argv]) == (0, flags.verb_help(cli.VERBS[verb]), "")

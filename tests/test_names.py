@@ -8,8 +8,8 @@ from tests.tensorboard_server import read_scalars
 
 pytestmark = pytest.mark.run
 FLAGS = (
-    "--model=tests.tiny:dense", "--dataset=tests.tiny:images", "--augment=none", "--batch_size=7",
-    "--checkpoint_every_steps=3", "--log_every_steps=1",
+    "--model=tests.tiny:dense", "--dataset=tests.tiny:images", "--augment=standardize",
+    "--batch_size=7", "--checkpoint_every_steps=3", "--log_every_steps=1",
 )  # fmt: skip
 NAMES = {
     # In 255 bytes, which are as many as a name may have.

@@ -16,7 +16,7 @@ NAMES = (
     "h5py PIL pandas torch nvidia ml_dtypes ast pynvml packaging yaml towers_models"
 ).split()
 RUN = "--model=models.resnet:resnet --model_args=depth=8,width=1 --batch_size=32 --devices=cpu"
-TRAIN = f"train {RUN} --max_steps=2 --evaluate_every_epochs=0 --augment=none --train_dir=run"
+TRAIN = f"train {RUN} --max_steps=2 --evaluate_every_epochs=0 --augment=standardize --train_dir=run"
 
 
 @pytest.fixture(scope="module")

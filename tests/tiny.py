@@ -84,7 +84,7 @@ def options(train_dir, **changes):
         train_dir=str(train_dir),
         model="tests.tiny:dense",
         dataset="tests.tiny:images",
-        augment="none",
+        augment="standardize",
         batch_size=7,
         num_towers=1,
         learning_rate=0.1,

@@ -127,7 +127,7 @@ def test_each_tower_is_one_program_and_the_run_says_so(tmp_path, capsys):
 )
 def test_what_xla_cannot_compile_is_one_line(tmp_path, capsys, model, code, line):
     """Called from so deep that TensorFlow cuts the end of its message off: it adds the stack."""
-    given = "--num_towers=2 --dataset=tests.tiny:images --augment=none --batch_size=7 --max_steps=2"
+    given = "--num_towers=2 --dataset=tests.tiny:images --augment=standardize --max_steps=2"
     flags = [*given.split(), f"--model={model}", f"--train_dir={tmp_path / 'run'}"]
 
     def below(depth):

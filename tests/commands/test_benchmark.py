@@ -22,7 +22,7 @@ pytestmark = pytest.mark.unit
 @pytest.mark.process
 def test_the_command_line(folder, capsys):
     argv = "--model=tests.tiny:dense --num_towers=1,2 --windows=2 --seconds=0.02 --batch_size=8"
-    argv += " --json --dataset=tests.tiny:images --augment=none --model_args=width=3"
+    argv += " --json --dataset=tests.tiny:images --augment=standardize --model_args=width=3"
     code, out, err = command_line(capsys, "benchmark", *argv.split())
     result = json.loads(out)
     assert code == 0 and list(folder.iterdir()) == []  # no train_dir

@@ -104,7 +104,7 @@ def export_layer(monkeypatch, folder, layer, lines):
     """Export an untrained model with that layer inside as if it were a run's."""
     head = keras.Sequential([layer, keras.layers.Dense(3)])
     model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten(), head])
-    images = dict(image_shape=[8, 8, 3], augment="none")
+    images = dict(image_shape=[8, 8, 3], augment="standardize")
     of_run = as_trained(model, "uint8[8, 8, 3]", "int32[]", **images)
     monkeypatch.setattr(export, "load_run", lambda *_, **__: of_run)
     options = ExportOptions(Options(train_dir=str(folder)))

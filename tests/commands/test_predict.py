@@ -66,7 +66,7 @@ def predict(capsys, train_dir, *argv):
 
 def chances(run, images, averages=False):
     model = towers.load(run, averages=averages)
-    return tf.nn.softmax(model(augment.eval_images(images, "none"), training=False)).numpy()
+    return tf.nn.softmax(model(augment.eval_images(images, "standardize"), training=False)).numpy()
 
 
 def rows_of(out):

@@ -21,7 +21,7 @@ from towers.training.step.step import Task
 
 pytestmark = pytest.mark.run
 layers = keras.layers
-IMAGES = "--dataset=tests.tiny:images --augment=none"
+IMAGES = "--dataset=tests.tiny:images --augment=standardize"
 TABLE = "--dataset=tests.tasks:table_data"  # of compiled models
 
 
@@ -341,7 +341,7 @@ def test_nothing_of_towers_is_around_the_reference(capsys, model, flags, data):
 
 # ---------------------------------------------------------------------------- What train says
 
-TRAIN = "--dataset=tests.tiny:images --augment=none --max_steps=1 --batch_size=7".split()
+TRAIN = "--dataset=tests.tiny:images --augment=standardize --max_steps=1 --batch_size=7".split()
 
 
 @pytest.mark.checked

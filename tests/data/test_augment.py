@@ -32,9 +32,9 @@ def reference(image, draws, kind):
     if kind == "shift":
         sides = [(min(2, size - 1),) * 2 for size in image.shape[:2]]
         image = tf.pad(image, [*sides, (0, 0)], "REFLECT")
-    if kind == "off":
+    if kind == "none":
         return image
-    if kind != "none":
+    if kind != "standardize":
         top = int(row * (image.shape[0] - height + 1))
         left = int(column * (image.shape[1] - width + 1))
         image = tf.image.crop_to_bounding_box(image, top, left, height, width)
@@ -86,7 +86,7 @@ def test_eval_images_are_tensorflows(shape, kind, stored):
     expected = tf.image.resize_with_crop_or_pad(images, height, width)
     if kind == "shift" and stored == np.uint8:
         expected = expected / 64 - 2
-    elif kind not in ("off", "shift"):
+    elif kind not in ("none", "shift"):
         expected = tf.image.per_image_standardization(expected)
     np.testing.assert_allclose(result, expected, atol=1e-5)
     assert result.dtype == tf.float32
@@ -124,8 +124,8 @@ def test_cutout_is_a_square_of_the_mean():
     images, draws = make(3, (6, 8, 3))
     draws[:, augment._CUT_ROW] = 0, 0.5, 0.99
     draws[:, augment._CUT_COLUMN] = 0.5, 0.5, 0
-    found = augment.train_images(images, draws, "none,cutout=4").numpy()
-    expected = augment.train_images(images, draws, "none").numpy()
+    found = augment.train_images(images, draws, "standardize,cutout=4").numpy()
+    expected = augment.train_images(images, draws, "standardize").numpy()
     for i, (rows, columns) in enumerate(
         [(slice(0, 2), slice(2, 6)), (slice(1, 5), slice(2, 6)), (slice(3, 6), slice(0, 2))]
     ):
@@ -155,9 +155,11 @@ def own(kind, name="mine:load"):
 @pytest.mark.parametrize(
     ("kind", "name", "compiled", "meant"),
     [
-        ("auto", "images", False, "none"), ("auto", "numbers", False, "off"),
-        ("auto", "images", True, "off"), ("resnet", "images", False, "resnet"),
-        ("none", "masks", False, "none"), ("auto,cutout", "images", False, "none,cutout=16"),
+        ("auto", "images", False, "standardize"), ("auto", "numbers", False, "none"),
+        ("auto", "images", True, "none"), ("none", "grey", False, "none"),
+        ("resnet", "images", False, "resnet"),
+        ("standardize", "masks", False, "standardize"),
+        ("auto,cutout", "images", False, "standardize,cutout=16"),
         ("auto", "shapes", False, "tutorial"), ("auto", "cifar10", True, "tutorial"),
         ("none", "cifar10", False, "none"), ("auto,cutout=9", "shapes", False, "tutorial,cutout=9"),
     ],
@@ -171,11 +173,11 @@ def test_sets_that_come_with_towers_are_augmented_and_others_as_asked(kind, name
     ("kind", "name", "compiled", "named", "remedy"),
     [
         ("tutorial", "numbers", False, "has none", "leave the flag out"),
-        ("none", "grey", False, "has none", "x[..., None]"),
-        ("tutorial", "masks", False, "y [40, 48]", "--augment=none"),
-        ("resnet", "boxes", False, "y['boxes'] [5, 4]", "--augment=none"),
-        ("none,cutout=41", "images", False, "40x48", "a smaller side"),
-        ("auto,cutout", "images", True, "off", "--augment=none,cutout=16"),
+        ("standardize", "grey", False, "has none", "x[..., None]"),
+        ("tutorial", "masks", False, "y [40, 48]", "--augment=standardize"),
+        ("resnet", "boxes", False, "y['boxes'] [5, 4]", "--augment=standardize"),
+        ("standardize,cutout=41", "images", False, "40x48", "a smaller side"),
+        ("auto,cutout", "images", True, "none", "--augment=standardize,cutout=16"),
     ],
 )
 def test_what_a_data_set_cannot_have(kind, name, compiled, named, remedy):

@@ -139,7 +139,7 @@ def test_a_run_names_a_damaged_image(tmp_path, capsys):
     write(tmp_path / "data", 60)
     damage(tmp_path / "data", 3)  # not one of those tried
     given = "--dataset=folder", f"--data_dir={tmp_path}/data", "--model=tests.tiny:dense"
-    more = "--augment=none", "--batch_size=7", "--max_steps=30"
+    more = "--augment=standardize", "--batch_size=7", "--max_steps=30"
     code, _, error = command(capsys, "train", f"--train_dir={tmp_path}/run", *given, *more)
     assert code == 1 and error.startswith("towers: --dataset cannot be read at step ")
     assert "bird/00003.png cannot be read: " in error and error.count("\n") == 1

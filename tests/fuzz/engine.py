@@ -59,7 +59,7 @@ def make_template(folder: Path) -> Template:
     images, labels = random.integers(0, 256, [40, 8, 8, 1], np.uint8), np.arange(40) % 3
     argv = (
         "--model=models.resnet:resnet", "--model_args=depth=8,width=2", "--dataset=train.npz",
-        "--augment=none", "--batch_size=8", "--max_steps=4", "--log_every_steps=1",
+        "--augment=standardize", "--batch_size=8", "--max_steps=4", "--log_every_steps=1",
         "--validation_fraction=0.2", "--keep_best", "--devices=cpu", "--ema_decay=0.9",
     )  # fmt: skip
     with _standing_in(folder):

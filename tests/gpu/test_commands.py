@@ -9,7 +9,7 @@ import pytest
 from tests import programs
 
 pytestmark = pytest.mark.process
-DENSE = "--model=tests.tiny:dense --dataset=tests.tiny:images --augment=none --max_steps=2"
+DENSE = "--model=tests.tiny:dense --dataset=tests.tiny:images --augment=standardize --max_steps=2"
 DRIVERS = {name: f"{sys.prefix}/lib/{name}" for name in ("driver", "old_driver", "none")}
 
 
@@ -85,8 +85,8 @@ def test_doctor_finds_the_gpus(driver, says):
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_first_command_takes_all_gpus(number, tmp_path):
-    flags = "--flagfile=configs/quickstart.cfg", "--dataset=tests.tiny:images", "--augment=none"
-    flags = *flags, "--max_steps=1", f"--train_dir={tmp_path}/run"
+    flags = "--flagfile=configs/quickstart.cfg", "--dataset=tests.tiny:images"
+    flags = *flags, "--augment=standardize", "--max_steps=1", f"--train_dir={tmp_path}/run"
     code, _, err = towers("train", *flags, TOWERS_TEST_GPUS=str(number))
     assert code == 0, err
     found = json.loads((tmp_path / "run/result.json").read_text())["devices"]

@@ -10,7 +10,7 @@ from tests import tiny
 from tests.runs import command, done
 
 pytestmark = pytest.mark.run
-IMAGES = "--dataset=tests.tiny:images --augment=none"
+IMAGES = "--dataset=tests.tiny:images --augment=standardize"
 GPUS = ["GPU:0", "GPU:1"]
 CNN = f"--model=tests.tiny:cnn {IMAGES}"
 WORDS = "--dataset=tests.user_models:text"

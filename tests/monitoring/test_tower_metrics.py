@@ -63,7 +63,7 @@ class Looked:
     ("sizes", "options"),
     [
         ([8], {"num_towers": 1}),
-        ([3, 3, 2], {"model": "tests.zoo.programs:embedding_twice", "augment": "off"}),
+        ([3, 3, 2], {"model": "tests.zoo.programs:embedding_twice", "augment": "none"}),
         ([4, 4], {"num_towers": 2, "variables": "replicated", "accumulate_steps": 2}),
         ([4, 4], {"num_towers": 2, "dtype": "mixed_bfloat16"}),
     ],

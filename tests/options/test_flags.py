@@ -28,10 +28,11 @@ DEFAULTS = """
 --num_epochs=0 --max_steps=0 --optimizer=momentum
 --learning_rate=0.05 --schedule=cosine --warmup_epochs=0 --decay_epochs= --decay_factor=0.1
 --momentum=0.9 --weight_decay=0 --ema_decay=0 --label_smoothing=0 --clip_norm=0 --clip_value=0
---clip_global_norm=0 --on_nan=stop --check=once --on_inexact=warn --callbacks=
+--clip_global_norm=0 --on_nan=stop --stall_seconds=300 --on_stall=wait --check=once
+--on_inexact=warn --callbacks=
 --log_every_steps=100 --evaluate_every_epochs=1 --early_stopping_epochs=0 --keep_best=false
 --checkpoint_every_steps=1000 --keep_checkpoints=3
---stall_seconds=300 --on_stall=wait --histogram_every_epochs=0
+--histogram_every_epochs=0
 --profile_steps=
 """.split()
 OF_EVALUATE = (
@@ -98,7 +99,7 @@ def test_the_flags_and_their_defaults_are_frozen(verb):
 def test_evaluate_and_doctor_take_what_they_use():
     text = help_of("evaluate")
     assert sorted(map(name_of, shown_by(text))) == sorted(OF_EVALUATE)
-    assert "Flags that are left out have the values of the run's flags.cfg." in text
+    assert "Flags that you leave out have the values in the run's flags.cfg." in text
     assert "takes no --num_towers: it takes --json, --visible" in refusal(
         "doctor", "--num_towers=2"
     )

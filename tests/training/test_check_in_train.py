@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.run, pytest.mark.checked]
 CHECKS = type(towers.TowerBuilder(["/cpu:0"]).checks)
 FOUND = "mixed examples: layer mixer lets the examples of a batch see each other"
 FLAGS = (
-    "--model=tests.tiny:dense --dataset=tests.tiny:images --augment=none --batch_size=7 "
+    "--model=tests.tiny:dense --dataset=tests.tiny:images --augment=standardize --batch_size=7 "
     "--num_towers=2 --max_steps=12 --log_every_steps=5 --evaluate_every_epochs=0"
 ).split()
 

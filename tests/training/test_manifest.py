@@ -48,7 +48,7 @@ def test_it_says_what_the_run_is_made_from(run, tmp_path):
     assert [session["step"] for session in found["sessions"]] == [0]
     assert found["task"] == {
         "num_classes": 3, "class_names": ["0", "1", "2"], "image_shape": [8, 8, 3],
-        "augment": "none", "spec": ["uint8[8, 8, 3]", "int32[]"],
+        "augment": "standardize", "spec": ["uint8[8, 8, 3]", "int32[]"],
     }  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def fails():
 
 def build(function, keywords=None, image_shape=SHAPE, **given):
     arguments = [f"{name}={value}" for name, value in (keywords or {}).items()]
-    of_run = Options(model=function, model_args=arguments, augment="off", **given)
+    of_run = Options(model=function, model_args=arguments, augment="none", **given)
     x = tf.TensorSpec(image_shape, of_run.input_dtype)
     built = model.build_for(
         of_run, load_function("model", of_run.model), num_classes=10, x=x, image_shape=image_shape

@@ -170,8 +170,10 @@ def test_a_run_in_parts_is_the_run_in_one(whole, tmp_path, monkeypatch, capsys):
 
 def test_a_run_goes_on_with_other_towers_and_places_and_shows_the_same_loss(tmp_path, capsys):
     """That of all towers; the tutorial shows the last one's. A checkpoint knows no place."""
-    given = GIVEN | dict(model="tests.tiny:dense", model_args="", dtype="float64", augment="none")
-    given |= dict(evaluate_every_epochs=0, checkpoint_every_steps=0, log_every_steps=1)
+    given = GIVEN | dict(model="tests.tiny:dense", model_args="", dtype="float64")
+    given |= dict(
+        augment="standardize", evaluate_every_epochs=0, checkpoint_every_steps=0, log_every_steps=1
+    )
     whole = tiny.Loop(tiny.options("unused", **given | dict(num_towers=1)))
     expected = [whole() for _ in range(LAST)]
     for num_towers, variables, steps in (2, "cpu", 5), (3, "replicated", 11), (1, "cpu", 0):

@@ -18,7 +18,7 @@ from towers.training.train import train
 pytestmark = pytest.mark.run
 layers = keras.layers
 PAGE = (ROOT / "towers/training/RUNNING.md").read_text(encoding="utf-8")
-FLAGS = "--dataset=tests.tiny:images", "--augment=none", "--batch_size=7"
+FLAGS = "--dataset=tests.tiny:images", "--augment=standardize", "--batch_size=7"
 
 
 def test_a_run_gives_its_averages(trained, tmp_path, capsys):

@@ -42,8 +42,9 @@ class Entry:
 
     def command(self) -> list[str]:
         """Return the arguments of `towers` that try it on 2 and 3 towers."""
-        usual = "--augment=none --batch_size=7 --steps=2 --num_towers=2,3 --devices=cpu --json"
+        usual = "--batch_size=7 --steps=2 --num_towers=2,3 --devices=cpu --json"
         own = [f"--model={MODULES}.{self.model}", f"--dataset={self.dataset}"]
+        own.append("--augment=standardize")
         return ["verify", *own, *usual.split(), *self.flags.split()]
 
 

@@ -42,8 +42,8 @@ _SHOWN = 10  # names in a line
 def resolve(kind: str, data: Data, compiled: bool = False) -> str:
     """Return the kind that --augment means for a data set.
 
-    "auto" is "tutorial" for the data sets of this package, "none" (standardise only) for the user's
-    images, "off" for these with a compiled model and for examples that are no images.
+    "auto" is "tutorial" for the data sets of this package, "standardize" for the user's images, and
+    "none" for these with a compiled model and for examples that are no images.
 
     Args:
         kind: "auto" or one of `names`, perhaps with a cutout.
@@ -57,20 +57,20 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
     """
     plan = parse(kind)
     if plan.base == "auto" and data.image_shape is not None:
-        plain = "off" if compiled else "none"
+        plain = "none" if compiled else "standardize"
         plan = Augmentation("tutorial" if data.name in _PUBLISHED else plain, plan.cutout)
-    if not plan.cutout and plan.base in ("auto", "off"):
-        return "off"
+    if not plan.cutout and plan.base in ("auto", "none"):
+        return "none"
     if data.image_shape is None:
         raise InputError(
             f"--augment={kind} is for images, and {data.name} has none: an example is "
             f"{arrays.format_spec(data.spec[:1])}; leave the flag out, or give images "
-            "[height, width, channels], as by x[..., None] for grey ones"
+            "[height, width, channels], such as x[..., None] for gray ones"
         )
-    if plan.base == "off":
+    if plan.base == "none":
         raise InputError(
-            f"--augment={kind}: off, which is the default of a compiled model, leaves images as "
-            f"they are; type --augment=none,cutout={plan.cutout}, which also standardizes them"
+            f"--augment={kind}: none, the default for a compiled model, leaves images as they "
+            f"are; type --augment=standardize,cutout={plan.cutout}, which also standardizes them"
         )
     height, width, _ = output_shape(data.image_shape, plan.base)
     if plan.cutout > min(height, width):
@@ -78,12 +78,12 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
             f"--augment={kind}: a square of {plan.cutout} pixels is more than an image, which is "
             f"then {height}x{width}; take a smaller side"
         )
-    if plan != ("none", 0):
+    if plan != ("standardize", 0):
         for path, leaf in arrays.leaves(data.spec):
             if path != "x" and leaf.shape.rank >= 2:
                 raise InputError(
                     f"--augment={kind} cuts and mirrors images, and {path} {list(leaf.shape)} of "
-                    f"{data.name} would not follow; type --augment=none"
+                    f"{data.name} would not follow; type --augment=standardize"
                 )
     return str(plan)
 
@@ -125,17 +125,17 @@ def train_images(
         InputError: `kind` is unknown.
     """
     plan = parse(kind)
-    if plan in (("none", 0), ("off", 0)):
+    if plan in (("standardize", 0), ("none", 0)):
         return eval_images(images, plan.base, dtype)
-    stored, standardise = images.dtype, _standardised
-    if plan.base != "none":
+    stored, standardize = images.dtype, _standardized
+    if plan.base != "standardize":
         images = _random_crop_and_flip(images, draws, plan.base)
     images = tf.cast(images, dtype)
     if plan.base == "tutorial":
         low, high = _CONTRAST_RANGE
         contrast = low + (high - low) * tf.cast(draws[:, _CONTRAST], dtype)[:, None, None, None]
-        standardise = functools.partial(_standardised, contrast=contrast)
-    images = _scaled(images, plan.base, stored, standardise)
+        standardize = functools.partial(_standardized, contrast=contrast)
+    images = _scaled(images, plan.base, stored, standardize)
     return _cut_out(images, draws, plan.cutout) if plan.cutout else images
 
 
@@ -172,7 +172,7 @@ def eval_images(
     kind: str,
     dtype: tf.DType | str = tf.float32,
     cast: Callable = tf.cast,
-    standardise: Callable | None = None,
+    standardize: Callable | None = None,
 ) -> tf.Tensor:
     """Prepare a batch for evaluation: `train_images` without randomness.
 
@@ -181,7 +181,7 @@ def eval_images(
         kind: one of `names`; a cutout has no effect.
         dtype: of the result and of all arithmetic.
         cast: `tf.cast` or a function like it.
-        standardise: `tf.image.per_image_standardization` of batches of any float, or a function
+        standardize: `tf.image.per_image_standardization` of batches of any float, or a function
             like it; None: TensorFlow's ops.
 
     Raises:
@@ -191,7 +191,7 @@ def eval_images(
     top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
     images = images[:, top : top + height, left : left + width]
     base, stored = parse(kind).base, images.dtype
-    return _scaled(cast(images, dtype), base, stored, standardise or _standardised)
+    return _scaled(cast(images, dtype), base, stored, standardize or _standardized)
 
 
 def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int, int]:
@@ -295,14 +295,14 @@ def _span(place: tf.Tensor, length: int, size: int) -> tf.Tensor:
     return (distance >= -length / 2) & (distance < length / 2)
 
 
-def _scaled(images: tf.Tensor, base: str, stored: Any, standardise: Callable) -> tf.Tensor:
+def _scaled(images: tf.Tensor, base: str, stored: Any, standardize: Callable) -> tf.Tensor:
     # In the range of the model's inputs; `stored` is their dtype in the data set.
     if base == "shift" and stored == "uint8":
         return (images - 128.0) / 64.0  # exact, in any way
-    return images if base in ("off", "shift") else standardise(images)
+    return images if base in ("none", "shift") else standardize(images)
 
 
-def _standardised(images: tf.Tensor, contrast: tf.Tensor | float = 1.0) -> tf.Tensor:
+def _standardized(images: tf.Tensor, contrast: tf.Tensor | float = 1.0) -> tf.Tensor:
     """Apply `tf.image.adjust_contrast`, then `tf.image.per_image_standardization`.
 
     In one pass less: the adjusted image's mean and variance follow from those of its channels.
@@ -310,11 +310,11 @@ def _standardised(images: tf.Tensor, contrast: tf.Tensor | float = 1.0) -> tf.Te
     height, width, channels = images.shape[1:]
     num = height * width * channels
     channel_mean = tf.reduce_mean(images, [1, 2], keepdims=True)
-    centred = images - channel_mean
+    centered = images - channel_mean
     offset = channel_mean - tf.reduce_mean(channel_mean, 3, keepdims=True)
-    within = tf.reduce_sum(tf.square(centred), [1, 2, 3], keepdims=True)
+    within = tf.reduce_sum(tf.square(centered), [1, 2, 3], keepdims=True)
     between = height * width * tf.reduce_sum(tf.square(offset), 3, keepdims=True)
-    # 1 / deviation, at most sqrt(num) as in TensorFlow, for images of one colour. As 1.0 / x it
+    # 1 / deviation, at most sqrt(num) as in TensorFlow, for images of one color. As 1.0 / x it
     # would become TensorFlow's Reciprocal, whose last bit depends on the place in the batch.
     scale = num**0.5 / tf.maximum(tf.sqrt(contrast * contrast * within + between), 1.0)
-    return centred * (contrast * scale) + offset * scale
+    return centered * (contrast * scale) + offset * scale

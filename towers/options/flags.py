@@ -413,9 +413,9 @@ def main_help(version: str, verbs: Sequence[Verb]) -> str:
     """Return the text of `towers --help`, with the version and the verbs in order; see `Verb`."""
     lines = "\n".join(f"  {verb.name:10} {verb.help}" for verb in verbs)
     return (
-        f"towers {version}: data-parallel training, the same numbers at any number of towers\n\n"
-        f"usage: towers VERB [--flagfile=FILE] [--flag=value ...]\n\n{lines}\n\n"
-        "towers VERB --help lists the flags of a verb. A first run, in an empty folder:\n\n"
+        f"towers {version}: data-parallel training, the same results on any number of towers\n\n"
+        f"usage: towers COMMAND [--flagfile=FILE] [--flag=value ...]\n\n{lines}\n\n"
+        "towers COMMAND --help lists the flags of a command. A first run, in an empty folder:\n\n"
         "  towers init\n  towers train --flagfile=my_run.cfg --num_towers=2\n"
     )
 
@@ -430,9 +430,11 @@ def verb_help(verb: Verb) -> str:
     examples = getattr(verb.options_class(), "EXAMPLES", "")
     lines += ["", *examples.splitlines()] if examples else []
     if verb.run_flags == "if_any":
-        lines.append("A resumed run keeps the values in its flags.cfg for flags that are left out.")
+        lines.append(
+            "When you resume a run, flags that you leave out keep the values in its flags.cfg."
+        )
     elif verb.run_flags:
-        lines.append("Flags that are left out have the values of the run's flags.cfg.")
+        lines.append("Flags that you leave out have the values in the run's flags.cfg.")
     groups: dict[str, list[str]] = {}
     for name, field in fields.items():
         if (verb.takes is None or name in verb.takes) and name not in verb.refuses:
@@ -446,12 +448,15 @@ def _flag_help(field: dataclasses.Field) -> list[str]:
     default = "" if field.type is tuple else text_of(field.default)
     default = f"{field.default:g}" if field.type is float else default
     name = f"  --{field.name}={default}"
-    text = field.metadata["help"]
-    if field.metadata.get("choices"):
-        text += f" One of {', '.join(field.metadata['choices'])}."
+    text, choices = field.metadata["help"], field.metadata.get("choices", ())
+    if choices and "\n" not in text:  # else each has a line
+        text += f" One of {', '.join(choices)}."
     if "alias" in field.metadata:
-        text += f" Also --{field.metadata['alias']}."
+        text += f"\nAlso --{field.metadata['alias']}."
     indent, is_long = " " * 34, len(name) > 32
     first = indent if is_long else f"{name:34}"
-    lines = textwrap.wrap(text, 100, initial_indent=first, subsequent_indent=indent)
+    opening, *values = text.split("\n")
+    lines = textwrap.wrap(opening, 100, initial_indent=first, subsequent_indent=indent)
+    for value in values:
+        lines += textwrap.wrap(value, 100, initial_indent=indent, subsequent_indent=f"{indent}  ")
     return [name, *lines] if is_long else lines

@@ -20,7 +20,7 @@ OPTIMIZERS = (
     "adagrad", "adadelta", "muon",
 )  # fmt: skip
 
-AUGMENTATIONS = ("tutorial", "resnet", "shift", "none", "off")
+AUGMENTATIONS = ("tutorial", "resnet", "shift", "standardize", "none")
 _CUTOUT = 16  # pixels, if no side is given
 MOST_SKIPPED = 10  # steps in a row that are not finite, with --on_nan=skip
 
@@ -36,9 +36,10 @@ _model, _data = group("Model"), group("Data")
 _towers = group("Towers", affects="speed")
 _workers = group(MANY_MACHINES, affects="machine")
 _gpus = group("GPUs", affects="machine", minimum=0)
-_length, _update = group("Length", minimum=0), group("Update", minimum=0)
-_when = group("When", affects="report", minimum=0)
-_wrong = group("What may go wrong")
+_length = group("Length", minimum=0)
+_update = group("Optimizer and schedule", minimum=0)
+_when = group("Checkpoints and evaluation", affects="report", minimum=0)
+_wrong = group("Failures", affects="report")
 _tensorboard = group("TensorBoard", affects="report", minimum=0)
 
 
@@ -47,27 +48,27 @@ class ModelOptions:
     """The model, its precision, loss and metrics."""
 
     model: str = _model(
-        "models.cnn:cnn", "Function, as module:function, that returns a Keras model: a compiled "
-        "one, with its own loss, metrics and optimizer, or a classifier that returns logits.",
+        "models.cnn:cnn", "module:function that returns a Keras model: a compiled one, with its "
+        "own loss, metrics and optimizer, or a classifier that returns logits.",
     )  # fmt: skip
-    model_args: str = _model("", "Keyword arguments of the model function: depth=20,width=16.")
+    model_args: str = _model("", "Keyword arguments for the model function: depth=20,width=16.")
     init_from: str = _model(
-        "", "Folder of another run, which gives a new run the initial weights that fit."
+        "", "Start with the weights of another run, those that fit. Its folder."
     )
     dtype: str = _model(
-        "float32", "Precision of the towers; master weights are float32 at least.", choices=DTYPES
+        "float32", "Keras' dtype policy. Weights are stored in float32 or float64.", choices=DTYPES
     )
     loss: str = _model(
-        "", "Loss in place of cross entropy: a name of Keras, such as mean_squared_error, or "
+        "", "Loss instead of cross entropy: a Keras name, such as mean_squared_error, or "
         "module:function. A compiled model has its own.",
     )  # fmt: skip
     metrics: str = _model(
-        "", "Metrics to report beside the loss: names of Keras, such as mae,auc, or "
+        "", "Metrics to report besides the loss: Keras names, such as mae,auc, or "
         "module:function. A compiled model has its own.",
     )  # fmt: skip
     monitor: str = _model(
-        "", "Metric that chooses the best evaluation, such as accuracy or max:my_score. Default: "
-        "accuracy, else the first metric, else loss.",
+        "", "Metric that decides which evaluation is best, such as accuracy or max:my_score. "
+        "Default: accuracy, otherwise the first metric, otherwise the loss.",
     )  # fmt: skip
 
     @property
@@ -96,32 +97,38 @@ class DataOptions:
     """The data set, its batches, and how images are prepared."""
 
     dataset: str = _data(
-        "shapes", "Training and test set: shapes (drawn in code), cifar10 "
-        "(files in data_dir, else downloaded), FILE.npz (x_train, y_train, x_test, "
-        "y_test), module:function, or folder (images in data_dir: train/CLASS/*.png, "
-        "test/CLASS/*.png; jpg, bmp, gif).",
+        "shapes", "Training and test set.\n"
+        "shapes: synthetic images\n"
+        "cifar10: the files in --data_dir, or a download\n"
+        "folder: images in --data_dir, as train/CLASS/*.png and test/CLASS/*.png\n"
+        "FILE.npz: arrays x_train, y_train, x_test, y_test\n"
+        "module:function: your own",
     )  # fmt: skip
     data_dir: str = _data("", "Folder of the data files.", affects="machine")
     image_size: str = _data(
-        "", "Size to which the images of folder are resized: 64, or height x width, 48x64."
+        "", "Size of the images for --dataset=folder: 64, or height x width, 48x64."
     )
     augment: str = _data(
-        "auto", "Augmentation of training images. tutorial: crop to 3/4, flip, brightness, "
-        "contrast. resnet: pad 4, crop, flip. shift: by 2 pixels, flip in every other epoch; not "
-        "standardised. none: standardised only. off: as they are. auto: tutorial for shapes and "
-        "cifar10; otherwise none, or off with a compiled model. resnet,cutout=8 also cuts a "
-        "square of 8 pixels out of each image (16 without a number).",
+        "auto", "Augmentation of training images.\n"
+        "tutorial: crop to 3/4, flip, change brightness and contrast, standardize\n"
+        "resnet: pad by 4 pixels, crop, flip, standardize\n"
+        "shift: move by up to 2 pixels, flip in every other epoch\n"
+        "standardize: only scale each image to mean 0 and variance 1\n"
+        "none: leave images as they are\n"
+        "auto: tutorial for shapes and cifar10, otherwise standardize, or none for a compiled "
+        "model\n"
+        "resnet,cutout=8 also sets a random square of 8 pixels to 0 (of 16 without a number).",
     )  # fmt: skip
     test_time_flip: bool = _data(
-        False, "Average the model's outputs for an image and its mirror image in evaluations and "
-        "predictions.", affects="result",
+        False, "In evaluations and predictions, average the outputs for each image and its mirror "
+        "image.", affects="result",
     )  # fmt: skip
     validation_fraction: float = _data(
-        0.0, "Part of the training set that is kept for evaluations during training. The test set "
-        "is then used once, at the end.", minimum=0, maximum=0.9,
+        0.0, "Fraction of the training set to hold out for evaluations during training. The test "
+        "set is then used once, at the end.", minimum=0, maximum=0.9,
     )  # fmt: skip
     batch_size: int = _data(
-        128, "Examples of one step, over all towers: the GLOBAL batch.", minimum=1
+        128, "Examples in one step, divided among all towers: the global batch.", minimum=1
     )
 
     def image_height_width(self) -> tuple[int, int] | None:
@@ -142,57 +149,65 @@ class DeviceOptions:
     """The towers, their variables, and the machines that they stand on."""
 
     num_towers: int = _towers(
-        0, "Number of towers. 0: one for each visible GPU, else one on the CPU. N: exactly N GPUs, "
-        "or without any GPU N logical CPU devices; with --num_gpus that is an error.", minimum=0,
-        maximum=1000, alias="num_gpus",
+        0, "Number of towers.\n"
+        "0: one on each visible GPU, or one on the CPU if there is no GPU\n"
+        "N: on exactly N GPUs, or N logical CPU devices if there is no GPU; --num_gpus=N requires "
+        "GPUs", minimum=0, maximum=1000, alias="num_gpus",
     )  # fmt: skip
     devices: str = _towers(
-        "", "Devices to use, such as /gpu:0,/gpu:2. cpu: logical CPUs. gpu: GPUs only; fail if "
-        "there are none. any: GPUs if TensorFlow can use some, else two CPUs.",
+        "", "Devices to use, such as /gpu:0,/gpu:2. The other GPUs are hidden.\n"
+        "cpu: logical CPU devices\n"
+        "gpu: GPUs only; fail if there are none\n"
+        "any: GPUs, or two CPU devices if TensorFlow can use no GPU",
     )  # fmt: skip
     placement: str = _towers(
-        "report", "Ops of a tower that run elsewhere: report lists them before the first step, "
-        "strict makes them an error.", affects="report", choices=("report", "strict"),
+        "report", "What to do if ops of a tower run on another device.\n"
+        "report: list them before the first step\n"
+        "strict: fail", affects="report", choices=("report", "strict"),
     )  # fmt: skip
     variables: str = _towers(
-        "default", "Where weights are. replicated: on every tower. cpu: on the host, for a model "
-        "that does not fit on one GPU. default: replicated on GPUs of this machine, spread over "
-        "--workers, otherwise cpu.", choices=("default", "cpu", "replicated"),
+        "default", "Where the weights are stored.\n"
+        "replicated: on every tower\n"
+        "cpu: on the host, for a model that does not fit on one GPU\n"
+        "default: replicated on GPUs of this machine, spread over --workers, otherwise cpu",
+        choices=("default", "cpu", "replicated"),
     )  # fmt: skip
     jit_compile: bool = _towers(
-        False, "Let XLA compile each tower, forward and backward; BatchNorm in more than one tower "
-        "needs --batch_norm=local.",
+        False, "Compile the forward and backward pass of each tower with XLA. With several towers, "
+        "BatchNorm requires --batch_norm=local.",
     )  # fmt: skip
     log_device_placement: bool = _towers(
-        False, "Print which device runs how many ops of each type, and write every op to "
-        "train_dir/placement.tsv.", affects="report",
+        False, "Print how many ops of each type run on which device, and write the device of every "
+        "op to train_dir/placement.tsv.", affects="report",
     )  # fmt: skip
     batch_norm: str = _towers(
-        "sync", "BatchNorm's moments: sync over the global batch, the same at any number of "
-        "towers; local over a tower's slice.", affects="result", choices=("sync", "local"),
+        "sync", "Batch statistics of BatchNorm.\n"
+        "sync: of the global batch, the same on any number of towers\n"
+        "local: of each tower's examples", affects="result", choices=("sync", "local"),
     )  # fmt: skip
     accumulate_steps: int = _towers(
-        1, "Number of parts in which the batch of a step is computed, one after the other: less "
-        "memory, and the same update.", affects="result", minimum=1,
+        1, "Number of microbatches in a step (gradient accumulation). They need less memory, and "
+        "give the same update.", affects="result", minimum=1,
     )  # fmt: skip
     steps_per_loop: int = _towers(
-        10, "Steps inside one call of TensorFlow; changes no number.", minimum=1
+        10, "Steps in one TensorFlow call. Does not change the results.", minimum=1
     )
     workers: str = _workers(
-        "", "Machines that run `towers worker`, as host1:2222,host2:2222; or slurm, kubernetes, "
-        "TF_CONFIG: those that these name. The towers are on their devices.",
+        "", "Machines that run `towers worker`, such as host1:2222,host2:2222. The towers run on "
+        "their devices. slurm, kubernetes and TF_CONFIG stand for the machines of the job.",
     )  # fmt: skip
     towers_per_worker: int = _workers(
-        0, "Towers of each worker. 0: one on each of its GPUs, else one. N: exactly N GPUs, or "
-        "without any GPU N logical CPU devices.", minimum=0,
+        0, "Towers on each worker.\n"
+        "0: one on each of its GPUs, or one on the CPU if it has no GPU\n"
+        "N: on exactly N GPUs, or N logical CPU devices if it has no GPU", minimum=0,
     )  # fmt: skip
     worker_timeout_seconds: float = _workers(
-        15.0, "Seconds without an answer after which a worker is lost, and without contact to "
-        "this program after which it is free for others.", minimum=1, maximum=86_400,
+        15.0, "A worker that does not answer for this many seconds is lost. A worker that does not "
+        "hear from this program for as long becomes free for others.", minimum=1, maximum=86_400,
     )  # fmt: skip
     min_workers: int = _workers(
-        0, "Least number of workers to train with; with fewer the run ends with code 75. 0: a new "
-        "run starts with all of them, and continues with one.", minimum=0,
+        0, "Smallest number of workers to train with. With fewer, the run ends with exit code 75. "
+        "0: a new run needs all of them to start, and continues with one.", minimum=0,
     )  # fmt: skip
 
     @property
@@ -206,29 +221,29 @@ class GpuOptions:
     """Which GPUs a process uses, and how. The fields are flags of the same name."""
 
     visible_gpus: str = _gpus(
-        "", "GPUs to use, by the driver's numbers in PCI bus order: 0,2; or by name: GPU-...; "
-        "none for no GPU. The rest is hidden. Default: what CUDA_VISIBLE_DEVICES leaves.",
+        "", "GPUs to use, by number in PCI bus order (0,2) or by name (GPU-...), or none. The "
+        "other GPUs are hidden. Default: CUDA_VISIBLE_DEVICES.",
     )  # fmt: skip
     per_process_gpu_memory_fraction: float = _gpus(
-        0.0, "Part of each visible GPU's total memory to take; 0: all that is free.", maximum=1,
+        0.0, "Fraction of each visible GPU's memory to use. 0: all that is free.", maximum=1,
         example=0.4,
     )  # fmt: skip
     gpu_memory_limit_mib: int = _gpus(
-        0, "MiB of each visible GPU's memory to take; 0: all that is free.", example=4096
+        0, "MiB of each visible GPU's memory to use. 0: all that is free.", example=4096
     )
     allow_growth: bool = _gpus(
-        False, "Take GPU memory as it is needed, and not all of it at the start."
+        False, "Allocate GPU memory as needed, instead of all of it at the start."
     )
     allow_soft_placement: bool = _gpus(
-        True, "Let TensorFlow choose another device for an op that cannot run on its own."
+        True, "Let TensorFlow choose another device for an op that cannot run on the requested one."
     )
     tf32: bool = _gpus(
-        True, "Let GPUs of compute capability 8.0 and above round float32 products to TF32, as "
-        "TensorFlow does by default.", affects="result",
+        True, "Use TensorFloat-32 for float32 products on GPUs of compute capability 8.0 and "
+        "above, as TensorFlow does by default.", affects="result",
     )  # fmt: skip
     deterministic: bool = _gpus(
-        False, "Same bits for the same inputs, by slower kernels on GPUs; an op without one is an "
-        "error, and seconds of towers are not measured.", affects="result",
+        False, "Use only deterministic kernels, which are slower on GPUs. An op that has none is "
+        "an error. The time of each tower is not measured.", affects="result",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -263,55 +278,56 @@ class UpdateOptions:
 
     num_epochs: float = _length(
         0.0,
-        "Passes over the training set, up to a full batch; 0: as max_steps says, else 10.",
+        "Passes over the training set, rounded up to a full batch. 0: 10, unless max_steps is set.",
         maximum=10**9,
     )
     max_steps: int = _length(
-        0, "Step at which the run stops; 0: as num_epochs says. If both are set, whichever comes "
-        "first; schedules go by num_epochs.",
+        0, "Step at which the run stops. 0: set by num_epochs. If both are set, the run stops at "
+        "whichever comes first; learning-rate schedules use num_epochs.",
     )  # fmt: skip
 
     optimizer: str = _update(
-        "momentum", "Optimizer, of Keras; muon for kernels of any rank; or module:function that "
-        "returns one.", choices=OPTIMIZERS, own=True,
+        "momentum", "A Keras optimizer, or module:function that returns one. muon is for kernels "
+        "of any rank.", choices=OPTIMIZERS, own=True,
     )  # fmt: skip
     learning_rate: float = _update(0.05, "Highest learning rate of the run.")
     schedule: str = _update(
-        "cosine", "Schedule of the learning rate, over the epochs of the run.", choices=SCHEDULES
+        "cosine", "Learning-rate schedule over the epochs of the run.", choices=SCHEDULES
     )
     warmup_epochs: float = _update(
-        0.0, "Epochs of the learning rate's linear rise at the start; onecycle: 0 means a quarter "
-        "of the run.",
+        0.0, "Epochs in which the learning rate rises linearly at the start. With onecycle, 0 "
+        "means a quarter of the run.",
     )  # fmt: skip
     decay_epochs: str = _update(
-        "", "Epochs at which schedule step multiplies the learning rate: 80,120.", numbers=True
+        "", "Epochs after which --schedule=step multiplies the learning rate: 80,120.", numbers=True
     )
     decay_factor: float = _update(
-        0.1, "Factor by which schedule step multiplies the learning rate.", maximum=1
+        0.1, "Factor by which --schedule=step multiplies the learning rate.", maximum=1
     )
     momentum: float = _update(
-        0.9, "Momentum of the optimizers momentum, nesterov and muon.", maximum=1
+        0.9, "Momentum for the optimizers momentum, nesterov and muon.", maximum=1
     )
     weight_decay: float = _update(
-        0.0, "Decay of weights of two or more dimensions: added to the gradient (L2), or decoupled "
-        "in adamw, lion, lamb and muon.",
+        0.0, "Weight decay for weights of two or more dimensions. It is added to the gradient "
+        "(L2); adamw, lion, lamb and muon decouple it.",
     )  # fmt: skip
     ema_decay: float = _update(
-        0.0, "Decay, for each 128 examples, of the weights' moving average, which is evaluated "
-        "beside them; 0: no average.", maximum=1,
+        0.0, "Decay, per 128 examples, of a moving average of the weights, which is evaluated too. "
+        "0: no average.", maximum=1,
     )  # fmt: skip
     label_smoothing: float = _update(
-        0.0, "Part of each label that is spread over all classes.", maximum=1
+        0.0, "Fraction of each label to spread over all classes.", maximum=1
     )
-    clip_norm: float = _update(0.0, "Largest norm of each variable's gathered gradient; 0: any.")
-    clip_value: float = _update(0.0, "Largest absolute value in a gathered gradient; 0: any.")
+    clip_norm: float = _update(0.0, "Largest norm of each variable's summed gradient. 0: no limit.")
+    clip_value: float = _update(0.0, "Largest absolute value in a summed gradient. 0: no limit.")
     clip_global_norm: float = _update(
-        0.0, "Largest norm of all gathered gradients together; 0: any."
+        0.0, "Largest norm of all summed gradients together. 0: no limit."
     )
     on_nan: str = _wrong(
-        "stop", "After an infinite or NaN loss or gradient, which makes no update: stop, and save "
-        "the batch in train_dir/nan; or skip the step, at most 10 in a row.",
-        choices=("stop", "skip"),
+        "stop", "What to do if the loss or a gradient is infinite or NaN. The weights are not "
+        "updated.\n"
+        "stop: end the run, and save the batch in train_dir/nan\n"
+        "skip: skip the step, up to 10 in a row", affects="result", choices=("stop", "skip"),
     )  # fmt: skip
 
     @property
@@ -334,51 +350,56 @@ class DueOptions:
     """What is due when: lines, evaluations, checkpoints, histograms."""
 
     callbacks: str = _when(
-        "", "module:function that returns a list of keras.callbacks.Callback, such as those of "
-        "W&B and MLflow; several with commas. Each call then makes one step.",
+        "", "module:function that returns a list of Keras callbacks, such as those of W&B and "
+        "MLflow; separate several with commas. TensorFlow then makes one step per call.",
     )  # fmt: skip
     log_every_steps: int = _when(
-        100, "Steps from one terminal line and TensorBoard point to the next.", minimum=1
+        100, "Print a line and write a point to TensorBoard every this many steps.", minimum=1
     )
     evaluate_every_epochs: float = _when(
-        1.0, "Epochs from one evaluation over the whole test set to the next; 0: only at the end."
+        1.0, "Evaluate every this many epochs. 0: only at the end."
     )
     early_stopping_epochs: float = _when(
-        0.0, "Epochs without a better value of the monitored metric on validation data after which "
-        "the run ends; 0: never.", affects="result",
+        0.0, "Stop if the monitored metric has not improved on validation data for this many "
+        "epochs. 0: never.", affects="result",
     )  # fmt: skip
     keep_best: bool = _when(
-        False, "Also keep the checkpoint of the best evaluation on validation data, and test, "
-        "evaluate, export and load that one.", affects="result",
+        False, "Keep the checkpoint of the best evaluation on validation data, and use it for the "
+        "final test, evaluate, predict and export.", affects="result",
     )  # fmt: skip
     checkpoint_every_steps: int = _when(
-        1000, "Steps from one checkpoint to the next; there is also one after 5 minutes, at the "
-        "end, and on Ctrl-C or SIGTERM; 0: only at the end and on signals.",
+        1000, "Save a checkpoint every this many steps, and also every 5 minutes, at the end, and "
+        "on Ctrl-C or SIGTERM. 0: only at the end and on signals.",
     )  # fmt: skip
-    keep_checkpoints: int = _when(3, "Number of the newest checkpoints to keep.", minimum=1)
-    stall_seconds: float = _when(
-        300.0, "Seconds without a step after which the run says what it waits for; 0: never."
-    )
-    on_stall: str = _when(
-        "wait", "What a stalled run does: wait; or stop, after saving, with exit code 76.",
-        choices=("wait", "stop"),
+    keep_checkpoints: int = _when(3, "How many of the newest checkpoints to keep.", minimum=1)
+    stall_seconds: float = _wrong(
+        300.0, "After this many seconds without a step, report what the run waits for. 0: never.",
+        minimum=0,
+    )  # fmt: skip
+    on_stall: str = _wrong(
+        "wait", "What to do if the run stalls.\n"
+        "wait: keep waiting\n"
+        "stop: save, and end with exit code 76", choices=("wait", "stop"),
     )  # fmt: skip
     check: str = _wrong(
-        "once", "When towers are compared with one device, on examples of the run. once: after "
-        "steps 1 and 100. always: after steps 1, 10, 100, 1000 and so on, if that takes less than "
-        "1 % of the time. off: never.", affects="report", choices=("once", "always", "off"),
+        "once", "When to compare the towers with one device, on examples of the run.\n"
+        "once: after steps 1 and 100\n"
+        "always: after steps 1, 10, 100, 1000 and so on, if that takes less than 1 % of the time\n"
+        "off: never", choices=("once", "always", "off"),
     )  # fmt: skip
     on_inexact: str = _wrong(
-        "warn", "What to do if towers differ from one device. warn: say so and continue. stop: end "
-        "the run. one_device: train on the first device only, which is exact. With stop and "
-        "one_device the first comparison is made before the first step.",
-        affects="report", choices=("warn", "stop", "one_device"),
+        "warn", "What to do if towers differ from one device.\n"
+        "warn: print a warning and continue\n"
+        "stop: end the run\n"
+        "one_device: train on the first device only, which is exact\n"
+        "With stop and one_device, the first comparison is made before the first step.",
+        choices=("warn", "stop", "one_device"),
     )  # fmt: skip
     histogram_every_epochs: float = _tensorboard(
-        0.0, "Epochs from one set of histograms of the weights to the next; 0: none.",
+        0.0, "Write histograms of the weights every this many epochs. 0: never.",
     )  # fmt: skip
     profile_steps: str = _tensorboard(
-        "", "First and last step of a profile, such as 100:110.",
+        "", "First and last step to profile, such as 100:110.",
     )  # fmt: skip
 
     def profile_range(self) -> tuple[int, int] | None:
@@ -420,9 +441,11 @@ def parse_augment(text: str) -> Augmentation:
     bases = "|".join(AUGMENTATIONS)
     match = re.fullmatch(rf"(auto|{bases})(\s*,\s*cutout(=0*[1-9]\d{{0,3}})?)?", text)
     if match is None:
+        renamed = "; type none for images as they are" if text.startswith("off") else ""
         raise InputError(
             f"--augment={text}: allowed are auto, {', '.join(AUGMENTATIONS)}, and after one of "
             "them cutout=SIDE, such as resnet,cutout=8; SIDE is in whole pixels, 1 to 9999"
+            f"{renamed}"
         )
     base, cutout, side = match.groups()
     return Augmentation(base, int(side[1:]) if side else _CUTOUT if cutout else 0)

@@ -40,18 +40,18 @@ class _RunOptions:
     )
     overwrite: bool = _run(
         False,
-        "Move an existing train_dir aside and start anew; else it is continued. A run that this "
-        "very command has begun, and that was stopped, is continued.",
+        "Rename an existing train_dir and start a new run. Without it, the run is resumed. A run "
+        "that the same command has begun is resumed, too.",
     )
     seed: int = _run(
-        0, "Seed of initial weights, shuffling and augmentation.", affects="result", minimum=0,
+        0, "Seed for initial weights, shuffling and augmentation.", affects="result", minimum=0,
         maximum=2**31 - 1,
     )  # fmt: skip
     json: bool = _run(
-        False, "Print the result alone, as JSON, to standard output; the rest to stderr."
+        False, "Print only the result, as JSON, to standard output, and the rest to standard error."
     )
     trust: bool = _run(
-        False, "Run the functions named in the flags.cfg of a run that is not your own: made by "
+        False, "Run the functions named in the flags.cfg of a run that is not yours: made by "
         "somebody else, on another machine, or changed by hand."
     )  # fmt: skip
 

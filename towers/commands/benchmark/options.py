@@ -13,15 +13,15 @@ class BenchmarkOptions:
     run: Options = Options()
     dataset: str = option(
         "synthetic", "Benchmark",
-        "synthetic (one random batch), or what train takes: reading and augmentation count, too.",
+        "synthetic: one random batch. Any other data set of train adds reading and augmentation.",
     )  # fmt: skip
     num_towers: str = option(
-        "", "Benchmark", "Numbers of towers, as 1,2,4. None given: 1 and all GPUs, or without any "
-        "GPU 1,2,4.", alias="num_gpus",
+        "", "Benchmark", "Numbers of towers, such as 1,2,4. Default: 1 and the number of GPUs, or "
+        "1,2,4 if there is no GPU.", alias="num_gpus",
     )  # fmt: skip
-    windows: int = option(5, "Benchmark", "Turns that each configuration gets.", minimum=1)
+    windows: int = option(5, "Benchmark", "How often to measure each configuration.", minimum=1)
     seconds: float = option(
-        2.0, "Benchmark", "Length of a turn, at least.", minimum=0.01, maximum=3600
+        2.0, "Benchmark", "Shortest time of one measurement.", minimum=0.01, maximum=3600
     )
 
     def __post_init__(self) -> None:

@@ -139,7 +139,7 @@ def load(options: Options) -> tuple[data.Data, Options]:
     images = random.standard_normal((options.batch_size, *image_shape), np.float32)
     split = data.ArraySplit(images, random.integers(NUM_CLASSES, size=options.batch_size))
     dataset = data.Data("synthetic", split, split, NUM_CLASSES, tuple(map(str, range(NUM_CLASSES))))
-    return dataset, dataclasses.replace(options, augment="off")
+    return dataset, dataclasses.replace(options, augment="none")
 
 
 def main(config: dict[str, Any]) -> None:

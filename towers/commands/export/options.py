@@ -16,15 +16,13 @@ class ExportOptions:
 Examples:
   towers export --train_dir=runs/a
   towers export --train_dir=runs/a --output=a.keras --averages
-The file is for keras.models.load_model, without towers. It takes the images of the data set as they
-are stored, any number at a time: cropping and standardising are part of the model."""
+Load the file with keras.models.load_model; it does not need towers. The model takes images as they
+are stored in the data set, any number at a time: it crops and standardizes them itself."""
 
     run: Options = dataclasses.field(default_factory=Options)
-    output: str = option("", "Export", "File; default: model.keras in train_dir.")
-    averages: bool = option(
-        False, "Export", "Take the moving averages of the weights in place of the weights."
-    )
-    overwrite: bool = option(False, "Export", "Replace what is there.")
+    output: str = option("", "Export", "File to write. Default: model.keras in train_dir.")
+    averages: bool = option(False, "Export", "Save the moving averages of the weights.")
+    overwrite: bool = option(False, "Export", "Replace an existing file.")
 
     def __post_init__(self) -> None:
         """Raise InputError for a file of another ending."""

@@ -17,7 +17,7 @@ _FLAGS = """\
 --devices=any
 --model=my_net:build
 --dataset=my_data:load
---augment=none
+--augment=standardize
 --batch_size=50
 --num_epochs=3
 --learning_rate=0.05
@@ -29,8 +29,8 @@ class InitOptions:
     """Options of `towers init`: the folder to write to."""
 
     EXAMPLES: ClassVar[str] = """\
-It writes my_net.py, a model, my_data.py, its data, and my_run.cfg, the flags of a run, into FOLDER,
-by default the current one. They run as they are: put your own model and data in their place."""
+It writes my_net.py (a model), my_data.py (its data) and my_run.cfg (the flags of a run) to FOLDER,
+by default the current one. They work as they are. Replace the model and the data with yours."""
 
     folders: tuple = option((), "Init", "Folder for the files.", positional="[FOLDER]")
 

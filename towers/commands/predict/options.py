@@ -15,14 +15,12 @@ class PredictOptions(CheckedOptions):
 Examples:
   towers predict --train_dir=runs/a photos/
   towers predict --train_dir=runs/a photo.png more.npz --num_towers=2
-FILE is an image (.png, .jpg, .bmp, .gif) or arrays (.npy; .npz with x or x_test); FOLDER stands for
-all images in it, sorted by name."""
+FILE is an image (.png, .jpg, .bmp, .gif) or arrays (.npy; .npz with x or x_test). FOLDER means all
+images in it, sorted by name."""
 
     run: Options = dataclasses.field(default_factory=Options)
     files: tuple = option(
         (), "Predict", "Files and folders.", positional="FILE|FOLDER ...",
         required="towers predict needs files or folders: towers predict --train_dir=RUN FILE",
     )  # fmt: skip
-    averages: bool = option(
-        False, "Predict", "Take the moving averages of the weights in place of the weights."
-    )
+    averages: bool = option(False, "Predict", "Use the moving averages of the weights.")

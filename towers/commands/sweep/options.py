@@ -29,19 +29,19 @@ Examples:
   towers sweep --flagfile=configs/quickstart.cfg --vary=learning_rate:0.05,0.1,0.2 --vary=seed:1,2
       a run for each of the 6 combinations, then a table, best first
   ... '--vary=model_args:depth=20,width=8;depth=32,width=8'
-      values that contain commas stand between semicolons; one such value alone ends with one
-Runs lie in sweep_dir/NAME, with their output in sweep_dir/NAME.log. The same command continues a
-sweep that was stopped: finished runs are kept, and failed runs are tried again.
-Exit codes: 0 all runs are finished; 1 a run failed; 2 bad input; 75 stopped, runs were saved."""
+      separate values that contain commas with semicolons; end a single one with a semicolon
+A run is in sweep_dir/NAME, and its output in sweep_dir/NAME.log. The same command resumes a sweep
+that was stopped. It keeps finished runs and tries failed ones again.
+Exit codes: 0 all runs have finished; 1 a run failed; 2 bad input; 75 stopped, all is saved."""
 
     run: dict = dataclasses.field(default_factory=dict)
     vary: tuple = option(
-        (), "Sweep", "A flag of the run and its values, as learning_rate:0.05,0.1; give it once "
-        "for each flag that is varied.",
-        required="towers sweep needs a flag to vary, as --vary=learning_rate:0.05,0.1,0.2",
+        (), "Sweep", "A flag and its values, such as learning_rate:0.05,0.1. Repeat it to vary "
+        "several flags.",
+        required="towers sweep needs a flag to vary, such as --vary=learning_rate:0.05,0.1,0.2",
     )  # fmt: skip
     sweep_dir: str = option(
-        "runs/sweep", "Sweep", "Folder of the sweep: a folder for each run, and sweep.json."
+        "runs/sweep", "Sweep", "Folder of the sweep, with a folder for each run and sweep.json."
     )
     json: bool = option(
         False, "The run", Options.__dataclass_fields__["json"].metadata["help"], affects="call"

@@ -12,10 +12,10 @@ class VerifyOptions:
 
     run: Options = Options()
     num_towers: str = option(
-        "1,2,3,4", "Verify", "Numbers of towers that are compared with one device; the default as "
-        "far as there are GPUs for them.", alias="num_gpus",
+        "1,2,3,4", "Verify", "Numbers of towers to compare with one device. The default leaves out "
+        "numbers for which there are not enough GPUs.", alias="num_gpus",
     )  # fmt: skip
-    steps: int = option(10, "Verify", "Steps that are made and compared.", minimum=1)
+    steps: int = option(10, "Verify", "Training steps to compare.", minimum=1)
 
     def __post_init__(self) -> None:
         """Raise InputError for a value out of range."""

@@ -14,16 +14,18 @@ class WorkerOptions:
     """Options of `towers worker`: its address, and in `run` its GPU options."""
 
     EXAMPLES: ClassVar[str] = f"""\
-It runs TensorFlow's server on this machine, for one program at a time, until Ctrl-C:
+It runs TensorFlow's server on this machine, for one program at a time. Press Ctrl-C to stop it.
+
+Examples:
 
   towers worker --address=10.0.0.5:{PORT}                    on each machine
   towers train --workers=10.0.0.5:{PORT},10.0.0.6:{PORT} ...  on one of them, or another"""
 
     run: Options = dataclasses.field(default_factory=Options)
     address: str = option(
-        "", "Where it listens", "HOST:PORT, an address of this machine by which the program and "
-        f"the other workers reach it. Port by default {PORT}; 0: any free one. Whoever reaches the "
-        "port can run code here, at any address of the machine.",
+        "", "Where it listens", "HOST:PORT, the address at which the program and the other workers "
+        f"reach this machine. The default port is {PORT}; 0: any free one. Anyone who can reach "
+        "the port, at any address of the machine, can run code here.",
         required="towers worker needs --address=HOST:PORT, the address of this machine in the "
         f"network of the program, as --address=10.0.0.5:{PORT}; see hostname -I",
     )  # fmt: skip

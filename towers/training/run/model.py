@@ -75,7 +75,7 @@ def build_model(options: Options, dataset: Data, exact: bool = False) -> BuiltMo
     if not by_flags:
         _refuse_overridden(options)
         kind = augment.resolve(options.augment, dataset, compiled=True)
-    as_they_are = dataset.image_shape is None or (kind == "off" and not by_flags)
+    as_they_are = dataset.image_shape is None or (kind == "none" and not by_flags)
     prepare = augment.preparation(None if as_they_are else kind, options.input_dtype)
     return BuiltModel(network, by_flags, kind, prepare, code)
 

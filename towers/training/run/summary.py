@@ -40,7 +40,7 @@ def run_summary(run: RunContext) -> list[str]:
     checks += options.on_inexact
     if run.builder.num_slices == 1:
         checks = "one tower, nothing to compare"
-    as_stored = options.augment == "off" and not run.task.by_flags
+    as_stored = options.augment == "none" and not run.task.by_flags
     dtype = None if as_stored else options.input_dtype
     return [
         f"towers      {towers}: {', '.join(map(shown_name, run.builder.devices))}; {gather}",
