@@ -249,7 +249,7 @@ def test_both_ways_to_a_loss_make_the_same_step():
     page = PAGES["towers/builder/README.md"]
     kept = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     found = []
-    for program in blocks("python", page):
+    for program in (block for block in blocks("python", page) if "train_step" in block):
         model, optimizer = a_model(), keras.optimizers.SGD(1.0)
         optimizer.build(model.trainable_variables)
         builder = towers.TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"])
@@ -261,6 +261,32 @@ def test_both_ways_to_a_loss_make_the_same_step():
     assert np.abs(one[1] - a_model().weights[0]).max() > 0.01
     for a, b in zip(one, other, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.run
+@pytest.mark.checked
+def test_a_gan_is_trained_as_on_one_device(recwarn):
+    page = blocks("python", PAGES["towers/builder/README.md"])
+    program = next(block for block in page if "gan_step" in block)
+    assert len(program.splitlines()) <= 20
+    found = []
+    for num_towers in 1, 3:
+        names = {"builder": towers.TowerBuilder(["/cpu:0"] * num_towers)}
+        keras.utils.set_random_seed(0)
+        for net, (inputs, outputs) in {"discriminator": (4, 1), "generator": (16, 4)}.items():
+            names[net] = keras.Sequential([keras.Input([inputs]), keras.layers.Dense(outputs)])
+            names[f"{net}_optimizer"] = keras.optimizers.Adam(0.1)
+            names[f"{net}_optimizer"].build(names[net].trainable_variables)
+        weights = [v for net in ("discriminator", "generator") for v in names[net].weights]
+        before = [v.numpy() for v in weights]
+        names = run(program, **names)
+        for _ in range(2):
+            names["gan_step"](tf.constant(X, tf.float32))
+        found.append([v.numpy() for v in weights])
+    for old, one, several in zip(before, *found, strict=True):
+        assert np.abs(one - old).max() > 0.1
+        np.testing.assert_allclose(several, one, rtol=1e-4, atol=1e-5)
+    assert not list(recwarn)
 
 
 def coming_from():
