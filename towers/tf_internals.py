@@ -10,6 +10,7 @@ names the closest public interface, or the one that is missing ("Public");
 import contextlib
 import functools
 import gc
+import itertools
 import operator
 import sys
 import threading
@@ -36,6 +37,7 @@ from tensorflow.python.eager import cancellation, context, forwardprop_util, rec
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import config as tf_config
+from tensorflow.python.framework import function as defuns
 from tensorflow.python.framework import op_def_registry, tensor_util
 from tensorflow.python.ops import control_flow_util, random_ops_util
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as draw_ops
@@ -44,7 +46,7 @@ from tensorflow.python.ops import resource_variable_ops as variable_ops
 Make = Callable[[Callable], Callable]  # from the current function to its replacement
 Block = contextlib.AbstractContextManager[None]
 
-_LOCK = threading.Lock()
+_LOCK, _NUMBERS = threading.Lock(), itertools.count()
 _SWITCHES: dict[tuple[int, str], "_Switch"] = {}
 
 
@@ -668,6 +670,21 @@ def inline_functions(around: Callable[[], Block] = contextlib.nullcontext) -> Bl
         return call
 
     return replaced((Function, "__call__", make))
+
+
+def loops_of_their_own() -> Block:
+    """Give the bodies of TensorFlow's oldest loops, such as ctc_loss has, names of their own.
+
+    TensorFlow names them by their ops without shapes. Those of towers with other numbers of
+    examples would be taken for one, and the graph would not be optimized. Public: none.
+    """
+
+    def make(defun: Callable) -> Callable:
+        return lambda *types, **keywords: defun(
+            *types, **{"func_name": f"loop_{next(_NUMBERS)}"} | keywords
+        )
+
+    return replaced((defuns, "Defun", make))
 
 
 def convolve_without_xla() -> Block:

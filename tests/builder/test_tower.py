@@ -1,5 +1,6 @@
 """The tower builder: what it computes, where that runs, and what it says when it cannot."""
 
+import functools
 import re
 import textwrap
 import traceback
@@ -122,6 +123,11 @@ def test_ops_of_gradients_are_executed_on_their_towers(float64):
     assert devices_of(ops, "ReadVariableOp", "while/body") == set()
 
 
+class Tokens(tf.experimental.ExtensionType):
+    ids: tf.Tensor
+    mask: tf.Tensor
+
+
 REFUSED = {
     r'a list with one device for each tower, such as \["/gpu:0", "/gpu:1"\]': [
         lambda: TowerBuilder("/gpu:0"),
@@ -135,6 +141,11 @@ REFUSED = {
     "cannot hold scalars: make a list of numbers an array; capture .*towers.PerTower": [
         lambda x=x: builder(2).map(lambda *_: None, tf.ones(2), {"x": x})
         for x in (tf.constant(1), 3.0, True, [1, 2, 3])
+    ],
+    "^a batch holds tensors and arrays, .* but no (Tokens|object): hand over the tensors in it": [
+        functools.partial(gradients, tf.identity, [], {"x": x})
+        for gradients in (builder(2).gradients, tf.function(builder(2).gradients, autograph=False))
+        for x in (Tokens(tf.ones([2]), tf.ones([2])), object())
     ],
     r"must have the same size along axis 0, not \[8, 6\]": [
         lambda: builder(2).map(lambda *_: None, tf.ones(8), np.ones((6, 2)))
@@ -164,6 +175,20 @@ def test_what_cannot_be_copied_split_or_joined_is_refused(remedy):
     for call in (REFUSED | REFUSED_AS_INPUT)[remedy]:
         with pytest.raises(ValueError if remedy in REFUSED else InputError, match=remedy):
             call()
+
+
+def test_loops_of_towers_of_several_sizes_are_told_apart(capfd):
+    """TensorFlow names those in ctc_loss by their ops, without shapes."""
+    w, x = tf.Variable(tf.ones([4, 5])), tf.random.normal([7, 6, 4])
+    labels = tf.ones([7, 2], tf.int32)
+
+    def loss_fn(x, labels):
+        sizes = [tf.fill(tf.shape(x)[:1], number) for number in (2, 6)]
+        return keras.ops.ctc_loss(labels, x @ w, *sizes)
+
+    loss, gradients = tf.function(builder(2).gradients)(loss_fn, [w], x, labels)
+    assert_same([loss, *gradients], one_device(loss_fn, [w], x, labels), 1e-6)
+    assert "not compatible" not in capfd.readouterr().err
 
 
 # map, sum, concat.

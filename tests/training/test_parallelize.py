@@ -445,6 +445,19 @@ def test_variables_of_optimizers_have_the_names_of_keras(kind):
     assert names(2) == names(0)
 
 
+def test_steps_of_several_models_are_no_retracing(caplog):
+    tf.get_logger().addHandler(caplog.handler)
+    for _ in range(6):
+        model = towers.parallelize(network(), 2)
+        tf.function(model.test_step)((X, Y))
+        assert not caplog.text
+    sizes = tf.function(model.test_step)
+    for size in range(2, 8):
+        sizes((X[:size], Y[:size]))
+    tf.get_logger().removeHandler(caplog.handler)
+    assert f"{type(model).__name__}.test_step" in caplog.text
+
+
 def test_copies_and_files_of_a_parallelized_model_are_plain(tmp_path):
     model = towers.parallelize(network(), 2)
     model.save(tmp_path / "model.keras")

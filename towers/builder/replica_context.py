@@ -13,6 +13,7 @@ with the whole batch computes; it also has what `map`, `sum` and `concat` run:
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,7 @@ class ReplicaContext:
             batch_norm.over_all_towers(self._sync, mode, self.device),
             tf_internals.inline_functions(read_outside),
             tf_internals.convolve_without_xla(),
+            tf_internals.loops_of_their_own(),
             integers_on(self.device),
             contextlib.nullcontext() if self.own is None else variables_refused(),
         ):
@@ -265,7 +267,8 @@ def integers_on(device: str) -> contextlib.AbstractContextManager:
 def compiled_by_xla(compute: Callable) -> Any:
     """Compile a function without arguments by XLA; return the structure of tensors that it does."""
     with read_outside():
-        return tf.function(compute, jit_compile=True, autograph=False)()
+        # Of a partial TensorFlow does not say that it is traced too often, as each time it must be.
+        return tf.function(functools.partial(compute), jit_compile=True, autograph=False)()
 
 
 @contextlib.contextmanager

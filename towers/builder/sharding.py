@@ -11,6 +11,7 @@ import tensorflow as tf
 from towers import tf_internals
 from towers.builder.device_names import HOST, is_gpu
 from towers.builder.rng import BatchSlice
+from towers.errors import InputError
 
 
 class PerTower:
@@ -117,7 +118,8 @@ def as_leaves(batch: Sequence[Any], num_towers: int | None = None) -> list[Any]:
         num_towers: values that a `PerTower` must hold; None for any number.
 
     Raises:
-        ValueError: a `PerTower` holds another number of values, or a leaf is a scalar.
+        ValueError: a `PerTower` holds another number of values.
+        InputError: a leaf is a scalar, or no tensor and no array.
     """
     leaves = []
     for leaf in tf.nest.flatten(batch):
@@ -130,9 +132,16 @@ def as_leaves(batch: Sequence[Any], num_towers: int | None = None) -> list[Any]:
                     "it must hold one for each"
                 )
         elif not (isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) or _is_on_towers(leaf)):
-            leaf = tf.convert_to_tensor(leaf)
+            kind = type(leaf).__name__
+            try:
+                leaf = tf.convert_to_tensor(leaf)
+            except (TypeError, ValueError) as error:
+                raise InputError(
+                    "a batch holds tensors and arrays, which are split along axis 0, but no "
+                    f"{kind}: hand over the tensors in it, as a dict or a tuple"
+                ) from error
             if leaf.shape.rank == 0:
-                raise ValueError(
+                raise InputError(
                     "a batch is split along axis 0 and cannot hold scalars: make a list of numbers "
                     "an array; capture a single value in the function, or hand it over as "
                     "towers.PerTower"

@@ -307,6 +307,7 @@ class Tracer:
         try:
             with (
                 tf_internals.inline_functions(),
+                tf_internals.loops_of_their_own(),
                 tf_internals.recording_restarted(),
                 change_losses(change),
                 tf_internals.replaced(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -59,8 +60,9 @@ class TestStep:
                         results.append(test_step(example))
             return results
 
-        # Keras weighs the loss of an output by the size of the batch, if that is static.
-        self._step = tf.function(step, autograph=False)
+        # Keras weighs the loss of an output by the size of the batch, if that is static. TensorFlow
+        # counts the traces of a function's code, which all runs of a program would share.
+        self._step = tf.function(functools.partial(step), autograph=False)
 
     def evaluate(
         self, batches: Iterable[Any], examples: int, stop: Stop = lambda: False

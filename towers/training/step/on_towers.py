@@ -190,7 +190,9 @@ class _Steps:
                 self._warn(f"{name} of model {self.model.name} runs on one device: {why}")
             return result
 
-        return with_towers
+        with_towers.__qualname__ = f"{type(self.model).__name__}.{name}"  # TensorFlow may print it
+        # TensorFlow counts the traces of a function's code, which all models would share.
+        return functools.partial(with_towers)
 
     def _taped_only(self, original: Callable) -> Callable:
         """Return tf.gradients without use in the step itself."""

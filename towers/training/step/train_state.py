@@ -365,7 +365,7 @@ def _sums_of_bits(replica: WeightCopy) -> Callable[[], tf.Tensor]:
             ]
             return tf.stack([tf.reduce_sum(tf.cast(each, tf.int64)) for each in bits])
 
-    return sums
+    return sums.get_concrete_function()
 
 
 def copy_beside(variable: tf.Variable) -> tf.Variable:
