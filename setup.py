@@ -46,7 +46,7 @@ class CleanBuild(build_py):
 setup(
     name="towers",
     version=read_version(),
-    description="Data-parallel TensorFlow training: the same numbers at any number of towers",
+    description="Train Keras models on several GPUs, with the results of one (Linux, or WSL 2)",
     long_description=read_readme(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -16,8 +16,12 @@ below, and those of `devices`, are loaded when they are first used.
 """
 
 import os
+import sys
 
-from towers import devices as devices
+if sys.platform != "linux":
+    raise ImportError("towers needs Linux. On Windows, use WSL 2; on macOS, use a Linux container.")
+
+from towers import devices as devices  # noqa: E402
 from towers.options.lazy import lazily
 
 # Room for all kernels that the driver compiles. CUDA reads it once, when a program makes its first

@@ -48,6 +48,7 @@ _GPU_FLAGS = tuple(GpuOptions.__dataclass_fields__)
 _DATA_FLAGS = "train_dir json trust model dataset data_dir image_size".split()
 _EVALUATE_FLAGS = (*_DATA_FLAGS, "test_time_flip", "batch_size", "dtype", *PLACEMENT, *_GPU_FLAGS)
 _PREDICT_FLAGS = "train_dir json trust test_time_flip batch_size".split()
+_QUIET = "--json prints the result alone"
 _OF_A_RUN = "type --flagfile=RUN/flags.cfg for the flags of a run"
 _VERBS = (
     Verb("train", "train a model on towers, or resume a run", run_flags="if_any",
@@ -56,17 +57,18 @@ _VERBS = (
           takes=_EVALUATE_FLAGS, run_flags="always",
           function="towers.training.evaluate:evaluate", tensorflow="options"),
     Verb("verify", "check on your model that N towers compute what one device computes",
-          refuses={"train_dir": _OF_A_RUN},
+          refuses={"train_dir": _OF_A_RUN, "quiet": _QUIET},
           options="towers.commands.verify.options:VerifyOptions", tensorflow="options"),
     Verb("benchmark", "measure speed and scaling",
           refuses=dict.fromkeys(PLACEMENT[2:], "it measures this machine")
-          | {"train_dir": _OF_A_RUN},
+          | {"train_dir": _OF_A_RUN, "quiet": _QUIET},
           options="towers.commands.benchmark.options:BenchmarkOptions", tensorflow="options"),
     Verb("doctor", "check this machine: versions, GPUs, and a computation on each device",
           takes=("json", *_GPU_FLAGS)),
     Verb("sweep", "train a run for each combination of flags, and list them, best first",
           options="towers.commands.sweep.options:SweepOptions", stopping=_stopped,
-          refuses=dict.fromkeys(("train_dir", "overwrite"), "runs lie in --sweep_dir")),
+          refuses=dict.fromkeys(("train_dir", "overwrite"), "runs lie in --sweep_dir")
+          | {"quiet": _QUIET}),
     Verb("predict", "predict your own files with the trained model of a run",
           options="towers.commands.predict.options:PredictOptions", tensorflow="options",
           takes=(*_PREDICT_FLAGS, *PLACEMENT, *_GPU_FLAGS), run_flags="always"),
@@ -201,7 +203,7 @@ def _run(verb: Verb, options: Any, start: float) -> int:
             import tensorflow  # noqa: F401
     elif verb.tensorflow:
         _check_names(options, data=verb.takes is None or "dataset" in verb.takes)
-        if "tensorflow" not in sys.modules:
+        if "tensorflow" not in sys.modules and not getattr(run_options, "quiet", False):
             say("starting    TensorFlow")
         # The run's own lines report what is lost.
         with quiet_start(3 if getattr(options, MACHINES_OPTION, "") else 2):

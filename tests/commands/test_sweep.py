@@ -72,22 +72,30 @@ def test_a_grid_ends_with_the_table_the_best_first_and_a_command_that_can_be_typ
 
 
 def test_failed_runs_do_not_end_the_others_and_are_tried_again(folder):
-    argv = ["--vary=model:refused,crashed,killed,nothing,fine", "--vary=seed:1"]
+    argv = ["--vary=model:crashed,killed,nothing,fine", "--vary=seed:1"]
     result, lines = run_fake(*argv)
     errors = {run["flags"]["model"]: run["error"] for run in result["runs"]}
     assert errors == {
-        "refused": "exit code 2: --model=refused: no",
         "crashed": "exit code 1: RuntimeError: out of luck",
         "killed": "killed by SIGKILL: 2026-01-01 00:00:00: step 9, examples 90, loss = 1.0",
         "nothing": "exit code 0: 2026-01-01 00:00:00: step 9, examples 90, loss = 1.0",
         "fine": None,
     }
-    assert (result["failed"], result["finished"]) == (4, 1)
+    assert (result["failed"], result["finished"]) == (3, 1)
     last = "exit code 1: RuntimeError: out of luck (S/model=crashed,seed=1.log)"
     assert any(re.search(f"^run model=crashed.*{re.escape(last)}$", line) for line in lines)
     run_fake(*argv)
     names = [run["name"] for run in result["runs"]]
-    assert started() == [*names, *names[:4]]
+    assert started() == [*names, *names[:3]]
+
+
+def test_bad_input_ends_a_sweep_at_the_first_run(folder):
+    argv = ["--vary=model:refused,fine", "--vary=seed:1"]
+    line = refused(run_fake, *argv)
+    assert "model=refused" in line and "exit code 2: --model=refused: no" in line
+    assert started() == ["model=refused,seed=1"]
+    document = json.loads(Path("S/sweep.json").read_text())
+    assert (document["failed"], document["total"]) == (1, 2)
 
 
 def entry(rate, seed, result):
@@ -108,10 +116,10 @@ def test_the_average_counts_where_there_is_one_and_a_failure_puts_a_row_last():
     lines = command.closing_lines(command.compare("S", entries))
     shown = ["2 0.5000 1 0", "1 0.9000 1 1", "3 - 0 1"]
     assert [line.split() for line in lines[2:5]] == list(map(str.split, shown))
-    mae = {"objective": "validation_mae", "direction": "min", "steps": 3}  # better if lower
+    mae = {"monitor": "validation_mae", "direction": "min", "steps": 3}  # better if lower
     entries = [entry(n, 1, mae | {"validation_mae": 1 / n, "test_loss": 1 / n}) for n in (2, 4)]
     document = command.compare("S", entries)
-    assert (document["objective"], document["direction"]) == ("validation_mae", "min")
+    assert (document["monitor"], document["direction"]) == ("validation_mae", "min")
     assert document["best"]["flags"] == {"learning_rate": 4}
 
 

@@ -40,6 +40,8 @@ def graph(*values):
         lambda: (IMAGES.astype(np.int64), LABELS),
         graph(examples),
         graph(lambda: (unsized(), np.int64(4))),
+        graph(lambda: examples().batch(3)),
+        graph(lambda: (unsized().batch(3), 4)),
         graph(lambda: examples(labels=LABELS[:, None].astype(np.uint8))),
     ],
 )
@@ -178,7 +180,7 @@ WRONG_DATASETS = {
     "endless": (lambda: examples().repeat(), "dataset is endless"),
     "another size": (lambda: (examples(), 5), "dataset has 4 examples, the size given is 5"),
     "counted": (lambda: (unsized(), 5), "dataset has 4 examples but size is 5"),
-    "batched": (lambda: examples().batch(2), "TensorSpec uint8 (None, 5, 6, 3); give single"),
+    "batches": (lambda: unsized().batch(3), "return (dataset.unbatch(), size)"),
     "of an unknown shape": (shapeless, "x as TensorSpec uint8 <unknown>; give single e"),
 }
 
@@ -204,3 +206,9 @@ def test_a_dataset_s_examples_are_checked_as_they_are_read(load, images, labels,
     split = load(((examples(images, labels), 4), good, 2)).train
     with pytest.raises(tf.errors.InvalidArgumentError, match=f"train dataset: example. {message}"):
         next(iter(split.eval_batches(4)))
+
+
+def test_labels_that_begin_at_1_get_a_note(load):
+    (note,) = load(((IMAGES, LABELS + 1), (IMAGES, LABELS + 1))).notes
+    assert note.startswith("note ") and "class 0 has no example" in note and "y - 1" in note
+    assert load((HALF, HALF)).notes == ()

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.unit
 
 # Scripts of others rely on these: change them only deliberately.
 DEFAULTS = """
---train_dir=runs/train --overwrite=false --seed=0 --json=false --trust=false
+--train_dir=runs/train --overwrite=false --seed=0 --json=false --quiet=false
+--trust=false
 --model=models.cnn:cnn --model_args= --init_from= --dtype=float32 --loss= --metrics= --monitor=
 --dataset=shapes --data_dir= --image_size=
 --augment=auto --test_time_flip=false --validation_fraction=0 --batch_size=128
@@ -30,7 +31,7 @@ DEFAULTS = """
 --momentum=0.9 --weight_decay=0 --ema_decay=0 --label_smoothing=0 --clip_norm=0 --clip_value=0
 --clip_global_norm=0 --on_nan=stop --stall_seconds=300 --on_stall=wait --check=once
 --on_inexact=warn --callbacks=
---log_every_steps=100 --evaluate_every_epochs=1 --early_stopping_epochs=0 --keep_best=false
+--log_every_steps=0 --evaluate_every_epochs=1 --early_stopping_epochs=0 --keep_best=false
 --checkpoint_every_steps=1000 --keep_checkpoints=3
 --histogram_every_epochs=0
 --profile_steps=
@@ -44,12 +45,12 @@ OF_EVALUATE = (
 # {verb: the flags that it shows first, its own; those of a run that it does not take}
 OF_VERBS = {
     "train": ("", ""),
-    "verify": ("--num_towers=1,2,3,4 --steps=10", "train_dir"),
+    "verify": ("--num_towers=1,2,3,4 --steps=10", "train_dir quiet"),
     "benchmark": (
         "--dataset=synthetic --num_towers= --windows=5 --seconds=2",
-        "train_dir workers towers_per_worker worker_timeout_seconds min_workers",
+        "train_dir quiet workers towers_per_worker worker_timeout_seconds min_workers",
     ),
-    "sweep": ("--vary= --sweep_dir=runs/sweep", "train_dir overwrite"),
+    "sweep": ("--vary= --sweep_dir=runs/sweep", "train_dir overwrite quiet"),
 }
 
 
@@ -191,7 +192,7 @@ OTHERS = {
     "image_size": "48x64", "visible_gpus": "0,2", "augment": "resnet,cutout=8",
 }  # fmt: skip
 NOT_VARIED = (
-    "overwrite json trust clip_norm clip_global_norm gpu_memory_limit_mib allow_growth"
+    "overwrite json quiet trust clip_norm clip_global_norm gpu_memory_limit_mib allow_growth"
 ).split()  # of those that exclude each other, one
 
 
@@ -292,3 +293,12 @@ assert os.environ == {"CUDA_CACHE_MAXSIZE": "4294967296"} | environ
     for variables in {}, {"CUDA_CACHE_MAXSIZE": "1000"}:
         done = python("-c", code, variables=variables)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [("num_processes", "num_towers"), ("log_dir", "train_dir"), ("lr", "learning_rate")],
+)
+def test_flags_of_other_programs_are_translated(theirs, ours):
+    assert f"did you mean --{ours}?" in refusal("train", f"--{theirs}=2")
+    assert f"did you mean {ours}?" in runs.refusal(flags.options_from_call, None, {theirs: 2})

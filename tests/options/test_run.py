@@ -67,7 +67,7 @@ def test_the_flagfile_is_the_whole_run_but_for_what_concerns_one_call():
     lines = Options(train_dir="runs/a", overwrite=True, json=True).to_flagfile().splitlines()
     assert lines[0] == "# towers train --flagfile=THIS_FILE repeats the run"
     named = [line[2:].partition("=")[0] for line in lines[1:]]
-    assert named == [name for name in FIELDS if name not in ("overwrite", "json", "trust")]
+    assert named == [name for name in FIELDS if name not in ("overwrite", "json", "quiet", "trust")]
     kinds = ("result", "speed", "machine", "report", "call")
     assert sorted(sum(map(names_that_affect, kinds), [])) == sorted(FIELDS)
     for field in FIELDS.values():

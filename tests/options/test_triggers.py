@@ -2,6 +2,7 @@
 
 import pytest
 
+from towers.options.parts import DueOptions
 from towers.options.run import Options
 from towers.options.triggers import Timetable
 
@@ -11,7 +12,7 @@ KINDS = ("logs", "saves", "evaluates", "draws_histograms")
 
 
 def timetable(first=0, last=100, size=1000, **options):
-    options = Options(**{"batch_size": 100} | options)
+    options = Options(**{"batch_size": 100, "log_every_steps": 100} | options)
     sizes = size, options.batch_size, options.steps_per_loop
     return Timetable(first, first * options.batch_size, last, *sizes, options)
 
@@ -59,3 +60,9 @@ def test_a_run_that_is_continued_does_the_same_from_there():
         for kind in KINDS[1:]:
             assert rest[kind] == [n for n in whole[kind] if n > step]
         assert {step + 1, *(n for n in whole["logs"] if n > step)} == set(rest["logs"])
+
+
+@pytest.mark.parametrize("last, points", [(7, 7), (60, 21), (938, 22), (5000, 51)])
+def test_a_short_run_has_at_least_20_points_if_it_is_long_enough(last, points):
+    timetable = Timetable(0, 0, last, 100, 10, 10, DueOptions())
+    assert sum(map(timetable.plots, range(1, last + 1))) == points

@@ -28,7 +28,7 @@ def test_the_best_checkpoint_is_kept_and_is_what_the_test_set_sees(tmp_path, cap
     assert [step for step, _, value in points(tmp_path) if value == highest][0] == best < 40
     assert tiny.saved_steps(tmp_path) == [best, 40]
     assert result["validation_accuracy"] == highest
-    assert (result["objective"], result["direction"]) == ("validation_accuracy", "max")
+    assert (result["monitor"], result["direction"]) == ("validation_accuracy", "max")
     found = json.loads(done(capsys, "evaluate", tmp_path, "--json"))
     assert found["step"] == best and found["accuracy"] == result["test_accuracy"]
     assert found["examples"] == tiny.TEST_SIZE

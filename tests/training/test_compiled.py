@@ -260,24 +260,24 @@ def test_each_number_of_a_metric_is_reported(tmp_path):
     expected.update_state(labels[30:], model(X[30:]))
     found = [result[f"test_f1_{i}"] for i in range(3)]
     np.testing.assert_allclose(found, expected.result(), rtol=1e-5)
-    assert (result["objective"], result["direction"]) == ("test_f1_2", "max")
+    assert (result["monitor"], result["direction"]) == ("test_f1_2", "max")
 
 
-def test_the_objective_is_a_metric_and_its_direction_is_known():
-    def objective(metrics, **given):
+def test_the_monitored_metric_and_its_direction_are_known():
+    def monitored(metrics, **given):
         options = options_of(model=compiled(metrics=metrics), num_towers=1, **given)
-        return prepare(options).objective
+        return prepare(options).monitored
 
     def own(y, outputs):
         return tf.abs(y - outputs)
 
-    assert objective(["mae"]) == ("mae", "min")
-    assert objective(["r2_score"]) == ("r2_score", "max")
-    assert objective(["MAE"], monitor="val_mae") == ("MAE", "min")
-    assert objective([own]) == ("loss", "min")
-    assert objective([own], monitor="max:own") == ("own", "max")
+    assert monitored(["mae"]) == ("mae", "min")
+    assert monitored(["r2_score"]) == ("r2_score", "max")
+    assert monitored(["MAE"], monitor="val_mae") == ("MAE", "min")
+    assert monitored([own]) == ("loss", "min")
+    assert monitored([own], monitor="max:own") == ("own", "max")
     with pytest.raises(InputError, match="min:own"):
-        objective([own], monitor="own")
+        monitored([own], monitor="own")
 
 
 class OwnTest(keras.Sequential):

@@ -82,7 +82,7 @@ def bare():
 WRONG = {
     "no activation": (dense(SPARSE, 3), (X, CLASSES), "SparseCategoricalCrossentropy(from_logits"),
     "softmax of one": (dense("mse", 1, "softmax"), (X, BITS), "or more units"),
-    "one-hot": (dense(SPARSE, 3, "softmax"), (X, ONE_HOT), "must have rank (ndim)"),
+    "one-hot": (dense(SPARSE, 3, "softmax"), (X, ONE_HOT), "are one-hot"),
     "too many classes": (dense(SPARSE, 2, "softmax"), (X, CLASSES), "give the last layer 3 units"),
     "no whole numbers": (dense(SPARSE, 3, "softmax"), (X, NUMBERS), "mean_squared_error"),
     "classes": (dense(BINARY, 1, "sigmoid"), (X, CLASSES), f"{SPARSE}, and 3 units"),

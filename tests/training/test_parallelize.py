@@ -20,6 +20,7 @@ import tensorflow as tf
 import towers
 from tests import fits
 from tests.fits import layer_of, of_step
+from tests.runs import refusal
 from towers.training.step import on_towers
 from towers.training.step.on_towers import builder_of, unparallelize
 
@@ -523,3 +524,9 @@ def test_an_infinity_on_one_tower_skips_the_step_for_all():
     assert optimizer.dynamic_scale.numpy() == 1.0
     model.train_on_batch(np.ones((8, 5), "float32"), np.zeros((8, 1), "float32"))
     assert any((w.numpy() != v).any() for w, v in zip(model.weights, before, strict=True))
+
+
+def test_a_number_of_gpus_that_are_not_there_is_refused():
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+    assert "GPU" in refusal(towers.parallelize, model, num_gpus=2)
+    assert "leave out num_gpus" in refusal(towers.parallelize, model, num_gpus=2, num_towers=2)

@@ -334,3 +334,12 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(
     assert (code, out) == (2, "") and err.count("\n") == 4 + 1
     assert f"towers: no checkpoint in {tmp_path}/checkpoints can be read" in err
     assert tiny.files(tmp_path) == before
+
+
+def test_quiet_prints_the_result_alone(trained, tmp_path, capsys):
+    run = trained.copy("classes", tmp_path / "run")
+    code, out, err = command(capsys, "train", f"--train_dir={run}", "--quiet", "--max_steps=20")
+    assert (code, err) == (0, "")
+    first, *lines = out.splitlines()
+    assert first == "result" and any("test_accuracy" in line for line in lines)
+    assert all(line.startswith("  ") for line in lines[:-1])  # the last is how to watch it

@@ -185,3 +185,18 @@ def test_one_that_fails_loses_no_step_and_is_called_again(tmp_path, capsys):
     assert "saved       step 3: the same command" in capsys.readouterr().out
     assert train(tmp_path, own := Losses(), batch_size=5)["steps"] == 9
     assert own.numbers == [0, 1, 2]  # of all epochs: that of the first was not over
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({}, "test set"), ({"evaluate_every_epochs": 0}, "--evaluate_every_epochs=0"),
+        ({"validation_fraction": 0.2}, None),
+    ],
+)  # fmt: skip
+def test_what_watches_validation_without_any_gets_a_note(tmp_path, capsys, options, named):
+    stop = [keras.callbacks.EarlyStopping("val_loss", patience=9)]
+    given = dict(model=build, dataset=DATA, batch_size=7, max_steps=2, train_dir=tmp_path / "run")
+    towers.train(**given, callbacks=lambda: stop, num_towers=1, **options)
+    notes = [line for line in capsys.readouterr().out.splitlines() if "EarlyStopping" in line]
+    assert len(notes) == bool(named) and all(named in line for line in notes)

@@ -185,11 +185,11 @@ class ArraySplit(IndexedSplit):
         with tf.device("/cpu:0"):
             self._arrays = tf.nest.map_structure(tf.constant, example)
 
-    def largest_label(self, name: str) -> tuple[int, str]:
-        """Return the largest label, and its place in the split of that name, for messages."""
+    def label_range(self, name: str) -> tuple[int, int, str]:
+        """Return the smallest and the largest label, and where the largest is, for messages."""
         labels = self._arrays[1].numpy()
         row = int(np.argmax(labels))
-        return int(labels[row]), f"{name} y: row {row} (counted from 0)"
+        return int(labels.min()), int(labels[row]), f"{name} y: row {row} (counted from 0)"
 
     def checked(self, name: str, num_classes: int) -> "ArraySplit":
         """Return the split; raise InputError for a label that is `num_classes` or more.

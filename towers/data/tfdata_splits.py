@@ -40,8 +40,8 @@ class DatasetSplit(Split):
 
         self._dataset = dataset.map(keep).apply(tf.data.experimental.assert_cardinality(size))
 
-    def largest_label(self, name: str) -> tuple[int, str]:
-        """See `ArraySplit.largest_label`: all examples are read, and counted."""
+    def label_range(self, name: str) -> tuple[int, int, str]:
+        """See `ArraySplit.label_range`: all examples are read, and counted."""
         labels = self._given.map(lambda *example: tf.reshape(tf.cast(example[1], tf.int64), []))
         batches = labels.batch(_COUNT_BATCH).as_numpy_iterator()
         values = np.concatenate([np.zeros(0, np.int64), *batches])
@@ -52,7 +52,7 @@ class DatasetSplit(Split):
         where = f"{name} dataset: example {row} (counted from 0)"
         if wrong.size:
             raise InputError(f"{where} has label {values[row]}; {arrays.CLASSES_ARE}")
-        return int(values[row]), where
+        return int(values.min()), int(values[row]), where
 
     def checked(self, name: str, num_classes: int) -> "DatasetSplit":
         """See `ArraySplit.checked`: as examples are read, also for a NaN or an infinity."""

@@ -6,6 +6,7 @@
 README.md lists all forms of a result and of a split.
 """
 
+import dataclasses
 import numbers
 from collections.abc import Mapping
 
@@ -81,18 +82,20 @@ def data_set(
                 f"{name}: {split} is {arrays.format_spec(other.spec)}, but train is "
                 f"{arrays.format_spec(splits['train'].spec)}; make them alike"
             )
-    num_classes, no_classes = _num_classes(name, splits, num_classes)
+    num_classes, no_classes, notes = _num_classes(name, splits, num_classes)
     for split, each in splits.items():
         splits[split] = each.checked(f"{name}: {split}", num_classes)
     class_names = tuple(map(str, range(num_classes)))
     about = dict(num_classes=num_classes, class_names=class_names, no_classes=no_classes)
-    return data_of(name, splits, **about)
+    data = data_of(name, splits, **about)
+    return dataclasses.replace(data, notes=(*data.notes, *notes))
 
 
 def _num_classes(
     name: str, splits: Mapping[str, _UserSplit], num_classes: object
-) -> tuple[int, str]:
-    # Returns the number of classes, 0 if targets are none, and why integers are no classes, or "".
+) -> tuple[int, str, list[str]]:
+    # Returns the number of classes, 0 if targets are none, why integers are no classes, or "", and
+    # notes on the labels.
     spec = splits["train"].spec
     labels = len(spec) > 1 and is_label(spec[1])
     if num_classes is not None:
@@ -104,19 +107,23 @@ def _num_classes(
                 f"{name}: num_classes is {num_classes}, but y is not one integer for each example; "
                 "leave it out"
             )
-        return int(num_classes), ""
+        return int(num_classes), "", []
     if not labels:
-        return 0, ""
-    label, where = max(each.largest_label(f"{name}: {split}") for split, each in splits.items())
+        return 0, "", []
+    ranges = [each.label_range(f"{name}: {split}") for split, each in splits.items()]
+    least = min(smallest for smallest, *_ in ranges)
+    label, where = max(largest for _, *largest in ranges)
     num_examples = sum(split.size for split in splits.values())
     allowed = min(max(num_examples, _FEW_CLASSES), _MANY_CLASSES)
     if label < allowed:
-        return label + 1, ""
-    return 0, (
+        note = f"note        class 0 has no example: labels begin at {least}; use y - {least} if "
+        return label + 1, "", [f"{note}that is the first class"] * (least > 0)
+    no_classes = (
         f"{where} has label {label}, where classes are 0..{allowed - 1} at most, by the number of "
         "examples: mend it, or return (train, test, num_classes) from a function, "
         "--dataset=my_data:load"
     )
+    return 0, no_classes, []
 
 
 def _user_split(name: str, value: object) -> _UserSplit:
@@ -130,6 +137,9 @@ def _user_split(name: str, value: object) -> _UserSplit:
 
 
 def _of_dataset(name: str, dataset: tf.data.Dataset, size: object = None) -> DatasetSplit:
+    leaves = tf.nest.flatten(dataset.element_spec)
+    if all(isinstance(leaf, tf.TensorSpec) and leaf.shape[:1] == [None] for leaf in leaves):
+        dataset, size = _unbatched(name, dataset, size)
     spec = dataset.element_spec
     if not isinstance(spec, tuple) or len(spec) not in (1, 2, 3):
         raise InputError(
@@ -158,3 +168,16 @@ def _of_dataset(name: str, dataset: tf.data.Dataset, size: object = None) -> Dat
             f"{size!r}; return (dataset.take(size), size), with 1 example or more"
         )
     return DatasetSplit(dataset, int(num))
+
+
+def _unbatched(name: str, batches: tf.data.Dataset, size: object) -> tuple[tf.data.Dataset, object]:
+    # Returns the single examples of batches, and their number, which one pass counts.
+    if size is None:
+        if batches.cardinality() < 0:
+            raise InputError(
+                f"{name} dataset gives batches, and their number is unknown; return "
+                "(dataset.unbatch(), size), the number of examples"
+            )
+        first = batches.map(lambda *example: tf.shape(tf.nest.flatten(example)[0])[0])
+        size = int(first.reduce(tf.constant(0, tf.int32), tf.add))
+    return batches.unbatch(), size

@@ -40,7 +40,7 @@ class Monitor:
     train_dir: Path  # of the run; event files are in train, train/tower_N and eval
     timetable: Timetable  # when the run logs and ends
     devices: Sequence[str]  # of each tower
-    out: TextIO | None = None  # stream for lines; None: standard output
+    out: TextIO | None = dataclasses.field(default_factory=lambda: sys.stdout)  # None: no lines
     clock: Callable[[], float] = time.perf_counter  # returns seconds
     start: float = 0.0  # time by the clock when the command started
 
@@ -48,7 +48,7 @@ class Monitor:
 
     def __post_init__(self) -> None:
         """Replace the points from the step at which the run continues; they are written again."""
-        timetable, self.out = self.timetable, self.out or sys.stdout
+        timetable = self.timetable
         self._speed = Speed(self.clock)
         self.pause = self._speed.pause
         self._evaluated: set[int] = set()

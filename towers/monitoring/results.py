@@ -1,7 +1,7 @@
-"""Results of runs, and the objective by which they are ranked.
+"""Results of runs, and the metric by which they are ranked.
 
-A run's objective is the metric that counts, such as "test_accuracy" or "validation_auc", with its
-direction, "max" or "min".
+Its name is "monitor" in result.json, such as "test_accuracy" or "validation_auc", and its direction
+"max" or "min".
 """
 
 import sys
@@ -12,7 +12,7 @@ from typing import Any
 from towers import files
 from towers.options.flags import RESULT
 
-Objective = tuple[str, str]  # metric of result.json, "max" or "min"
+Monitored = tuple[str, str]  # a metric, and "max" or "min"
 _SCHEMA = {"steps": int, "devices": [str], str: str | float | int | None}
 
 
@@ -44,6 +44,6 @@ def averaged_number(result: Mapping[str, Any], name: str) -> float | None:
     return number(result, name) if averaged is None else averaged
 
 
-def objective_of(result: Mapping[str, Any]) -> Objective:
-    """Return the objective of a run."""
-    return str(result.get("objective", "test_accuracy")), result.get("direction", "max")
+def monitored_by(result: Mapping[str, Any]) -> Monitored:
+    """Return the metric that a run has monitored, and its direction."""
+    return str(result.get("monitor", "test_accuracy")), result.get("direction", "max")

@@ -83,6 +83,13 @@ _DEFINE = {
     tuple: flags.DEFINE_multi_string,
 }
 MANIFEST, RESULT = "manifest.json", "result.json"  # in the folder of a run
+# What other programs call these flags.
+_OF_OTHERS = {
+    "num_processes": "num_towers", "nproc_per_node": "num_towers", "gpus": "num_gpus",
+    "log_dir": "train_dir", "logdir": "train_dir", "output_dir": "train_dir",
+    "model_dir": "train_dir", "epochs": "num_epochs", "lr": "learning_rate",
+    "gradient_accumulation_steps": "accumulate_steps", "precision": "dtype",
+}  # fmt: skip
 # Another value of these makes another run, whose checkpoints do not fit.
 IDENTITY = ("model", "model_args", "loss", "augment", "dataset")
 _MOST_FLAGFILES, _MOST_BYTES = 100, 2**20  # of one command, which may name each other; of each
@@ -221,6 +228,7 @@ def option_name(flag: str) -> str:
     name = _ALIASES.get(flag, flag)
     if name not in _RUN_FIELDS:
         close = difflib.get_close_matches(flag, [*_RUN_FIELDS, *_ALIASES], n=1)
+        close = [_OF_OTHERS[flag]] if flag in _OF_OTHERS else close
         hint = f"; did you mean {close[0]}?" if close else ""
         raise InputError(f"there is no option {flag}{hint}")
     return name
@@ -297,6 +305,8 @@ def _read_argv(
     try:
         others = defined(["towers", *_with_flagfiles(argv, flagfiles, left_out)])[1:]
     except (flags.Error, ValueError) as error:
+        if name := _OF_OTHERS.get(getattr(error, "flagname", "")):
+            error = f"there is no flag --{error.flagname}: did you mean --{name}?"
         raise InputError(str(error)) from None
     if others and not positional:
         raise InputError(f"unexpected argument {others[0]!r}: flags are written --name=value")

@@ -354,7 +354,9 @@ class DueOptions:
         "MLflow; separate several with commas. TensorFlow then makes one step per call.",
     )  # fmt: skip
     log_every_steps: int = _when(
-        100, "Print a line and write a point to TensorBoard every this many steps.", minimum=1
+        0,
+        "Print a line and write a point to TensorBoard every this many steps. 0: every 100, and "
+        "at least 20 times in a run.",
     )
     evaluate_every_epochs: float = _when(
         1.0, "Evaluate every this many epochs. 0: only at the end."

@@ -50,6 +50,7 @@ class _RunOptions:
     json: bool = _run(
         False, "Print only the result, as JSON, to standard output, and the rest to standard error."
     )
+    quiet: bool = _run(False, "Print only the result; warnings go to standard error.")
     trust: bool = _run(
         False, "Run the functions named in the flags.cfg of a run that is not yours: made by "
         "somebody else, on another machine, or changed by hand."

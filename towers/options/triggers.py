@@ -36,7 +36,8 @@ class Timetable:
 
     def plots(self, step: int) -> bool:
         """Return whether step `step` is a point of the curves, as if the run had never stopped."""
-        return (step - 1) % self.options.log_every_steps == 0 or step == self.last_step
+        every = self.options.log_every_steps or min(100, max(self.last_step // 20, 1))
+        return (step - 1) % every == 0 or step == self.last_step
 
     def saves(self, step: int) -> bool:
         """Return whether a checkpoint is due after `step` steps, before the end."""

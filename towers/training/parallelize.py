@@ -18,6 +18,7 @@ def parallelize(
     num_towers: int = 0,
     devices: str | Sequence[str] = "",
     *,
+    num_gpus: int = 0,
     gather_device: str = "",
     variables: str = "default",
     batch_norm: str = "sync",
@@ -45,6 +46,7 @@ def parallelize(
         devices: devices of the towers, "/gpu:0,/gpu:2" or a list, perhaps of other machines (see
             `towers.devices.connect`); "cpu" for logical CPU devices although there are GPUs; "" for
             the first ones. GPUs that it leaves out are hidden if TensorFlow has not started.
+        num_gpus: exactly so many GPUs, in place of `num_towers`; an error if there are fewer.
         gather_device: where batches are split, outputs joined, and loss and update computed; "" for
             the first tower's GPU if weights are on GPUs, otherwise "/cpu:0".
         variables: where weights are. "replicated": on each tower's GPU; "cpu": on the gather
@@ -69,6 +71,12 @@ def parallelize(
         )
     if variables not in ("default", *train_state.VARIABLES):
         raise InputError(f"variables={variables!r} must be 'default', 'cpu' or 'replicated'")
+    if num_gpus:
+        if num_towers or devices:
+            raise InputError(
+                "parallelize takes num_gpus, or num_towers and devices: leave out num_gpus"
+            )
+        num_towers, devices = num_gpus, "gpu"
     tower_devices.hide_others(devices)
     device_names = tower_devices.tower_devices(num_towers, devices)
     if jit_compile:

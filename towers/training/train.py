@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import io
 import sys
 import time
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from towers.training.run import checkpoint
 from towers.training.run.place import END, EPOCH, STEP
 from towers.training.run.prepare_run import PreparedRun, begin, restore
 from towers.training.run.process_state import preserve_rng
-from towers.training.run.result import tell_finished, write_result
+from towers.training.run.result import table, tell_finished, write_result
 from towers.training.run.setup import prepare
 from towers.training.run.tensorflow_errors import user_facing_errors
 
@@ -64,7 +65,8 @@ def train(
     names = filter(None, options.callbacks.split(","))
     made = [call_without_arguments("callbacks", name) for name in names]
     out = sys.stderr if options.json else sys.stdout
-    say = functools.partial(print_line, stream=out)
+    lines = _OnlyWarnings() if options.quiet else out
+    say = functools.partial(print_line, stream=lines)
     folder = Path(options.train_dir)
     data = filter(None, [options.data_dir, *options.dataset.split(",")])
     files.check_train_dir(folder, options.overwrite, needed=data)
@@ -78,20 +80,36 @@ def train(
         callbacks = user_callbacks.checked(made, run)
         restored = restore(run)
         if restored.result:
-            return tell_finished(run, restored, say)
+            return _printed(tell_finished(run, restored, say), out)
         stalls = options.stall_seconds, options.on_stall
         preemption = PreemptionHandler(restored.checkpoints, say, *stalls)
         with remote.saved_when_lost(preemption.save_backup, say):
             prepared = begin(run, restored, lock, preemption, say)
             del run, restored  # which may be those of towers that are not used
-            return _train(prepared, preemption, out, start, callbacks)
+            return _printed(_train(prepared, preemption, lines, start, callbacks), out)
     return None
+
+
+class _OnlyWarnings(io.TextIOBase):
+    """Sends warnings to standard error, and drops all other lines."""
+
+    def write(self, text: str) -> int:
+        """Write a line."""
+        if text.startswith("warning"):
+            print_line(text, sys.stderr)
+        return len(text)
+
+
+def _printed(result: dict[str, Any] | None, out: TextIO | None) -> dict[str, Any] | None:
+    for line in table(result) if result else ():
+        print_line(line, out)
+    return result
 
 
 def _train(
     prepared: PreparedRun,
     preemption: PreemptionHandler,
-    out: TextIO,
+    out: TextIO | None,
     start: float,
     keras_callbacks: Sequence[keras.callbacks.Callback],
 ) -> dict[str, Any] | None:

@@ -25,11 +25,12 @@ from towers.commands.sweep.options import PlannedRun, SweepOptions, describe, pl
 from towers.errors import InputError
 from towers.formatting import process_end, table
 from towers.monitoring import results
-from towers.monitoring.results import averaged_number, objective_of
+from towers.monitoring.results import averaged_number, monitored_by
 from towers.options import code_trust, flags, search_path
 from towers.options.run import Options, names_that_affect, text_of
 from towers.signals import EXIT_STOPPED, StopRequest
 
+_BAD_INPUT = 2  # exit code
 PROGRAM = (sys.executable, "-m", "towers", "train")
 # Linux sends a run SIGTERM when the process that started it ends, as it does if it is killed.
 _END_WITH_SWEEP = ("setpriv", "--pdeathsig", "TERM", "--") if shutil.which("setpriv") else ()
@@ -62,10 +63,12 @@ def run(
         for planned, entry in waiting:
             if stop():
                 break
-            _train(planned, entry, program, stop)
+            code = _train(planned, entry, program, stop)
             files.write_json(folder / "sweep.json", compare(options.sweep_dir, entries))
             why = f": {entry['error']} ({entry['log']})" if entry["error"] else ""
             say(f"run {entry['name']}: {entry['status']} ({entry['seconds']:.0f} s){why}")
+            if code == _BAD_INPUT:  # the other runs would end likewise
+                raise InputError(f"the run {entry['name']}: {entry['error']}")
         result = compare(options.sweep_dir, entries)
         files.write_json(folder / "sweep.json", result)
     for line in closing_lines(result):
@@ -91,8 +94,8 @@ def _entry(run: PlannedRun, folder: Path) -> dict[str, Any]:
 
 def _train(
     run: PlannedRun, entry: dict[str, Any], program: Sequence[str], stop: Callable[[], bool]
-) -> None:
-    """Train a run in a process of its own, and complete its entry."""
+) -> int:
+    """Train a run in a process of its own, and complete its entry; return the exit code."""
     log, started = Path(entry["log"]), time.monotonic()
     flagfile = log.with_name(f"{run.name}.cfg")
     files.write_text(flagfile, code_trust.signed(run.options.to_flagfile()))
@@ -118,6 +121,7 @@ def _train(
     else:
         output = log.read_bytes()[begin:].decode(errors="replace")
         entry |= {"status": "failed", "error": process_end(code, output)}
+    return code
 
 
 def _result_of(run: PlannedRun) -> dict[str, Any] | None:
@@ -143,15 +147,15 @@ def compare(sweep_dir: str, entries: Sequence[Mapping[str, Any]]) -> dict[str, A
     """Return the content of sweep.json, which --json prints.
 
     Its "summary" has a row for each combination of what is varied except the seed, best first:
-    "flags", "runs": names, "finished": n, "failed": n, and "objective", None if unknown: the mean
-    of that of its runs, and of the moving average of the weights where there is one. Combinations
-    with a failed run are last.
+    "flags", "runs": names, "finished": n, "failed": n, and "mean": the mean of the monitored metric
+    over its runs, None if unknown, for the moving average of the weights if there is one.
+    Combinations with a failed run are last.
 
     Args:
         sweep_dir: folder of the sweep.
         entries: a dict for each run, as `run` makes them.
     """
-    name, direction = objective_of(next((e["result"] for e in entries if e["result"]), {}))
+    name, direction = monitored_by(next((e["result"] for e in entries if e["result"]), {}))
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for entry in entries:
         groups.setdefault(describe(entry["flags"] | {"seed": 0}), []).append(entry)
@@ -161,11 +165,11 @@ def compare(sweep_dir: str, entries: Sequence[Mapping[str, Any]]) -> dict[str, A
         known = [value for value in values if value is not None]
         row = {"flags": {flag: v for flag, v in group[0]["flags"].items() if flag != "seed"}}
         row |= {"runs": [entry["name"] for entry in group], **_ends(group)}
-        rows.append(row | {"objective": statistics.fmean(known) if known else None})
+        rows.append(row | {"mean": statistics.fmean(known) if known else None})
 
     def rank(row: Mapping[str, Any]) -> tuple[bool, bool, float]:
-        mean = row["objective"] or 0.0
-        return row["objective"] is None, row["failed"] > 0, -mean if direction == "max" else mean
+        mean = row["mean"] or 0.0
+        return row["mean"] is None, row["failed"] > 0, -mean if direction == "max" else mean
 
     rows.sort(key=rank)
     words = ["towers", "train", f"--flagfile={sweep_dir}/{rows[0]['runs'][0]}.cfg"]
@@ -174,11 +178,11 @@ def compare(sweep_dir: str, entries: Sequence[Mapping[str, Any]]) -> dict[str, A
         "sweep_dir": sweep_dir,
         "total": len(entries),
         **_ends(entries, "stopped"),
-        "objective": name,
+        "monitor": name,
         "direction": direction,
         "runs": list(entries),
         "summary": rows,
-        "best": None if rows[0]["objective"] is None else rows[0] | {"command": command},
+        "best": None if rows[0]["mean"] is None else rows[0] | {"command": command},
     }
 
 
@@ -195,10 +199,10 @@ def closing_lines(result: Mapping[str, Any]) -> list[str]:
         names = list(best["flags"])
         rows = [
             [*(text_of(row["flags"][name]) for name in names)]
-            + [row["objective"] and f"{row['objective']:.4f}", row["finished"], row["failed"]]
+            + [row["mean"] and f"{row['mean']:.4f}", row["finished"], row["failed"]]
             for row in result["summary"]
         ]
-        header = [*names, result["objective"].replace("_", " ", 1), "n", "failed"]
+        header = [*names, result["monitor"].replace("_", " ", 1), "n", "failed"]
         lines = ["", *table(header, rows), ""]
         lines.append(f"best        {describe(best['flags']) or 'as the flags are'}")
         lines.append(f"  {best['command']}")

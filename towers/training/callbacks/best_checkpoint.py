@@ -2,7 +2,7 @@
 
 `train_dir/best.json` holds:
 
-    objective, direction   the metric, and "max" or "min"
+    monitor, direction     the metric, and "max" or "min"
     points                 [[step, examples, value], ...] of all evaluations, in order
     step                   of the best one, whose checkpoint is kept; null if none is
     data                   sha256 of the evaluated examples; null if it is not known
@@ -32,9 +32,9 @@ class BestTracker:
         self._patience = due.early_stopping_epochs * run.data.train.size  # examples; 0: none
         self._keep = due.keep_best
         self._is_needed = bool(self._patience or self._keep)
-        name, direction = run.objective
+        name, direction = run.monitored
         data = evaluated.checksum()["sha256"] if self._is_needed else None
-        self._about = {"objective": name, "direction": direction, "data": data}
+        self._about = {"monitor": name, "direction": direction, "data": data}
         content = _read(run.folder) if self._is_needed else {}
         same = all(content.get(name) == value for name, value in self._about.items())
         step = run.steps_done()
@@ -46,7 +46,7 @@ class BestTracker:
         Args:
             step: number of updates before it; one that is evaluated again is not added again.
             examples: number of examples seen by then.
-            value: value of the objective, None if there is none.
+            value: value of the metric, None if there is none.
         """
         if all(step != known for known, *_ in self._points):
             self._points.append([step, examples, value])

@@ -70,7 +70,7 @@ class Evaluator:
         if evaluation is None:
             return None
         monitor.eval_point(step, evaluation.metrics, self._part)
-        name, _ = run.objective
+        name, _ = run.monitored
         value = evaluation.metrics.get(f"{name}_ema")
         value = evaluation.metrics.get(name) if value is None else value
         is_best = self.best.add(step, self.prepared.timetable.examples(step), value)
@@ -94,7 +94,7 @@ class Evaluator:
         if step < self.prepared.timetable.last_step:
             why = "a callback has set stop_training"
             if not self.callbacks.stopped():
-                name, _ = self._run.objective
+                name, _ = self._run.monitored
                 epochs = self._run.due.early_stopping_epochs
                 why = f"{name} was best at step {self.best.step}, {epochs:g} epochs ago or more"
             self.monitor.say(f"stopping    early, at step {step}: {why}")

@@ -92,7 +92,7 @@ class Callbacks:
         return self._model.stop_training
 
     def begin_run(self) -> list[str]:
-        """Call on_train_begin; after a resume also on_epoch_begin, and return a note.
+        """Call on_train_begin; after a resume also on_epoch_begin, and return notes.
 
         The variables keep the values of the checkpoint, since these hooks changed them before.
         """
@@ -104,7 +104,17 @@ class Callbacks:
             if resumes and (self._position(self._step)[1] or self.place.epoch_begin is not None):
                 self._begin_epoch()
         train_state.set_copies()
-        return ["note        callbacks start from scratch after a resume"] if resumes else []
+        notes = ["note        callbacks start from scratch after a resume"] if resumes else []
+        for callback in self.callbacks:
+            watched = str(getattr(callback, "monitor", ""))
+            if not watched.startswith("val_") or not getattr(callback, "save_best_only", True):
+                continue
+            who = f"note        {type(callback).__name__} monitors {watched}"
+            if not self.run.due.evaluate_every_epochs:
+                notes.append(f"{who}, but --evaluate_every_epochs=0 makes no evaluation: type 1")
+            elif not self.run.data.validation:
+                notes.append(f"{who} on the test set: --validation_fraction=0.1 holds out others")
+        return notes
 
     def begin_step(self) -> None:
         """Call on_train_batch_begin, and before it on_epoch_begin if an epoch begins."""

@@ -124,6 +124,12 @@ def _check_losses(recorder: LossRecorder, example: Any, flag: str, data: Data) -
         alone = len(recorder.inputs) == 1 and inputs.kind
         wrong = _wrong_shapes(inputs) if inputs.kind in _ELEMENTWISE else ""
         wrong = wrong or (_wrong_ending(inputs, activation, layer) if alone else "")
+        if not wrong and inputs.kind == _SPARSE and len(inputs.y) == len(inputs.outputs) > 1:
+            if inputs.y[-1] == inputs.outputs[-1] != 1:
+                wrong = (
+                    f"targets of shape {shape_of(inputs.y)} are one-hot, and {_SPARSE} takes the "
+                    "number of the class: use categorical_crossentropy, or y.argmax(-1)"
+                )
         if not wrong and values is not None and inputs.kind == _SPARSE:
             about = (data.num_classes, data.no_classes) if len(leaves) == 1 else (0, "")
             wrong = _wrong_classes(inputs, values, *about)

@@ -272,9 +272,11 @@ def _refuse_overridden(options: Options) -> None:
     for name in OF_COMPILED:
         value, default = getattr(options, name), getattr(Options, name)
         if value != default:
+            short = {"learning_rate": "lr"}.get(name, name)
             raise InputError(
                 f"--{name}={value}, but {options.model} returns a compiled model, which has its "
-                f"own: leave --{name} out, or return the model without compile"
+                f"own: leave --{name} out, or write build({short}=...) and type "
+                f"--model_args={short}={value} (in a sweep --vary=model_args:{short}={value},...)"
             )
 
 

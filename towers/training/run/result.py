@@ -30,7 +30,7 @@ def write_result(
     """
     run, place, last = prepared.run, prepared.restored.place, prepared.timetable.last_step
     step, devices, due = run.steps_done(), run.builder.devices, run.due
-    skipped, (name, direction) = run.task.num_skipped(), run.objective
+    skipped, (name, direction) = run.task.num_skipped(), run.monitored
     result = {
         "steps": step,
         "examples": prepared.timetable.examples(step),
@@ -42,7 +42,7 @@ def write_result(
         **({} if skipped is None else {"skipped_steps": skipped}),
         **({"best_step": prepared.restored.best.step} if due.keep_best else {}),
         **({"planned_steps": last} if step < last and place.stopped_by else {}),
-        "objective": f"{'validation' if 'validation' in evaluations else 'test'}_{name}",
+        "monitor": f"{'validation' if 'validation' in evaluations else 'test'}_{name}",
         "direction": direction,
         "num_towers": len(devices),
         "devices": list(map(shown_name, devices)),
@@ -55,8 +55,6 @@ def write_result(
     dashboard.write_result(run.folder, result, step)
     files.update_json(run.folder / MANIFEST, final=final)
     files.write_json(run.folder / RESULT, result)  # written last: it marks the run as finished
-    for line in table(result):
-        monitor.say(line)
     return result
 
 
@@ -89,8 +87,6 @@ def tell_finished(run: RunContext, found: Restored, say: Callable[[str], None]) 
         and not str(now).startswith(PREFIX)  # an object, which has no lasting name
     ]
     say(f"{line}; it was not trained with {' '.join(unused)}" if unused else line)
-    for line in table(result):
-        say(line)
     return result
 
 

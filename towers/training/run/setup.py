@@ -18,7 +18,7 @@ from towers.data import Data, Split
 from towers.data.device_cache import DeviceCache, cache_on_devices
 from towers.devices import remote
 from towers.errors import InputError
-from towers.monitoring.results import Objective
+from towers.monitoring.results import Monitored
 from towers.options.parts import DueOptions
 from towers.options.run import Options
 from towers.options.triggers import Timetable
@@ -45,7 +45,7 @@ class RunContext:
     data: Data
     task: Task
     directions: Mapping[str, str | None]  # {metric: "max" or "min", None if unknown}
-    objective: Objective  # the metric that selects the best evaluation, and "max" or "min"
+    monitored: Monitored  # the metric that selects the best evaluation, and "max" or "min"
     total_epochs: float  # the length of schedules
     total_examples: int  # where the run ends, unless `max_steps` ends it earlier
     code: Mapping[str, str | None]  # see `model.code_of`
@@ -227,8 +227,8 @@ def assemble(
     _check_validation(options, dataset)
     length = _length(options, dataset.train.size)
     directions = metric_directions(task)
-    objective = parse_monitor(options.monitor, directions)
-    parts = options, builder, dataset, task, directions, objective
+    monitored = parse_monitor(options.monitor, directions)
+    parts = options, builder, dataset, task, directions, monitored
     return RunContext(*parts, *length, built.code, given, diagnostics)
 
 
@@ -241,7 +241,7 @@ def _length(options: Options, size: int) -> tuple[float, int]:
     return total_epochs, max(round(total_epochs * size), 1)
 
 
-def parse_monitor(monitor: str, known: Mapping[str, str | None]) -> Objective:
+def parse_monitor(monitor: str, known: Mapping[str, str | None]) -> Monitored:
     """Return the metric that selects the best evaluation, and "max" or "min".
 
     Args:

@@ -22,6 +22,7 @@ def run_summary(run: RunContext) -> list[str]:
     seen = timetable.examples(timetable.last_step)
     small, more = divmod(options.batch_size, towers)
     slices = Counter(small + (i < more) for i in range(towers))
+    idle = slices.get(0, 0)
     per_tower = " and ".join(f"{n} x {examples}" for examples, n in slices.items())
     weights = sum(v.value.shape.num_elements() for v in run.train_state.model.trainable_variables)
     update = _of_update(run.task.model, options if run.task.rate_is_set else None)
@@ -45,6 +46,7 @@ def run_summary(run: RunContext) -> list[str]:
     return [
         f"towers      {towers}: {', '.join(map(shown_name, run.builder.devices))}; {gather}",
         f"batch size  {options.batch_size} global ({per_tower} per tower), {options.dtype}",
+        *([f"note        {idle} towers have no example, type --batch_size={towers}"] * (idle > 0)),
         f"data        {run.data.name}: {size} training examples per epoch, {held}"
         f"{run.data.test.size} test; {size / options.batch_size:.1f} steps per epoch",
         *run.data.notes,
