@@ -24,7 +24,7 @@ import towers
 from towers import signals
 from towers.errors import InputError, RunError
 from towers.formatting import print_line
-from towers.options import flags
+from towers.options import environment, flags
 from towers.options.code_trust import CODE
 from towers.options.error_origin import describe_origin
 from towers.options.flags import Verb
@@ -198,6 +198,8 @@ def _run(verb: Verb, options: Any, start: float) -> int:
     def say(line: str) -> None:
         print_line(line, out)
 
+    if verb.name not in ("doctor", "init"):
+        environment.check()
     if verb.tensorflow == "import":
         with quiet_start(3):  # the loss of a program is no error of a server
             import tensorflow  # noqa: F401
@@ -245,8 +247,7 @@ def _check_names(options: Any, data: bool) -> None:
 
 def _start(options: Options) -> None:
     """Import Keras, and start TensorFlow's devices with the GPU options."""
-    import keras  # noqa: F401
-
+    environment.import_keras()
     from towers import devices
 
     if options.devices.strip().lower() == "cpu" and not options.visible_gpus:

@@ -19,6 +19,14 @@ class RunError(RuntimeError):
     __init__ = Exception.__init__  # else AutoGraph converts it to a StagingError
 
 
+def kind_of(value: object) -> str:
+    """Return the class of a value that is no `keras.Model`, and what to do if it was to be one."""
+    kind = type(value).__name__
+    if any(base.__module__.startswith("tf_keras.") for base in type(value).__mro__):
+        return f"{kind} of tf_keras (unset TF_USE_LEGACY_KERAS, and build it by `import keras`)"
+    return kind
+
+
 # Text that TensorFlow puts around the actual message, such as the traceback of the op.
 _AROUND = re.compile(
     r'(?m)^Graph execution error.*|^Detected at node.*\n(\s*(File ".*", line \d+.*)?\n)*|^<stack.*'

@@ -507,8 +507,12 @@ def test_bad_arguments_are_refused_in_one_line():
         with pytest.raises(ValueError, match=message) as error:
             towers.parallelize(model, **given)
         assert "\n" not in str(error.value)
-    with pytest.raises(towers.InputError, match="takes a keras.Model, not function"):
-        towers.parallelize(lambda x: x)
+    of_keras_2 = type("Model", (), {"__module__": "tf_keras.src.engine.training"})
+    for other, message in (
+        (lambda x: x, "not function"), (type("Own", (of_keras_2,), {})(), "not Own of tf_keras"),
+    ):  # fmt: skip
+        with pytest.raises(towers.InputError, match=f"takes a keras.Model, {message}"):
+            towers.parallelize(other)
 
 
 def test_an_infinity_on_one_tower_skips_the_step_for_all():

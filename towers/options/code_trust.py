@@ -40,7 +40,12 @@ def is_own(text: str) -> bool:
 
 
 def is_foreign(path: str, text: str) -> bool:
-    """Return whether a flagfile is a run's, or a copy, and not written by this user's towers."""
+    """Return whether a flagfile is a run's, or a copy, and not written by this user's towers.
+
+    Args:
+        path: of the flagfile, which may be a link.
+        text: the whole text.
+    """
     names = {os.path.basename(path), os.path.basename(os.path.realpath(path))}
     return (_MARK in text or "flags.cfg" in names) and not is_own(text)
 

@@ -21,7 +21,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from towers.errors import InputError
+from towers.errors import InputError, kind_of
 from towers.options import search_path
 
 PREFIX = "given_in_python:"
@@ -169,6 +169,8 @@ def option_text(option: str, value: Any) -> Any:
             f"{option}={kind}(...) is already built: give the function that builds it, such as "
             f"{option}={example}; each run builds its own"
         )
+    if (kind := kind_of(value)) != type(value).__name__:
+        raise InputError(f"{option} is {kind}")
     if option in _DATA and not callable(value) and not isinstance(value, str | os.PathLike):
         text = f"{PREFIX}{_DATA[option]}"
         return InlineObject(text, {text: lambda: value})

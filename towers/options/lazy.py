@@ -20,6 +20,8 @@ def lazily(package: str, home: dict[str, str]):  # noqa: ANN201 - collections.ab
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         path = home[name] if home[name].startswith("towers.") else f"{package}.{home[name]}"
+        if not path.startswith(("towers.errors", "towers.options.")):
+            importlib.import_module("towers.options.environment").import_keras()
         module = importlib.import_module(path)
         is_module = path.rpartition(".")[2] == name and not hasattr(module, name)
         return module if is_module else getattr(module, name)

@@ -8,7 +8,7 @@ import tensorflow as tf
 from towers import devices as tower_devices
 from towers.builder.device_names import are_remote, is_device
 from towers.builder.tower import TowerBuilder
-from towers.errors import InputError
+from towers.errors import InputError, kind_of
 from towers.training.step import train_state
 from towers.training.step.on_towers import put_on
 
@@ -63,7 +63,7 @@ def parallelize(
         InputError: an argument is out of range, or there is no such device.
     """
     if not isinstance(model, keras.Model):
-        raise InputError(f"parallelize takes a keras.Model, not {type(model).__name__}")
+        raise InputError(f"parallelize takes a keras.Model, not {kind_of(model)}")
     if tf.distribute.has_strategy() or model.distribute_strategy != tf.distribute.get_strategy():
         raise InputError(
             "parallelize is in the place of tf.distribute: make the model outside of a strategy's "

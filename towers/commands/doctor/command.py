@@ -21,6 +21,7 @@ from towers.devices.cuda_visible_devices import FORCED_GROWTH, INSTALL
 from towers.devices.nvml import MIB
 from towers.errors import InputError, RunError
 from towers.formatting import count
+from towers.options import environment
 from towers.options.run import Options
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -56,6 +57,11 @@ def run(options: Options, say: Callable[[str], None]) -> list[Check]:
 
 def _checks(options: Options) -> Iterator[Check]:
     yield from check_versions()
+    try:
+        environment.check()
+    except InputError as error:
+        yield Check("environment", PROBLEM, str(error))
+        return
     if newer := self_test.compiling(nvml.gpus()):
         yield Check("kernels", OK, self_test.compiling_note(newer))
     given = dataclasses.asdict(options.gpu_options()) | {"forced": os.environ.get(FORCED_GROWTH)}

@@ -30,7 +30,7 @@ from towers.commands.verify.runner import (
     rows_in,
     twin_of,
 )
-from towers.errors import InputError
+from towers.errors import InputError, kind_of
 from towers.training.run.process_state import preserve_rng
 from towers.training.step.train_state import optimizers_of, overrides, restore_after
 
@@ -83,7 +83,7 @@ def verify(
         InputError: the model is not compiled, or an argument is out of range.
     """
     if not isinstance(model, keras.Model):
-        raise InputError(f"verify takes a keras.Model, not {type(model).__name__}")
+        raise InputError(f"verify takes a keras.Model, not {kind_of(model)}")
     if not model.compiled:
         raise InputError(
             f"{model.name} is not compiled, and verify trains it: type "

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from towers.data import Data, augment
-from towers.errors import InputError, first_line
+from towers.errors import InputError, first_line, kind_of
 from towers.options.functions import PREFIX, call_without_arguments, load_function
 from towers.options.run import OF_COMPILED, Options
 from towers.tf_internals import floatx_of, force_float64
@@ -245,7 +245,7 @@ def _call(
             raise
         raise InputError(f"--model={name}: {' '.join(str(error).split())}") from None
     if not isinstance(model, keras.Model):
-        raise InputError(f"--model={name} returned {type(model).__name__}; a keras.Model is needed")
+        raise InputError(f"--model={name} returned {kind_of(model)}; a keras.Model is needed")
     return model
 
 
