@@ -3,6 +3,7 @@
 import builtins
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import shutil
@@ -15,12 +16,23 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from PIL import Image
 
 from tests.data import image_files
-from tests.fuzz.inputs import FOLDER, LINK, READ_ONLY, Case
+from tests.fuzz.inputs import FOLDER, LINK, PIPE, READ_ONLY, Case
+from tests.runs import as_trained
 from towers import cli
-from towers.data import cifar
+from towers.commands.predict import inputs as predict_inputs
+from towers.commands.sweep import command as sweep
+from towers.data import cifar, folder
 from towers.errors import InputError, RunError
+from towers.monitoring import results
+from towers.options import flags
+from towers.options.run import Options
+from towers.training.load import read_weights
+from towers.training.run import manifest, prepare_run, result
+from towers.training.run.setup import RunContext, load_data, prepare
+from towers.training.run.tensorflow_errors import user_facing_errors
 
 CODES = {0, 1, 2, 75, 76, 130, 141}
 FEW_RECORDS = 4  # of each file of CIFAR-10
@@ -73,6 +85,15 @@ def make_template(folder: Path) -> Template:
         np.savez("npz/data.npz", **parts)
         for split, numbers in ("train", range(6)), ("test", range(6, 9)):
             image_files.write_folder(Path("folder"), numbers, split=split)
+        Path("images").mkdir()
+        picture = Image.fromarray(random.integers(0, 256, [9, 7, 3], np.uint8))
+        for mode, ending in (
+            *(("RGB", e) for e in ("png", "jpg", "bmp", "gif")), ("P", "png"), ("P", "bmp"),
+            ("1", "bmp"), ("LA", "png"), ("CMYK", "jpg"), ("RGBA", "png"), ("I;16", "png"),
+        ):  # fmt: skip
+            made = picture.quantize(8) if mode == "P" else picture.convert(mode)
+            more = {"transparency": b"\0\x80"} if (mode, ending) == ("P", "png") else {}
+            made.save(f"images/{mode.replace(';', '')}.{ending}", **more)
         for name in cifar.FILES:
             Path("cifar", name).write_bytes(bytes(3073 * FEW_RECORDS))
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -86,7 +107,7 @@ def try_out(kind: str, case: Case, template: Template, folder: Path) -> str:
     before = vars(builtins).get("canary_songs")
     with _standing_in(folder), _in_time():
         try:
-            wrong = _read_data(*case.read) if case.read else _run(kind, case.argv)
+            wrong = _read(*case.read) if case.read else _run(kind, case.argv)
         except Hang:
             wrong = f"hang: longer than {SECONDS:g} s"
     return "code ran: the canary sang" if vars(builtins).get("canary_songs") != before else wrong
@@ -105,27 +126,74 @@ def _run(kind: str, argv: tuple[str, ...]) -> str:
     return ""
 
 
-def _read_data(name: str, folder: str) -> str:
-    from towers.options.run import Options
-    from towers.training.run.setup import load_data
-    from towers.training.run.tensorflow_errors import user_facing_errors
+def _read(kind: str, *arguments: str) -> str:
+    """Read what a case is about; return what is wrong about how that ended."""
+    for part in {"data": _data, "run": _run_files, "image": _image, "array": _array}[kind](
+        *arguments
+    ):
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                part()
+        except (InputError, RunError) as error:
+            if "\n" in str(error):
+                return f"several lines: {error}"
+        except Exception:
+            return f"traceback: {traceback.format_exc()[-6000:]}"
+    return ""
 
-    options = Options(dataset=name, data_dir=folder)
-    try:
-        with (
-            contextlib.redirect_stderr(io.StringIO()),
-            mock.patch.object(cifar, "NUM_RECORDS", FEW_RECORDS),
-        ):
-            found = load_data(options)
+
+def _data(name: str, folder: str) -> Iterator[Callable]:
+    def read() -> None:
+        with mock.patch.object(cifar, "NUM_RECORDS", FEW_RECORDS):
+            found = load_data(Options(dataset=name, data_dir=folder))
             with user_facing_errors():
                 for split in found.train, found.test:
                     next(iter(split.eval_batches(4)), None)
                 next(iter(found.train.train_batches(4, seed=0)), None)
-    except (InputError, RunError) as error:
-        return "" if "\n" not in str(error) else f"several lines: {error}"
-    except Exception:
-        return f"traceback: {traceback.format_exc()[-6000:]}"
-    return ""
+
+    yield read
+
+
+def _image(path: str) -> Iterator[Callable]:
+    for channels, size in (3, None), (1, (4, 5)), (4, None):
+        yield functools.partial(folder.read_image, path, size, channels)
+
+
+def _array(path: str) -> Iterator[Callable]:
+    def read_all(spec: str) -> None:
+        (file,) = predict_inputs.find([path], as_trained(None, spec))
+        assert file.read(file.size - 1).shape == file.read(0).shape
+
+    if path.endswith(".npz"):
+        yield lambda: load_data(Options(dataset=path)).train.checksum()
+    for spec in "float32[3]", "string[]", "uint8[8, 8, 1]", "int32[]":
+        yield functools.partial(read_all, spec)
+
+
+@functools.cache
+def _context(*argv: str) -> RunContext:
+    return prepare(flags.parse(["--train_dir=run", *argv]))
+
+
+def _run_files(*argv: str) -> Iterator[Callable]:
+    run = _context(*argv)
+
+    def restore() -> None:
+        restored = prepare_run.restore(run)
+        manifest.extended(run, restored.manifest)
+        if restored.result:
+            result.tell_finished(run, restored, len)
+
+    def compare() -> None:
+        entry = {"name": "a", "flags": {"seed": 0}, "status": "finished"}
+        sweep.closing_lines(sweep.compare("s", [entry | {"result": results.read("run") or None}]))
+
+    def check() -> None:
+        task = manifest.read(Path("run")).get("task", {})
+        manifest.check_data(run.data, run.options, task, number=True, trains=True)
+        manifest.passed(Path("run"))
+
+    yield from (restore, compare, check, functools.partial(read_weights, Path("run")))
 
 
 def _call(argv: list[str]) -> tuple[Any, str, str]:
@@ -202,7 +270,9 @@ def _lay_out(case: Case, template: Template, folder: Path, kind: str) -> None:
 
 def _needed(kind: str, case: Case) -> Callable[[str], bool]:
     """Return what tells whether a file of the template is read at all."""
-    if case.read:
+    if case.read and case.read[0] in ("image", "array"):
+        return lambda name: False
+    if case.read and case.read[0] == "data":
         return lambda name: name.startswith(f"{next(iter(case.files)).partition('/')[0]}/")
     if kind in (*READ_ONLY, "foreign_flags"):
         return {"run/flags.cfg", "train.npz"}.__contains__
@@ -215,5 +285,5 @@ def _write(path: Path, content: Any) -> None:
         path.write_bytes(content)
     elif content[0] == LINK:
         path.symlink_to(content[1])
-    elif content[0] == FOLDER:
-        path.mkdir()
+    else:
+        {FOLDER: os.mkdir, PIPE: os.mkfifo}[content[0]](path)

@@ -6,15 +6,22 @@ beside what `engine.Template` puts there, and what is done then.
 
 import dataclasses
 import io
+import json
+import math
+import re
 import struct
 import zipfile
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from towers import cli
+from towers.monitoring import event_writer
 
-LINK, FOLDER = "link", "folder"  # in the place of a file
+LINK, FOLDER, PIPE = "link", "folder", "pipe"  # in the place of a file
 CANARY = "canary:sing"  # code that an input names, and that must not run
 
 
@@ -22,13 +29,13 @@ CANARY = "canary:sing"  # code that an input names, and that must not run
 class Case:
     """An input: {path: what lies there} and what is done.
 
-    There lie bytes, or (LINK, target), (FOLDER,), or None: it is removed. `argv` is a
-    command line; `read` is a data set that is loaded in its place, as (name, folder).
+    There lie bytes, or (LINK, target), (FOLDER,), (PIPE,), or None: it is removed. `argv` is a
+    command line; `read` is what is read in its place, as (kind, arguments), see `engine`.
     """
 
     files: dict[str, Any]
     argv: tuple[str, ...] = ()
-    read: tuple[str, str] = ()
+    read: tuple[str, ...] = ()
 
 
 # ---------------------------------------------------------------------------- Damage
@@ -68,8 +75,64 @@ def damaged(content: bytes) -> st.SearchStrategy[bytes]:
 def in_place(content: bytes) -> st.SearchStrategy[Any]:
     """Return what may lie in the place of a file."""
     texts = b"[" * 100_000, b'{"a":' * 100_000, b"\xff" * 5000, b'{"step": [], "points": 1e999}'
-    others = [None, (LINK, "missing"), (LINK, "."), (FOLDER,), *texts]
+    others = [None, (LINK, "missing"), (LINK, "."), (FOLDER,), (PIPE,), *texts]
     return st.one_of(damaged(content), damaged(content), st.sampled_from(others))
+
+
+_ODD = st.sampled_from(
+    [
+        None, True, 0, -1, 3, 2**31, 2**63 - 1, -(2**63), 2**63, 10**400, 0.5, -1e308, math.nan,
+        math.inf, "", "x", "max", "end", "float32[2]", "nope[3]", "\ud800", "\0", "a\nb", "9" * 999,
+        [], [[]], [None], [0], ["x"], [[1, 2, "x"]], {}, {"": {}}, {"a": None}, {"a": {"a": []}},
+    ]
+)  # fmt: skip
+
+
+@st.composite
+def hostile_json(draw, content: bytes) -> bytes:
+    """Return JSON that is well formed, but has wrong values somewhere, at any depth."""
+    top = [json.loads(content)]
+    for _ in range(draw(st.integers(1, 3))):
+        holder, key = top, 0
+        while holder[key] and isinstance(holder[key], dict | list) and draw(st.integers(0, 4)):
+            holder = holder[key]
+            key = draw(
+                st.sampled_from(sorted(holder) if isinstance(holder, dict) else range(len(holder)))
+            )
+        how = draw(st.integers(0, 9))
+        if how == 0 and holder is not top:
+            del holder[key]
+        elif how == 1:
+            holder[key] = [holder[key]]
+        elif how == 2 and isinstance(holder, dict):
+            holder[draw(st.text(max_size=3))] = holder.pop(key)
+        else:
+            holder[key] = draw(_ODD)
+    text = json.dumps(top[0])
+    if draw(st.integers(0, 9)) == 0:
+        text = text.replace("{", '{"step": 1, "step": [], ', 1)
+    return text.encode(draw(st.sampled_from(["utf-8"] * 8 + ["utf-8-sig", "utf-16"])))
+
+
+def hostile_event(step: int, value: float) -> bytes:
+    """Return an event file that is whole."""
+    event, file = Event(step=step, wall_time=value), io.BytesIO()
+    event.summary.value.add(tag="loss/total", simple_value=value)
+    writer = RecordWriter(file)
+    for each in *event_writer.beginning(step), event:
+        writer.write(each.SerializeToString())
+    return file.getvalue()
+
+
+@st.composite
+def of_run(draw, name: str, content: bytes) -> Any:
+    """Return what may lie in the place of a file of a run."""
+    if name.endswith(".json") and draw(st.integers(0, 3)):
+        return draw(hostile_json(content))
+    if "tfevents" in name and draw(st.booleans()):
+        steps = st.sampled_from([0, -1, 2**31, 2**63 - 1, -(2**63)])
+        return hostile_event(draw(steps), draw(st.sampled_from([0.0, math.inf, math.nan])))
+    return draw(in_place(content))
 
 
 # ---------------------------------------------------------------------------- Command lines
@@ -165,13 +228,13 @@ def foreign_flags(draw, template) -> Case:
 @st.composite
 def whole_runs(draw, template) -> Case:
     """Return a run in which some files are damaged, and go on with it."""
-    of_run = [name for name in template.files if name.startswith("run/")]
+    names = [name for name in template.files if name.startswith("run/")]
     files = {}
-    for name in draw(st.lists(st.sampled_from(of_run), min_size=1, max_size=3)):
-        files[name] = draw(in_place(template.files[name]))
+    for name in draw(st.lists(st.sampled_from(names), min_size=1, max_size=3)):
+        files[name] = draw(of_run(name, template.files[name]))
     if draw(st.integers(0, 3)) == 0:  # of whole folders
         part = draw(st.sampled_from(["train", "eval", "checkpoints"]))
-        files |= {name: None for name in of_run if name.startswith(f"run/{part}/")}
+        files |= {name: None for name in names if name.startswith(f"run/{part}/")}
         files[f"run/{part}"] = draw(st.sampled_from([b"", b"text", (LINK, "missing"), (LINK, ".")]))
     if draw(st.booleans()):
         files["x.npy"] = draw(_arrays())
@@ -188,7 +251,20 @@ def whole_runs(draw, template) -> Case:
     return Case(files, draw(st.sampled_from(commands)))
 
 
+@st.composite
+def run_files(draw, template) -> Case:
+    """Return a run in which JSON files and checkpoints are damaged, and restore it."""
+    names = [name for name in template.files if re.match(r"run/(\w+\.json|checkpoints/)", name)]
+    files = {}
+    for name in draw(st.lists(st.sampled_from(names), min_size=1, max_size=3)):
+        files[name] = draw(of_run(name, template.files[name]))
+    return Case(files, read=("run", *template.argv))
+
+
 # ---------------------------------------------------------------------------- Data files
+
+
+_KEYS = "x_train", "y_train", "x_test", "y_test"
 
 
 @st.composite
@@ -202,9 +278,50 @@ def data_files(draw, template) -> Case:
         content = template.files[path]
         choices = [in_place(content)]
         if path.endswith(".npz"):
-            choices.append(_arrays().map(_zipped))
+            choices.append(_arrays().map(lambda array: _zipped(dict.fromkeys(_KEYS, array))))
         files[path] = draw(st.one_of(choices))
-    return Case(files, read=(name, folder))
+    return Case(files, read=("data", name, folder))
+
+
+@st.composite
+def image_files(draw, template) -> Case:
+    """Return an image of any kind, damaged."""
+    name = draw(st.sampled_from([n for n in template.files if n.startswith("images/")]))
+    return Case({name: draw(damaged(template.files[name]))}, read=("image", name))
+
+
+_TYPES = "f4 >f8 f2 g >g c8 G O M8[s] m8 S3 U2 V5 f4,i4 ? u1 i1 >i4 u8".split()
+_SHAPES = (), (0,), (1,), (40,), (40, 3), (40, 0), (40, 8, 8, 1), (40, 2, 2, 2)
+
+
+@st.composite
+def array_files(draw, template) -> Case:
+    """Return a .npy or .npz file of arrays of any type and shape, perhaps damaged."""
+
+    def array() -> bytes:
+        kind = draw(st.sampled_from(_TYPES) | st.sampled_from(["f4", "u1", "U2"]))
+        shape = draw(st.sampled_from(_SHAPES) | st.just((40, 3)))
+        numbers = draw(
+            st.sampled_from([0, 1, 2, 255, -1, 2**40, 1e300, np.nan, np.longdouble("1e4000")])
+        )
+        file = io.BytesIO()
+        with np.errstate(all="ignore"):
+            try:
+                content = np.full(shape, numbers).astype(kind)
+            except (TypeError, ValueError, OverflowError):
+                content = np.zeros(shape, kind)
+        np.save(file, content)
+        return file.getvalue()
+
+    odd = st.integers(0, 9).flatmap(lambda n: st.builds(array) if n else _arrays())
+    if draw(st.booleans()):
+        content, name = draw(odd), "a.npy"
+    else:
+        keys = draw(st.sampled_from(["x y", "x", "x_train y_train x_test y_test w_train", "x y z"]))
+        content, name = _zipped({key: draw(odd) for key in keys.split()}), "a.npz"
+    if draw(st.integers(0, 3)) == 0:
+        content = draw(damaged(content))
+    return Case({name: content}, read=("array", name))
 
 
 @st.composite
@@ -219,18 +336,21 @@ def _arrays(draw) -> bytes:
     return b"\x93NUMPY" + bytes([version, 0]) + length + header + bytes(320)
 
 
-def _zipped(array: bytes) -> bytes:
-    """Return an archive in which each of a data set's arrays is this one."""
+def _zipped(arrays: dict[str, bytes]) -> bytes:
+    """Return an archive of .npy files."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
-        for name in "x_train", "y_train", "x_test", "y_test":
+        for name, array in arrays.items():
             archive.writestr(f"{name}.npy", array)
     return file.getvalue()
 
 
 def kinds() -> dict[str, Any]:
     """Return {kind: a function from a template to a strategy of cases}."""
-    found = command_lines, flagfiles, foreign_flags, data_files, whole_runs
+    found = (
+        command_lines, flagfiles, foreign_flags, data_files, image_files, array_files, run_files,
+        whole_runs,
+    )  # fmt: skip
     return {function.__name__: function for function in found}
 
 

@@ -9,7 +9,10 @@ from tests.runs import released
 
 pytestmark = pytest.mark.process
 
-NUMBERS = dict(command_lines=20, flagfiles=20, foreign_flags=4, data_files=6, whole_runs=9)
+NUMBERS = dict(
+    command_lines=20, flagfiles=20, foreign_flags=4, data_files=6, image_files=20, array_files=20,
+    run_files=20, whole_runs=9,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Checkpoints: whole or passed over, and never too many."""
 
+import os
 import re
 
 import numpy as np
@@ -43,6 +44,7 @@ DATA = "data-00000-of-00001"
 DAMAGES = {
     "data cut short": (DATA, lambda old: old[: len(old) // 2]),
     "data absent": (DATA, lambda old: None),
+    "data a pipe": (DATA, lambda old: os.mkfifo),
     "index absent": ("index", lambda old: None),
     "index empty": ("index", lambda old: b""),
     "index of something else": ("index", lambda old: bytes(len(old))),
@@ -53,7 +55,9 @@ def damage(folder, step, kind):
     suffix, change = DAMAGES[kind]
     path = folder / f"ckpt-{step}.{suffix}"
     new = change(path.read_bytes())
-    path.unlink() if new is None else path.write_bytes(new)
+    path.unlink()
+    if new is not None:
+        path.write_bytes(new) if isinstance(new, bytes) else new(path)
 
 
 def test_the_newest_is_restored_without_a_state_file_and_of_nothing_comes_none(tmp_path):

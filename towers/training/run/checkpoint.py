@@ -182,6 +182,9 @@ def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, A
 def open_reader(prefix: str) -> Iterator[Any]:
     """Yield TensorFlow's reader of a checkpoint; raise an error of any kind if it is damaged."""
     path = Path(prefix)
+    for kind in _FILE_KINDS:
+        if not Path(f"{prefix}.{kind}").is_file():  # a pipe would block
+            raise FileNotFoundError(f"there is no file {path.name}.{kind}")
     with _literal_path(path.parent) as folder:
         reader = tf.train.load_checkpoint(f"{folder}/{path.name}")
         if reader.has_tensor(_OBJECT_GRAPH):
