@@ -1,5 +1,6 @@
 """The manifest of a run: what it says, what it survives, and what a resumed run says of changes."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -94,6 +95,7 @@ DAMAGES = [  # {part: value}, also of parts of parts
     {"code": None}, {"data": {"train": 3}}, {"task": {}}, {"task.class_names": [0, 1, 2]},
     {"task.class_names": ["a"]}, {"task.num_classes": 10**400}, {"task.image_shape": ["8"]},
     {"task.spec": []}, {"task.spec": ["nope[3]"]}, {"task.spec": [{"x": 1}]},
+    {"task.image_shape": [], "task.spec": ["uint8[]"]},
 ]  # fmt: skip
 
 
@@ -102,9 +104,10 @@ def test_a_damaged_manifest_is_replaced(run, tmp_path, capsys):
     path = tmp_path / "manifest.json"
     whole = json.loads(path.read_text())
     for damage in DAMAGES:
-        ((name, value),) = damage.items()
-        part, _, below = name.partition(".")
-        changed = whole | {part: whole[part] | {below: value} if below else value}
+        changed = copy.deepcopy(whole)
+        for name, value in damage.items():
+            part, _, below = name.rpartition(".")
+            (changed[part] if part else changed)[below] = value
         path.write_text(json.dumps(changed))
         assert manifest.read(tmp_path) == {}, damage
         line = f"warning     {tmp_path}/manifest.json is damaged, and taken as absent\n"

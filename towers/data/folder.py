@@ -201,12 +201,12 @@ def images_below(folder: str, others: list[str] | None = None) -> list[str]:
         for parent in waiting:  # the list grows; os.walk calls itself, at most 1000 deep
             with os.scandir(parent) as entries:
                 for entry in entries:
-                    is_file = entry.is_file() or entry.is_symlink()  # a pipe would block
                     if entry.name.startswith(_HIDDEN):  # as ._a.png, which macOS puts beside a.png
                         continue
-                    elif entry.is_dir(follow_symlinks=False):
+                    is_other = not entry.is_file() and os.path.exists(entry.path)  # as a pipe
+                    if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
-                    elif is_file and entry.name.lower().endswith(ENDINGS):
+                    elif entry.name.lower().endswith(ENDINGS) and not is_other:
                         paths.append(entry.path)
                     elif others is not None:
                         others.append(entry.path)

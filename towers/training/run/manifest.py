@@ -101,7 +101,8 @@ def _is_whole(manifest: Mapping[str, Any]) -> bool:
     task = manifest["task"]
     try:
         x, *_ = map(spec_of, task["spec"])
-        is_of_x = task["image_shape"] is None or task["image_shape"] == x.shape.as_list()
+        shape = task["image_shape"]
+        is_of_x = shape is None or shape == x.shape.as_list() and len(shape) == 3
     except Exception:  # of many kinds
         return False
     return is_of_x and len(task["class_names"]) == task["num_classes"]
