@@ -6,6 +6,7 @@ import pytest
 
 import towers
 from tests import fits, tiny
+from towers.training.run import checkpoint
 
 pytestmark = pytest.mark.run
 
@@ -134,7 +135,16 @@ def test_one_that_stops_training_ends_the_run_and_its_weights_are_saved(tmp_path
 
 
 def test_they_start_from_scratch_after_a_resume_and_change_no_number(tmp_path, capsys):
-    """Stopped within an epoch. A schedule acts once an epoch."""
+    """Stopped within an epoch. A schedule acts once an epoch. No checkpoint sets an attribute."""
+
+    def add_state(folder):
+        step, prefix = checkpoint.find(folder / "checkpoints")[-1]
+        with checkpoint.open_reader(prefix) as reader:
+            values = {n: reader.get_tensor(key) for n, key in checkpoint.keys_of(reader).items()}
+            identity = checkpoint.identity_of(reader)
+        state = [{"filename": str(folder / "theirs"), "losses": 3}] * 3
+        identity |= {"callbacks": state, "filename": state[0]["filename"]}
+        checkpoint.write(folder / "checkpoints", step, values, identity)
 
     def run(folder, *steps):
         folder.mkdir()
@@ -144,6 +154,8 @@ def test_they_start_from_scratch_after_a_resume_and_change_no_number(tmp_path, c
             train(folder, losses, log, rate, num_epochs=20, max_steps=max_steps)
             resumed = "callbacks start from scratch after a resume" in capsys.readouterr().out
             assert resumed == (max_steps != steps[0])
+            add_state(folder / "run")
+        assert log.filename == str(folder / "log.csv")
         return losses, tiny.saved(folder / "run"), (folder / "log.csv").read_text().splitlines()
 
     whole, weights, _ = run(tmp_path / "whole", 10)
