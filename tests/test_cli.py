@@ -63,7 +63,7 @@ MESSAGES = [
     ("train --flagfile", "--flagfile"), ("train --flagfile=a", "--flagfile=a: No such file"),
     ("evaluate", "--train_dir=runs/train: there is no run; train first"),
     (["train", ""], f"unexpected argument '': {WRITTEN}"),
-    (["train", "--model= a.b:c"], "--model=' a.b:c': printable UTF-8 text without spaces at its ends"),
+    (["train", "--model= a.b:c"], "--model=' a.b:c': UTF-8 text in one line without spaces around"),
     (["train", "--a\nb\r\nc=1"], "Unknown command line flag 'a b c'"),
 ]  # fmt: skip
 LINES = [line.split() if isinstance(line, str) else line for line, _ in MESSAGES]

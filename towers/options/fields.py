@@ -83,7 +83,7 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
             raise InputError(f"--{field.name} needs a value: --{field.name}=...")
         if value != value.strip() or not value.isprintable():  # flags.cfg could not hold it
             raise InputError(
-                f"--{field.name}={value!r}: printable UTF-8 text without spaces at its ends is needed"
+                f"--{field.name}={value!r}: UTF-8 text in one line without spaces around is needed"
             )
         if field.metadata.get("numbers"):
             parse_numbers(field.name, value)
