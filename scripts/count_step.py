@@ -7,9 +7,9 @@ Logical CPUs stand in for GPUs (--num_towers=0: plain `fit` on one), and no step
 are read from the graph that TensorFlow executes. Its wheel knows its GPU kernels on any machine,
 and which of their arguments are in the host's memory. A value that is made in one memory and read
 in another is copied in each step, a constant too, and each copy to the host is a wait. Counts are
-those of the busiest GPU; "+ 5" are copies in loops of the model, which each iteration makes. Left
-out are steps that telemetry measures, fusions that TensorFlow makes on GPUs, and cuDNN, which
-Keras calls for an LSTM or a GRU whose arguments allow it; here such a layer is a loop.
+those of the busiest GPU; "+ 5" are copies in loops of the model, which each iteration makes. Steps
+that telemetry measures and TensorFlow's fusions on GPUs are left out. So is cuDNN, which Keras
+calls for an LSTM or a GRU whose arguments allow it; here such a layer is a loop.
 """
 
 import argparse
@@ -144,7 +144,7 @@ class Step(NamedTuple):
         return [op.name for op in asking if tf.resource not in dict(op.kernel.inputs)]
 
     def launches(self, of_towers: bool) -> int:
-        """Return the kernels of the busiest tower, or of all else on the busiest GPU."""
+        """Return the kernels of the busiest tower, or of everything else on the busiest GPU."""
         total: Counter[object] = Counter()
         for op in self.ops:
             tower = tower_of(op.name)

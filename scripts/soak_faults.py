@@ -1,4 +1,4 @@
-"""What scripts/soak does to a run: each fault starts it, disturbs it, and checks how it ends.
+"""The faults of scripts/soak: each one starts a run, disturbs it, and checks how it ends.
 
 A fault is called with a run that was not started yet and with the round's own random numbers.
 Afterwards nothing disturbs the run any more, and the same command is to bring it to its end.
@@ -95,7 +95,7 @@ def disk_full(run: Run, chance: random.Random) -> None:
 
 
 def disk_full_to_the_end(run: Run, chance: random.Random) -> None:
-    """Let the disk be full until the run ends, maybe from its start: it fails, with a line."""
+    """Let the disk be full until the run ends, maybe from its start: it fails, with a message."""
     own_disk(run)
     run.start()
     first = chance.choice([None, 0, STEPS // 2])
@@ -160,7 +160,7 @@ def folder_gone(run: Run, chance: random.Random) -> None:
 
 
 def other_towers(run: Run, chance: random.Random) -> None:
-    """Stop it, and let it go on with another number of towers."""
+    """Stop it, and resume it with another number of towers."""
     run.start()
     run.until_saved(chance.randrange(0, STEPS // 2, SAVED_STEPS))
     run.tell(signal.SIGTERM)

@@ -179,7 +179,7 @@ class Run:
         self.end(-signal.SIGKILL, *codes)
 
     def finish(self) -> None:
-        """Let the same command go on until the run has its result."""
+        """Repeat the same command until the run has its result."""
         for _ in range(_STARTS):
             if (self.train_dir / "result.json").exists():
                 return

@@ -1,8 +1,8 @@
 """The command line: towers VERB --flag=value ...
 
-Exit codes: 0 done; 1 a check failed; 2 bad input or flags; 75 a run was stopped on request, and can
-be continued; 76 it stalled, with --on_stall=stop; 128 + N another verb was ended by signal N; 141
-the reader of the output has ended.
+Exit codes: 0 done; 1 a check failed; 2 bad input or flags. 75 stopped on request, can be resumed;
+76 stalled, with --on_stall=stop. 128 + N ended by signal N; 141 the reader of the output has
+exited.
 """
 
 import contextlib

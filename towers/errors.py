@@ -4,7 +4,7 @@ import re
 
 
 class InputError(ValueError):
-    """Bad input; its one line says what was given, what is allowed and what to type.
+    """Bad input; its message says what was given, what is allowed and what to type.
 
     The command line prints it and exits with 2.
     """

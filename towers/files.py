@@ -98,8 +98,8 @@ def parse_json(text: str | bytes, schema: Any) -> Any:
     Args:
         text: the whole text.
         schema: what the value must be: {"key": schema} an object, where the key `str` is any other
-            one; [schema] a list; (schema, ...) a list of so many items; else a type. A key that is
-            absent is as one of null, {} or [].
+            one; [schema] a list; (schema, ...) a list of so many items; or a type. A missing key
+            counts as null, {} or [].
 
     Raises:
         ValueError: it is no JSON, or not what the schema says.

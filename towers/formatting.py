@@ -53,7 +53,7 @@ def count(number: int, noun: str) -> str:
 
 
 def figure(value: float, decimals: int = 4) -> str:
-    """Return a number in few characters, as "0.1250", "1.25e-05" or "4.102e+11".
+    """Return a number in few characters: "0.1250", "1.25e-05" or "4.102e+11".
 
     Args:
         value: any, finite or not.

@@ -1,6 +1,6 @@
 """All uses of private parts of TensorFlow and Keras, and the functions that towers patch there.
 
-A tower draws random numbers, normalises batches and calls inner `tf.function`s in its own way, by
+A tower draws random numbers, normalizes batches and calls inner `tf.function`s in its own way, by
 patching functions that Keras and TensorFlow call. A patch holds for one thread and one block, so
 that other threads, which may trace other towers or a plain model, never see it. Each docstring
 names the closest public interface, or the one that is missing ("Public");
@@ -367,7 +367,8 @@ def record_as_one_op(
         name: of the op.
         outputs: whose copies are returned.
         inputs: tensors and `tf.Variable`s.
-        backward: maps the gradients of the outputs, as arguments, to a list of those of the inputs.
+        backward: takes the gradients of the outputs as arguments, and returns a list of those of
+            the inputs.
     """
     with record.stop_recording():
         outputs = [tf.identity(value) for value in outputs]
@@ -486,9 +487,9 @@ def fused_sgd(optimizer: keras.optimizers.Optimizer, suits: Callable[[tf.Variabl
     """Update variables by TensorFlow's fused kernels in Keras' SGD.
 
     These compute the same as Keras' chain of ops in one pass over memory. Those of Adam and RMSprop
-    do not: they compute 1 - beta in the weights' dtype, and in float32 1 - 0.999 is off by 5e-5;
-    Adagrad's adds epsilon after the root. Keras still does clipping, decay, averages, constraints,
-    and sparse gradients. Public: a function that returns a weight's slots.
+    do not, because they compute 1 - beta in the weights' dtype. In float32 1 - 0.999 is off by
+    5e-5. Adagrad's adds epsilon after the root. Keras still does clipping, decay, averages,
+    constraints, and sparse gradients. Public: a function that returns a weight's slots.
 
     Args:
         optimizer: SGD itself, also in a LossScaleOptimizer; others stay as they are.
@@ -953,7 +954,7 @@ def force_float64() -> Block:
 
 
 def _wide(policy: Any) -> Any:
-    """Return a policy with float64 for all floating types except quantised ones."""
+    """Return a policy with float64 for all floating types except quantized ones."""
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         wide = {name: _wide(of_layer) for name, of_layer in policy.items()}
         return keras.dtype_policies.DTypePolicyMap(_wide(policy.default_policy), wide)

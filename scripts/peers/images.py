@@ -1,4 +1,4 @@
-"""What peers are given of a run: the shape of its images, and its training set in a file.
+"""Gives peers the data of a run: the shape of its images, and its training set in a file.
 
     python scripts/peers/images.py '{"options": {"dataset": "shapes", ...}, "path": "train.npz"}'
 

@@ -1,8 +1,8 @@
 """The lane protocol, which each peer program speaks; plain Python and NumPy.
 
-A lane is one process that trains one configuration. It builds, warms up, says that it is ready,
-and sleeps until a line on standard input gives it a number of seconds to train for: so programs
-that are to be compared run in turn. A peer is a loop around `Lane.more`:
+A lane is one process that trains one configuration. It builds, warms up, and prints that it is
+ready. Then it sleeps until a line on standard input gives it a number of seconds to train for. So
+programs that are compared run in turn. A peer is a loop around `Lane.more`:
 
     def program(config):
         ...

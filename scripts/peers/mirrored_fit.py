@@ -3,7 +3,8 @@
     python scripts/peers/mirrored_fit.py CONFIG_JSON    the lane protocol, see lane.py
 
 Follows TensorFlow's guide "Distributed training with Keras": model and optimizer are created and
-compiled in the strategy's scope, then `fit` distributes the pipeline. All else is that of fit.py.
+compiled in the strategy's scope, then `fit` distributes the pipeline. Everything else is that of
+fit.py.
 """
 
 import lane

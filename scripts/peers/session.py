@@ -2,12 +2,13 @@
 
     python scripts/peers/session.py CONFIG_JSON         the lane protocol, see lane.py
 
-As the tutorial of 2015 has it, with `tf.compat.v1`: a reader of fixed-length records in a file,
-16 threads that augment image by image, shuffle_batch, a queue of batches from which each tower
-takes one; towers that share variables through a variable scope, `tf.nn.lrn`, weight decay in each
-tower's loss, gradients averaged by expand_dims, concat and reduce_mean; one `session.run` a step,
-and the loss of the last tower. A tower's batch is `batch_size / num_devices`. Without data one
-constant batch stands in the place of the queues. The program has no reduced precision.
+It follows the tutorial of 2015, with `tf.compat.v1`. The input is a reader of fixed-length records
+in a file, 16 threads that augment image by image, shuffle_batch, and a queue of batches from which
+each tower takes one. Towers share variables through a variable scope, with `tf.nn.lrn` and weight
+decay in each tower's loss. Gradients are averaged by expand_dims, concat and reduce_mean. A step is
+one `session.run`, which returns the loss of the last tower. A tower's batch is `batch_size /
+num_devices`. Without data one constant batch stands in the place of the queues. The program has no
+reduced precision.
 """
 
 from __future__ import annotations

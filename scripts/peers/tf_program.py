@@ -60,7 +60,7 @@ class TensorFlowLrn(keras.layers.Layer):
 
 
 def make_model(config: Config) -> keras.Model:
-    """Build the model with its regularisation; call it in the strategy's scope."""
+    """Build the model with its regularization; call it in the strategy's scope."""
     config.require(dtype=("float32", "mixed_bfloat16"))
     keras.config.set_dtype_policy(config.dtype)
     keras.utils.set_random_seed(config.seed)

@@ -2,14 +2,14 @@
 
     python scripts/peers/torch_ddp.py CONFIG_JSON       the lane protocol, see lane.py
 
-Follows PyTorch's "Getting Started with DistributedDataParallel" and "Performance Tuning Guide":
-gloo between CPU processes that share the cores' threads evenly, nccl between GPUs, channels_last,
+Follows PyTorch's "Getting Started with DistributedDataParallel" and "Performance Tuning Guide". CPU
+processes use gloo and share the cores' threads evenly; GPUs use nccl. It uses channels_last,
 gradients set to None and views of the buckets, a static graph, fused optimizers, autocast for
 bfloat16. This process is rank 0, and tells the others by a pipe when to make a loop of steps.
 torch.compile is not used: for the CNN on one CPU thread it took 0.91 of the time with
-LocalResponseNorm, and was no faster without.
-Images of a file lie in memory, on the device, and are augmented a batch at a time. The loss that is
-reported is that of rank 0's slice, without the penalty, which is the optimizer's weight decay.
+LocalResponseNorm, and was no faster without. Images of a file lie in memory, on the device, and are
+augmented a batch at a time. The loss that is reported is that of rank 0's slice, without the
+penalty, which is the optimizer's weight decay.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def make_batches(config: lane.Config, rank: int, device: torch.device) -> Callab
 def augmented(images: torch.Tensor, chosen: torch.Tensor, kind: str) -> torch.Tensor:
     """Cut a batch out of `images` `[N, H, W, C]` uint8, augmented: `[b, C, h, w]`, channels_last.
 
-    The tutorial's brightness adds a number to all of an image, which standardising takes away
+    The tutorial's brightness adds a number to all of an image, which standardizing takes away
     again: it is left out.
     """
     b, (_, height, width, _), device = len(chosen), images.shape, images.device

@@ -71,7 +71,7 @@ class Cnn(nn.Module):
             nn.init.constant_(layer.bias, bias)
 
     def decayed(self) -> dict[str, float]:
-        """Return the weights with a regulariser of their own, and its factor."""
+        """Return the weights with their own regularizer, and its factor."""
         return {"dense1.weight": self.weight_decay, "dense2.weight": self.weight_decay}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """BatchNorm in a tower: over the global batch, and by TensorFlow's fused kernels.
 
 While a tower is traced, the moments of Keras' `BatchNormalization` layers are combined over the
-towers, forward and backward. Keras normalises by a chain of elementwise ops, which takes a third of
+towers, forward and backward. Keras normalizes by a chain of elementwise ops, which takes a third of
 ResNet-20's step; fused kernels replace it where they exist: in float32, over all axes but the last.
 Both give the same numbers up to rounding.
 
@@ -9,10 +9,11 @@ A GPU computes in the layer's own type, 16 bits too, and backward by the kernel 
 inference supports one layout, and would need transposes. The updates of moving averages leave a
 tower packed (`MovingAverageUpdate`).
 
-Towers are traced one after the other, so a tower is traced before the others' values exist. It goes
-on with a stand-in for the stack of all towers' values; once all towers are traced, the values are
-stacked on the gather device, and the result replaces the stand-ins. In the graph a tower waits for
-these values alone. GPUs exchange by collectives: a gather device would cost two more transfers.
+Towers are traced one after the other, so a tower is traced before the others' values exist. It
+continues with a placeholder for the stack of all towers' values. Once all towers are traced, the
+values are stacked on the gather device, and the result replaces the placeholders. In the graph a
+tower waits for these values alone. GPUs exchange by collectives: a gather device would cost two
+more transfers.
 """
 
 import contextlib
@@ -60,8 +61,8 @@ class _Round:
 class SyncGroup:
     """The exchanges of one step's towers.
 
-    A tower's first exchange is with the first one of each other tower, and so on: all must make the
-    same in the same order, as copies of one function do.
+    A tower's first exchange is with the first one of each other tower, and so on. All towers must
+    make the same exchanges in the same order, like copies of one function.
     """
 
     def __init__(self, counts: Sequence[Any], devices: Sequence[str]):
@@ -273,7 +274,7 @@ def _normalise(
     x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, sync: SyncHandle,
     on_gpu: bool,
 ) -> tuple:  # fmt: skip
-    """Return x normalised by the moments of all towers, and these.
+    """Return x normalized by the moments of all towers, and these.
 
     Forward and backward need one exchange each: of moments, then of the gradient's sums.
     """
@@ -390,7 +391,7 @@ def _backward_by_own_moments(
 def _prepare(layers: Sequence[_Layer], sync: SyncHandle) -> None:
     """Set the factors of backward of these layers, by few ops for all: launches are slow on a GPU.
 
-    x normalised by all towers' moments is `ratio[j]` times x normalised by tower j's, plus
+    x normalized by all towers' moments is `ratio[j]` times x normalized by tower j's, plus
     `shift[j]`. The kernel has subtracted its own tower's means of dy and of dy * x in place of
     those of all.
     """

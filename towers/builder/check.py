@@ -122,8 +122,8 @@ class Check:
     def _try_whole_batch(self, seconds: float) -> list[str]:
         """Make two trials of as many examples as in the batch, if the function asks for the number.
 
-        It may if it has other ops then, or branches. What takes long is left out, by the seconds
-        that the other trials took.
+        It may if it has other ops then, or branches. It is left out if it would take long, by the
+        seconds of the other trials.
         """
         few, size = self.analysis.trace, self.tracer.batch_size or 0  # 0: it is not known
         part, is_long = size // self.builder.num_slices, seconds * size > _SECONDS * few.size
@@ -159,7 +159,7 @@ class Check:
         """Return a trace in which layers compute in float32 at least, if their code can do that.
 
         In 16 bits a CPU adds so roughly that sums of towers have nothing to do with that of one
-        device: the gradient of a bias stops growing at 256 terms, a mean over rows at 2048.
+        device. The gradient of a bias stops growing at 256 terms, a mean over rows at 2048.
         """
 
         def traced() -> Trace:

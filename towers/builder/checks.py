@@ -204,7 +204,7 @@ class Checks:
         return found
 
     def forget(self, graph: tf.Graph | None = None) -> None:
-        """Forget the analyses for a graph that was given up, or all: the model is another."""
+        """Forget the analyses for a graph that was given up, or all if the model was replaced."""
         self._entries = [e for e in self._entries if graph and not (e.graph and e.graph() is graph)]
 
     def warn(self, lines: Iterable[str]) -> None:
@@ -259,7 +259,7 @@ class Checks:
         self.inexact += entry.inexact
 
     def _report(self, entry: _Entry) -> None:
-        """Report what is known of a function that towers are about to call, or refuse it."""
+        """Report the analysis of a function that towers are about to call, or refuse it."""
         analysis, inexact = entry.analysis, entry.inexact
         if inexact and self.on_inexact == "stop":
             raise RunError(inexact[0])

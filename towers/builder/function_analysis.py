@@ -1,4 +1,4 @@
-"""What towers must know of a function before they are made, and what users are told of it.
+"""Analyzes a function before towers are made of it, and writes the messages about it.
 
 The function is traced once on one device, for a prime number of examples, and not run: a dimension
 of that size is the batch. The rules are those of builder/README.md. Whether they hold for the
@@ -259,15 +259,15 @@ def analyze(fn: Callable, batch: Sequence[Any]) -> FunctionAnalysis:
 
 
 def unsplit(fn: Callable) -> FunctionAnalysis:
-    """Return what is known of a function that is called once, with the whole batch."""
+    """Return the analysis of a function that is called once, with the whole batch."""
     return FunctionAnalysis(side_outputs=SideOutputs(reached=reached_by(fn)))
 
 
 def _layout(size: int, op: str, dims: Sequence[int | None] | None, layer: str) -> DrawInfo:
     """Return what is known of a random op; its layout is None if that is unclear.
 
-    The batch is the axis that has as many elements as there are examples, or the one that has a
-    multiple of it: several numbers of an example, which are taken for neighbors. Without such an
+    The batch is the axis that has as many elements as there are examples. It can also have a
+    multiple: then an example has several numbers, which are taken for neighbors. Without such an
     axis the numbers are for the whole batch.
     """
     if dims is None or None in dims:

@@ -199,8 +199,8 @@ def _sum_of_each_machine(
 def _sum_on_every_tower(builder: Any, gradients: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """Return the sums of the towers' gradients, for each tower on its device, by collectives.
 
-    What collectives cannot add is gathered by `add_n`: gradients that are sparse, complex, or
-    missing in a tower, and all if towers run one after the other or share a device.
+    Collectives cannot add gradients that are sparse, complex, or missing in a tower; `add_n` does.
+    It adds all gradients if towers run one after the other or share a device.
     """
     columns, devices = list(zip(*gradients, strict=True)), builder.devices
     apart = len(set(devices)) == len(devices) == len(gradients) and not tf.executing_eagerly()
@@ -399,8 +399,9 @@ def _group_key(devices: tuple[str, ...]) -> int:
 def _ordering_token(device: str) -> tf.Tensor:
     """Return a resource that orders the collectives of one device.
 
-    Automatic control dependencies would order those of different devices, too: a deadlock. It is
-    the handle of a variable alone: a function that creates a `tf.Variable` is traced twice.
+    Automatic control dependencies would also order those of different devices, which is a deadlock.
+    It is only the handle of a variable, because a function that creates a `tf.Variable` is traced
+    twice.
     """
     with tf.init_scope(), tf.device(device):
         name = f"ordering token of {device}"

@@ -109,7 +109,7 @@ def mean_gradients(
         builder: the `TowerBuilder`.
         loss_fn: as for `TowerBuilder.gradients`; outputs are None if it returns losses alone.
         variables: as for `TowerBuilder.gradients`; if some are copied, there is a list of gradients
-            for each tower, else one.
+            for each tower, otherwise one.
         batch: the arguments of `loss_fn`.
         passes: gets a record of the passes, if given.
     """
@@ -245,8 +245,8 @@ def split_python_values(fn: Callable, analysis: FunctionAnalysis) -> tuple[Calla
     """Return a function without the Python values among its results, and one that puts them back.
 
     They are a width, a name, a flag, an array beside the rows. A value is handed through if every
-    tower returns it, and the analysis of the function does, too, which has another number of
-    examples: of two slices of four examples a value may be 4.
+    tower returns it, and the analysis with another number of examples too. Without the analysis, a
+    value 4 could be the size of two slices of four examples.
 
     Args:
         fn: the towers' function; the one that is returned raises InputError if another call has
@@ -302,8 +302,9 @@ def _shown(value: Any) -> str:
 def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | None = None) -> Any:
     """Return the results of `fn` for the slices of `batch`, joined; tapes can go back through it.
 
-    Under a tape, a batch in several parts goes forward twice: for the outputs, from which the loss
-    is computed, and again, part by part, when the outputs' gradient is known.
+    Under a tape, the forward pass of a batch in several parts runs twice. The first one gives the
+    outputs, from which the loss is computed. The second one runs part by part, when the outputs'
+    gradient is known.
 
     Args:
         builder: the `TowerBuilder`.

@@ -1,7 +1,7 @@
 """Records what a tower assigns to Keras variables and the losses that layers add; combines them.
 
 A layer in a tower adds the loss of its slice. A loss that is a sum over examples is scaled to the
-whole batch, so that the mean over all towers' examples, as in `gradients`, is the loss of one
+whole batch. So the mean over all towers' examples, like that of `gradients`, is the loss of one
 device. `concat` returns the added losses beside the outputs, joins them, and adds them to the same
 layers outside of the towers.
 

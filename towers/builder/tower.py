@@ -53,7 +53,8 @@ class TowerBuilder:
             batch_norm: "sync": moments of all towers (needs `tf.function`); "local": of each.
             accumulate_steps: parts into which a batch is cut to compute gradients with less memory.
             jit_compile: compile each tower by XLA; BatchNorm must be local.
-            on_warning: called with a line for each way in which towers may differ from one device.
+            on_warning: called with a message for each way in which towers may differ from one
+                device.
             check: when towers are compared with one device: "once", "always" or "off".
             on_inexact: what to do if they differ: "warn", "stop" or "one_device".
         """

@@ -352,9 +352,9 @@ class Tracer:
             counted: what multiplies each added loss, of all towers; None for zeros.
 
         Returns:
-            Arrays: "outputs"; the gradients "inputs" and "weights", and "squares", the squares of
-            each row of a sparse one; "variables" after the run, as `trace.variables`; and for each
-            tower "losses", "states", "attributes" and "layers".
+            Arrays: "outputs"; the gradients "inputs" and "weights"; "squares" of each row of a
+            sparse gradient; "variables" after the run, in the order of `trace.variables`. For each
+            tower there are "losses", "states", "attributes" and "layers".
         """
         with tf.init_scope(), tf.device("/cpu:0"):
             for variable in trace.variables:

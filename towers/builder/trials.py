@@ -118,7 +118,7 @@ def known_values(tensors: Sequence[Any]) -> list[Any] | None:
 
 
 def stand_in(captured: tf.Tensor) -> tf.Tensor:
-    """Return a captured tensor if it is eager, else one of its shape."""
+    """Return a captured tensor if it is eager, otherwise one of its shape."""
     if not tf.is_symbolic_tensor(captured):
         return captured
     spec = tf.TensorSpec(captured.shape, captured.dtype)
@@ -141,7 +141,7 @@ def trials(one: Any, rows: Callable[[int], list[Any]]) -> Iterator[Trial]:
 
     Args:
         one: the trace on one device.
-        rows: returns arguments of the function, for 0 as they come, else in another order.
+        rows: returns arguments of the function, for 0 unchanged, otherwise in another order.
     """
 
     def changed(seed: int, change: Callable, *amounts: float) -> list[Any]:
@@ -183,7 +183,7 @@ def jittered(trial: Trial, step: float, has_weights: bool) -> Trial:
     Args:
         trial: any.
         step: the relative change.
-        has_weights: whether weights are changed; else inputs are.
+        has_weights: whether weights are changed; otherwise inputs are.
     """
 
     def values(variable: tf.Variable, value: np.ndarray) -> Any:

@@ -7,7 +7,7 @@ All random numbers come from `draws`, one row for each example. A kind is a base
 optionally followed by a square to cut out: "resnet,cutout=8". Evaluation uses the base alone.
 
 The tutorial's brightness adds one number to the whole image. It is not computed: contrast is
-relative to the mean, and standardisation subtracts the mean, so it cancels.
+relative to the mean, and standardization subtracts the mean, so it cancels.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
         compiled: whether the model is compiled.
 
     Raises:
-        InputError: the kind is for images and the examples are none, it would crop and mirror
-            images whose targets are images, as masks, the cutout is larger than the images, or it
-            comes without a base for a compiled model.
+        InputError: the kind is for images and the examples are none; it would crop and mirror
+            images whose targets are images, such as masks. Or the cutout is larger than the images,
+            or has no base and the model is compiled.
     """
     plan = parse(kind)
     if plan.base == "auto" and data.image_shape is not None:

@@ -1,4 +1,4 @@
-"""Reads CIFAR-10: binary files in a folder, else those of `keras.datasets`.
+"""Reads CIFAR-10: binary files in a folder, or those of `keras.datasets`.
 
 50,000 images for training and 10,000 for testing, uint8 `[32, 32, 3]`; 180 MB. A record of a binary
 file is a byte for the label, then 3072 bytes of the red, green and blue planes. `keras.datasets`

@@ -98,8 +98,9 @@ def cache_on_devices(split: Split, names: Sequence[str]) -> DeviceCache | None:
         names: device of each tower.
 
     Returns:
-        None if it is no array or has texts, if a tower is on a CPU, whose host has it already, or
-        on another machine, or if a GPU has less than four times its size of free memory.
+        None if it is not an array, or has texts. None if a tower is on a CPU, whose host has it
+        already, or on another machine. None if a GPU has less than four times its size of free
+        memory.
     """
     if not isinstance(split, ArraySplit):
         return None

@@ -37,8 +37,8 @@ def load(folder: str, size: Size | None) -> Data:
         size: (height, width) to which images are resized; None: all must have the same size.
 
     Raises:
-        InputError: a folder is missing, empty or cannot be read, test has a class that train has
-            not, sizes differ and `size` is None, or an image that is read is damaged.
+        InputError: a folder is missing, empty or cannot be read; test has a class that train lacks;
+            sizes differ and `size` is None; or an image is damaged.
     """
     train = os.path.join(folder, "train")
     names = [n for n in ("test", "validation", "val") if os.path.isdir(os.path.join(folder, n))]

@@ -5,8 +5,8 @@
     for (images, labels), counted in split.eval_batches(1000): ...
 
 An example is (x,), (x, y) or (x, y, sample_weight), each a tensor or a structure of tensors in
-dicts and tuples. Training batches are endless and always full: example number e of a run is in
-epoch e // size, at position e % size of that epoch's order, so a batch may span two epochs.
+dicts and tuples. Training batches are endless and always full, so a batch may span two epochs.
+Example number e of a run is in epoch e // size, at position e % size of that epoch's order.
 """
 
 import abc
@@ -69,8 +69,9 @@ class Split(abc.ABC):
         """Return one pass over the split in its own order.
 
         Returns:
-            A dataset of (example, counted): the structure of `spec` with an axis of B in front, and
-            float32 `[B]`: 1 for each example, 0 for the padding of the last batch.
+            A dataset of (example, counted). `example` has the structure of `spec` with an axis of B
+            in front. `counted`, float32 `[B]`, is 1 for each example, 0 for the padding of the last
+            batch.
         """
 
         def pad(*example):
@@ -258,7 +259,7 @@ class Data:
 
 
 def data_of(name: str, splits: dict[str, Split], **about: Any) -> Data:
-    """Return a data set; without "test" a tenth of the training examples is held out as such.
+    """Return a data set; without "test" a tenth of the training examples is held out.
 
     Args:
         name: of the data set.
@@ -278,7 +279,7 @@ def stored_spec(spec: Structure) -> Structure:
     """Return the types and shapes in which examples of this spec are stored.
 
     Floats and sample weights become float32. A y that is one integer, `[]` or `[1]`, is a label,
-    int32 `[]`. All else stays as it is.
+    int32 `[]`. Everything else stays as it is.
     """
 
     def as_float32(leaf):
@@ -378,7 +379,7 @@ def epoch_keys(first: tf.Tensor, num: int, seed: int) -> tf.Tensor:
     """Return the shuffle keys of successive epochs, int64 `[num, 3]` in 0..2**32-1.
 
     RandomIndexShuffle uses only the low bits of its seed, 8 of each number for up to 65,536
-    examples: with (seed, epoch) it would repeat after 256 epochs, and successive orders would be
+    examples. With (seed, epoch) it would repeat after 256 epochs, and successive orders would be
     related. So each epoch's key is a block of a Philox stream.
 
     Args:

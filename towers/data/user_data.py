@@ -69,8 +69,8 @@ def data_set(
         name: the value of --dataset.
         user_splits: "train", and optionally "test" and "validation". Without "test" a tenth of the
             training examples is held out, and a note says so.
-        num_classes: number of classes; None: the largest label + 1, up to a limit, else targets
-            are numbers, and `Data.no_classes` says why.
+        num_classes: number of classes; None: the largest label + 1, up to a limit, above which
+            targets are numbers, and `Data.no_classes` says why.
 
     Raises:
         InputError: a split is invalid, or the splits have different types or shapes.

@@ -1,6 +1,7 @@
 """Reads the driver's view of the GPUs by NVML; without a driver there are none.
 
-GPUs are numbered in PCI bus order, as in nvidia-smi. What the driver does not report is None.
+GPUs are numbered in PCI bus order, as in nvidia-smi. Values that the driver does not report are
+None.
 """
 
 import dataclasses

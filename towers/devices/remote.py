@@ -32,7 +32,7 @@ def current_cluster() -> Any:
 
 @contextlib.contextmanager
 def loss_is_an_end() -> Iterator[None]:
-    """End the block with a line if machines are lost in it."""
+    """End the block with a message if machines are lost in it."""
     try:
         yield
     except DevicesLost as error:

@@ -60,11 +60,11 @@ def tower_devices(
     """Return the device of each tower; create logical CPU devices if there is no GPU.
 
     Args:
-        num_towers: 0 for one tower on each visible GPU, or one on the CPU if there is none; N for
+        num_towers: 0 for one tower on each visible GPU, or one on the CPU if there is none. N for
             exactly N GPUs, or N logical CPU devices if there is no GPU. If TensorFlow has started
             with fewer of these, towers share them, and a message says so.
-        devices: devices to use in place of the first ones ("/gpu:0,/gpu:2" or a list), "cpu" for
-            logical CPU devices even if there are GPUs, "gpu" for the first GPUs only, or "any" for
+        devices: devices to use instead of the first ones ("/gpu:0,/gpu:2" or a list), or a kind.
+            "cpu": logical CPU devices, even if there are GPUs. "gpu": only the first GPUs. "any":
             GPUs if TensorFlow can use some, otherwise two logical CPU devices.
         divide_cores: whether each of several towers on the CPU computes an op on its share of the
             cores, unless a number of threads is set already.

@@ -1,4 +1,4 @@
-"""Builds the graph of one step for TensorBoard: towers are its scopes, devices its colours."""
+"""Builds the graph of one step for TensorBoard: towers are its scopes, devices its colors."""
 
 import re
 from collections.abc import Iterator

@@ -88,7 +88,7 @@ class Monitor:
         Args:
             step: number of steps made; the point is drawn at `step` - 1, the updates before the
                 measured step.
-            metrics: the train loop's, as numbers and lists, and "skipped".
+            metrics: those of the train loop, numbers or lists, and "skipped".
         """
         examples = self.timetable.examples(step)
         speed = self._speed.at(step, examples)

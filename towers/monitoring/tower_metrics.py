@@ -121,19 +121,19 @@ def measure(
     Args:
         gradients: the towers' parts of the loss's gradient; None if they are unknown.
         builder: builder of the towers.
-        measured: bool scalar: whether the step is measured; else norms are 0, and on GPUs all is.
+        measured: bool scalar: whether the step is measured; otherwise norms are 0, and on GPUs all
+            is.
         scale: scale of the loss.
-        start: time before which no tower starts, in seconds, if towers have losses of their own;
-            else the passes forward and backward are timed one by one.
+        start: time before which no tower starts, in seconds, if towers have their own losses;
+            otherwise the forward and backward passes are timed one by one.
         loss: the gathered loss, if towers have losses of their own.
 
     Returns:
-        For each tower, [towers], 0 without examples: "tower_seconds" (from the batch to its
-        gradients), "tower_examples", "tower_loss" (mean over its examples, NaN if towers have no
-        loss), "tower_gradient_norm" (of the mean over its examples).
-        Scalars: "compute_seconds" (until the last tower has its gradients), "gather_seconds" (from
-        then on: most of the gather runs while towers compute), "data_gradient_norm" (of the
-        gathered gradient).
+        For each tower, [towers], 0 without examples: "tower_seconds" from the batch to its
+        gradients, "tower_examples", "tower_loss" and "tower_gradient_norm". The last two are of the
+        mean over its examples. The loss is NaN if towers have none. Scalars: "compute_seconds"
+        (until the last tower has its gradients), "gather_seconds" (from then on: most of the gather
+        runs while towers compute), "data_gradient_norm" (of the gathered gradient).
     """
     num_towers = len(builder.devices)
     shapes = measured_shapes(num_towers) | timed_shapes(num_towers)
@@ -273,7 +273,7 @@ def _end_time(values: Any, device: str) -> tf.Tensor:
     """Return the time when a device has computed `values`.
 
     For TensorFlow a GPU's op ends when its kernel is queued, but a copy to the host arrives after
-    the kernels before it have run: so the smallest value is sent, after all others.
+    the kernels before it have run. So the smallest value is sent, after all others.
     """
     tensors = _tensors(values)
     smallest = min(tensors, key=lambda t: t.shape.num_elements() or 2**40)

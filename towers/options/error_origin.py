@@ -16,7 +16,7 @@ _LIBRARY = re.compile(
 
 
 def describe_origin(error: BaseException) -> str:
-    """Return a line that says where an error was raised and whose code that is."""
+    """Return a message on where an error was raised and whose code that is."""
     return locate_in_user_code(error) or (
         "the error comes from none of your own code: if `model.fit` does not fail alike without "
         "towers, please report it with the lines above"

@@ -23,11 +23,11 @@ def option(default: Any, group: str, help: str, affects: str = "result", **metad
         group: heading of its help.
         help: its help text.
         affects: what another value changes. "result": what the run computes, so that it is another
-            run; "speed"; "machine": the resources it uses; "report": what it shows and keeps, and
-            when; "call": only where and how it is called this time.
-        **metadata: "minimum", "maximum", "choices", "own" if a module:function is allowed too,
-            "example" of a value, "alias" of the flag, "numbers" if the value is a string of
-            comma-separated numbers, "required": the message if there is no value.
+            run. "speed". "machine": the resources it uses. "report": what it shows and keeps, and
+            when. "call": only where and how it is called this time.
+        **metadata: "minimum", "maximum", "choices", "example" of a value, "alias" of the flag.
+            "own" if a module:function is allowed too, "numbers" for a string of comma-separated
+            numbers, "required" for the message if there is no value.
     """
     about = dict(group=group, help=help, affects=affects, **metadata)
     return dataclasses.field(default=default, metadata=about)

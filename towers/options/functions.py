@@ -2,8 +2,8 @@
 
     towers.train(model=build, dataset=((x, y), (x_test, y_test)))
 
-The option is still a string, for `flags.cfg`: "my_net:build" if an import finds the function
-there, else "given_in_python:build". The string carries the objects, so that no global table keeps
+The option is still a string, for `flags.cfg`: "my_net:build" if an import finds the function there,
+otherwise "given_in_python:build". The string carries the objects, so that no global table keeps
 them alive or confuses two functions of one name.
 """
 

@@ -274,7 +274,7 @@ class GpuOptions:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateOptions:
-    """How long a run is, the optimizer, its schedule, and all else that an update does."""
+    """How long a run is, the optimizer, its schedule, and everything else about an update."""
 
     num_epochs: float = _length(
         0.0,
@@ -347,7 +347,7 @@ class UpdateOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DueOptions:
-    """What is due when: lines, evaluations, checkpoints, histograms."""
+    """When things are due: lines, evaluations, checkpoints, histograms."""
 
     callbacks: str = _when(
         "", "module:function that returns a list of Keras callbacks, such as those of W&B and "
@@ -427,7 +427,7 @@ def _parse_argument(text: str) -> Any:
 
 
 class Augmentation(NamedTuple):
-    """A value of --augment: a base, and the side of a square to cut out; 0: there is none."""
+    """A value of --augment: a base, and the side of a square to cut out (0 for none)."""
 
     base: str
     cutout: int = 0  # pixels

@@ -1,7 +1,7 @@
 """The options of a run: names, defaults, ranges and help.
 
-Each field is a flag of the command line, a line of `flags.cfg`, and a keyword argument in Python,
-where functions and data may replace names: model=build, dataset=((x, y), (x_test, y_test)).
+Each field is a flag of the command line, a line of `flags.cfg`, and a keyword argument in Python.
+There, functions and data may replace names: model=build, dataset=((x, y), (x_test, y_test)).
 """
 
 import dataclasses

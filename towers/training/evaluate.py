@@ -23,7 +23,7 @@ from towers.training.step.evaluation import AVERAGED
 def evaluate(
     options: Options | None = None, /, say: Callable[[str], None] = print, **fields: Any
 ) -> dict[str, Any]:
-    """Evaluate the best checkpoint of `train_dir` where one is kept, else the newest.
+    """Evaluate the best checkpoint of `train_dir` if one is kept, otherwise the newest.
 
         figures = towers.evaluate(train_dir="runs/mine", model=build, dataset=data)
 

@@ -95,7 +95,7 @@ def load(
     Args:
         train_dir: the folder of the run, which may be training meanwhile.
         averages: whether the weights are to be their moving averages (`--ema_decay`).
-        step: of the checkpoint; None: the best one where the run keeps that, else the newest.
+        step: of the checkpoint; None: the best one if the run keeps it, otherwise the newest.
         model: the model function, where the run was given one that has no importable name.
         trust: whether functions that the run names may be called though it is somebody else's.
 

@@ -36,9 +36,9 @@ def parallelize(
     The model, built or not, compiled or not, is changed in place. Losses, metrics and weights are
     those of one device without XLA, up to rounding, if layers compute each example from itself
     (BatchNorm is synchronized); otherwise a warning names the layer. Layers that cannot be called
-    with a part of the batch run on one device, with a warning, and so do a step that fails on
-    towers and a model that runs eagerly. Direct calls, saved files, copies and pickles are those
-    of the plain model.
+    with a part of the batch run on one device, with a warning. So do a step that fails on towers
+    and a model that runs eagerly. Direct calls, saved files, copies and pickles are those of the
+    plain model.
 
     Args:
         model: any Keras model, also with its own `train_step` or `compute_loss`.

@@ -49,7 +49,7 @@ def train(
         options: of the run; None: those of `fields`, on top of the flags.cfg of an existing run.
         start: `time.perf_counter()` when the command started, for `seconds_to_first_step`.
         **fields: of `towers.Options`: `model`, `dataset`, `num_towers`, `train_dir`, ... Functions
-            are given as such or as "module:function", data also as the function's result.
+            are passed directly or as "module:function", data also as the function's result.
 
     Returns:
         The contents of result.json, or None if a signal, or the loss of a machine, stopped the run,

@@ -49,7 +49,7 @@ class Worker:
     problem: str = ""  # why it is lost or not available
 
     def devices(self, number: int) -> list[str]:
-        """Return the devices of `number` towers; 0: one on each GPU, else one."""
+        """Return the devices of `number` towers; 0: one on each GPU, or one without GPUs."""
         number = number or (self.info.num_devices if self.info.kind == "gpu" else 1)
         return [f"{self.name}/{self.info.kind}:{i}" for i in range(number)]
 
@@ -74,7 +74,7 @@ class Cluster:
 
         Args:
             addresses: of the workers, HOST:PORT.
-            towers_per_worker: 0: one on each GPU of a worker, else one.
+            towers_per_worker: 0: one on each GPU of a worker, or one without GPUs.
             timeout_seconds: without an answer, after which a worker is lost.
         """
         self.workers = [Worker(address) for address in addresses]
@@ -248,8 +248,8 @@ class Cluster:
         """Save the run, and run its command again with the workers that are left.
 
         Called in the main thread, or in that of a heartbeat while the main thread waits for a lost
-        worker. If the command is not run again, the line that says why is returned in the main
-        thread; else the process ends with it, or prints it if it is not of the towers command.
+        worker. If the command is not run again, the main thread returns the message that says why.
+        Another thread ends the process with it, or prints it in a program of the user.
         """
         with self._leaving:  # the first thread that comes does it
             if not self._run:
@@ -291,7 +291,7 @@ def connect(
 
     Args:
         workers: "host1:2222,host2:2222", or another value of `--workers`; or a list of addresses.
-        towers_per_worker: towers of each; 0: one on each of its GPUs, else one.
+        towers_per_worker: towers of each; 0: one on each of its GPUs, or one without GPUs.
         timeout_seconds: time without an answer after which a worker is lost.
         min_workers: number of workers that is enough; 0: all.
 

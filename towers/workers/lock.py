@@ -26,7 +26,7 @@ _MAX_TIMEOUT_SECONDS = 86_400.0
 
 @dataclasses.dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker has."""
+    """The versions and devices of a worker."""
 
     towers: str  # versions
     tensorflow: str

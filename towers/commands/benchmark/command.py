@@ -153,6 +153,6 @@ def ratio_of(longer: Sequence[float], shorter: Sequence[float]) -> dict[str, flo
 
 
 def spread(values: Mapping[str, float], digits: int = 0) -> str:
-    """Return values, see `ratio_of`, as "102 (99 to 104)", with so many decimals."""
+    """Return values, see `ratio_of`, in the form "102 (99 to 104)", with so many decimals."""
     low, middle, high = (f"{values[key]:.{digits}f}" for key in ("min", "median", "max"))
     return f"{middle} ({low} to {high})"

@@ -2,9 +2,9 @@
 
     python -m towers.commands.benchmark.own_run '{"num_towers": 2, ...}'
 
-For a line "2.0" it trains two seconds and prints {"steps": 120, "seconds": 2.01}; for "0.5 control"
-it computes the control: each tower's forward and backward pass with weights of its own, without
-gather, update or input, which is the speed of perfect scaling on this machine.
+For a line "2.0" it trains two seconds and prints {"steps": 120, "seconds": 2.01}. For "0.5 control"
+it computes the control: each tower's forward and backward pass with its own weights, without
+gather, update or input. This is the speed of perfect scaling on this machine.
 """
 
 import dataclasses

@@ -142,7 +142,7 @@ def _saved_and_loaded(trained: TrainedModel, path: Path, examples: Inputs) -> li
 
 
 def _to_import(train_dir: str, model: keras.Model) -> list[str]:
-    """Return a line on what must be imported before the file is loaded, if anything must."""
+    """Return a line on the imports that loading the file needs, if there are any."""
     modules = {type(layer).__module__ for layer in tf_internals.layers_of(model)}
     imports = sorted(name for name in modules if name.split(".")[0] != "keras")
     if not imports:
@@ -153,7 +153,7 @@ def _to_import(train_dir: str, model: keras.Model) -> list[str]:
 
 
 def _output(options: ExportOptions) -> Path:
-    """Return the path to write; raise InputError if what is there is to be kept."""
+    """Return the path to write; raise InputError if a file there must be kept."""
     path = Path(options.output or Path(options.run.train_dir, "model.keras")).expanduser()
     if path.is_dir() or (path.exists() and not options.overwrite):
         raise InputError(

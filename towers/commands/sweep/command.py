@@ -146,10 +146,10 @@ def _check_same(run: PlannedRun) -> None:
 def compare(sweep_dir: str, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the content of sweep.json, which --json prints.
 
-    Its "summary" has a row for each combination of what is varied except the seed, best first:
-    "flags", "runs": names, "finished": n, "failed": n, and "mean": the mean of the monitored metric
-    over its runs, None if unknown, for the moving average of the weights if there is one.
-    Combinations with a failed run are last.
+    Its "summary" has a row for each combination of the varied flags except the seed, best first. A
+    row has "flags", "runs" (names), the counts "finished" and "failed", and "mean": the mean of the
+    monitored metric over its runs, or None. It is that of the moving average of the weights if
+    there is one. Combinations with a failed run are last.
 
     Args:
         sweep_dir: folder of the sweep.

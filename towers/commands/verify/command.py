@@ -33,10 +33,10 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         say: called with each line to print.
 
     Returns:
-        "passed"; "first_difference": None, or the first array that differs, by step and by order,
-        with its "num_towers", "step", "name", "relative_difference" and likely "cause";
-        "max_relative_difference": {"2": 1e-15}; "differences": {name: {"2": 1e-15}}; "dtype", that
-        of the comparison: float64, or the run's own if the model cannot be trained in that.
+        "passed". "first_difference": None, or the first array that differs, by step and by order,
+        with its "num_towers", "step", "name", "relative_difference" and likely "cause".
+        "max_relative_difference": {"2": 1e-15}. "differences": {name: {"2": 1e-15}}. "dtype" of the
+        comparison: float64, or the run's own if the model cannot be trained in float64.
     """
     # Callbacks may ask for the accuracy of a batch. Towers stay towers, whatever is found of them.
     of_run = dataclasses.replace(options.run, callbacks="", on_inexact="warn")

@@ -2,8 +2,8 @@
 
 After each step all results are compared; the next one starts everywhere from the variables of the
 one device. Towers add in another order, so results differ by rounding. An array that is zero in
-theory, like the gradient of a bias in front of BatchNorm, is nothing but rounding errors: its scale
-is the effect of a tiny change of the weights (`_rounding_noise`).
+theory, like the gradient of a bias in front of BatchNorm, holds only rounding errors. Its scale is
+the effect of a tiny change of the weights (`_rounding_noise`).
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ def compare(
         runners: the runners to compare with it.
         batches: a batch for each step.
         test: batch to evaluate after the last step, with trained BatchNorm statistics and averages.
-        say: called with a line after the first step.
+        say: called with a message after the first step.
         tolerance: relative difference above which `_rounding_noise` is measured, too.
     """
     expected = reference.variables()

@@ -53,8 +53,9 @@ def verify(
 ) -> dict[str, Any]:
     """Compare `fit` of a compiled model on towers with one device; the model stays as it is.
 
-    After each step the loss, the metrics and all variables of model and optimizer are compared;
-    after the last, which has fewer examples than the others, an evaluation and predictions, too.
+    After each step the loss, the metrics and all variables of model and optimizer are compared.
+    After the last step, which has fewer examples than the others, so are an evaluation and
+    predictions.
 
         assert towers.verify(model, x, y, batch_size=32, num_towers=2)["passed"]
 

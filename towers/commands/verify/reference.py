@@ -38,7 +38,7 @@ class PlainRunner(Runner):
     num_towers, builder = 1, None
 
     def __init__(self, run: RunContext, options: Options, device: str):
-        """Build the model anew, and trace its step.
+        """Build the model again, and trace its step.
 
         Args:
             run: the same run on towers, which has the data and the schedule.

@@ -196,7 +196,7 @@ def numbers_to_compare(asked: str, names: str | Sequence[str]) -> list[int]:
 def in_float64(
     make: Callable[[], Runner], batch: Any, failure: str, say: Callable[[str], None]
 ) -> Runner | None:
-    """Return a runner that can make a step in float64, else print why not and return None.
+    """Return a runner that can make a step in float64, or print why not and return None.
 
     Args:
         make: makes the runner.

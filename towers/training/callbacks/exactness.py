@@ -39,7 +39,7 @@ class ExactnessChecks:
 
 
 def found_on_towers(run: RunContext) -> RunError | None:
-    """Return the error for what was found after a run of `--on_inexact=one_device` had begun."""
+    """Return the error if `--on_inexact=one_device` was set and a difference was found later."""
     if run.due.on_inexact != "one_device" or not run.builder.checks.inexact:
         return None
     found = run.builder.checks.inexact[0]

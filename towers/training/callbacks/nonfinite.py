@@ -48,7 +48,8 @@ class NonFiniteMonitor:
         Args:
             values: what the train loop returned.
             step: steps done.
-            now: whether to wait for the devices; else the values of the previous call are checked.
+            now: whether to wait for the devices; otherwise the values of the previous call are
+                checked.
         """
         checked = values if now else self._last
         self._last = values
@@ -104,7 +105,7 @@ def _report(run: RunContext) -> str:
 
 
 def _repeat(run: RunContext, inputs: Any, targets: Sequence[Any]) -> tuple[str, np.ndarray | None]:
-    """Return what is the first that is not finite in a step, and for which rows of the batch."""
+    """Return the first value of a step that is not finite, and for which rows of the batch."""
     seen: list[tuple[str, np.ndarray]] = []
 
     def watched(call: Callable) -> Callable:

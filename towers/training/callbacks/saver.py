@@ -65,7 +65,7 @@ class Saver:
 
         Args:
             step: of the checkpoint.
-            now: wait until it is written, which else a thread does.
+            now: wait until it is written; otherwise a thread writes it.
         """
         with self.monitor.pause():
             if drifted := self.prepared.run.train_state.make_copies_equal():

@@ -1,7 +1,7 @@
 """Keras callbacks in the loop of a run, from `--callbacks=module:function`.
 
 Hooks are called where `fit` calls them, except those of an evaluation's batches. With callbacks
-each call of TensorFlow makes one step. What callbacks themselves hold is not saved.
+each call of TensorFlow makes one step. The state of callbacks is not saved.
 """
 
 import dataclasses

@@ -82,7 +82,7 @@ def read_newest(
     Args:
         directory: of the checkpoints.
         read: takes a checkpoint's path prefix and TensorFlow's reader of it.
-        warn: called with a line for each damaged checkpoint; None: raise InputError.
+        warn: called with a message for each damaged checkpoint; None: raise InputError.
         wanted: step that is tried first.
 
     Raises:
@@ -224,7 +224,7 @@ def kinds_of(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def first_difference(here: Mapping[str, str], there: Mapping[str, str]) -> str | None:
-    """Return the first difference, as "NAME is DTYPE[SHAPE] there and absent here", or None.
+    """Return the first difference, "NAME is DTYPE[SHAPE] there and absent here", or None.
 
     Args:
         here: {name: "DTYPE[SHAPE]" or "[SHAPE]"} of this program's variables.

@@ -112,7 +112,7 @@ class CheckpointManager:
         """Assign the newest readable checkpoint to the variables; return its step, or None.
 
         Args:
-            warn: called with a line for each damaged one.
+            warn: called with a message for each damaged one.
             wanted: step that is tried first.
 
         Raises:

@@ -149,7 +149,7 @@ def _check_losses(recorder: LossRecorder, example: Any, flag: str, data: Data) -
 
 
 def _wrong_shapes(inputs: LossInput) -> str:
-    """Return what is wrong if targets would be broadcast, else ""."""
+    """Return what is wrong if targets would be broadcast, or ""."""
     y, outputs = inputs.y, inputs.outputs
     if len(y) == len(outputs) + 1 and y[-1] == 1:  # Keras takes an axis of size 1 away
         outputs = (*outputs, 1)
@@ -170,7 +170,7 @@ def _wrong_shapes(inputs: LossInput) -> str:
 
 
 def _wrong_ending(inputs: LossInput, activation: str | None, layer: str) -> str:
-    """Return what is wrong with the output's activation, else ""."""
+    """Return what is wrong with the output's activation, or ""."""
     kind, wanted = inputs.kind, _PROBABILITIES.get(inputs.kind)
     if activation == "softmax" and inputs.outputs[1:][-1:] == (1,):
         return (
@@ -188,7 +188,7 @@ def _wrong_ending(inputs: LossInput, activation: str | None, layer: str) -> str:
 
 
 def _wrong_classes(inputs: LossInput, values: np.ndarray, num_classes: int, no_classes: str) -> str:
-    """Return what is wrong with numbers of classes, else ""; see `Data` for the last two."""
+    """Return what is wrong with numbers of classes, or ""; see `Data` for the last two."""
     if values.dtype.kind == "f" and np.any(broken := values != np.floor(values)):
         return (
             f"targets such as {values[broken][0]:g} are no whole numbers, and {_SPARSE} takes the "
@@ -218,7 +218,7 @@ def _wrong_classes(inputs: LossInput, values: np.ndarray, num_classes: int, no_c
 
 
 def _outside_of_0_to_1(values: np.ndarray, kind: str) -> str:
-    """Return what is wrong with targets of a binary loss, else ""."""
+    """Return what is wrong with targets of a binary loss, or ""."""
     least, most = float(values.min()), float(values.max())
     if not np.isfinite([least, most]).all() or (least >= 0 and most <= 1):
         return ""

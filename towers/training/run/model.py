@@ -281,7 +281,7 @@ def _refuse_overridden(options: Options) -> None:
 
 
 def _with_decay(regularizer: Callable | None, l2: float) -> Callable:
-    """Return a regulariser that also adds `l2` times the sum of squares."""
+    """Return a regularizer that also adds `l2` times the sum of squares."""
     kinds = keras.regularizers
     if regularizer is None:
         return kinds.L2(l2)

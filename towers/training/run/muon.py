@@ -4,9 +4,9 @@
 
 An update of Muon has singular values near 1. Keras implements it for matrices; here the kernel of a
 convolution, `[h, w, C_in, C_out]`, is a matrix of `h w C_in` rows. Before each step a kernel is
-scaled to the norm of a matrix with columns of norm 1, so that the learning rate is the part of a
-kernel that a step replaces, in all layers alike. In front of a normalization layer the norm of a
-kernel has no effect.
+scaled to the norm of a matrix with columns of norm 1. So in every layer, the learning rate is the
+part of a kernel that a step replaces. In front of a normalization layer the norm of a kernel has no
+effect.
 
 Biases, scales, embeddings and output kernels are updated by Adam, at `ADAM_RATIO` of the rate.
 

@@ -85,10 +85,10 @@ def check_own(options: UpdateOptions) -> None:
 def learning_rate(options: UpdateOptions, total_epochs: float, epoch: tf.Tensor) -> tf.Tensor:
     """Return the learning rate after a number of epochs, a float64 scalar.
 
-    It rises from zero to `options.learning_rate` during `warmup_epochs`; `schedule` covers the
-    epochs left: "constant"; "step", multiplied by `decay_factor` at each of `decay_epochs`;
-    "linear", to zero at the end; "cosine", likewise (Loshchilov and Hutter 2017, without restarts);
-    "onecycle", a rise from peak / 25, by default over a quarter of the run, and a cosine fall to
+    It rises from zero to `options.learning_rate` during `warmup_epochs`. `schedule` covers the
+    other epochs. "constant". "step": multiplied by `decay_factor` at each of `decay_epochs`.
+    "linear": to zero at the end. "cosine": likewise (Loshchilov and Hutter 2017, without restarts).
+    "onecycle": a rise from peak / 25, by default over a quarter of the run, and a cosine fall to
     peak / 10^4 (Smith and Topin 2018).
 
     Args:

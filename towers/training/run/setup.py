@@ -53,7 +53,7 @@ class RunContext:
     diagnostics: list[str]  # of the towers' function
 
     def to_flagfile(self) -> str:
-        """Return the run's flags.cfg, in which each process decides anew what it may."""
+        """Return the run's flags.cfg, without the choices that each process makes for itself."""
         left_open = {n: getattr(self.given, n) for n in ("variables", *OF_TOWERS)}
         return dataclasses.replace(self.options, **left_open).to_flagfile()
 
@@ -74,7 +74,7 @@ class RunContext:
 
     @functools.cached_property
     def due(self) -> DueOptions:
-        """What is due when; callbacks read nothing else of the options."""
+        """The triggers; callbacks read nothing else of the options."""
         return self.options.part(DueOptions)
 
     def steps_done(self) -> int:
@@ -246,7 +246,7 @@ def parse_monitor(monitor: str, known: Mapping[str, str | None]) -> Monitored:
 
     Args:
         monitor: --monitor, such as "auc" or "val_auc"; "max:" or "min:" may precede it; "" for the
-            accuracy, else the first metric whose direction is known, else the loss.
+            accuracy, or the first metric whose direction is known, or the loss.
         known: {metric: its direction, None if unknown}.
 
     Raises:
@@ -286,7 +286,7 @@ def metric_directions(task: Task) -> dict[str, str | None]:
 
 
 def on_first_device(run: RunContext) -> RunContext:
-    """Return a run anew with one tower, on the first device."""
+    """Return a new run with one tower, on the first device."""
     alone = assemble(run.of_one_tower, run.builder.devices[:1], run.data)
     return dataclasses.replace(alone, given=run.given)
 

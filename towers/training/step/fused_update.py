@@ -1,10 +1,10 @@
 """Fuses the updates of many variables on a GPU.
 
 Launching a kernel takes some microseconds, and Keras' update is a chain of ops for each variable,
-most of which are small. Here variables that are treated alike are concatenated: their gradients,
-values and slots are one vector each, Keras' own arithmetic runs once on them, and the parts are
-assigned, which launches no kernel. Variables, slots and checkpoints stay as they are. Vectors are
-short and exist only while they are updated, so a step takes little memory beside its variables.
+most of which are small. Here variables that are treated alike are concatenated. Their gradients,
+values and slots are one vector each, and Keras' own arithmetic runs once on them. Then the parts
+are assigned, which launches no kernel. Variables, slots and checkpoints stay as they are. Vectors
+are short and exist only while they are updated, so a step takes little memory beside its variables.
 
     gradients, weights = flatten_updates(gradients, weights, optimizer)
     apply(optimizer, gradients, weights)
@@ -31,7 +31,7 @@ from towers.training.step.train_state import build, snapshot
 
 
 class Segment(NamedTuple):
-    """Adjacent weights of a `FlatVariable` with the same regularisation."""
+    """Adjacent weights of a `FlatVariable` with the same regularization."""
 
     value: tf.Tensor
     regularizer: Callable | None
@@ -44,7 +44,7 @@ class FlatVariable:
 
     It is read and assigned like a tf.Variable; `write` then assigns the parts to the variables.
     Until `read` each use joins the values, for itself. For weights, `segments` groups the Keras
-    variables by their regularisation.
+    variables by their regularization.
     """
 
     variables: Sequence[tf.Variable]  # of one dtype, on one device
@@ -133,8 +133,8 @@ def flatten_updates(
 ) -> tuple[list[Any], list[Any]]:
     """Return gradients and weights, concatenated where possible into a `FlatVariable`.
 
-    Not concatenated are weights on CPUs, large ones, those with a constraint or a regulariser that
-    is not elementwise, and all if the optimizer is not elementwise (LAMB).
+    These weights are not concatenated: those on CPUs, large ones, and those with a constraint or a
+    regularizer that is not elementwise. None are if the optimizer is not elementwise (LAMB).
 
     Args:
         gradients: one for each weight: dense, sparse or None.
@@ -190,7 +190,7 @@ def apply(
         optimizer: with slots for each Keras variable.
         gradients: one for each weight.
         weights: Keras variables or `FlatVariable`s; None: those that the optimizer was built for.
-        finite: a bool scalar: if it is False, no variable changes; None: it is not tested.
+        finite: a bool scalar; if it is False, no variable changes. None: it is not tested.
     """
     flats = [weight for weight in weights or () if isinstance(weight, FlatVariable)]
     slots: dict[FlatVariable, list[FlatVariable]] = {flat: [] for flat in flats}
@@ -370,7 +370,7 @@ def _regularizer(weight: keras.Variable) -> Callable | None:
 
 
 def can_follow(weight: keras.Variable) -> bool:
-    """Return whether the regulariser and constraint of a weight do the same with a copy of it.
+    """Return whether the regularizer and constraint of a weight do the same with a copy of it.
 
     They do not if they are random, or read or assign other variables.
     """

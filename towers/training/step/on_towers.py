@@ -52,7 +52,7 @@ def put_on(model: keras.Model, builder: TowerBuilder, replicated: bool = False) 
     Args:
         model: any Keras model, changed in place.
         builder: of the towers.
-        replicated: whether each tower has the weights on its device; else all read the same.
+        replicated: whether each tower has the weights on its device; otherwise all read the same.
     """
     unparallelize(model)
     steps = _Steps(model, builder, replicated)

@@ -1,7 +1,7 @@
 """The training step of a compiled Keras model, from a batch to the update, and its evaluation.
 
-A batch is (example, draws): example is (x, y) or (x, y, sample_weight), each any structure of
-tensors whose axis 0 is the batch; draws are the random numbers of augmentation.
+A batch is (example, draws). The example is (x, y) or (x, y, sample_weight), each any structure of
+tensors whose axis 0 is the batch. The draws are the random numbers of augmentation.
 
 Loss, metrics and optimizer are those that `fit` would use, over the global batch. Each tower
 augments its examples and computes their losses, so that only gradients leave it; these are added,
@@ -46,7 +46,7 @@ from towers.training.step.weight_copies import can_keep, is_linear, like
 
 
 class Task:
-    """What a compiled Keras model is trained to do, and how that is measured.
+    """The training and the evaluation of a compiled Keras model.
 
     Attributes:
         train_state: the variables that a step changes.
@@ -183,9 +183,9 @@ class Task:
         """Return `train_step(example, draws, measured=None)`: one update, to be compiled.
 
         It returns a dict of tensors, with the scalars in `step_names`: "loss" is the mean over all
-        examples, "penalty" that of regularisation. With `measured`, a bool scalar, it also has the
+        examples, "penalty" that of regularization. With `measured`, a bool scalar, it also has the
         keys of `tower_metrics.measured_shapes` and `timed_shapes`; norms are computed if it is
-        True. Else they are 0, and on GPUs all is.
+        True. Otherwise they are 0, and on GPUs all is.
         """
         of_losses = self._make_step_of_losses(learning_rate)
         of_outputs = self._make_step_of_outputs(learning_rate)

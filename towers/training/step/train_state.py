@@ -316,8 +316,8 @@ def shard(weights: Sequence[keras.Variable], devices: Sequence[str]) -> None:
 def move(places: Sequence[tuple[keras.Variable, str]]) -> list[keras.Variable]:
     """Give Keras variables a new `tf.Variable` on a device; return those that stay.
 
-    A variable stays if something else holds its `tf.Variable`, as a function does that was traced
-    before: that would go on with the old one.
+    A variable stays if something else holds its `tf.Variable`, such as a function that was traced
+    before, because that would keep using the old one.
     """
     moves = {id(v): (v, device) for v, device in places}.values()  # a variable may be listed twice
     moves = [(v, to) for v, to in moves if not is_device(tf_internals.value_of(v).device, to)]

@@ -1,6 +1,6 @@
 """The update: from gathered gradients to new weights, if all is finite.
 
-Regularisation, finite test, clipping, the optimizer's update and moving averages are computed once
+Regularization, finite test, clipping, the optimizer's update and moving averages are computed once
 a step on the weights' devices, never in a tower. Copies of the weights get the same gradients and
 make the same update. A `FlatVariable` may stand for several weights on a GPU.
 """
@@ -25,7 +25,7 @@ Before = Sequence[tuple[tf.Variable, tf.Tensor]]  # variables, each with its val
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """What a step and an evaluation are asked to be: options of a run, by their names."""
+    """Options of a run that a step and an evaluation read, by their names."""
 
     model: str  # these two for messages
     loss: str
@@ -111,7 +111,7 @@ class FiniteRule:
         Args:
             norms: of the gradients, one on each replica's device, or one for all.
             update: called with a value for each replica: on GPUs whether it is updated, a bool
-                scalar to wait for without a branch; else None, in a branch.
+                scalar to wait for without a branch; otherwise None, in a branch.
             scale: the loss scale of an optimizer that tests its gradients itself.
         """
         self._tests.append([self._test(i, norm) for i, norm in enumerate(norms)])
@@ -214,8 +214,8 @@ def make_update(
         train_state: the variables that the step changes.
         rules: `ema_decay` and `batch_size`.
         rate_is_set: whether `learning_rates` are assigned to the optimizers.
-        squares_rows: whether optimizers get sparse gradients, each row of which they square; else
-            dense ones.
+        squares_rows: whether optimizers get sparse gradients, each row of which they square;
+            otherwise dense ones.
     """
     reduce_replicas = _make_replica_reducer(train_state.replicas)
 
@@ -293,7 +293,7 @@ def _replica_update(
     learning_rate: tf.Tensor | None,
     squares_rows: bool,
 ) -> tuple[tf.Tensor, tf.Tensor, Callable]:
-    """Return the regularisation loss, the gradients' norm, and `apply(finite)`, the update."""
+    """Return the regularization loss, the gradients' norm, and `apply(finite)`, the update."""
     optimizer = replica.optimizer
     if not squares_rows:
         gradients = _each(_dense, gradients, replica.weights)
@@ -334,7 +334,7 @@ def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variab
 def _regularise(
     weights: Sequence[keras.Variable], gradients: list[Any]
 ) -> tuple[list[tf.Tensor], list[Any]]:
-    """Return the terms of the regularisation loss, and the gradients with its gradients added."""
+    """Return the terms of the regularization loss, and the gradients with its gradients added."""
     total = []
 
     def add(gradient: Any, weight: Any) -> Any:
@@ -390,7 +390,7 @@ def update_averages(
     Args:
         train_state: with the averages.
         rules: `ema_decay` and `batch_size`.
-        finite: a bool scalar: if it is False, averages stay; None: it is not tested.
+        finite: a bool scalar; if it is False, averages stay. None: it is not tested.
     """
     if not train_state.averages:
         return

@@ -112,7 +112,7 @@ class KeptCopies:
                 fused_update.apply(copy, *parts)
 
     def _place_of(self, gradient: Any, weight: keras.Variable, sums: Sequence[Any]) -> int | None:
-        """Return the index of the sum that a gradient is, perhaps with that of a regulariser."""
+        """Return the index of the sum that a gradient is, perhaps with that of a regularizer."""
         for i, each in enumerate(sums):
             if each is gradient:
                 return i
@@ -164,7 +164,7 @@ class KeptCopies:
 
 
 def _gradient_of_penalty(weight: keras.Variable, optimizer: Any) -> tf.Tensor:
-    """Return the gradient of a weight's regulariser in Keras' loss, times the loss scale."""
+    """Return the gradient of a weight's regularizer in Keras' loss, times the loss scale."""
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(weight.value)
         penalty = optimizer.scale_loss(weight.regularizer(weight))
