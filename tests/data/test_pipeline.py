@@ -13,8 +13,6 @@ from towers.data.pipeline import held_out_rows, shuffled_rows
 
 pytestmark = pytest.mark.graph
 
-KINDS = ["arrays", "dataset", "images"]
-
 
 class Images(ImageSplit):
     """Images that are read one by one, from memory."""
@@ -159,19 +157,11 @@ def test_one_pass_counts_each_example_once(kind, batch_size):
     assert not images[10:].any() and not labels[10:].any()
 
 
-# Any structure
-
-
-def spec(dtype, *shape):
-    return tf.TensorSpec(shape, dtype)
-
-
-# 11 examples of two inputs, two outputs, and weights of each, and what they are given out as.
 # A part that is held out
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "images"])
 def test_a_part_is_held_out(kind):
     parts, numbers = make(11, kind).held_out(0.3), held_out_rows(11, 0.3)
     for split, rows in zip(parts, numbers, strict=True):  # the same of any kind
@@ -204,7 +194,7 @@ def test_a_dataset_of_another_size_than_it_says(size, says):
     def examples():
         yield from zip(images, labels, strict=True)
 
-    signature = spec(tf.uint8, 2, 2, 1), spec(tf.int64)
+    signature = tf.TensorSpec([2, 2, 1], tf.uint8), tf.TensorSpec([], tf.int64)
     dataset = tf.data.Dataset.from_generator(examples, output_signature=signature)
     split = DatasetSplit(dataset, size)
     for batches in (split.train_batches(4, seed=1).take(10), split.eval_batches(4)):

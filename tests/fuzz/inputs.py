@@ -4,6 +4,7 @@ Each kind of input is a Hypothesis strategy of `Case`s. A case is what stands in
 beside what `engine.Template` puts there, and what is done then.
 """
 
+import copy
 import dataclasses
 import io
 import json
@@ -107,7 +108,7 @@ def hostile_json(draw, content: bytes) -> bytes:
         elif how == 2 and isinstance(holder, dict):
             holder[draw(st.text(max_size=3))] = holder.pop(key)
         else:
-            holder[key] = draw(_ODD)
+            holder[key] = copy.deepcopy(draw(_ODD))  # the next turn may change it
     text = json.dumps(top[0])
     if draw(st.integers(0, 9)) == 0:
         text = text.replace("{", '{"step": 1, "step": [], ', 1)

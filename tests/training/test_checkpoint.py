@@ -83,6 +83,16 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_line(tmp_path, kind):
         restored(tmp_path, None)  # as to evaluate it
 
 
+def test_a_checkpoint_with_a_place_that_is_none_is_passed_over(tmp_path):
+    for step, place in enumerate(
+        ({"stage": "end"}, {"stage": 3}, {"other": 1}, {"sums": {"a": []}})
+    ):
+        manager = opened(tmp_path, step, keep=9)
+        manager.place = lambda place=place: place
+        manager.save_now(step)
+        assert restored(tmp_path) == (0, 0.0)
+
+
 def test_a_flipped_bit_anywhere_is_seen(tmp_path):
     """Also in what no variable is read from: the names by which TensorFlow's own readers go."""
     save(tmp_path, 1, 2)
