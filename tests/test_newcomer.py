@@ -92,7 +92,7 @@ def test_from_the_first_command_to_a_sweep_and_a_table(folder):
     _, err = process.communicate()
     assert process.returncode == 75 and "towers      2: /cpu:0, /cpu:1" in shown
     (line,) = err.splitlines()
-    assert "saved; the same command continues the run" in line
+    assert "saved; the same command resumes the run" in line
 
     Path("my_price.py").write_text(snippet("my_price.py"))
     Path("my_prices.py").write_text(snippet("my_prices.py"))
@@ -106,7 +106,7 @@ def test_from_the_first_command_to_a_sweep_and_a_table(folder):
     gone_on, verified, evaluated, predicted, _, swept, of_prices = typed_one_by_one(
         go_on, shorter, evaluate, predict, export, sweep, prices
     )
-    assert "continuing  runs/mine at step " in gone_on and "\npassed " in verified
+    assert "resuming    runs/mine at step " in gone_on and "\npassed " in verified
     accuracy = re.search(r"test_accuracy +([\d.]+)", gone_on)[1]
     assert re.search(r"accuracy +([\d.]+)", evaluated)[1] == accuracy
     assert all(f"learning_rate={rate}" in swept for rate in ("0.01", "0.03", "0.1"))

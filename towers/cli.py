@@ -37,7 +37,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_PIPE = 1, 2, signals.EXIT_STOPPED, 1
 
 def _stopped(number: int) -> tuple[int, str]:
     name = signal.Signals(number).name  # nothing to save
-    return EXIT_STOPPED, f"stopped by {name}: nothing is lost, the same command goes on"
+    return EXIT_STOPPED, f"stopped by {name}: nothing is lost; the same command resumes the run"
 
 
 def _ended(number: int) -> tuple[int, str]:

@@ -64,7 +64,7 @@ def test_too_little_memory_is_one_line(tmp_path):
     flags = "--model_args=width=20000", "--gpu_memory_limit_mib=50", "--variables=replicated"
     code, _, err = towers("train", f"--train_dir={tmp_path}/run", *DENSE.split(), *flags)
     assert code == 1 and len(err.splitlines()) == 1
-    assert err.startswith("towers: out of memory: ") and "it may take 50 MiB" in err
+    assert err.startswith("towers: out of memory: ") and "its limit is 50 MiB" in err
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_long_check_is_told_once_and_is_no_stall(monkeypatch):
             for _ in range(ticks):
                 now[0] += 0.5
                 handler._tick()
-        assert said == ["checking    whether towers compute the same as one device"] * (ticks > 3)
+        assert said == ["checking    that towers compute the same as one device"] * (ticks > 3)
     with handler.check(1000):
         now[0] += 2.5
         handler._tick()
@@ -140,8 +140,8 @@ def test_one_device_trains_the_run_of_one_tower_and_says_why(tmp_path, capsys, c
     out = capsys.readouterr().out
     assert (result["num_towers"], result["devices"]) == (1, ["/cpu:0"])
     (line,) = [line for line in out.splitlines() if line.startswith("one device  ")]
-    assert line.startswith("one device  /cpu:0 trains alone, which is exact; ")
-    assert "centered" in line and "warning" not in out and "numbers " not in out
+    assert line.startswith("one device  trains only on /cpu:0, ")
+    assert "centered" in line and "warning" not in out and "results  " not in out
     assert "exactness: one tower" in out
     flags = (tmp_path / "a/flags.cfg").read_text()
     assert "--num_towers=2\n" in flags and "--accumulate_steps=2\n" in flags
@@ -156,7 +156,7 @@ def test_a_run_on_one_device_is_resumed_there_until_the_model_is_mended(
     given = MIXING | dict(on_inexact="one_device", batch_size=6)
     for steps in 5, 8:
         assert trained(tmp_path / "run", max_steps=steps, **given)["num_towers"] == 1
-    assert "continuing  " in capsys.readouterr().out
+    assert "resuming  " in capsys.readouterr().out
     monkeypatch.setattr(tiny.Centered, "call", lambda layer, x: x)
     assert trained(tmp_path / "run", max_steps=10, **given)["num_towers"] == 2
 
@@ -182,9 +182,7 @@ def test_one_device_ends_a_run_that_is_found_inexact_later_and_one_tower_continu
     step, err = saved_and_ended(capsys, flags, tmp_path / "run")
     assert step == 12 if in_evaluation else 6 <= step < 12
     found = "centered" if in_evaluation else "mixer"
-    assert re.search(
-        rf"towers: .*{found}.* same command with --num_towers=1 continues exactly", err
-    )
+    assert re.search(rf"towers: .*{found}.* same command with --num_towers=1 resumes exactly", err)
     code, _, err = command(capsys, "train", *flags, "--num_towers=1")
     assert code == 0, err
     assert result_of(tmp_path / "run")["num_towers"] == 1

@@ -155,10 +155,10 @@ def recomputed():
             "--early_stopping_epochs ... --validation_fraction",
         ),
         (dict(loss="mse", validation_fraction=0.2, keep_best=True), "--evaluate_every_epochs"),
-        (dict(model=recomputed, loss="mse"), "Keras cannot recompute a layer in a graph"),
+        (dict(model=recomputed, loss="mse"), "keras.remat does not work here"),
         (dict(model=lambda: adversarial(Adversarial)), "give it a test_step that returns a dict"),
         (dict(model=adversarial, monitor="maker_loss"), "maker_loss: allowed are judge_loss"),
-        (dict(model=Adversarial), "train_step of its own, and is not compiled: call its compile"),
+        (dict(model=Adversarial), "its own train_step but is not compiled; call its compile"),
         (dict(model=compiled(), optimizer="adam"), "--optimizer=adam ... compiled"),
         (dict(model=compiled(), clip_norm=1.0), "--clip_norm=1.0 ... compiled"),
     ],
@@ -188,7 +188,7 @@ def test_a_train_step_of_the_models_own_is_made_on_towers_and_resumed(tmp_path, 
     run(tmp_path, adversarial, max_steps=4)
     result = run(tmp_path, adversarial, max_steps=7)
     assert np.isfinite(result["test_judge_loss"]) and result["direction"] == "min"
-    assert "no checkpoint holds" not in capsys.readouterr().out
+    assert "checkpoints do not hold" not in capsys.readouterr().out
     saved = tiny.saved(tmp_path)
     assert any("rm_sprop" in name for name in saved) and any("adam" in name for name in saved)
     whole = loop_of(model=adversarial, max_steps=7)  # of one device: test_parallelize

@@ -80,7 +80,7 @@ TEXTS = {
     "Out of memory while trying to allocate 4294967296 bytes.": "a device: Out of memory while try",
     "failed to allocate request for 2.00GiB (2147483648B) on device ordinal 1": "a device: failed",
 }
-LOWER = "type a lower --batch_size, or more --accumulate_steps for the same update"
+LOWER = "try a lower --batch_size, or more --accumulate_steps for the same update"
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -39,8 +39,11 @@ def test_what_cannot_be_loaded_is_one_line(trained, run, tmp_path):
     refusal = functools.partial(runs.refusal, towers.load)
     assert refusal(tmp_path / "none").startswith(f"--train_dir={tmp_path}/none: there is no run")
     (tmp_path / "empty/checkpoints").mkdir(parents=True)
-    assert "there is no checkpoint in" in refusal(tmp_path / "empty")
-    assert "of step 7; there are those of 0, 6, 12, 18" in refusal(run, step=7)
+    assert "no checkpoint in" in refusal(tmp_path / "empty")
+    assert "of step 7; it has those of steps 0, 6, 12, 18" in refusal(run, step=7)
     other = refusal(run, model=lambda num_classes, image_shape, width: tiny.dense(3, image_shape))
-    assert "another model than given_in_python:lambda is now: sequential/dense/kernel is " in other
+    assert (
+        "does not fit given_in_python:lambda, which has changed: sequential/dense/kernel is "
+        in other
+    )
     assert "has no moving averages" in refusal(trained("two"), averages=True)

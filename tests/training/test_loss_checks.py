@@ -85,8 +85,8 @@ WRONG = {
     "one-hot": (dense(SPARSE, 3, "softmax"), (X, ONE_HOT), "are one-hot"),
     "too many classes": (dense(SPARSE, 2, "softmax"), (X, CLASSES), "give the last layer 3 units"),
     "no whole numbers": (dense(SPARSE, 3, "softmax"), (X, NUMBERS), "mean_squared_error"),
-    "classes": (dense(BINARY, 1, "sigmoid"), (X, CLASSES), f"{SPARSE}, and 3 units"),
-    "numbers broadcast": (dense("mse", 3), (X, NUMBERS[:, None]), "1 unit, or a target"),
+    "classes": (dense(BINARY, 1, "sigmoid"), (X, CLASSES), f"{SPARSE} and 3 units"),
+    "numbers broadcast": (dense("mse", 3), (X, NUMBERS[:, None]), "1 unit, or give a target"),
     "weights of labels": (dense("mse", 1), (X, NUMBERS, SEVERAL), "sample weights (batch, 3)"),
     "no targets": (dense("mse", 1), (X,), "targets none"),
     "other names": (two, (X, {"value": NUMBERS, "sort": CLASSES}), "'sort': '(batch)'"),
@@ -101,7 +101,7 @@ def test_what_cannot_be_meant_is_refused_in_one_line(fault):
 
 def test_a_softmax_of_logits_is_a_warning():
     (line,) = lines(dense(sparse(from_logits=True), 3, "softmax"), X, CLASSES)
-    assert line.startswith("warning     ") and "take the softmax off the last layer" in line
+    assert line.startswith("warning     ") and "remove the softmax from the last layer" in line
 
 
 class OwnStep(keras.Sequential):
@@ -140,9 +140,9 @@ def test_nothing_is_said_of_what_is_sound(case):
 @pytest.mark.run
 def test_what_flags_compile_is_named_by_the_flag():
     line = refusal(lines, bare, X, CLASSES, loss="sparse_categorical_crossentropy")
-    assert line.startswith("--loss=sparse_categorical_crossentropy: the output, of layer dense")
+    assert line.startswith("--loss=sparse_categorical_crossentropy: the output layer dense")
     line = refusal(lines, bare, X, CLASSES, metrics="Precision")
-    assert "its loss or a metric cannot be computed of this data set" in line
+    assert "its loss or a metric cannot be computed for this data set" in line
     assert "targets (batch); outputs (batch, 3)" in line
 
 

@@ -113,11 +113,11 @@ REFUSED = [
         lambda num_classes, depth, width: neither(), {"width": 3},
         "--model_args: .*missing .*'depth'; .* num_classes, image_shape, ",
     ),
-    (f"{__name__}:BUILT", {}, "--model=.*:BUILT is a model, and not the function that returns it"),
+    (f"{__name__}:BUILT", {}, "--model=.*:BUILT is a model; name the function"),
     (lambda: layers.Dense(10), {}, "returned Dense; a keras.Model is needed"),
     (two_inputs, {}, r"cannot take float32 \(8, 8, 3\) .*expects 2 .*input"),
-    (both, {"num_classes": 3}, r"of shape \(None, 3\); .* take num_classes=10 as an argument"),
-    (of_other_images, {}, r"take image_shape as an argument\): it takes inputs of shape \(32"),
+    (both, {"num_classes": 3}, r"of shape \(None, 3\); .* num_classes, which is 10 here"),
+    (of_other_images, {}, r"take image_shape as an argument\): its inputs have shape \(32"),
 ]  # fmt: skip
 
 

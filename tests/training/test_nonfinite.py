@@ -201,7 +201,7 @@ def test_skipping_is_bounded(tmp_path):
 NAMED = {
     "cpu": f"is that of layer sequential/refusing for {BAD_ROW} (rows of the training set); ",
     "GPUs": f"is that of layer sequential/refusing for {BAD_ROW} (rows of the training set); ",
-    "gradient": "the first gradient that is not finite is that of sequential/refusing/scale; ",
+    "gradient": "the first non-finite gradient is that of sequential/refusing/scale; ",
     "own step, gradient": "the outputs of all layers are finite on one device; ",
 }
 
@@ -214,7 +214,7 @@ def test_the_step_is_named_and_its_batch_saved(tmp_path, name):
     with np.load(path) as file:
         saved = dict(file)
     (place,) = np.flatnonzero(saved["x"][:, 0] == MARK)
-    assert NAMED[name] in line and line.endswith(f"; {path} holds the batch")
+    assert NAMED[name] in line and line.endswith(f"; the batch is in {path}")
     assert f" at {path.stem.replace('_', ' ')} (epoch 0." in line
     assert max(tiny.saved_steps(tmp_path)) <= int(path.stem.removeprefix("step_"))
     if "gradient" not in name:  # the row of the example, and the tower that had it

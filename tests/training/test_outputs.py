@@ -269,7 +269,7 @@ def failing(kind, where="tower_1"):
 def test_an_error_in_a_tower_alone_is_told_with_its_message():
     lines = compared(failing(AssertionError), batches, 2)
     assert [line.partition(" ")[0] for line in lines] == ["train_step", "test_step", "predict_step"]
-    assert all("runs on one device: on towers it raises AssertionError: not" in x for x in lines)
+    assert all("runs on one device: it raises AssertionError on towers: not" in x for x in lines)
 
 
 def test_an_error_on_one_device_too_is_the_users_own():

@@ -83,7 +83,7 @@ def test_a_blocked_run_saves_and_is_left_with_its_last_finished_step(start):
     blocked(run, ": step 0 of")
     Path("test").touch()  # the evaluation after an epoch is to block
     Path("train").unlink()
-    until(run, "^goes on ")
+    until(run, "^recovered ")
     until(run, "^stalled .* evaluation .* it waits for input")
     code, line, _ = end_of(run, signal.SIGHUP, signal.SIGINT)  # two at once are one
     assert code == 75 and "step 16 is saved" in line and newest() == 16
@@ -108,7 +108,7 @@ def test_a_run_that_waits_for_a_batch_is_left_at_a_signal_or_after_a_while(start
 @pytest.mark.parametrize(
     "verb, waits, code, words",
     [
-        ("train", "in_c()", 75, "the same command goes on"),
+        ("train", "in_c()", 75, "the same command resumes the run"),
         ("evaluate", "time.sleep(60)", 143, "interrupted by SIGTERM"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The rule book as it is printed, with the numbers of the run."""
+"""The summary of a run as it is printed, with its numbers."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from towers.training.run.summary import run_summary
 pytestmark = pytest.mark.graph
 
 
-def test_the_rule_book_in_full():
+def test_the_summary_in_full():
     assert run_summary(prepare(tiny.options("unused", num_towers=2))) == [
         "towers      2: /cpu:0, /cpu:1; gather on /cpu:0",
         "batch size  7 global (1 x 4 and 1 x 3 per tower), float32",
@@ -22,16 +22,16 @@ def test_the_rule_book_in_full():
         "task        loss sparse_categorical_crossentropy; accuracy",
         "length      12 steps, 84 examples, 1.4 epochs",
         "saved       at the end, and when stopped",
-        "rules, the same at any number of towers:",
-        "  1 loss and gradients: mean over the global batch; add_n adds the towers' parts",
-        "  2 regularisation: once, on the master weights; weight decay 0 (L2), and the layers' own",
-        "  3 finite test: on the loss and the gathered gradient; else stop",
-        "  4 clipping: none, after the gather; then update, then EMA",
-        "  5 shuffling, augmentation, dropout: by (seed, step, place in the global batch), seed 0",
-        "  6 BatchNorm: sync, moments over the global batch; statistics gathered, assigned once a "
-        "step",
-        "  7 clock: examples; momentum, learning rate 0.1 cosine, EMA none",
-        "  8 the loss that is printed is that of all towers",
+        "reproducibility settings, the same on any number of towers:",
+        "  1 loss and gradients: mean over the global batch; add_n sums the towers' parts",
+        "  2 regularization: once, on the weights; weight decay 0 (L2), and that of the layers",
+        "  3 NaN/Inf check: on the loss and the summed gradient; stop if not finite",
+        "  4 clipping: none, after the sum; then update, then EMA",
+        "  5 shuffling, augmentation, dropout: from (seed, step, place in the global batch), "
+        "seed 0",
+        "  6 BatchNorm: sync, statistics of the global batch; averages updated once a step",
+        "  7 schedules count examples; momentum, learning rate 0.1 cosine, EMA none",
+        "  8 the printed loss is that of all towers",
         "  9 exactness: towers are compared with one device (--check=once); if they differ: warn",
     ]
 

@@ -134,7 +134,7 @@ def test_a_run_in_parts_is_the_run_in_one(whole, tmp_path, monkeypatch, capsys):
     flags = *in_parts(whole, tmp_path), "--json"
     assert stopped_in_an_evaluation(monkeypatch, flags) == (75, [1])
     err = capsys.readouterr().err
-    line = "towers: stopped at step 9 of 18: saved; the same command continues the run\n"
+    line = "towers: stopped at step 9 of 18: saved; the same command resumes the run\n"
     assert err.endswith(line) and err.count("towers: ") == 1
     assert tiny.saved_steps(tmp_path) == [0, 9] and not (tmp_path / "result.json").exists()
     evaluated = [step for step, _ in points(tmp_path / "eval", "test/accuracy")]
@@ -144,7 +144,7 @@ def test_a_run_in_parts_is_the_run_in_one(whole, tmp_path, monkeypatch, capsys):
         patch.setattr("towers.training.run.manifest.finish", crash)
         with pytest.raises(RuntimeError, match="lightning"):
             train(tiny.options(tmp_path, **GIVEN | OF_PARTS))
-    for words in ["continuing", "after 18 of"], ["finished"]:  # once more: it is finished
+    for words in ["resuming", "after 18 of"], ["finished"]:  # once more: it is finished
         code, out, err = command(capsys, "train", *flags)
         assert code == 0 and json.loads(out) == result_of(tmp_path) and out.count("\n") == 1
         assert all(word in err for word in words) and "other values" not in err, err
@@ -258,7 +258,7 @@ def test_what_overwrite_has_begun_is_gone_on_with_by_the_same_command_alone(
     assert names == ["run", "run.1"]
     capsys.readouterr()
     assert train(tiny.options(folder, overwrite=True))["steps"] == 12  # a job that is queued again
-    assert f"continuing  {folder} at step {step} of 12" in capsys.readouterr().out
+    assert f"resuming    {folder} at step {step} of 12" in capsys.readouterr().out
     for number, changes in (2, {}), (3, {"seed": 1}):  # finished; of other flags
         assert stopped(**changes)[1][-1] == f"run.{number}"
 
@@ -269,7 +269,7 @@ def test_a_run_is_not_ended_by_a_length_that_it_has_passed(tmp_path):
     (tmp_path / "result.json").unlink()  # as of a run that was stopped
     before = (tmp_path / "flags.cfg").read_text()
     for shorter in {"max_steps": 6}, {"num_epochs": 0.5}:
-        with pytest.raises(InputError, match=f"--{[*shorter][0]}.* has made 9 steps, .*evaluate"):
+        with pytest.raises(InputError, match=f"--{[*shorter][0]}.* 9 steps.*raise it, .*evaluate"):
             towers.train(**given, **shorter)
     assert (tmp_path / "flags.cfg").read_text() == before
     assert towers.train(**given, max_steps=9)["steps"] == 9

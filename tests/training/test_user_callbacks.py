@@ -121,7 +121,7 @@ def test_one_that_stops_training_ends_the_run_and_its_weights_are_saved(tmp_path
 
     result = train(tmp_path, Ends(), num_epochs=9)
     assert result["steps"] == 4
-    assert "early, at step 4: a callback has set stop_training" in capsys.readouterr().out
+    assert "early, at step 4: a callback set stop_training" in capsys.readouterr().out
     trained = towers.load(tmp_path / "run", model=build)
     assert all((w == 0.25).all() for w in trained.get_weights())
     expected = np.mean(np.abs(trained.predict(X[14:], verbose=0) - Y[14:]))
@@ -130,7 +130,7 @@ def test_one_that_stops_training_ends_the_run_and_its_weights_are_saved(tmp_path
     assert train(tmp_path, Ends(), num_epochs=9) == result and tiny.files(tmp_path) == before
     said = capsys.readouterr().out
     assert "ended early, at step 4 of 18" in said
-    assert "an empty or another --callbacks=, or more --num_epochs" in said
+    assert "change --callbacks (empty: none) or raise --num_epochs" in said
     assert train(tmp_path, num_epochs=9)["steps"] == 18  # without callbacks it goes on
 
 
@@ -173,7 +173,7 @@ def tiny_model():
     "given, says",
     [
         (lambda: ["csv"], "keras.callbacks.Callback"),
-        (lambda: keras.callbacks.BackupAndRestore("b"), "a run resumes by itself"),
+        (lambda: keras.callbacks.BackupAndRestore("b"), "without BackupAndRestore"),
         (lambda: [keras.callbacks.ReduceLROnPlateau()], "--schedule"),
         (lambda: keras.callbacks.EarlyStopping("val_maes"), "mae"),
         (lambda a: [], "default values"),

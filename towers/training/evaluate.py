@@ -54,7 +54,7 @@ def _evaluate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
         then = flags.get(name, now)
         if then != now and not may_be_same_object(then, now):
             raise InputError(
-                f"--{name}={now}: the run in {options.train_dir} has --{name}={then}: leave "
+                f"--{name}={now}: the run in {options.train_dir} has --{name}={then}; leave "
                 f"--{name} out"
             )
     changes = dict(variables="default", jit_compile=False, on_inexact="warn")

@@ -123,7 +123,7 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
     found, values = read_weights(Path(options.train_dir), step)
     if averages and not averages_in(values):
         raise InputError(
-            f"--train_dir={options.train_dir} has no moving averages: take its weights, or train "
+            f"--train_dir={options.train_dir} has no moving averages; use its weights, or train "
             "with --ema_decay"
         )
     recorded = manifest.read(Path(options.train_dir))
@@ -134,8 +134,8 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
     task = recorded.get("task")
     if not task:
         raise InputError(
-            f"--train_dir={options.train_dir}: its manifest.json is lost or damaged; towers train "
-            f"--train_dir={options.train_dir} writes it again"
+            f"--train_dir={options.train_dir}: manifest.json is missing or damaged; type towers "
+            f"train --train_dir={options.train_dir} to write it again"
         )
     floatx = tf_internals.floatx_of(options.dtype)
     with user_facing_errors(), tf_internals.named_as_in_a_new_process(), floatx:
@@ -166,8 +166,8 @@ def assign(options: Options, step: int, variables: Mapping[str, Any], values: Va
     here, there = ({name: str(list(v.shape)) for name, v in each.items()} for each in named)
     if differs := checkpoint.first_difference(here, there):
         raise InputError(
-            f"--train_dir={options.train_dir}: its checkpoint of step {step} is of another model "
-            f"than {options.model} is now: {differs}; undo what has changed in it"
+            f"--train_dir={options.train_dir}: the checkpoint of step {step} does not fit "
+            f"{options.model}, which has changed: {differs}; undo the change"
         )
     for name, variable in variables.items():
         variable.assign(values[name])
@@ -190,12 +190,12 @@ def read_weights(train_dir: Path, step: int | None = None) -> tuple[int, Values]
     steps = dict(checkpoint.find(folder))
     if not steps:
         raise InputError(
-            f"--train_dir={train_dir}: there is no checkpoint in {folder}; train first, or name "
-            "the folder of a run"
+            f"--train_dir={train_dir}: no checkpoint in {folder}; train first, or name the folder "
+            "of a run"
         )
     if step is not None and step not in steps:
         raise InputError(
-            f"--train_dir={train_dir} has no checkpoint of step {step}; there are those of "
+            f"--train_dir={train_dir} has no checkpoint of step {step}; it has those of steps "
             f"{', '.join(map(str, steps))}"
         )
 
@@ -223,8 +223,8 @@ def init_from(train_state: TrainState, source: str) -> str:
     folder, model = Path(source).expanduser(), train_state.model
     if not folder.is_dir():
         raise InputError(
-            f"--init_from={source} is not the folder of a run; the weights of a file are for the "
-            "model function to load: model.load_weights(FILE, skip_mismatch=True)"
+            f"--init_from={source} is not the folder of a run; to load weights from a file, call "
+            "model.load_weights(FILE, skip_mismatch=True) in the model function"
         )
     try:
         step, values = read_weights(folder)
@@ -242,7 +242,7 @@ def init_from(train_state: TrainState, source: str) -> str:
     loaded = len(model.weights) - len(missing)
     if not loaded:
         raise InputError(
-            f"--init_from={source} has no weight of this model, which needs "
+            f"--init_from={source} has none of the weights of this model, such as "
             f"{first_of(missing, _MOST_NAMES)}"
         )
     for variable in model.weights:

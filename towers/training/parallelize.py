@@ -51,9 +51,9 @@ def parallelize(
             the first tower's GPU if weights are on GPUs, otherwise "/cpu:0".
         variables: where weights are. "replicated": on each tower's GPU; "cpu": on the gather
             device; "default": "replicated" on GPUs of this machine, otherwise "cpu".
-        batch_norm: moments of BatchNorm over all towers ("sync") or of each tower ("local").
-        accumulate_steps: number of parts that a batch is computed in, one after the other, to save
-            memory; the forward pass is computed twice, and BatchNorm's moments are those of a part.
+        batch_norm: batch statistics of all towers ("sync") or of each tower ("local").
+        accumulate_steps: number of microbatches, computed one after the other to save memory. The
+            forward pass runs twice, and BatchNorm uses the statistics of each microbatch.
         jit_compile: whether XLA compiles each tower.
         check: when towers are compared with one device, on rows of the batch: "once", "always" or
             "off".
@@ -66,16 +66,14 @@ def parallelize(
         raise InputError(f"parallelize takes a keras.Model, not {kind_of(model)}")
     if tf.distribute.has_strategy() or model.distribute_strategy != tf.distribute.get_strategy():
         raise InputError(
-            "parallelize is in the place of tf.distribute: make the model outside of a strategy's "
-            "scope, and call parallelize there"
+            "parallelize replaces tf.distribute: build the model outside of a strategy's scope, "
+            "and call parallelize there"
         )
     if variables not in ("default", *train_state.VARIABLES):
         raise InputError(f"variables={variables!r} must be 'default', 'cpu' or 'replicated'")
     if num_gpus:
         if num_towers or devices:
-            raise InputError(
-                "parallelize takes num_gpus, or num_towers and devices: leave out num_gpus"
-            )
+            raise InputError("num_gpus excludes num_towers and devices: leave out num_gpus")
         num_towers, devices = num_gpus, "gpu"
     tower_devices.hide_others(devices)
     device_names = tower_devices.tower_devices(num_towers, devices)

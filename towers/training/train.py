@@ -56,7 +56,7 @@ def train(
         which is saved then.
 
     Raises:
-        InputError: an option is not possible; nothing was written.
+        InputError: an option is invalid. Nothing has been written.
         RunError: the loss or a weight is not finite, a batch cannot be read, the folder cannot be
             written, or towers differ from one device and `on_inexact` does not allow it.
     """
@@ -171,7 +171,7 @@ def _train(
                 monitor.histograms(step, run.task.model)
     if evaluations is None:
         signals.print_error(
-            f"stopped at step {step} of {last}: saved; the same command continues the run"
+            f"stopped at step {step} of {last}: saved; the same command resumes the run"
         )
         return None
     return write_result(prepared, monitor, evaluations)
@@ -184,5 +184,5 @@ def _announce(monitor: Monitor, prepared: PreparedRun) -> None:
         monitor.say(f"new run     {options.train_dir}, {count(last, 'step')} of {of}")
     else:
         at = f"step {prepared.restored.step} of {last}, the newest checkpoint"
-        monitor.say(f"continuing  {options.train_dir} at {at}")
+        monitor.say(f"resuming    {options.train_dir} at {at}")
     monitor.say(f"watch it    {tensorboard_command(options.train_dir)}")

@@ -82,7 +82,7 @@ class Evaluator:
         try:
             self.best.write()
         except RunError as error:
-            monitor.say(f"warning     {error}; training goes on, and it is written again")
+            monitor.say(f"warning     {error}; training continues and will try again")
         return evaluation
 
     def stops_early(self) -> bool:
@@ -92,11 +92,11 @@ class Evaluator:
     def finish(self, step: int) -> None:
         """Make the weights final, as `use_ema` does, call on_train_end and save what changed."""
         if step < self.prepared.timetable.last_step:
-            why = "a callback has set stop_training"
+            why = "a callback set stop_training"
             if not self.callbacks.stopped():
                 name, _ = self._run.monitored
                 epochs = self._run.due.early_stopping_epochs
-                why = f"{name} was best at step {self.best.step}, {epochs:g} epochs ago or more"
+                why = f"no better {name} since step {self.best.step}, for {epochs:g} epochs or more"
             self.monitor.say(f"stopping    early, at step {step}: {why}")
         changed, called = self._run.task.finish(), bool(self.callbacks)
         changed |= self.callbacks.end_run()
@@ -132,7 +132,7 @@ class Evaluator:
         checkpoints, train_state = self.prepared.checkpoints, self._run.train_state
         best = checkpoints.best
         if best not in (None, step, *dict(find(checkpoints.directory))):
-            checkpoints.say(f"warning     the checkpoint of step {best}, the best, is not there")
+            checkpoints.say(f"warning     the best checkpoint, of step {best}, is missing")
             best = None
         if best in (None, step):
             yield False

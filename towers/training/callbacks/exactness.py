@@ -43,4 +43,4 @@ def found_on_towers(run: RunContext) -> RunError | None:
     if run.due.on_inexact != "one_device" or not run.builder.checks.inexact:
         return None
     found = run.builder.checks.inexact[0]
-    return RunError(f"{found}. The same command with --num_towers=1 continues exactly")
+    return RunError(f"{found}. The same command with --num_towers=1 resumes exactly")

@@ -69,7 +69,7 @@ class NonFiniteMonitor:
         if names := not_finite(self.run.train_state.variables()):
             raise NotFinite(
                 f"{names[0]} is infinite or NaN after {step} steps; {_remedy(self.run)}; "
-                f"{self.run.folder}/checkpoints holds the state before"
+                f"{self.run.folder}/checkpoints holds an earlier state"
             )
 
 
@@ -85,7 +85,7 @@ def _report(run: RunContext) -> str:
     if broken := not_finite(run.train_state.variables()):
         found, rows = f"the variable {broken[0]} was not finite before the step", None
     elif (rows := _bad_rows((inputs, targets))) is not None:
-        found, remedy = "the batch is not finite", "leave these examples out or scale them"
+        found, remedy = "the batch is not finite", "remove these examples or scale them"
     else:
         found, rows = _repeat(run, inputs, targets)
     where = f"step {step} (epoch {examples / run.data.train.size:.2f})"
@@ -98,7 +98,7 @@ def _report(run: RunContext) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.replacing(path) as temporary, temporary.open("wb") as file:
             np.savez(file, **_arrays(example), rows=np.array(rows, np.int64))
-        saved = f"{path} holds the batch"
+        saved = f"the batch is in {path}"
     except (OSError, RunError) as error:
         saved = f"{path} cannot be written: {first_line(error)}"
     return f"the loss or a gradient is not finite at {where}: {found}; {remedy}; {saved}"
@@ -126,16 +126,16 @@ def _repeat(run: RunContext, inputs: Any, targets: Sequence[Any]) -> tuple[str, 
                         outputs = model(inputs, training=True)
                     if seen:
                         layer, rows = seen[0]
-                        return f"the first output that is not finite is that of layer {layer}", rows
+                        return f"the first non-finite output is that of layer {layer}", rows
                     if model.loss is None:
                         return "the outputs of all layers are finite on one device", None
                     loss = model.compute_loss(inputs, *[*targets[:1], outputs, *targets[1:]])
                 found = tape.gradient(loss, [v.value for v in model.trainable_variables])
             if not bool(tf.math.is_finite(loss)):
-                return "the outputs of all layers are finite and the loss is not", None
+                return "the outputs of all layers are finite, but the loss is not", None
             for weight, gradient in reversed([*zip(model.trainable_variables, found, strict=True)]):
                 if gradient is not None and _bad_rows(gradient) is not None:
-                    return f"the first gradient that is not finite is that of {weight.path}", None
+                    return f"the first non-finite gradient is that of {weight.path}", None
             return "on one device the loss and all gradients are finite", None
         except Exception as raised:  # of many kinds: the user's code, memory
             error = raised

@@ -123,7 +123,7 @@ class PreemptionHandler(signals.StopRequest):
             self.backup = step, snapshot or self.checkpoints.snapshot()
 
     def save_backup(self) -> str:
-        """Write `backup` as a checkpoint; return what the run continues from, "" if nothing."""
+        """Write `backup` as a checkpoint; return what the run resumes from, "" if nothing."""
         if not self.checkpoints.begun:
             return ""
         if self.backup is None:
@@ -179,7 +179,7 @@ class PreemptionHandler(signals.StopRequest):
         seconds = time.monotonic() - self._began
         if waiting.what == CHECK and seconds > _SILENT_SECONDS and waiting is not self._announced:
             self._announced = waiting
-            self.say("checking    whether towers compute the same as one device")
+            self.say("checking    that towers compute the same as one device")
         if self.listener.waited() > signals.GRACE_SECONDS:
             name = self.listener.asked.name
             self._save_and_leave(waiting, signals.EXIT_STOPPED, f"stopped by {name}")
@@ -191,7 +191,7 @@ class PreemptionHandler(signals.StopRequest):
         progress = self._beats, steps and self._train_loop.position()
         if progress != self._progress:
             if self._reported:
-                self.say(f"goes on     after {now - self._since:.0f} s without {waiting.what}")
+                self.say(f"recovered   after {now - self._since:.0f} s without {waiting.what}")
             self._progress, self._since, self._reported = progress, now, False
             return
         of_input = self._train_loop.between_steps() if steps else _reads_input()
@@ -201,7 +201,7 @@ class PreemptionHandler(signals.StopRequest):
             return
         self._reported = True
         where = "the disk" if waiting.what == SAVE else "the devices"
-        where = "input: the data set gives no batch" if of_input else where
+        where = "input: the data set yields no batch" if of_input else where
         self.say(
             f"stalled     {now - self._since:.0f} s without progress in {waiting.what} after step "
             f"{waiting.step}: it waits for {where}"
@@ -223,7 +223,7 @@ class PreemptionHandler(signals.StopRequest):
         if self.checkpoints.has(step):
             return
         if not_finite(snapshot):
-            raise RunError("a weight is infinite or NaN: not saved, the newest checkpoint stands")
+            raise RunError("a weight is infinite or NaN: not saved; the newest checkpoint is kept")
         self.checkpoints.save_now(step, snapshot)
 
     def _save_and_leave(self, waiting: _Waiting, code: int, why: str, always: bool = False) -> None:
@@ -236,11 +236,11 @@ class PreemptionHandler(signals.StopRequest):
         if not self.listener.owner or not (state or always):
             return
         if state is NOTHING:
-            line = f"{why}: nothing is lost, the same command goes on"
+            line = f"{why}: nothing is lost; the same command resumes the run"
         elif state is None:
-            line = f"{why} in the middle of {waiting.what}: the newest checkpoint stands"
+            line = f"{why} in the middle of {waiting.what}: the newest checkpoint is kept"
         else:
-            line = f"{why}: step {state[0]} is saved; the same command continues the run"
+            line = f"{why}: step {state[0]} is saved; the same command resumes the run"
             try:
                 self.save_snapshot(*state)
             except RunError as error:

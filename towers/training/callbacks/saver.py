@@ -71,9 +71,9 @@ class Saver:
             if drifted := self.prepared.run.train_state.make_copies_equal():
                 name, device, other = map(shown_name, drifted)
                 self.monitor.say(
-                    f"warning     copies of {name} on {device} and {other} differ at step {step}: "
-                    f"all go on from that of {device}, which is saved; type --variables=cpu, which "
-                    "has one copy, or --deterministic"
+                    f"warning     copies of {name} on {device} and {other} differ at step {step}; "
+                    f"all towers use that of {device} from here; type --variables=cpu (a single "
+                    "copy) or --deterministic"
                 )
             self._finite_check.check_weights(step)
             checkpoints = self.prepared.checkpoints
@@ -106,9 +106,7 @@ class Saver:
                     preemption.save_snapshot(step, snapshot or checkpoints.snapshot())
             if checkpoints.has(step):
                 with contextlib.suppress(OSError):  # of the terminal
-                    self.monitor.say(
-                        f"saved       step {step}: the same command goes on from there"
-                    )
+                    self.monitor.say(f"saved       step {step}: the same command resumes there")
             if isinstance(error, InputError) and (inexact := found_on_towers(run)):
                 raise inexact from error
             raise

@@ -53,14 +53,14 @@ class TowerBoard(keras.callbacks.Callback):
         """
         super().__init__()
         if every_steps < 1:
-            raise InputError(f"every_steps={every_steps}: there must be at least 1")
+            raise InputError(f"every_steps={every_steps} must be at least 1")
         self.folder, self.every_steps = Path(log_dir), every_steps
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Replace the model's train step by one that also measures its towers."""
         self._builder = builder_of(self.model)
         if self._builder is None:
-            raise InputError("TowerBoard shows towers, and this model has none: parallelize it")
+            raise InputError("TowerBoard needs a model on towers: call towers.parallelize(model)")
         files.check_train_dir(self.folder, overwrite=False, flag="log_dir")
         num_towers = len(self._builder.devices)
         with tf.device("/cpu:0"):  # the host sets and reads them

@@ -43,18 +43,21 @@ def checked(made: Sequence[Any], run: RunContext) -> list[_K.Callback]:
         if not isinstance(callback, _K.Callback) or isinstance(callback, _K.BackupAndRestore):
             raise InputError(
                 f"--callbacks: a function returned {str(callback)[:60]}; return a list of "
-                "keras.callbacks.Callback, without BackupAndRestore: a run resumes by itself"
+                "keras.callbacks.Callback, without BackupAndRestore (runs resume without it)"
             )
         if run.task.rate_is_set and isinstance(callback, _SET_RATE):
             raise InputError(
-                f"--callbacks: {kind} sets the learning rate, which --schedule sets in each step; "
-                "let --model return a compiled model, whose optimizer has its own"
+                f"--callbacks: {kind} sets the learning rate, but so does --schedule; return a "
+                "compiled model from --model, with its own optimizer"
             )
         if getattr(callback, "mode", None) == "auto":
             metric = callback.monitor.removeprefix("val_")
             if metric not in run.directions and getattr(callback, "save_best_only", True):
                 names = ", ".join(run.directions)
-                raise InputError(f"--callbacks: {kind} monitors {callback.monitor}, not {names}")
+                raise InputError(
+                    f"--callbacks: {kind} monitors {callback.monitor}; allowed are {names}, also "
+                    "with val_"
+                )
     return callbacks
 
 
@@ -113,7 +116,7 @@ class Callbacks:
             if not self.run.due.evaluate_every_epochs:
                 notes.append(f"{who}, but --evaluate_every_epochs=0 makes no evaluation: type 1")
             elif not self.run.data.validation:
-                notes.append(f"{who} on the test set: --validation_fraction=0.1 holds out others")
+                notes.append(f"{who} on the test set; --validation_fraction=0.1 sets apart others")
         return notes
 
     def begin_step(self) -> None:

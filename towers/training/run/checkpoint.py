@@ -92,16 +92,16 @@ def read_newest(
     def pass_over(line: str) -> None:
         if warn is None:
             raise InputError(
-                f"{line}; towers train with this --train_dir makes its steps again, and in Python "
-                "towers.load(..., step=...) takes an older one"
+                f"{line}; towers train with this --train_dir repeats its steps; in Python, "
+                "towers.load(..., step=...) loads an older one"
             )
-        warn(f"{line}: passed over")
+        warn(f"{line}: skipped")
 
     checkpoints = dict(find(directory))
     for step in without_index(directory) if wanted is None else []:
-        pass_over(f"{directory}/ckpt-{step}.index is not there")
+        pass_over(f"{directory}/ckpt-{step}.index is missing")
     if wanted is not None and wanted not in checkpoints:
-        pass_over(f"{directory}/ckpt-{wanted} is not there")
+        pass_over(f"{directory}/ckpt-{wanted} is missing")
     for step in sorted(checkpoints, key=lambda step: (step == wanted, step), reverse=True):
         try:
             with open_reader(checkpoints[step]) as reader:
@@ -166,7 +166,7 @@ def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, A
                 files.flush(f"{folder}/{temporary}.{kind}")
             there = tf.train.load_checkpoint(f"{folder}/{temporary}").get_variable_to_shape_map()
             if there.keys() != named.keys():
-                raise OSError(errno.EIO, "what was written is not what is read")
+                raise OSError(errno.EIO, "the file does not hold what was written")
             for kind in _FILE_KINDS:
                 os.rename(f"{folder}/{temporary}.{kind}", f"{folder}/ckpt-{step}.{kind}.new")
             _publish(folder, step)

@@ -18,8 +18,8 @@ from towers.training.run.checkpoint import Snapshot
 from towers.training.run.place import Place
 
 _REMEDY = (
-    "choose another --train_dir, or --overwrite, which moves the old run aside; --init_from takes "
-    "the weights of a run along"
+    "choose another --train_dir, or --overwrite, which moves the old run aside; --init_from loads "
+    "the weights of a run"
 )
 
 
@@ -69,8 +69,8 @@ class CheckpointManager:
         self.close()
         if self.begun and not self.directory.is_dir():
             raise RunError(
-                f"{self.directory} was renamed or deleted while the run trained in it: move it "
-                "back, and the same command resumes from its last checkpoint"
+                f"{self.directory} was renamed or deleted during training; move it back, and the "
+                "same command resumes from its last checkpoint"
             )
         snapshot, place = self.snapshot(), self.place()
 
@@ -78,7 +78,7 @@ class CheckpointManager:
             try:
                 self._write_or_raise(step, snapshot, place)
             except RunError as error:
-                self.say(f"warning     {error}; training goes on, and the next save tries again")
+                self.say(f"warning     {error}; training continues and will try again")
 
         thread = threading.Thread(target=write, name="checkpoint")
         thread.start()
@@ -136,7 +136,7 @@ class CheckpointManager:
         steps = dict(checkpoint.find(self.directory))
         if any([*steps, *checkpoint.without_index(self.directory)]):  # step 0 is written again
             raise InputError(
-                f"no checkpoint in {self.directory} can be read: start again with --overwrite, "
+                f"no checkpoint in {self.directory} can be read; start again with --overwrite, "
                 "which moves them aside"
             )
         return None
@@ -182,13 +182,15 @@ class CheckpointManager:
             there = saved_identity.get(name, value)
             if there != value and not may_be_same_object(there, value):
                 raise InputError(
-                    f"{prefix} is of another run: --{name}={there} there and --{name}={value} "
+                    f"{prefix} belongs to another run: --{name}={there} there, --{name}={value} "
                     f"here; {_REMEDY}"
                 )
         saved = checkpoint.described(reader)
         ours = checkpoint.kinds_of(self.variables)
         if differs := checkpoint.first_difference(ours, saved):
-            raise InputError(f"{prefix} is of another model or optimizer: {differs}; {_REMEDY}")
+            raise InputError(
+                f"{prefix} belongs to another model or optimizer: {differs}; {_REMEDY}"
+            )
 
 
 def _value_of(variable: tf.Variable) -> tf.Tensor:

@@ -51,9 +51,9 @@ def check(task: Any, batch: Any) -> list[str]:
     """
     (example, _), flag = batch, _flag_of(task.options)
     lines = [
-        f"{flag}: its step changes the variable {name}, which no checkpoint holds, so a "
-        "run that was stopped goes on with other numbers: make it by add_weight(..., "
-        "trainable=False); for draws keep a keras.random.SeedGenerator in the layer"
+        f"{flag}: its step changes the variable {name}, which checkpoints do not hold, so a "
+        "resumed run gets other results; create it with add_weight(..., trainable=False), or, "
+        "for random numbers, keep a keras.random.SeedGenerator in the layer"
         for name in task.unsaved
     ]
     if task.recorder.is_keras:
@@ -81,7 +81,7 @@ def translate_loss_errors(recorder: LossRecorder, options: Options, data: Data) 
         flag, model = _flag_of(options), recorder.model
         if str(error).startswith("No loss to compute"):
             raise InputError(
-                f"{flag} is compiled without a loss: give one, by compile(..., loss=...) or "
+                f"{flag} is compiled without a loss; give one with compile(..., loss=...) or "
                 "--loss=..."
             ) from None
         if not _raised_in_compiled(error) or isinstance(error, InputError):
@@ -98,7 +98,7 @@ def translate_loss_errors(recorder: LossRecorder, options: Options, data: Data) 
         given += [f"sample weights {_shapes_of(part)}" for part in example[2:]]
         text = " ".join(str(error).partition(" for '{{node")[0].split()).removesuffix(".")[:200]
         raise InputError(
-            f"{flag}: its loss or a metric cannot be computed of this data set "
+            f"{flag}: its loss or a metric cannot be computed for this data set "
             f"({'; '.join(given)}): {text or type(error).__name__}"
         ) from None
 
@@ -127,8 +127,8 @@ def _check_losses(recorder: LossRecorder, example: Any, flag: str, data: Data) -
         if not wrong and inputs.kind == _SPARSE and len(inputs.y) == len(inputs.outputs) > 1:
             if inputs.y[-1] == inputs.outputs[-1] != 1:
                 wrong = (
-                    f"targets of shape {shape_of(inputs.y)} are one-hot, and {_SPARSE} takes the "
-                    "number of the class: use categorical_crossentropy, or y.argmax(-1)"
+                    f"labels of shape {shape_of(inputs.y)} are one-hot, but {_SPARSE} takes class "
+                    "numbers; use categorical_crossentropy, or y.argmax(-1)"
                 )
         if not wrong and values is not None and inputs.kind == _SPARSE:
             about = (data.num_classes, data.no_classes) if len(leaves) == 1 else (0, "")
@@ -141,9 +141,9 @@ def _check_losses(recorder: LossRecorder, example: Any, flag: str, data: Data) -
         twice = alone and getattr(inputs.loss, "from_logits", False)
         if twice and activation in ("softmax", "sigmoid"):
             lines.append(
-                f"{flag}: the output ends in a {activation}, and the loss has "
-                "from_logits=True, so it applies one itself and learns badly: take the "
-                f"{activation} off the last layer, or from_logits=True off the loss"
+                f"{flag}: the model ends with a {activation}, and the loss has from_logits=True, "
+                f"so it is applied twice; remove the {activation} from the last layer, or "
+                "from_logits=True from the loss"
             )
     return lines
 
@@ -158,14 +158,14 @@ def _wrong_shapes(inputs: LossInput) -> str:
     pairs = zip(y[1:], outputs[1:], strict=False)
     if len(y) == len(outputs) and all(None in pair or pair[0] == pair[1] for pair in pairs):
         return ""
-    advice = "let the model give outputs of the targets' shape"
+    advice = "change the model so that its output has the shape of the targets"
     if len(y) == 2 >= len(outputs) and y[1] != 1:
         advice = f"give the last layer {y[1]} units"
     elif len(y) <= 2 == len(outputs):
-        advice = "give the last layer 1 unit, or a target for each of its units"
+        advice = "give the last layer 1 unit, or give a target for each of its units"
     return (
-        f"targets of shape {shape_of(inputs.y)}, and the output has shape "
-        f"{shape_of(inputs.outputs)}; {inputs.kind} needs both the same: {advice}"
+        f"the targets have shape {shape_of(inputs.y)}, but the output has shape "
+        f"{shape_of(inputs.outputs)}, and {inputs.kind} needs equal shapes; {advice}"
     )
 
 
@@ -174,15 +174,15 @@ def _wrong_ending(inputs: LossInput, activation: str | None, layer: str) -> str:
     kind, wanted = inputs.kind, _PROBABILITIES.get(inputs.kind)
     if activation == "softmax" and inputs.outputs[1:][-1:] == (1,):
         return (
-            "the output is a softmax of 1 unit, which always gives 1: take "
+            "the output is a softmax of 1 unit, which is always 1; use "
             'activation="sigmoid", or more units'
         )
     if not wanted or getattr(inputs.loss, "from_logits", False) or activation != "linear":
         return ""
     name = "".join(part.title() for part in kind.split("_"))
     return (
-        f"the output, of layer {layer}, has no activation, and {kind} takes probabilities: "
-        f'give it activation="{wanted}", or the loss from_logits=True: '
+        f"the output layer {layer} has no activation, but {kind} takes probabilities; "
+        f'give the layer activation="{wanted}", or use '
         f"keras.losses.{name}(from_logits=True)"
     )
 
@@ -191,8 +191,8 @@ def _wrong_classes(inputs: LossInput, values: np.ndarray, num_classes: int, no_c
     """Return what is wrong with numbers of classes, or ""; see `Data` for the last two."""
     if values.dtype.kind == "f" and np.any(broken := values != np.floor(values)):
         return (
-            f"targets such as {values[broken][0]:g} are no whole numbers, and {_SPARSE} takes the "
-            "number of the class: for numbers take mean_squared_error"
+            f"the labels are not integers, such as {values[broken][0]:g}, but {_SPARSE} takes "
+            "class numbers; for regression use mean_squared_error"
         )
     size, ignored = inputs.outputs[-1], getattr(inputs.loss, "ignore_class", None)
     if size is None:
@@ -204,15 +204,13 @@ def _wrong_classes(inputs: LossInput, values: np.ndarray, num_classes: int, no_c
         if bad[0] < 0 or bad[-1] == 255:
             advice = f"if {bad[0]} means no class, give the loss ignore_class={bad[0]}"
         elif bad[0] == size and values.min() == 1:
-            advice = f"count them from 0, or give the last layer {size + 1} units"
-        return (
-            f"there are targets {', '.join(map(str, bad[:3]))}{', ...' * (bad.size > 3)}, and the "
-            f"output has {size} units, for classes 0..{size - 1}: {advice}"
-        )
+            advice = f"count labels from 0, or give the last layer {size + 1} units"
+        which = f"smallest label is {bad[0]}" if bad[0] < 0 else f"largest label is {bad[-1]}"
+        return f"the {which}, but the model has {size} outputs (classes 0 to {size - 1}); {advice}"
     if num_classes > size and ignored is None:
         return (
-            f"the targets are of {num_classes} classes, and the output has {size} units: give the "
-            f"last layer {num_classes}"
+            f"there are {num_classes} classes, but the model has {size} outputs; give the last "
+            f"layer {num_classes} units"
         )
     return no_classes if ignored is None else ""
 
@@ -222,10 +220,10 @@ def _outside_of_0_to_1(values: np.ndarray, kind: str) -> str:
     least, most = float(values.min()), float(values.max())
     if not np.isfinite([least, most]).all() or (least >= 0 and most <= 1):
         return ""
-    advice = "bring them there, or take a loss for numbers, such as mean_squared_error"
+    advice = "scale them, or use a loss for regression, such as mean_squared_error"
     if least == 0 and np.array_equal(values, np.floor(values)):
-        advice = f"for numbers of classes take {_SPARSE}, and {int(most) + 1} units"
-    return f"targets go from {least:g} to {most:g}, and {kind} takes 0..1: {advice}"
+        advice = f"for class numbers use {_SPARSE} and {int(most) + 1} units"
+    return f"the targets go from {least:g} to {most:g}, but {kind} takes 0 to 1; {advice}"
 
 
 def _flag_of(options: Any) -> str:

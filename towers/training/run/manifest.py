@@ -215,11 +215,11 @@ def check_data(
         named = {"new": sorted({*now} - {*then}), "missing": sorted({*then} - {*now})}
         changes = [f"{word}: {first_of(names)}" for word, names in named.items() if names]
         order = "; ".join(changes) or "in another order"
-        problem = f"other classes than the run was trained on ({order}): give data of the same"
+        problem = f"other classes than the training data ({order}); give data with the same"
     elif trains and shape and shape_then and list(shape) != shape_then:
         here, there = ("x".join(map(str, each)) for each in (shape, shape_then))
         size = there.rpartition("x")[0]
-        problem = f"images of {here}, and the run was trained on {there}: type --image_size={size}"
+        problem = f"images of {here}, but the run was trained on {there}; type --image_size={size}"
     if problem:
         raise InputError(
             f"--dataset={options.dataset} has {problem}, or train in another --train_dir with "

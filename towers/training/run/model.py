@@ -48,8 +48,8 @@ def build_model(options: Options, dataset: Data, exact: bool = False) -> BuiltMo
         for name, value in ("model", Options.model), ("test_time_flip", True):
             if getattr(options, name) == value:
                 raise InputError(
-                    f"--dataset={options.dataset} has no images, which --{name}={value} needs: "
-                    "leave that out, or name a model of your own with --model=my_net:build"
+                    f"--{name}={value} needs images, and --dataset={options.dataset} has none; "
+                    "leave it out, or name your own model with --model=my_net:build"
                 )
     # "auto" depends on whether the model is compiled; the image shape does not.
     kind = augment.resolve(options.augment, dataset, compiled=False)
@@ -155,23 +155,23 @@ def check_classifier(model: keras.Model, options: Options, data: Data) -> None:
     name, num_classes = options.model, data.num_classes
     if overrides(model, "train_step"):
         raise InputError(
-            f"--model={name} has a train_step of its own, and is not compiled: call its compile in "
+            f"--model={name} has its own train_step but is not compiled; call its compile in "
             f"{name.rpartition(':')[2]}"
         )
     if not num_classes:
         reason = data.no_classes
-        reason = reason or "the targets are not classes, one whole number for each example"
+        reason = reason or "the targets are not classes, one integer for each example"
         raise InputError(
-            f"--model={name} is not compiled, so it is a classifier, and {reason}: type "
-            "--loss=mean_squared_error, or return the model compiled"
+            f"--model={name} is not compiled, so it is trained as a classifier, but {reason}; "
+            "type --loss=mean_squared_error, or return a compiled model"
         )
     outputs = _call_on(model, name, _input_specs(options, data.spec[0], data.image_shape))
     shape = getattr(outputs, "shape", None)
     if shape is None or tuple(shape[1:]) != (num_classes,):
         actual = type(outputs).__name__ if shape is None else f"shape {tuple(shape)}"
         raise InputError(
-            f"--model={name} gives outputs of {actual}; logits of shape "
-            f"(batch, {num_classes}) are needed: take num_classes={num_classes} as an argument"
+            f"--model={name} has outputs of {actual}; logits of shape (batch, {num_classes}) are "
+            f"needed; give the function the argument num_classes, which is {num_classes} here"
         )
 
 
@@ -181,7 +181,7 @@ def compile_from_flags(model: keras.Model, options: Options) -> None:
     By default it is a classifier: cross entropy of logits, and accuracy.
 
     Args:
-        model: built. Weight decay is added to the regularisers of its kernels.
+        model: built. Weight decay is added to the regularizers of its kernels.
         options: of the run.
 
     Raises:
@@ -192,8 +192,8 @@ def compile_from_flags(model: keras.Model, options: Options) -> None:
     loss = _resolve("loss", options.loss, keras.losses.get) if options.loss else None
     if loss and options.label_smoothing:
         raise InputError(
-            f"--label_smoothing={options.label_smoothing:g} is for the default loss: leave it out, "
-            "or give a --loss that smooths, as module:function"
+            f"--label_smoothing={options.label_smoothing:g} is for the default loss; leave it out, "
+            "or name a --loss with smoothing as module:function"
         )
     own = options.makes_own_optimizer
     made = call_without_arguments("optimizer", options.optimizer) if own else None
@@ -214,10 +214,7 @@ def _call(
 ) -> keras.Model:
     """Call a model function with what it takes of `from_data`, and all `keywords`."""
     if isinstance(function, keras.Model):  # which can be called, too
-        raise InputError(
-            f"--model={name} is a model, and not the function that returns it: name a function "
-            "that builds one"
-        )
+        raise InputError(f"--model={name} is a model; name the function that builds it")
     signature = inspect.signature(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     taken = {k: v for k, v in from_data.items() if k in signature.parameters or takes_all}
@@ -226,16 +223,16 @@ def _call(
     except TypeError as error:
         if "'num_classes'" in str(error):
             reason = no_classes or (
-                "the targets are not classes, whole numbers from 0: convert them by "
-                "y.astype('int32'), or one-hot rows by y.argmax(-1)"
+                "the targets are not classes, integers from 0; convert them with "
+                "y.astype('int32'), or one-hot rows with y.argmax(-1)"
             )
             raise InputError(
-                f"{name} takes num_classes, and {reason}; or remove num_classes from the function "
+                f"{name} takes num_classes, but {reason}; or remove num_classes from the function "
                 "and type --loss=mean_squared_error"
             ) from None
         raise InputError(
-            f"--model_args: {name} takes {signature}: {error}; from these data it can have "
-            f"{', '.join(from_data) or 'none'}, any other by --model_args=NAME=VALUE"
+            f"--model_args: {name} takes {signature}: {error}; the data give "
+            f"{', '.join(from_data) or 'none'}; set others with --model_args=NAME=VALUE"
         ) from None
     try:
         model = function(**taken | keywords)
@@ -256,7 +253,7 @@ def _call_on(model: keras.Model, name: str, x: Any) -> Any:
         if len(inputs) == 1 and isinstance(x, tf.TensorSpec):  # Keras accepts some others
             shape = tuple(inputs[0].shape[1:])
             if not tf.TensorShape(shape).is_compatible_with(x.shape):
-                raise ValueError(f"it takes inputs of shape {shape}")
+                raise ValueError(f"its inputs have shape {shape}")
         batch = tf.nest.map_structure(lambda s: keras.Input(s.shape, dtype=s.dtype.name), x)
         takes = "training" in inspect.signature(model.call).parameters
         return model(batch, training=False) if takes else model(batch)
@@ -275,7 +272,7 @@ def _refuse_overridden(options: Options) -> None:
             short = {"learning_rate": "lr"}.get(name, name)
             raise InputError(
                 f"--{name}={value}, but {options.model} returns a compiled model, which has its "
-                f"own: leave --{name} out, or write build({short}=...) and type "
+                f"own; leave --{name} out, or write build({short}=...) and type "
                 f"--model_args={short}={value} (in a sweep --vary=model_args:{short}={value},...)"
             )
 
@@ -306,7 +303,7 @@ def _resolve(flag: str, name: str, get: Callable) -> Any:
         return name if flag == "metrics" else resolved  # "accuracy" has many meanings, mae its name
     except ValueError:
         raise InputError(
-            f"--{flag}={name}: Keras has nothing of that name; give one, such as "
+            f"--{flag}={name}: Keras has nothing of that name; name one, such as "
             f"{'mean_squared_error' if flag == 'loss' else 'mae'}, or module:function"
         ) from None
 

@@ -78,7 +78,7 @@ def check_own(options: UpdateOptions) -> None:
         if getattr(options, name) != getattr(UpdateOptions, name):
             raise InputError(
                 f"--{name}={getattr(options, name)}, but the optimizer of "
-                f"--optimizer={options.optimizer} has its own: set it there, and leave --{name} out"
+                f"--optimizer={options.optimizer} has its own; set it there, and leave --{name} out"
             )
 
 

@@ -1,4 +1,4 @@
-"""Starts a run: restores it, places its graph, says its rules, and then writes to its folder."""
+"""Starts a run: restores it, places its graph, prints its summary, then writes to its folder."""
 
 import contextlib
 import dataclasses
@@ -112,7 +112,7 @@ def _check_not_beyond(run: RunContext) -> None:
         epochs = f"--num_epochs={run.total_epochs:g}"
         raise InputError(
             f"{f'--max_steps={options.max_steps}' if too_many else epochs}: the run in "
-            f"{run.folder} has made {count(step, 'step')}, which are more: raise it, or type "
+            f"{run.folder} is already longer ({count(step, 'step')}); raise it, or type "
             f"towers evaluate --train_dir={run.folder}"
         )
 
@@ -139,7 +139,7 @@ def begin(
         if not run.builder.checks.inexact:
             raise
         device = shown_name(run.builder.devices[0])
-        say(f"one device  {device} trains alone, which is exact; towers would not be: {error}")
+        say(f"one device  trains only on {device}, because towers would differ from it: {error}")
         run = on_first_device(run)
         restored = restore(run)
         preemption.checkpoints = restored.checkpoints
@@ -170,7 +170,7 @@ def _prepare(
     if restored.step is None and options.init_from:
         say(init_from(run.train_state, options.init_from))
     elif options.init_from:
-        say(f"init_from   the run has its own weights: {options.init_from} is not read")
+        say(f"init_from   {options.init_from} is not read: the resumed run has its own weights")
     batches = iter(run.batches(timetable.first_step, timetable.first_examples))
     rules = run_summary(run)
     cached = [f"data        {run.on_towers}"] if run.on_towers else []
@@ -202,7 +202,7 @@ def _report_placement(run: RunContext, placement: Placement, say: Say) -> list[s
     if found := run.take_diagnostics():
         on_one = all(" runs on one device: " in line for line in found)
         may_depend = "may depend on the number of towers"
-        say(f"numbers     {'are those of one device' if on_one else may_depend}:")
+        say(f"results     {'are those of one device' if on_one else may_depend}:")
     for line in found:
         say(f"  {line}")
     return lines + found

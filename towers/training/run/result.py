@@ -50,7 +50,7 @@ def write_result(
         "train_dir": str(run.folder),
     }
     if skipped:
-        monitor.say(f"skipped     {skipped} of {step} steps, whose loss or gradient was not finite")
+        monitor.say(f"skipped     {skipped} of {step} steps: the loss or a gradient was not finite")
     final = manifest.finish(run.train_state.variables())
     dashboard.write_result(run.folder, result, step)
     files.update_json(run.folder / MANIFEST, final=final)
@@ -70,14 +70,14 @@ def tell_finished(run: RunContext, found: Restored, say: Callable[[str], None]) 
     trained = found.manifest.get("sessions", [{}])[-1]
     now = {"code": run.code, "data": manifest.data_record(run)}
     for line in manifest.differences(now, trained, "when it was trained"):
-        say(f"warning     {line}: the result is of what it was trained on")
-    done, more = f"has all its {found.step} steps", "more --num_epochs or --max_steps"
+        say(f"warning     {line}; the result is for the old version")
+    done, longer = f"has all its {found.step} steps", "raise --num_epochs or --max_steps"
     if found.step < (last := run.timetable().last_step):
         done = f"ended early, at step {found.step} of {last}"
-        more = "a larger --early_stopping_epochs"
+        longer = "raise --early_stopping_epochs"
         if "planned_steps" in result:
-            more = "an empty or another --callbacks=, or more --num_epochs,"
-    line = f"finished    {run.folder} {done}: {more} continues it, --overwrite moves it aside"
+            longer = "change --callbacks (empty: none) or raise --num_epochs"
+    line = f"finished    {run.folder} {done}; to train longer, {longer}; --overwrite starts again"
     flags = trained.get("flags", {})
     unused = [
         f"--{field.name}={f'{now:g}' if isinstance(now, float) else text_of(now)}"

@@ -199,7 +199,7 @@ def assemble(
         built = build_model(options, dataset, exact)
         if not built.network.trainable_variables:
             raise InputError(
-                f"--model={options.model} has no trainable weights: there is nothing to train"
+                f"--model={options.model} has no trainable weights; return a model that has some"
             )
         place, home = placement(options.variables, device_names)
         options = dataclasses.replace(
@@ -262,13 +262,13 @@ def parse_monitor(monitor: str, known: Mapping[str, str | None]) -> Monitored:
     name = {n.lower(): n for n in known}.get(name.lower(), name)  # Keras calls one AUC, or auc
     if direction not in ("", "max", "min") or name.removesuffix("_ema") not in known:
         raise InputError(
-            f"--monitor={monitor}: allowed are {', '.join(known) or 'no metric yet'}, with max: or "
-            "min: before it if need be"
+            f"--monitor={monitor}: allowed are {', '.join(known) or 'no metric yet'}, optionally "
+            "with max: or min: before it"
         )
     direction = direction or known[name.removesuffix("_ema")]
     if direction is None:
         raise InputError(
-            f"--monitor={name}: whether more of it is better is not known; type "
+            f"--monitor={name}: it is not known whether higher is better; type "
             f"--monitor=max:{name} or min:{name}"
         )
     return name, direction
@@ -297,6 +297,6 @@ def _check_validation(options: Options, dataset: Data) -> None:
         evaluates = dataset.validation and options.evaluate_every_epochs
         if getattr(options, name) and not evaluates:
             raise InputError(
-                f"--{name} needs evaluations on validation data: type --validation_fraction=0.1, "
-                "or let the data set give a third part, and --evaluate_every_epochs=1"
+                f"--{name} needs evaluations on validation data; type --validation_fraction=0.1 "
+                "(or return validation data from the data function) and --evaluate_every_epochs=1"
             )

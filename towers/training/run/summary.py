@@ -1,4 +1,4 @@
-"""The summary that a run prints: its numbers, and the rules that hold at any number of towers."""
+"""The summary that a run prints: its settings, and those that hold for any number of towers."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ from towers.training.step.train_state import overrides
 
 
 def run_summary(run: RunContext) -> list[str]:
-    """Return the rules as lines with this run's numbers."""
+    """Return the lines of the summary."""
     options, size = run.options, run.data.train.size
     towers, timetable = len(run.builder.devices), run.timetable()
     seen = timetable.examples(timetable.last_step)
@@ -28,15 +28,15 @@ def run_summary(run: RunContext) -> list[str]:
     update = _of_update(run.task.model, options if run.task.rate_is_set else None)
     every = options.checkpoint_every_steps
     regularly = f"every {every} steps{' or 5 minutes' if every else ''}, "
-    moments = "the global batch" if options.batch_norm == "sync" else "a tower's slice"
+    sample = "the global batch" if options.batch_norm == "sync" else "each tower's slice"
     validation = run.data.validation
     held = f"{validation.size} validation, " if validation else ""
-    parts = f" in {options.accumulate_steps} parts" if options.accumulate_steps > 1 else ""
+    parts = f", {options.accumulate_steps} microbatches" if options.accumulate_steps > 1 else ""
     gather = f"gather on {shown_name(run.builder.gather_device)}"
     if options.variables == "replicated" and towers > 1:
-        gather = "gradients are summed by collectives, each tower has its variables"
+        gather = "collectives sum the gradients, each tower has its own variables"
     elif run.builder.gather_at_variables:
-        gather = "each gradient is gathered on its variable's tower"
+        gather = "each gradient is summed on its variable's tower"
     checks = f"towers are compared with one device (--check={options.check}); if they differ: "
     checks += options.on_inexact
     if run.builder.num_slices == 1:
@@ -46,7 +46,7 @@ def run_summary(run: RunContext) -> list[str]:
     return [
         f"towers      {towers}: {', '.join(map(shown_name, run.builder.devices))}; {gather}",
         f"batch size  {options.batch_size} global ({per_tower} per tower), {options.dtype}",
-        *([f"note        {idle} towers have no example, type --batch_size={towers}"] * (idle > 0)),
+        *([f"note        {idle} towers get no examples; type --batch_size={towers}"] * (idle > 0)),
         f"data        {run.data.name}: {size} training examples per epoch, {held}"
         f"{run.data.test.size} test; {size / options.batch_size:.1f} steps per epoch",
         *run.data.notes,
@@ -56,18 +56,18 @@ def run_summary(run: RunContext) -> list[str]:
         f"length      {count(timetable.last_step, 'step')}, {count(seen, 'example')}, "
         f"{seen / size:.4g} epochs",
         f"saved       {regularly if every else ''}at the end, and when stopped",
-        "rules, the same at any number of towers:",
-        "  1 loss and gradients: mean over the global batch; add_n adds the towers' parts",
-        f"  2 regularisation: once, on the master weights; {update['decay']}, and the layers' own",
-        f"  3 finite test: on the loss and the gathered gradient{update['scale']}; else "
-        f"{options.on_nan}",
-        f"  4 clipping: {update['clips'] or 'none'}, after the gather; then update, then EMA",
-        "  5 shuffling, augmentation, dropout: by (seed, step, place in the global batch), "
+        "reproducibility settings, the same on any number of towers:",
+        "  1 loss and gradients: mean over the global batch; add_n sums the towers' parts",
+        f"  2 regularization: once, on the weights; {update['decay']}, and that of the layers",
+        f"  3 NaN/Inf check: on the loss and the summed gradient{update['scale']}; "
+        f"{options.on_nan} if not finite",
+        f"  4 clipping: {update['clips'] or 'none'}, after the sum; then update, then EMA",
+        "  5 shuffling, augmentation, dropout: from (seed, step, place in the global batch), "
         f"seed {options.seed}",
-        f"  6 BatchNorm: {options.batch_norm}, moments over {moments}{parts}; statistics "
-        "gathered, assigned once a step",
-        f"  7 clock: {update['clock']}, EMA {options.ema_decay or 'none'}",
-        "  8 the loss that is printed is that of all towers",
+        f"  6 BatchNorm: {options.batch_norm}, statistics of {sample}{parts}; averages updated "
+        "once a step",
+        f"  7 schedules count {update['schedules']}, EMA {options.ema_decay or 'none'}",
+        "  8 the printed loss is that of all towers",
         f"  9 exactness: {checks}",
     ]
 
@@ -75,27 +75,27 @@ def run_summary(run: RunContext) -> list[str]:
 def _of_task(task: Task) -> str:
     """Return a short description of the loss and the metrics."""
     loss = loss_checks.text_of_loss(getattr(task.model, "loss", None) or "its own")
-    step = ", a train_step of its own" if overrides(task.model, "train_step") else ""
+    step = ", its own train_step" if overrides(task.model, "train_step") else ""
     metrics = [name for name in task.figures if name != "loss"]
     return f"loss {loss}; {', '.join(metrics) or 'no metrics'}{step}"
 
 
 def _of_update(model: keras.Model, flags: UpdateOptions | None) -> dict[str, str]:
-    """Return texts on "decay", "scale", "clips" and "clock"; of an own optimizer without flags."""
+    """Return texts on "decay", "scale", "clips" and "schedules"; from flags if they set these."""
     scaled = getattr(model.optimizer, "dynamic_scale", None)
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     clips = {name: getattr(optimizer, name, None) for name in CLIPS.values()}
     decay = f"{getattr(optimizer, 'weight_decay', None) or 0:g}"
-    clock = f"updates; {getattr(optimizer, 'name', 'no optimizer')}, with its own learning rate"
+    schedules = f"steps; {getattr(optimizer, 'name', 'train_step')} uses its own learning rate"
     if flags:
         apart = flags.optimizer in DECAY_APART
-        kind = f"{flags.optimizer}, apart from the gradient" if apart else "L2"
+        kind = f"{flags.optimizer}, decoupled" if apart else "L2"
         decay = f"{flags.weight_decay:g} ({kind})"
         rate = f"learning rate {flags.learning_rate:g} {flags.schedule}"
-        clock = f"examples; {flags.optimizer}, {rate}"
+        schedules = f"examples; {flags.optimizer}, {rate}"
     return {
         "decay": f"weight decay {decay}",
         "scale": "" if scaled is None else f"; loss scale from {float(scaled.numpy()):g}",
         "clips": ", ".join(f"{name}={limit}" for name, limit in clips.items() if limit),
-        "clock": clock,
+        "schedules": schedules,
     }

@@ -22,7 +22,7 @@ _NOISE = re.compile(
 # TensorFlow's text of an error in Python code that a pipeline calls.
 _TRACEBACK = re.compile(r"(?s)Traceback \(most recent call last\):\n.*?\n(?=\n\n|\s*\[\[|\Z)")
 # Text in other errors, the class to raise, and its meaning; TensorFlow's own words follow.
-_SOFT = "--allow_soft_placement=false (leave it out, or let the model choose no device)"
+_SOFT = "--allow_soft_placement=false (leave it out, or remove tf.device from the model)"
 _DATA = "--dataset cannot be read"
 _KNOWN = {
     "Cannot assign a device": (InputError, _SOFT),
@@ -63,8 +63,8 @@ def user_facing_errors(step: Callable[[], int | None] = lambda: None) -> Iterato
         if "custom_gradient decorator currently supports keywords" not in str(error):
             raise
         raise InputError(
-            "--model: Keras cannot recompute a layer in a graph of TensorFlow's: remat takes no "
-            "keyword arguments there: leave it out"
+            "--model: keras.remat does not work here, since tf.recompute_grad takes no keyword "
+            "arguments in a graph; leave it out"
         ) from None
     except tf.errors.OpError as error:
         text = str(error)
@@ -105,8 +105,8 @@ def out_of_memory(text: str) -> str | None:
     device = short_device_name(named[1]) if named else "a device"
     where = f"tower {tower[1]} on {device}, in layer {layer_of(tower[0])}" if tower else device
     limit = tf_internals.device_memory_bytes().get(new_name(device)) if named else None
-    may_take = f"; it may take {limit / memory.MIB:.0f} MiB" if limit else ""
+    may_take = f"; its limit is {limit / memory.MIB:.0f} MiB" if limit else ""
     return (
-        f"out of memory: {where}: {first_line(RunError(text))}{may_take}; type a lower "
+        f"out of memory: {where}: {first_line(RunError(text))}{may_take}; try a lower "
         "--batch_size, or more --accumulate_steps for the same update"
     )

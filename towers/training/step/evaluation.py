@@ -133,8 +133,8 @@ def check_rows(output: Any) -> None:
     """Raise InputError for an output, symbolic or not, that has no single row for each image."""
     if tf.TensorShape(output.shape).rank != 2:
         raise InputError(
-            "--test_time_flip needs one row of numbers for each image, and the model's outputs "
-            f"have shape {output.shape}: leave it out"
+            "--test_time_flip needs one row of numbers for each image, but the model's outputs "
+            f"have shape {output.shape}; leave it out"
         )
 
 

@@ -77,8 +77,8 @@ class LossRecorder:
         model, has_own = self.model, overrides(self.model, "test_step", "compute_loss")
         if not has_own and model.loss is None and not model.losses:
             raise InputError(
-                f"model {model.name} has a train_step of its own, no test_step, and no loss by "
-                "compile, so it cannot be evaluated: give it a test_step that returns a dict such "
+                f"model {model.name} has its own train_step, but no test_step and no compiled "
+                "loss, so it cannot be evaluated; give it a test_step that returns a dict such "
                 'as {"loss": loss}'
             )
 

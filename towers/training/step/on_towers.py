@@ -200,8 +200,8 @@ class _Steps:
         def gradients(*args: Any, **kwargs: Any) -> Any:
             if tf.compat.v1.get_default_graph() is self._graph:
                 raise InputError(
-                    "tf.gradients does not see the weights of all towers: take a tf.GradientTape, "
-                    'or towers.parallelize(model, variables="cpu")'
+                    "tf.gradients does not see the weights of all towers; use tf.GradientTape, or "
+                    'towers.parallelize(model, variables="cpu")'
                 )
             return original(*args, **kwargs)
 
@@ -413,7 +413,7 @@ class _Steps:
             if inside or any(isinstance(leaf, keras.KerasTensor) for leaf in leaves):
                 return keras_call(layer, *args, **kwargs)
             if any(isinstance(leaf, tf.experimental.ExtensionType) for leaf in leaves):
-                reason = "an argument is an ExtensionType; call it with a dict of its tensors"
+                reason = "an argument is an ExtensionType; pass a dict of its tensors"
                 self._warn(f"layer {layer.name} runs on one device: {reason}")
                 with self._plain():
                     return keras_call(layer, *args, **kwargs)
@@ -483,16 +483,16 @@ class _Steps:
             return ""
         if len(sizes := list(dict.fromkeys(x.shape[0] for x in batch))) > 1:
             known = " and ".join("any number of" if n is None else str(n) for n in sizes)
-            return f"its arguments have {known} rows, so not all have one for each example"
+            return f"its arguments have {known} rows, not all one for each example"
         analysis = self.builder.analyze(
             fn, *batch, silent=True, backward=tf_internals.is_recording()
         )
         known = trials.is_known
-        hint = "" if all(map(known, batch)) else "; set shapes in the data set by tf.ensure_shape"
+        hint = "" if all(map(known, batch)) else "; set shapes in the data set: tf.ensure_shape"
         if analysis.trace is None:
             return f"it cannot be called with another number of examples ({analysis.reason}){hint}"
         if analysis.unjoinable_reason:
-            return f"{analysis.unjoinable_reason}{hint or '; compute that outside of it'}"
+            return f"{analysis.unjoinable_reason}{hint or '; compute this outside of the layer'}"
         number = next((x.shape[0] for x in batch if x.shape[0]), 1)
         slices = slices_of(number, len(self.builder.devices), self.builder.accumulate_steps)
         return analysis.single_example_reason if any(size == 1 for _, size in slices) else ""
@@ -548,8 +548,8 @@ class _Steps:
         if stay:
             self.builder.warn([
                 f"{len(stay)} variables, such as {stay[0].path}, cannot be moved, because "
-                "a function that was traced before reads them. Results are the same, but steps "
-                "copy more: call towers.parallelize first"
+                "an earlier tf.function reads them. Results are the same, but each step copies "
+                "more; call towers.parallelize first"
             ])  # fmt: skip
 
 
@@ -568,7 +568,7 @@ def _reason(error: Exception) -> str:
     """Return why towers cannot run a step whose trace has raised an error."""
     if refusal := _found_in(error, InputError):
         return str(refusal)
-    return f"on towers it raises {type(error).__name__}: {first_line(error)}"
+    return f"it raises {type(error).__name__} on towers: {first_line(error)}"
 
 
 def _found_in(error: BaseException | None, kind: type) -> Any:

@@ -172,7 +172,7 @@ class Task:
         for step_name, found in ("train_step", names), ("test_step", figures if has_own else names):
             if not found:
                 raise InputError(
-                    f"--model={options.model}: its {step_name} returns no number: return a dict "
+                    f"--model={options.model}: its {step_name} returns no numbers; return a dict "
                     'such as {"loss": loss}'
                 )
         return tuple(sorted(n, key=lambda name: name != "loss") for n in (names, figures or names))

@@ -234,7 +234,7 @@ def placement(variables: str, devices: Sequence[str]) -> tuple[str, str]:
         variables = "spread" if are_remote(devices) else variables
     if variables == "replicated" and (are_remote(devices) or not distinct):
         raise InputError(
-            "--variables=replicated needs a device for each tower, all on this machine: type "
+            "--variables=replicated needs a device for each tower, all on this machine; type "
             "--variables=cpu, or call "
             f"towers.devices.tower_devices({len(devices)}) before anything creates a tensor"
         )

@@ -140,7 +140,7 @@ class KeptCopies:
         """
         ids = set(map(id, assigned))
         if any(id(weight.value) in ids for weight, _ in self._twins.values()):
-            raise CopiesError("a step assigns a weight or a seed that towers have copies of")
+            raise CopiesError("the step assigns a weight or a seed of which towers have copies")
 
     def _receive(self, weights: Sequence[keras.Variable]) -> None:
         for weight, (_, *values) in send(weights, [self._first, *self._devices]) if weights else ():
