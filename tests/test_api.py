@@ -119,7 +119,7 @@ def test_what_flags_cfg_cannot_name_is_given_again(given, tmp_path, capsys):
     names = ["--dataset=tests.tiny:images", "--model=tests.tiny:dense"]
     assert cli.main(["evaluate", run, *names]) == 0
     assert cli.main(["train", run, "--max_steps=5", *names]) == 0
-    with pytest.raises(towers.InputError, match="is of another run: --model="):
+    with pytest.raises(towers.InputError, match="belongs to another run: --model="):
         towers.train(train_dir=tmp_path / "run", model=tiny.cnn)
 
 

@@ -64,8 +64,8 @@ def test_json(folder, capsys):
     for content in (*no_text, *map(str.encode, (*deep, *typed))):
         path.write_bytes(content)
         assert files.read_json(path, schema) == {}, content
-        assert capsys.readouterr().err == f"warning     {path} is damaged, and taken as absent\n"
-        with pytest.raises(InputError, match=f"{path} is damaged: put an intact copy in its place"):
+        assert capsys.readouterr().err == f"warning     {path} is damaged and is ignored\n"
+        with pytest.raises(InputError, match=f"{path} is damaged; replace it"):
             files.read_json(path, schema, needed=True)
     path.unlink()
     for make in path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to(path):

@@ -87,7 +87,7 @@ def read_json(path: Path, schema: Any, needed: bool = False) -> dict[str, Any]:
     except (OSError, ValueError):
         pass
     if needed:
-        raise InputError(f"{path} is damaged: put an intact copy in its place, or remove it")
+        raise InputError(f"{path} is damaged; replace it with an intact copy, or remove it")
     warn_damaged(path)
     return {}
 
@@ -109,7 +109,7 @@ def parse_json(text: str | bytes, schema: Any) -> Any:
     except RecursionError:  # of brackets within brackets
         raise ValueError("too many brackets") from None
     if not _fits(value, schema):
-        raise ValueError("a value is of another type")
+        raise ValueError("a value has the wrong type")
     return value
 
 
@@ -131,13 +131,13 @@ def _fits(value: Any, schema: Any) -> bool:
 
 def _int64(text: str) -> int:
     if not -(2**63) <= (number := int(text)) < 2**63:
-        raise ValueError("a number is beyond 64 bits")
+        raise ValueError("a number does not fit in 64 bits")
     return number
 
 
 def warn_damaged(path: Path) -> None:
     """Print a warning that a file is damaged."""
-    print_line(f"warning     {path} is damaged, and taken as absent", sys.stderr)
+    print_line(f"warning     {path} is damaged and is ignored", sys.stderr)
 
 
 # Temporary files of this module and of TensorFlow that a killed process may leave behind.
@@ -184,8 +184,8 @@ class Lock(contextlib.ExitStack):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(
-                f"{flag}={folder}: another process trains there; wait for it, or name another "
-                "folder"
+                f"{flag}={folder}: another process uses this folder; wait until it ends, or name "
+                "another folder"
             ) from None
         except OSError:  # the file system has no locks
             pass
@@ -213,19 +213,19 @@ def check_train_dir(
     except OSError as error:
         raise InputError(f"{named}: {error.strerror}") from None
     if not existing.is_dir():  # a file, or a link to nothing
-        raise InputError(f"{named}: {existing} is no folder: name another {flag}")
+        raise InputError(f"{named}: {existing} is not a folder; name another {flag}")
     if moved:
         problem = ""
         if not is_run(folder):
-            problem = "holds files but no run (no flags.cfg), and is not moved aside"
+            problem = "holds files but no run (no flags.cfg), so it is not moved aside"
         for path in filter(os.path.exists, needed):
             if Path(path).resolve().is_relative_to(folder.resolve()):
-                problem = f"cannot be moved aside, it holds the data of the run, {path}"
+                problem = f"cannot be moved aside, because it holds the data of the run, {path}"
         if problem:
-            raise InputError(f"--overwrite: {folder} {problem}: name another --train_dir")
+            raise InputError(f"--overwrite: {folder} {problem}; name another --train_dir")
     where = folder.absolute().parent if moved else existing
     if not os.access(where, os.W_OK | os.X_OK):
-        raise InputError(f"{named}: no permission to write in {where}")
+        raise InputError(f"{named}: no permission to write to {where}")
 
 
 def is_run(folder: Path) -> bool:

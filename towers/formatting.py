@@ -83,7 +83,7 @@ def process_end(code: int, output: str) -> str:
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     ours = [line.removeprefix("towers: ") for line in lines if line.startswith("towers: ")]
-    return f"{how}: {(ours or lines or ['it said nothing'])[-1][:500]}"
+    return f"{how}: {(ours or lines or ['it printed nothing'])[-1][:500]}"
 
 
 # Control characters except line ends and tabs, those that change the direction of writing, and

@@ -173,7 +173,7 @@ class Listener:
                         os.write(self._wakeup_before, bytes([number]))
                 if number in ENDING and self._note(number) and self.owner:
                     code, _ = interrupted(number)
-                    self.leave(code, f"ended at once, by a second signal ({_name(number)})")
+                    self.leave(code, f"ended at once by a second signal ({_name(number)})")
             if tick := self._tick:
                 try:
                     tick()

@@ -52,7 +52,7 @@ def test_runners_take_turns_window_by_window_and_every_other_backwards():
     command.take_turns(given, 3, 2.0, lines.append)
     forwards = [("own", 1.0, "control"), ("own", 2.0, ""), ("a", 2.0, "")]
     assert asked == [*forwards, *forwards[::-1], *forwards]
-    assert lines[0] == "measuring   3 rounds of 5 s at least, a window each in turn"
+    assert lines[0] == "measuring   3 rounds of at least 5 s"
     assert command.ratio_of([1.0, 2.0, 9.0], [2, 2, 3]) == {"median": 1.0, "min": 0.5, "max": 3.0}
 
 

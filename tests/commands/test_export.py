@@ -84,19 +84,19 @@ def test_what_is_there_is_kept_unless_told(trained, tmp_path, capsys):
     before = tiny.files(tmp_path)
     code, out, err = export_of(capsys, run, *argv)
     assert (code, out) == (2, "") and err.count("\n") == 1
-    assert f"--output={tmp_path}/a.keras is there already: type --overwrite to replace" in err
+    assert f"--output={tmp_path}/a.keras already exists; type --overwrite to replace" in err
     assert tiny.files(tmp_path) == before
     assert export_of(capsys, run, *argv, "--overwrite")[0] == 0
     assert tiny.files(tmp_path) != before
     code, _, err = export_of(capsys, run, f"--output={tmp_path}/a.h5")
-    assert code == 2 and "a.h5: the name of a Keras file ends in .keras" in err
+    assert code == 2 and "a.h5: name a file that ends in .keras" in err
     assert [p.name for p in tmp_path.iterdir()] == ["a.keras"]
 
 
 def test_what_computes_something_else_is_not_kept(trained, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(export, "_eval_images", lambda images, kind, dtype: images[:, 2:, 2:] / 2)
     code, out, _ = export_of(capsys, trained("classes"), f"--output={tmp_path}/a.keras")
-    assert code == 1 and out.startswith("failed      nothing is kept")
+    assert code == 1 and out.startswith("failed      no file was written")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -29,7 +29,7 @@ def commands_of(printed):
 def test_it_stands_in_the_current_folder_and_overwrites_nothing(folder, capsys):
     (folder / "my_run.cfg").write_text("mine")
     assert cli.main(["init"]) == 2
-    error = "towers: my_run.cfg is there and is not overwritten: name another folder, as "
+    error = "towers: my_run.cfg already exists; name another folder: "
     assert capsys.readouterr().err == f"{error}towers init FOLDER\n"
     assert os.listdir(folder) == ["my_run.cfg"] and Path("my_run.cfg").read_text() == "mine"
     Path("my_run.cfg").unlink()

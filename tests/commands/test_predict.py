@@ -112,12 +112,12 @@ def test_what_cannot_be_read_is_one_line_and_nothing_is_printed(run, files, tmp_
     for name, message in {
         "broken.png": " cannot be read: ",
         "broken.npz": " cannot be read: ",
-        "note.txt": ": .png, .jpg, .jpeg, .bmp, .gif, .npy and .npz are read",
+        "note.txt": ": .png, .jpg, .jpeg, .bmp, .gif, .npy and .npz files can be read",
         "empty": " has no images",
-        "none.png": ": there is no such file or folder",
+        "none.png": ": no such file or folder",
         "small.npy": f" is uint8[7, 4, 8, 3]: {takes}",
         "floats.npy": f" is float64[7, 8, 8, 3]: {takes}",
-        "other.npz": f" has pictures, and no x: {takes}",
+        "other.npz": f" has pictures, but no x: {takes}",
     }.items():
         code, out, err = predict(capsys, run, top / "photos", tmp_path / name)
         assert (code, out, err.count("\n")) == (2, "", 1), name
@@ -158,7 +158,7 @@ def test_several_outputs_are_printed_and_several_inputs_refused(tmp_path, monkey
     assert lines[0] in ("file,index,price.0,length.0", "file,index,length.0,price.0")
     assert lines[5] == f"{tmp_path}/a.npy,4,4.0,4.0"
     of_run = as_trained(model, {"text": "int32[3]", "size": "float32[1]"}, "float32[]")
-    with pytest.raises(InputError, match="models of one input: .* towers.load"):
+    with pytest.raises(InputError, match="models with one input, .* towers.load"):
         inputs.find([str(tmp_path / "a.npy")], of_run)
 
 

@@ -180,7 +180,7 @@ def test_a_stop_is_passed_on_and_the_same_command_goes_on(folder, background):
     out, _ = process.communicate()
     assert process.returncode == 75
     assert "run model=waits,seed=1: stopped" in out and "model  test accuracy" in out
-    assert "1 of 3 runs are finished; the same command continues" in out
+    assert "1 of 3 runs are finished; the same command resumes" in out
     noted = json.loads(Path("S/sweep.json").read_text())
     assert list(statuses(noted).values()) == ["finished", "stopped", "waiting"]
     assert Path("S/model=waits,seed=1/saved").exists()
@@ -217,7 +217,7 @@ def plan_of(*argv):
     [
         ("", "--vary=learning_rate:0.05,0.1,0.2"),
         ("--vary=learning_rat:1", "did you mean learning_rate?"),
-        ("--vary=train_dir:a,b", "the sweep gives each run its own --train_dir"),
+        ("--vary=train_dir:a,b", "the sweep sets --train_dir for each run"),
         ("--vary=batch_size:8,0", "the run batch_size=0: --batch_size=0: a whole number"),
         ("--vary=jit_compile:maybe", "--jit_compile=maybe: "),
         ("--vary=schedule:step", "--schedule=step needs --decay_epochs"),

@@ -125,7 +125,7 @@ def test_a_step_that_is_set_on_the_model_is_compared_as_it_is():
     model.train_step = lambda data: calls.append(0) or of_class(data)
     result, said = verified(model)
     assert result["passed"] and result["dtype"] == "float32"
-    assert "train_step was set on it" in said[0] and len(calls) > 1
+    assert "train_step was set on the object" in said[0] and len(calls) > 1
 
 
 def test_a_model_that_cannot_be_copied_is_compared_as_it_is_and_restored():
@@ -233,7 +233,7 @@ def guilty(kind="mixed"):
         rare(guilty, {"dtype": None}, "loss", "inexact: layer .*guilty differs"),
         rare(lambda: guilty("number"), {}, "loss", "inexact: layer guilty differs"),
         (lambda: net(norm=True), {"batch_norm": "local"}, "loss",
-         'local BatchNorm: norm takes its moments.*give batch_norm="sync"$'),
+         'local BatchNorm: norm uses the statistics.*in Python batch_norm="sync"$'),
         (lambda: net(metrics=[Counts(name="counts")]), {}, "metric/counts", "metric: "),
     ],
     ids=["own precision", "number", "local BatchNorm", "metric"],
@@ -261,7 +261,7 @@ def test_bad_input_is_said_in_one_line():
         ("run_eagerly=True", eager, {}),
         ("dtype='float16' must be", model, {"dtype": "float16"}),
         ("num_towers=2,1", model, {"num_towers": (2, 1)}),
-        ("no y, and the loss of .* needs it: type towers.verify", model, {"y": None}),
+        ("the loss of .* needs y: call towers.verify", model, {"y": None}),
         ("num_towers=3 and --devices=", model, {"num_towers": (3,), "devices": "/cpu:0,/cpu:1"}),
     ):
         with pytest.raises(towers.InputError, match=words) as error:

@@ -227,6 +227,6 @@ def test_why_an_op_is_elsewhere_and_what_crosses_is_told():
     assert len(lines) == 11
     assert lines[-2:] == [
         "  and 22 more: see --log_device_placement",
-        "  in a step cross 4.37 MB /cpu:0 -> /gpu:0, 0.01 kB /gpu:0 -> /cpu:0, and 1 of unknown "
+        "  copied per step: 4.37 MB /cpu:0 -> /gpu:0, 0.01 kB /gpu:0 -> /cpu:0, and 1 of unknown "
         "size",
     ]

@@ -110,7 +110,7 @@ def test_a_damaged_manifest_is_replaced(run, tmp_path, capsys):
             (changed[part] if part else changed)[below] = value
         path.write_text(json.dumps(changed))
         assert manifest.read(tmp_path) == {}, damage
-        line = f"warning     {tmp_path}/manifest.json is damaged, and taken as absent\n"
+        line = f"warning     {tmp_path}/manifest.json is damaged and is ignored\n"
         assert capsys.readouterr().err == line
     run.train_state.step.assign(4)
     assert write(run, tmp_path, manifest.read(tmp_path)) == []

@@ -78,7 +78,7 @@ def test_workers_are_found(scheduler, text, environ, found):
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
 
 
-NO_ADDRESS, REMEDY = "HOST:PORT is needed", "--workers=host1:2222,host2:2222"
+NO_ADDRESS, REMEDY = "type HOST:PORT", "--workers=host1:2222,host2:2222"
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_killed_worker_costs_a_call_and_no_number(pair, near, tmp_path):
             printed = run.end()
     assert command.count("train") == 1 and command[-2] == "--overwrite=false"
     assert f"lost        worker {second.address}" in printed
-    (step,) = re.findall(r"again       from step (\d+): 1 worker of 2 left", printed)
+    (step,) = re.findall(r"restarting  from step (\d+): 1 worker of 2 left", printed)
     assert f"resuming    run at step {step} of 400" in printed
     assert printed.count("moved aside") == 1
     assert_same(folder, near)
@@ -137,7 +137,7 @@ def test_a_run_that_waits_for_a_worker_that_hangs_is_run_again(pair, near, tmp_p
     with started(1) as (second,), Run(folder, [second, pair[0]], *flags) as run:
         run.until("step 50 of")
         second.signal_all(signal.SIGSTOP)
-        assert "again       from step" in run.end()
+        assert "restarting  from step" in run.end()
     assert_same(folder, near)
 
 
@@ -148,7 +148,7 @@ def test_weights_that_a_lost_worker_had_are_those_of_the_last_checkpoint(pair, n
         run.until("step 150 of")
         second.kill()
         printed = run.end()
-    assert "again       from the last checkpoint" in printed
+    assert "restarting  from the last checkpoint" in printed
     assert_same(folder, near)
 
 
@@ -158,7 +158,7 @@ def test_a_program_has_a_worker_alone_and_a_fresh_one_replaces_it(pair, tmp_path
         run.until("step 0 of")
         with Run(tmp_path / "second", pair) as second:
             said = second.end(2)
-        assert f"(pid {run.process.pid}) has it" in said and pair[0].address in said
+        assert f"(pid {run.process.pid}) uses it" in said and pair[0].address in said
         assert not (tmp_path / "second").exists()
         for worker in pair:
             while f"(pid {run.process.pid})" not in worker.read_until("taken"):
@@ -234,7 +234,7 @@ def test_verify_compares_towers_of_workers_with_one_device_here(pair):
     "verb, flags, remedy",
     [
         ("worker", "", "needs --address=HOST:PORT"),
-        ("worker", "--address=a:b:c", "HOST:PORT is needed"),
+        ("worker", "--address=a:b:c", "type HOST:PORT"),
         ("worker", "--address=127.0.0.1 --batch_size=3", "takes no --batch_size"),
         ("worker", "--address=127.0.0.1:1", "give another port"),
         ("train", "--workers=a --min_workers=2", "--min_workers=1"),

@@ -99,7 +99,7 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
         function(*arguments)
     graphs = list(itertools.chain.from_iterable(functions))
     if not graphs:
-        raise ValueError("the function has run before: read its placement at its first call")
+        raise ValueError("the function has already run: read its placement at its first call")
     ops, transfers, programs, takers = [], [], {}, _takers(graphs)
     for node in (node for graph in graphs for node in graph.node):
         if node.op == "Identity" and _ADDED.search(node.name):

@@ -27,7 +27,7 @@ def report(placement: Placement, stray: Sequence[str]) -> list[str]:
         towers = "1 tower" if num_compiled == 1 else f"{num_compiled} towers, each"
         lines = [f"placement   {towers} compiled by XLA on its tower's device"]
     if stray:
-        lines = [f"placement   not everything runs where it belongs, of {len(ours)} ops in towers:"]
+        lines = [f"placement   of {len(ours)} ops in towers, some run on other devices:"]
         lines += [f"  {line}" for line in stray[:_MOST]]
         if len(stray) > _MOST:
             lines.append(f"  and {len(stray) - _MOST} more: see --log_device_placement")
@@ -36,7 +36,7 @@ def report(placement: Placement, stray: Sequence[str]) -> list[str]:
     if crossing:
         routes = [f"{_size(b)} {source} -> {to}" for (source, to), b in sorted(crossing.items())]
         more = f", and {unknown} of unknown size" if unknown else ""
-        lines.append(f"  in a step cross {', '.join(routes)}{more}")
+        lines.append(f"  copied per step: {', '.join(routes)}{more}")
     return lines
 
 
@@ -45,7 +45,7 @@ def check_strict(stray: Sequence[str]) -> None:
     if stray:
         more = f", and {len(stray) - 1} more" if len(stray) > 1 else ""
         raise RunError(
-            f"--placement=strict: {stray[0]}{more}; let the model choose no device, or type "
+            f"--placement=strict: {stray[0]}{more}; remove tf.device from the model, or type "
             "--placement=report"
         )
 
@@ -77,13 +77,13 @@ def strays(
     home = " or ".join(dict.fromkeys(homes))
     for name, variable in variables.items():
         if (device := short_device_name(variable.device)) not in homes:
-            lines.append(f"master variable {name} on {device}, not {home}")
+            lines.append(f"variable {name} on {device}, not {home}")
     return lines
 
 
 def _why(requested: str, device: str, tower: str) -> str:
     if requested == device:
-        return ", where a tf.device puts it"
+        return ", placed there by tf.device"
     if requested == tower:
         return f", by soft placement: {tower} cannot run it"
     return f", by soft placement: it asks for {requested}" if requested else ""

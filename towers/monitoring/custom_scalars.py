@@ -20,7 +20,7 @@ CHARTS = {
         "METRICS": "",  # a chart for each
         "learning rate": "learning_rate",
         "gradient norm": "gradient_norm",
-        "regularisation": "loss/regularisation",
+        "regularization": "loss/regularisation",
         "epoch": "progress/epoch",
         "examples": "progress/examples",
     },
@@ -34,7 +34,7 @@ CHARTS = {
     "speed": {
         "examples/s": "speed/examples_per_second",
         "seconds of a step": "speed/seconds_per_step",
-        "where a step's seconds go": (
+        "seconds of a step by phase": (
             "speed/input_wait_seconds speed/compute_seconds speed/gather_seconds "
             "speed/update_seconds"
         ),

@@ -78,7 +78,7 @@ class EventWriter:
         """Write an event of each run, or only begin its file if there is no summary."""
         try:
             if not self.train_dir.is_dir():  # a run that was moved is not begun again here
-                raise FileNotFoundError(errno.ENOENT, f"{self.train_dir} is not there")
+                raise FileNotFoundError(errno.ENOENT, f"{self.train_dir} is missing")
             for run, summary in summaries.items():
                 # Keep no file open: a thousand towers are a thousand files. After an error, or if
                 # the file is gone, a new one is begun.

@@ -33,7 +33,7 @@ class Profiler:
         if self.plan:
             first, last = self.plan
             self.monitor.say(
-                f"profile     --profile_steps={first}:{last}: none of these steps was made"
+                f"profile     --profile_steps={first}:{last}: the run made none of these steps"
             )
 
     def due(self, step: int) -> bool:
@@ -67,6 +67,6 @@ class Profiler:
             tf.test.experimental.sync_devices()
             tf.profiler.experimental.stop()
         self.monitor.say(
-            f"profile     {tensorboard_command(str(self.train_dir))} shows it on its page "
-            "Profile, which needs the package tensorboard-plugin-profile"
+            f"profile     {tensorboard_command(str(self.train_dir))} shows it on the Profile page "
+            "(needs the package tensorboard-plugin-profile)"
         )

@@ -31,7 +31,7 @@ def find_workers(text: str) -> list[str]:
             found = _resolver(source, int(port or PORT)).cluster_spec().job_tasks("worker")
         except Exception as error:  # resolvers raise many classes
             raise InputError(
-                f"--workers={text}: {first_line(error)}; or name the workers yourself, as "
+                f"--workers={text}: {first_line(error)}; or name the workers yourself: "
                 "--workers=host1:2222,host2:2222"
             ) from None
     else:
@@ -41,7 +41,7 @@ def find_workers(text: str) -> list[str]:
         host, number = parse_address(part.strip(), "workers")
         address = join_address(host.lower(), number)
         if number == 0:
-            raise InputError(f"--workers={text}: {part} has no port; a worker prints its own")
+            raise InputError(f"--workers={text}: {part} has no port; each worker prints its port")
         if address in addresses:
             raise InputError(f"--workers={text}: {address} is named twice; name each worker once")
         addresses.append(address)
@@ -63,7 +63,7 @@ def _resolver(source: str, port: int) -> Any:
     try:
         from kubernetes import client, config
     except ImportError:
-        raise InputError("it needs a package: type pip install kubernetes") from None
+        raise InputError("the package kubernetes is missing: type pip install kubernetes") from None
     config.load_incluster_config()
     label = f"job-name={os.environ.get('JOB_NAME', 'tensorflow')}"
     # Without a client of ours it would look for a kubeconfig file, which pods do not have.
@@ -85,7 +85,7 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
     port = int(match[3] or PORT) if match else -1
     if not 0 <= port <= 65535:
         raise InputError(
-            f"--{flag}={text}: HOST:PORT is needed, as --{flag}=10.0.0.5:{PORT}; IPv6 in brackets"
+            f"--{flag}={text}: type HOST:PORT, such as --{flag}=10.0.0.5:{PORT}; IPv6 in brackets"
         )
     return match[1] or match[2], port
 

@@ -129,7 +129,7 @@ class Cluster:
             "workers",
             *(f"  {line}" for line in table(header, rows)),
             *(f"  without {line}" for line in self._missing()),
-            f"  they connect to port {port} of this program: close it to all others",
+            f"  they connect to port {port} of this program; a firewall should block all others",
         ]
 
     def close(self) -> None:
@@ -183,23 +183,23 @@ class Cluster:
                     written = True
                     time.sleep(_SETTLE_SECONDS)
                     lock = link.lock()
-                problem = f"is busy: {printable(lock.owner)} has it" if lock else "is not ready"
+                problem = f"is busy: {printable(lock.owner)} uses it" if lock else "is not ready"
                 if lock and lock.id == self._lock.id:
                     if not written:
-                        return "is the same worker as another address: name each worker once"
+                        return "is named twice, by two addresses; name each worker once"
                     worker.link = Link(worker.address, self.timeout_seconds)
                     worker.link.beat(self._lock)
                     return ""
                 if lock and before and lock.beat != before.beat:
-                    return f"{problem}; wait for its end, or name another worker"
+                    return f"{problem}; wait until it ends, or name another worker"
                 if lock and not before:  # its program may be dead
                     until = max(until, time.monotonic() + lock.timeout_seconds + _PATIENCE_SECONDS)
                 before = lock or before
             except tf.errors.NotFoundError:
-                problem = "is no worker: start `towers worker` there"
+                problem = "is not a worker; start `towers worker` there"
             except tf.errors.OpError:
                 problem = (
-                    f"does not answer: start `towers worker --address={worker.address}` there, or "
+                    f"does not answer; start `towers worker --address={worker.address}` there, or "
                     "open the port to this machine"
                 )
             if time.monotonic() > until:
@@ -209,20 +209,20 @@ class Cluster:
     def _mismatch(self, info: WorkerInfo | None) -> str:
         """Return why a worker does not fit this program, "" if it does."""
         if info is None:
-            return "has other towers: install the same version on both"
+            return "has another version of towers; install the same version on both"
         for package, expected in ("towers", towers.__version__), ("tensorflow", tf.__version__):
             version = getattr(info, package)
             if version.split(".")[:2] != expected.split(".")[:2]:
                 return (
-                    f"has {package} {version}, and this program {expected}: install the same "
+                    f"has {package} {version}, but this program has {expected}; install the same "
                     "version on both"
                 )
         if info.deterministic != tf_internals.ops_are_deterministic():
             which, where = ("", "here") if info.deterministic else ("not ", "there")
-            return f"is {which}deterministic, unlike this program: type --deterministic {where}"
+            return f"is {which}deterministic, unlike this program; type --deterministic {where}"
         if self.towers_per_worker > info.num_devices:
             has = count(info.num_devices, f"{info.kind.upper()} device")
-            return f"has {has}: type --towers_per_worker={info.num_devices}"
+            return f"has {has}; type --towers_per_worker={info.num_devices}"
         return ""
 
     def _beat(self, worker: Worker) -> None:
@@ -263,18 +263,18 @@ class Cluster:
             listener = signals.owner()
             stays = not listener or listener.asked  # it is another program, or a signal ends it
             if lost and where and not stays and left >= self.at_least:
-                say(f"again       from {where}: {there}")
+                say(f"restarting  from {where}: {there}")
                 self.close()
                 workers = ",".join(worker.address for worker in self.workers)
                 listener.run_again(f"--workers={workers}", "--overwrite=false")
             saved = f"{where} is saved" if where else "nothing was written"
             why = there if lost else f"the connection to workers failed: {error}"
-            self._ended = line = f"stopped: {why}; {saved}, and the same command continues"
+            self._ended = line = f"stopped: {why}; {saved}; the same command resumes the run"
             if threading.current_thread() is not threading.main_thread():
                 if listener:
                     self.close()
                     listener.leave(signals.EXIT_STOPPED, line)
-                say(f"{line} when this process has ended")
+                say(f"{line} once this process has ended")
             return line
 
 
@@ -306,8 +306,8 @@ def connect(
     addresses = find_workers(text)
     if min_workers > len(addresses):
         raise InputError(
-            f"--min_workers={min_workers}, but --workers has {count(len(addresses), 'worker')}: "
-            f"name more of them, or type --min_workers={len(addresses)}"
+            f"--min_workers={min_workers}, but --workers has {count(len(addresses), 'worker')}; "
+            f"name more workers, or type --min_workers={len(addresses)}"
         )
     if before := remote.current_cluster():
         then = [worker.address for worker in before.workers], before.towers_per_worker
@@ -315,13 +315,13 @@ def connect(
         if lost or then != (addresses, towers_per_worker):
             raise InputError(
                 f"--workers={text}: this process was connected to {', '.join(then[0])}, and "
-                "TensorFlow connects once: start another process"
+                "TensorFlow can connect only once; start another process"
             )
         return before
     if any(issubclass(type(v), tf.Variable) and v.trainable for v in gc.get_objects()):
         raise InputError(
-            f"--workers={text}: connect before the first model is built, by towers.devices.connect,"
-            " or in another process: TensorFlow loses what is assigned to older variables"
+            f"--workers={text}: call towers.devices.connect before the first model is built, or "
+            "start another process; TensorFlow loses values assigned to older variables"
         )
     cluster = Cluster(addresses, towers_per_worker, timeout_seconds)
     cluster.open(min_workers)
@@ -348,8 +348,8 @@ def connect_run(
         return None
     if options.devices not in ("", "any") or options.num_towers:
         raise InputError(
-            f"--workers={options.workers} has the towers on other machines, and --devices and "
-            "--num_towers are of this one: leave them out; --towers_per_worker=N has N on each"
+            f"--workers={options.workers} puts the towers on other machines, but --devices and "
+            "--num_towers are for this one; leave them out; --towers_per_worker=N has N on each"
         )
     each = options.towers_per_worker or -(-num_towers // len(find_workers(options.workers)))
     where = options.workers, each, options.worker_timeout_seconds
@@ -359,11 +359,11 @@ def connect_run(
     except TooFewWorkers as error:
         if not continues:
             raise
-        raise remote.DevicesLost(f"stopped: {error}; the same command continues the run") from None
+        raise remote.DevicesLost(f"stopped: {error}; the same command resumes the run") from None
     if num_towers > (there := len(cluster.devices)):
         raise InputError(
-            f"--num_towers={num_towers}: the workers have {count(there, 'tower')}; ask for at most "
-            "that, or for more of each with --towers_per_worker"
+            f"--num_towers={num_towers}: the workers have {count(there, 'tower')}; ask for that at "
+            "most, or for more on each with --towers_per_worker"
         )
     return cluster
 

@@ -123,7 +123,7 @@ class Link:
                 return
             now = self.read(Lock) or lock  # half a file is what another thread writes
             if now.id != lock.id:
-                raise tf.errors.AbortedError(None, None, f"{now.owner} has it")
+                raise tf.errors.AbortedError(None, None, f"{now.owner} uses it")
             self.write(dataclasses.replace(lock, beat=now.beat + 1))
 
     def release(self, lock: Lock) -> None:
@@ -169,4 +169,4 @@ class LockFile:
             return ""
         timeout_seconds = min(self.owner.timeout_seconds, _MAX_TIMEOUT_SECONDS)
         silent = now - self._changed_at > timeout_seconds
-        return f"no heartbeat of the program for {timeout_seconds:g} s" if silent else ""
+        return f"no heartbeat from the program for {timeout_seconds:g} s" if silent else ""

@@ -79,7 +79,7 @@ def _port_problem(port: int) -> str:
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
-        return f"port {port} cannot be had: {error.strerror}"
+        return f"port {port} cannot be used: {error.strerror}"
     return ""
 
 
@@ -97,7 +97,7 @@ def _lend(folder: Path, process: multiprocessing.Process, say: Callable[[str], N
                 return why
             time.sleep(_POLL_SECONDS)
     except (OSError, TypeError) as error:  # a program can write anything there
-        return f"its lock file cannot be used any more: {first_line(error)}"
+        return f"its lock file can no longer be used: {first_line(error)}"
     return f"the server ended with exit code {process.exitcode}"
 
 
@@ -154,7 +154,7 @@ def _start_server(address: str, options: GpuOptions) -> tuple[object, WorkerInfo
     if not on_gpus:
         if gpus.visible_gpus(nvml.gpus()):
             raise InputError(
-                "TensorFlow sees none of this machine's GPUs: type towers doctor, or offer the CPU "
+                "TensorFlow sees none of this machine's GPUs; type towers doctor, or offer the CPU "
                 "with --visible_gpus=none"
             )
         num_cpus = max(NUM_CPU_DEVICES, os.cpu_count() or 1)
@@ -181,6 +181,6 @@ def _introduction(info: WorkerInfo, address: str) -> list[str]:
     return [
         *lines,
         f"versions    towers {info.towers}, tensorflow {info.tensorflow}",
-        f"security    whoever reaches port {port} can run code on this machine: let a firewall "
-        "close it to all but the program and the other workers",
+        f"security    anyone who can reach port {port} can run code on this machine; let a "
+        "firewall open it only to the program and the other workers",
     ]

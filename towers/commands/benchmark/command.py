@@ -132,7 +132,7 @@ def take_turns(runners: Sequence[Runner], windows: int, seconds: float, say: Say
     """Run windows of each runner, one after the other; see `BenchmarkOptions`."""
     turns = [(r, loop, seconds * share) for r in runners for loop, share in r.loops.items()]
     total = sum(length for *_, length in turns)
-    say(f"measuring   {windows} rounds of {total:.0f} s at least, a window each in turn")
+    say(f"measuring   {windows} rounds of at least {total:.0f} s")
     for window in range(windows):
         # Reverse every other window, so that no runner always follows the same one.
         for runner, loop, length in turns[:: -1 if window % 2 else 1]:

@@ -98,7 +98,7 @@ def check_devices(options: Mapping[str, Any]) -> Iterator[Check]:
     missing = ", ".join(map(str, gpus.missing_gpus(gpus.visible_gpus(driver))))
     says = f"driver {nvml.driver_version()} has {_listed(driver)}" if driver else "no NVIDIA driver"
     if missing:
-        yield Check("GPUs", PROBLEM, f"{says}; TensorFlow leaves out {missing}", INSTALL)
+        yield Check("GPUs", PROBLEM, f"{says}; TensorFlow does not list GPU {missing}", INSTALL)
     else:
         yield Check("GPUs", OK, says)
     for device in devices.describe(names):
@@ -117,14 +117,14 @@ def check_devices(options: Mapping[str, Any]) -> Iterator[Check]:
         if error:
             yield Check(f"computing on {name}", PROBLEM, error, "type --visible_gpus without it")
         else:
-            yield Check(f"computing on {name}", OK, "copy, kernels and random numbers are right")
+            yield Check(f"computing on {name}", OK, "copy, kernels and random numbers are correct")
 
 
 def _listed(driver: Sequence[nvml.DriverGpu]) -> str:
     texts = []
     for gpu in driver:
         free = f", {gpu.free_bytes // MIB} MiB free" if gpu.free_bytes is not None else ""
-        held = f", held by {', '.join(gpu.processes)}" if gpu.processes else ""
+        held = f", used by {', '.join(gpu.processes)}" if gpu.processes else ""
         texts.append(f"{gpu}{free}{held}")
     return "; ".join(texts)
 
@@ -134,7 +134,7 @@ def check_versions() -> Iterator[Check]:
     try:
         metadata = importlib.metadata.metadata("towers")
     except importlib.metadata.PackageNotFoundError:
-        install = f"to install it and what it needs, type python -m pip install -e {ROOT}"
+        install = f"to install it with its requirements, type python -m pip install -e {ROOT}"
         yield Check("towers", OK, f"runs from the checkout {ROOT}, not installed", install)
         return
     yield Check("towers", OK, f"{metadata['Version']}, from {ROOT}")

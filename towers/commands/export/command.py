@@ -62,8 +62,8 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
         say(f"compared    loaded again, {compared}")
     else:
         say(
-            "failed      nothing is kept: what was loaded again computes something else than the "
-            f"run, {compared}"
+            "failed      no file was written: the saved model, loaded again, differs from the run; "
+            f"{compared}"
         )
     return {
         "passed": passed,
@@ -91,14 +91,14 @@ def _raw_model(trained: TrainedModel) -> keras.Model:
 
 
 def _eval_images(images: keras.KerasTensor, kind: str, dtype: str) -> keras.KerasTensor:
-    """Return `augment.eval_images` by Keras ops alone, which a Keras file can hold."""
+    """Return `augment.eval_images` with Keras ops only, which a Keras file can hold."""
 
-    def standardise(images: keras.KerasTensor) -> keras.KerasTensor:
-        centred = images - ops.mean(images, [1, 2, 3], keepdims=True)
-        deviation = ops.sqrt(ops.sum(ops.square(centred), [1, 2, 3], keepdims=True))
-        return centred * (math.prod(images.shape[1:]) ** 0.5 / ops.maximum(deviation, 1.0))
+    def standardize(images: keras.KerasTensor) -> keras.KerasTensor:
+        centered = images - ops.mean(images, [1, 2, 3], keepdims=True)
+        deviation = ops.sqrt(ops.sum(ops.square(centered), [1, 2, 3], keepdims=True))
+        return centered * (math.prod(images.shape[1:]) ** 0.5 / ops.maximum(deviation, 1.0))
 
-    return augment.eval_images(images, kind, dtype, ops.cast, standardise)
+    return augment.eval_images(images, kind, dtype, ops.cast, standardize)
 
 
 def _random_examples(spec: Any) -> Inputs:
@@ -134,8 +134,8 @@ def _saved_and_loaded(trained: TrainedModel, path: Path, examples: Inputs) -> li
         while error.__context__:
             error = error.__context__
         raise InputError(
-            f"Keras cannot load the file again: {first_line(error, 200)}; give layers of your own "
-            "get_config and @keras.saving.register_keras_serializable(), or write a SavedModel by "
+            f"Keras cannot load the file again: {first_line(error, 200)}; give your own layers "
+            "get_config and @keras.saving.register_keras_serializable(), or write a SavedModel: "
             f"towers.load({trained.options.train_dir!r}).export(FOLDER)"
         ) from None
     return _arrays(loaded(examples, training=False))
@@ -148,8 +148,8 @@ def _to_import(train_dir: str, model: keras.Model) -> list[str]:
     if not imports:
         return []
     if any(name.startswith(f"{SHIPPED}.") for name in imports):  # models of towers' own
-        return [f"call        towers.load({train_dir!r}) first: its layers are there"]
-    return [f"import      {', '.join(imports)} before loading it: its layers are there"]
+        return [f"call        towers.load({train_dir!r}) first, which defines its layers"]
+    return [f"import      {', '.join(imports)} before loading it, which defines its layers"]
 
 
 def _output(options: ExportOptions) -> Path:
@@ -157,7 +157,7 @@ def _output(options: ExportOptions) -> Path:
     path = Path(options.output or Path(options.run.train_dir, "model.keras")).expanduser()
     if path.is_dir() or (path.exists() and not options.overwrite):
         raise InputError(
-            f"--output={path} is there already: type --overwrite to replace a file, or name "
-            "another with --output"
+            f"--output={path} already exists; type --overwrite to replace a file, or name another "
+            "with --output"
         )
     return path

@@ -27,4 +27,4 @@ are stored in the data set, any number at a time: it crops and standardizes them
     def __post_init__(self) -> None:
         """Raise InputError for a file of another ending."""
         if self.output and not self.output.endswith(".keras"):
-            raise InputError(f"--output={self.output}: the name of a Keras file ends in .keras")
+            raise InputError(f"--output={self.output}: name a file that ends in .keras")

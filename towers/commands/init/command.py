@@ -52,10 +52,7 @@ def run(options: InitOptions, say: Callable[[str], None] = print) -> dict[str, A
     texts["my_run.cfg"] = _FLAGS
     for path in (folder / name for name in texts):
         if path.exists():
-            raise InputError(
-                f"{path} is there and is not overwritten: name another folder, as "
-                "towers init FOLDER"
-            )
+            raise InputError(f"{path} already exists; name another folder: towers init FOLDER")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():

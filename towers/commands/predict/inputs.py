@@ -35,14 +35,14 @@ def find(names: Sequence[str], trained: TrainedModel) -> list[InputFile]:
     """
     if tf.nest.is_nested(trained.spec()[0]):
         raise InputError(
-            "towers predict is for models of one input: this one has several; in Python call "
+            "towers predict is for models with one input, but this one has several; in Python call "
             f"towers.load({trained.options.train_dir!r})"
         )
     paths = []
     for name in names:
         is_folder = os.path.isdir(name)
         if not (is_folder or os.path.isfile(name)):
-            raise InputError(f"{name}: there is no such file or folder")
+            raise InputError(f"{name}: no such file or folder")
         found = images_below(name) if is_folder else [name]
         if not found:
             raise InputError(f"{name} has no images ({', '.join(IMAGES)})")
@@ -53,11 +53,11 @@ def find(names: Sequence[str], trained: TrainedModel) -> list[InputFile]:
 
 def _part(path: str, trained: TrainedModel) -> InputFile:
     ending, spec = os.path.splitext(path)[1].lower(), trained.spec()[0]
-    takes = f"this model takes {spec.dtype.name}{spec.shape.as_list()} of each example"
+    takes = f"this model takes {spec.dtype.name}{spec.shape.as_list()} for each example"
     if ending in IMAGES:
         channels = (trained.task["image_shape"] or [0])[-1]
         if channels not in (1, 3, 4) or spec.dtype != tf.uint8:
-            raise InputError(f"{path} is an image; name a .npy file: {takes}")
+            raise InputError(f"{path} is an image, but {takes}; name a .npy file")
         size = tuple(spec.shape[:2])
         read_image(path, size, channels)
         return InputFile(path, 1, lambda _: read_image(path, size, channels))
@@ -65,14 +65,14 @@ def _part(path: str, trained: TrainedModel) -> InputFile:
         arrays = npz.read(path, path)
         array = arrays.get("x", arrays.get("x_test"))
         if array is None:
-            raise InputError(f"{path} has {', '.join(arrays)}, and no x: {takes}")
+            raise InputError(f"{path} has {', '.join(arrays)}, but no x: {takes}")
     elif ending == ".npy":
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except Exception as error:  # numpy raises many kinds for damaged files
             raise InputError(f"{path} cannot be read: {reason(error)}") from None
     else:
-        raise InputError(f"{path}: {', '.join(IMAGES)}, .npy and .npz are read, and no other files")
+        raise InputError(f"{path}: only {', '.join(IMAGES)}, .npy and .npz files can be read")
     is_text = spec.dtype == tf.string
     kind = None if is_text else spec.dtype.as_numpy_dtype
     casts = array.dtype.kind in "SU" if is_text else np.can_cast(array.dtype, kind, "same_kind")

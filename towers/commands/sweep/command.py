@@ -67,7 +67,7 @@ def run(
             files.write_json(folder / "sweep.json", compare(options.sweep_dir, entries))
             why = f": {entry['error']} ({entry['log']})" if entry["error"] else ""
             say(f"run {entry['name']}: {entry['status']} ({entry['seconds']:.0f} s){why}")
-            if code == _BAD_INPUT:  # the other runs would end likewise
+            if code == _BAD_INPUT:  # the other runs would fail in the same way
                 raise InputError(f"the run {entry['name']}: {entry['error']}")
         result = compare(options.sweep_dir, entries)
         files.write_json(folder / "sweep.json", result)
@@ -117,7 +117,7 @@ def _train(
     if code == 0 and result:
         entry |= {"status": "finished", "result": result}
     elif code == EXIT_STOPPED or (stop() and code not in (1, 2)):
-        entry |= {"status": "stopped", "error": "the same command continues it"}
+        entry |= {"status": "stopped", "error": "the same command resumes it"}
     else:
         output = log.read_bytes()[begin:].decode(errors="replace")
         entry |= {"status": "failed", "error": process_end(code, output)}
@@ -139,7 +139,7 @@ def _check_same(run: PlannedRun) -> None:
         if old != new:
             raise InputError(
                 f"--{name}={text_of(new)}: the run {path.parent} was made with "
-                f"--{name}={text_of(old)}: name another --sweep_dir, or give that again"
+                f"--{name}={text_of(old)}; type that again, or name another --sweep_dir"
             )
 
 
@@ -204,9 +204,9 @@ def closing_lines(result: Mapping[str, Any]) -> list[str]:
         ]
         header = [*names, result["monitor"].replace("_", " ", 1), "n", "failed"]
         lines = ["", *table(header, rows), ""]
-        lines.append(f"best        {describe(best['flags']) or 'as the flags are'}")
+        lines.append(f"best        {describe(best['flags']) or 'the flags as given'}")
         lines.append(f"  {best['command']}")
     if result["total"] > result["finished"] + result["failed"]:
         done = f"{result['finished']} of {result['total']} runs are finished"
-        lines.append(f"stopped     {done}; the same command continues the sweep")
+        lines.append(f"stopped     {done}; the same command resumes the sweep")
     return lines

@@ -62,7 +62,7 @@ def plan(options: SweepOptions) -> list[PlannedRun]:
     varied = [parse(text) for text in options.vary]
     names = [name for name, _ in varied]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise InputError(f"--vary={twice[0]}:... is given twice: write all its values in one")
+        raise InputError(f"--vary={twice[0]}:... is given twice; write all values in one --vary")
     products = itertools.product(*(values for _, values in varied))  # the last one changes fastest
     combinations = [dict(zip(names, values, strict=True)) for values in products]
     gpus_asked = any(re.match(r"\s*-*num_gpus:", text) for text in options.vary)
@@ -83,9 +83,9 @@ def parse(text: str) -> tuple[str, tuple[Any, ...]]:
     flag, colon, values = (part.strip() for part in text.lstrip(" -").partition(":"))
     try:
         if not colon:
-            raise InputError("FLAG:VALUE,VALUE is needed, such as --vary=learning_rate:0.05,0.1")
+            raise InputError("type FLAG:VALUE,VALUE, such as --vary=learning_rate:0.05,0.1")
         if flag in RESERVED:
-            raise InputError(f"the sweep gives each run its own --{flag}")
+            raise InputError(f"the sweep sets --{flag} for each run; vary another flag")
         flag = flags.option_name(flag)
         parts = values.removesuffix(";").split(";" if ";" in values else ",")
         parsed = (flags.parse_value(flag, part.strip()) for part in parts)

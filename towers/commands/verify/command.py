@@ -72,7 +72,7 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     reference = in_float64(lambda: one_device(exact), batches[0], failure, say)
     if reference is None:
         exact, reference = of_run, one_device(of_run)
-        say(f"in {of_run.dtype:9}it is compared, to {TOLERANCES[of_run.dtype]:g}")
+        say(f"in {of_run.dtype:9}instead, with tolerance {TOLERANCES[of_run.dtype]:g}")
     for line in notes:
         say(line)
     runners = [TrainRunner(towers(exact, number)) for number in numbers]

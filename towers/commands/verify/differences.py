@@ -85,7 +85,7 @@ def compare(
                 result = list(differences(actual, expected, runner.num_towers, step, noise))
             yield from result
         if step == 0:
-            say(f"step 0      done on {len(runners) + 1} runs, {len(batches) - 1} to come")
+            say(f"step 0      done by {len(runners) + 1} runs, {len(batches) - 1} steps left")
 
 
 def _results_of(runner: Runner, batch: Any, test: Any) -> Arrays:

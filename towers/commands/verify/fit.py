@@ -73,7 +73,7 @@ def verify(
         tolerance: the largest relative difference that passes; None: 1e-9 in float64, 1e-4 in
             float32, 0.05 in less.
         say: prints a line of the report.
-        **how: the other arguments of `parallelize`, as `batch_norm="local"`.
+        **how: the other arguments of `parallelize`, such as `batch_norm="local"`.
 
     Returns:
         What `towers verify --json` prints: "passed", "first_difference" (None, or with its "name",
@@ -87,29 +87,27 @@ def verify(
         raise InputError(f"verify takes a keras.Model, not {kind_of(model)}")
     if not model.compiled:
         raise InputError(
-            f"{model.name} is not compiled, and verify trains it: type "
+            f"{model.name} is not compiled; call compile first, such as "
             'model.compile(optimizer="sgd", loss="mse")'
         )
     if model.run_eagerly:
         raise InputError(
-            f"{model.name} has run_eagerly=True, with which every step runs on one device: there "
-            "is nothing to compare; compile it without"
+            f"{model.name} has run_eagerly=True, so every step runs on one device and there is "
+            "nothing to compare; compile it without"
         )
     if dtype not in ("float64", None):
-        raise InputError(f"dtype={dtype!r} must be 'float64', or None for the model's own")
+        raise InputError(f"dtype={dtype!r} must be 'float64', or None for the model's dtype")
     if steps < 1:
-        raise InputError(f"steps={steps}: 1 or more are needed")
+        raise InputError(f"steps={steps} must be at least 1")
     several = num_towers if isinstance(num_towers, Iterable) else [num_towers]
     numbers = numbers_to_compare(",".join(map(str, several)), devices)
     names = tower_devices.tower_devices(max(numbers), devices)
     batches = list(tf_internals.batches_of(x, y, sample_weight, batch_size).take(steps))
     if not batches:
-        raise InputError("x has no batch to verify with: one or more are needed")
+        raise InputError("x has no batch to verify with; give at least one")
     needs_y = model.loss is not None and not overrides(model, "train_step", "compute_loss")
     if needs_y and keras.utils.unpack_x_y_sample_weight(batches[0])[1] is None:
-        raise InputError(
-            f"there is no y, and the loss of {model.name} needs it: type towers.verify(model, x, y)"
-        )
+        raise InputError(f"the loss of {model.name} needs y: call towers.verify(model, x, y)")
     with warnings.catch_warnings(record=True) as warned, contextlib.ExitStack() as stack:
         warnings.simplefilter("always")
         stack.enter_context(tf_internals.convolve_without_xla())
@@ -158,8 +156,8 @@ def _build(model: keras.Model, batch: Any) -> None:
         model.optimizer.build(model.trainable_variables)
     if not all(part.built for part in [model, *optimizers_of(model)]):
         raise InputError(
-            f"{model.name} is not built, or an optimizer of it, and no copy can be made: train "
-            "one batch before, with model.train_on_batch(x, y)"
+            f"{model.name} cannot be copied, because it or its optimizer is not built; train one "
+            "batch first: model.train_on_batch(x, y)"
         )
 
 

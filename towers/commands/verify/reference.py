@@ -84,7 +84,7 @@ class PlainRunner(Runner):
             elif scale == 1.0:
                 raise RunError(
                     f"step {int(state.step)} is not finite on one device, so there is nothing to "
-                    "compare; type a smaller --learning_rate"
+                    "compare; try a lower --learning_rate"
                 )
             state.step.assign_add(1)
             state.examples.assign_add(len(batch[1]))

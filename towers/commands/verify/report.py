@@ -68,12 +68,12 @@ def verify_runners(
         when = f"at step {first.step}" if first.step >= 0 else "before the first step"
         say(
             f"FAILED      {first.name} is the first to differ, by {first.relative_difference:.1e} "
-            f"{when} on {first.num_towers} towers"
+            f"{when} with {first.num_towers} towers"
         )
         say(f"likely      {cause}")
     else:
         most = max(largest.values())
-        say(f"passed      the largest relative difference is {most:.1e}, under {tolerance:g}")
+        say(f"passed      the largest relative difference is {most:.1e}, below {tolerance:g}")
     return {
         "passed": not failed,
         "first_difference": first_difference,
@@ -98,25 +98,25 @@ def _likely_cause(
     """Return the most likely cause of the first difference, as one line."""
     kind = kind_of(first.name)
     if first.step < 0:
-        return "initial weights: no seed determines them; make them by Keras' initializers"
+        return "initial weights: they do not follow the seed; create them with Keras initializers"
     if kind == "metric":
         return (
-            f"metric: the loss is the same, and {first.name} is made once, of all outputs: so it "
-            "draws, or keeps state in Python"
+            f"metric: the loss is the same, and {first.name} is computed once, from all outputs, "
+            "so it uses random numbers or keeps state in Python"
         )
     if kind in ("evaluation", "prediction"):
         return (
-            "evaluation: training is the same, so a layer mixes examples, draws or knows its tower "
-            "with training=False alone"
+            "evaluation: training is the same, so only with training=False a layer mixes examples, "
+            "uses random numbers or depends on its tower"
         )
     several = (r for r in runners if r.num_towers >= max(first.num_towers, 2))
     runner, graph = next(several, runners[-1]), reference.graph(batch)
     if again := _assigned_in_backward(graph, reference.model):
         return (
-            f"recomputation: plain Keras assigns {again} once more when it computes a layer again "
-            "for the gradient (keras.remat, tf.recompute_grad), so it draws another mask than that "
-            "of the loss, or moves statistics twice; towers do so once, and have the gradient of "
-            "the loss; keep draws and BatchNorm out of what is recomputed"
+            f"recomputation: plain Keras assigns {again} twice when it recomputes a layer for the "
+            "gradient (keras.remat, tf.recompute_grad), so it uses another dropout mask than the "
+            "loss, or updates statistics twice; towers assign it once; do not recompute random "
+            "layers or BatchNorm"
         )
     builder = runner.builder
     local = builder.accumulate_steps > 1 and "accumulate_steps=1"
@@ -125,8 +125,8 @@ def _likely_cause(
         if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized:
             flag = local.replace('"', "")
             return (
-                f"local BatchNorm: {layer.path} takes its moments over a tower's slice, or a part "
-                f"of it; type --{flag}, or in a program give {local}"
+                f"local BatchNorm: {layer.path} uses the statistics of a tower's slice, or of a "
+                f"microbatch; type --{flag}, or in Python {local}"
             )
     fn, arguments = runner.tower_function(batch)
     lines = builder.check(fn, (), *arguments)
@@ -134,8 +134,8 @@ def _likely_cause(
         return lines[0]
     if _differs_from_itself(reference, batch):
         return (
-            "random op: one device computes something else when it repeats a step from the same "
-            "variables, so something in the step draws by itself; draw from a "
+            "random op: one device gets another result when it repeats a step with the same "
+            "variables, so the step has random numbers without a fixed seed; use a "
             "keras.random.SeedGenerator"
         )
     for name, op in traced_ops(graph):
@@ -143,12 +143,12 @@ def _likely_cause(
         if narrow and op.inputs[0].dtype == tf.float64 and layer_of(name) != NO_LAYER:
             return (
                 f"rounding: layer {layer_of(name)} computes in {op.outputs[0].dtype.name} although "
-                "the comparison is in float64; cast to the layer's compute_dtype instead, and make "
-                "weights by add_weight without dtype"
+                "the comparison is in float64; cast to the layer's compute_dtype instead, and call "
+                "add_weight without dtype"
             )
     unknown = (
-        "unknown: two towers on one device compute the same, and one device repeats its step; "
-        "perhaps something knows its device, or the loss keeps state in Python"
+        "unknown: two towers on one device agree, and one device repeats its step; perhaps the "
+        "model depends on its device, or the loss keeps state in Python"
     )
     return [*lines, unknown][0]
 

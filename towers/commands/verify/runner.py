@@ -166,7 +166,7 @@ class FitRunner(Runner):
                 if self.builder:
                     raise
                 self._parts.remove(part)
-                reason = f"{part} is left out, it fails on one device: {first_line(error)}"
+                reason = f"{part} is not compared, it fails on one device: {first_line(error)}"
                 warnings.warn(reason, stacklevel=2)
         return {name: np.asarray(getattr(x, "flat_values", x)) for name, x in results.items()}
 
@@ -236,9 +236,9 @@ def copy_of(model: keras.Model, x: Any) -> keras.Model:
         TypeError: the model has its own `compile`, or methods that were set on it.
     """
     if type(model).compile is not keras.Model.compile:
-        raise TypeError("it has a compile of its own")
+        raise TypeError("it has its own compile")
     if own := methods_set_on(model):
-        raise TypeError(f"its {', '.join(own)} was set on it, and no config holds that")
+        raise TypeError(f"its {', '.join(own)} was set on the object, which its config lacks")
     classes = {type(layer).__name__: type(layer) for layer in tf_internals.layers_of(model)}
     with keras.saving.custom_object_scope(classes):
         copy = type(model).from_config(model.get_config())

@@ -27,7 +27,7 @@ Examples:
         f"reach this machine. The default port is {PORT}; 0: any free one. Anyone who can reach "
         "the port, at any address of the machine, can run code here.",
         required="towers worker needs --address=HOST:PORT, the address of this machine in the "
-        f"network of the program, as --address=10.0.0.5:{PORT}; see hostname -I",
+        f"network of the program, such as --address=10.0.0.5:{PORT}; see hostname -I",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
