@@ -31,9 +31,9 @@ SHARED = Card(total_mib=10000, free_mib=4000, holders=((17, "python", 6000),))
 HALF = {"per_process_gpu_memory_fraction": 0.5}
 ALL = {"per_process_gpu_memory_fraction": 1}
 THREADS = "threads     TF_GPU_THREAD_MODE=gpu_private"
-TF32_ON = "precision   TF32 is on: float32 products use 10 of 23 bits, --tf32=false all of them"
+TF32_ON = "precision   TF32 is on: float32 products use 10 of 23 bits; --tf32=false uses all"
 TF32_OFF = "precision   TF32 is off"
-NO_GPU = "memory      no GPU here: --{} has nothing to act on"
+NO_GPU = "memory      no GPU found: --{} has no effect"
 
 
 def memory(*mib):
@@ -90,7 +90,7 @@ def test_what_is_set_is_read_back(install, cards, options, limits, lines):
         ([A100, SILENT], HALF, "memory_fraction=0.5", "--gpu_memory_limit_mib=4096"),
         ([SHARED, A100], HALF, "python (pid 17, 6000 MiB)", "--visible_gpus=1"),
         ([A100, FULL, A100, FULL], {}, "GPU 1 (NVIDIA A100) has 1000 of 40960 MiB free: python "
-         "(pid 17, 39000 MiB), blender (pid 18) holds the rest", "--visible_gpus=0,2"),
+         "(pid 17, 39000 MiB), blender (pid 18) uses the rest", "--visible_gpus=0,2"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_is_refused_and_nothing_is_set_by_halves(
@@ -139,7 +139,7 @@ def test_kernels_that_are_compiled_first_are_told_and_waited_for(install, monkey
     monkeypatch.setattr(self_test.subprocess, "run", run)
     for cards in [A100], [H100], [A100, RTX5090]:
         install(*cards, driver="570.86.10")
-        with pytest.raises(RunError, match="gave no answer"):
+        with pytest.raises(RunError, match="did not answer"):
             gpus.try_out()
     assert waited == [(180, 0, False), (180, 0, False), (1800, 1, True)]
 
@@ -179,7 +179,7 @@ def test_a_full_gpu_that_no_tower_stands_on_is_no_error(install):
     install(FULL, A100)
     gpus.configure(devices="/gpu:1")
     message = runs.refusal(tower_devices, devices="/gpu:0")
-    assert "there is no /gpu:0; TensorFlow sees /gpu:1," in message
+    assert "no /gpu:0; TensorFlow sees /gpu:1," in message
     assert "towers.devices.configure(devices=" in message
     assert "sees 1 GPU (/gpu:1)" in runs.refusal(tower_devices, 2)
     gpus.read_back()
@@ -227,8 +227,8 @@ def test_an_allocator_without_limits_is_told(install, monkeypatch, options):
     monkeypatch.setenv("TF_GPU_ALLOCATOR", "cuda_malloc_async")
     gpus.configure(**options)
     line = gpus.read_back()[0]
-    assert "/gpu:0 has no limit, TF_GPU_ALLOCATOR=cuda_malloc_async" in line
-    assert line.endswith(": unset it to have 512 MiB") == bool(options)
+    assert "/gpu:0 has no limit with TF_GPU_ALLOCATOR=cuda_malloc_async" in line
+    assert line.endswith(": unset it for a limit of 512 MiB") == bool(options)
 
 
 def test_loose_ops_go_to_the_first_tower_and_not_to_the_first_gpu(install):
@@ -250,7 +250,9 @@ def test_gpus_cannot_be_hidden_once_they_are_listed(install):
     machine = install(A100, A100)
     machine.physical()
     for asked in "1", "none":
-        assert "comes too late, TensorFlow has listed its devices" in refusal(visible_gpus=asked)
+        assert "comes too late, TensorFlow has already listed its devices" in refusal(
+            visible_gpus=asked
+        )
     gpus.configure(allow_growth=True)  # but this is in time
     assert machine.growth == [True, True]
 
@@ -258,7 +260,7 @@ def test_gpus_cannot_be_hidden_once_they_are_listed(install):
 def test_options_that_come_too_late(install):
     machine = started(install(A100))
     message = refusal(gpu_memory_limit_mib=512)
-    assert message.startswith("--gpu_memory_limit_mib=512 comes too late, TensorFlow has started")
+    assert message.startswith("--gpu_memory_limit_mib=512 comes too late")
     assert "towers.devices.configure() before" in message and machine.limits_mib == [None]
     started(install())
     gpus.configure(allow_growth=True)  # there is nothing to limit
@@ -323,7 +325,7 @@ def test_a_program_with_the_real_tensorflow():
     done = python("-c", PROGRAM, variables={"CUDA_VISIBLE_DEVICES": '"0,1"'})
     assert done.stdout.splitlines() == [
         "['/cpu:0', '/cpu:1']",
-        "--visible_gpus=1 comes too late, TensorFlow has listed its devices",
+        "--visible_gpus=1 comes too late, TensorFlow has already listed its devices",
         NO_GPU.format("gpu_memory_limit_mib=600"),
     ], done.stderr
 

@@ -72,8 +72,8 @@ def test_too_late_for_more_cpus_towers_share_those_there_are(args, capsys):
     assert tower_devices(*args) == (CPUS * 3)[: args[0]] == tower_devices(*args)
     (line,) = capsys.readouterr().err.splitlines()
     assert not line.startswith("towers: ")  # as errors do
-    assert f"{args[0]} towers share /cpu:0, /cpu:1, /cpu:2, /cpu:3, all that" in line
-    assert f"type towers.devices.tower_devices({args[0]}) before the first model" in line
+    assert f"{args[0]} towers share /cpu:0, /cpu:1, /cpu:2, /cpu:3, because" in line
+    assert f"call towers.devices.tower_devices({args[0]}) before the first model" in line
 
 
 @pytest.mark.parametrize("number", [4, 1, 0])
@@ -177,9 +177,9 @@ def test_the_logical_parts_of_a_gpu_count_each(install):
 @pytest.mark.parametrize(
     "number, devices, flag, remedy",
     [
-        *((0, names, f"--devices={names}", "name them as /gpu:0")
+        *((0, names, f"--devices={names}", "type names such as /gpu:0")
           for names in ("/gpu:0,,/gpu:1", "/tpu:0", "0,1", "cpu,/gpu:0", "/cpu:1000000")),
-        (0, "/gpu:0,/gpu:3", "--devices=/gpu:0,/gpu:3: there is no /gpu:3", "--devices=/gpu:0"),
+        (0, "/gpu:0,/gpu:3", "--devices=/gpu:0,/gpu:3: no /gpu:3", "--devices=/gpu:0"),
         (0, "/gpu:0,/device:GPU:0", "--devices=/gpu:0,/device:GPU:0", "each GPU takes one tower"),
         (1, "/gpu:0,/gpu:2", "--num_towers=1 and --devices=/gpu:0,/gpu:2", "leave out --num_t"),
         *((n, "", f"--num_towers={n!r}", "from 0 to 1000 is needed") for n in (-1, 1001, "2")),

@@ -44,7 +44,7 @@ def test_a_process_that_hangs_is_ended(child, tmp_path, monkeypatch):
     pid, words = tmp_path / "pid", "print('waiting for the GPU', file=sys.stderr, flush=True)"
     child(f"open({str(pid)!r}, 'w').write(str(os.getpid()))\n{words}\ntime.sleep(600)")
     found = self_test.run_probe(["/gpu:0"])
-    assert found == "gave no answer within 3 s: waiting for the GPU"
+    assert found == "did not answer within 3 s: waiting for the GPU"
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
 
@@ -74,7 +74,7 @@ def test_a_wrong_product_and_a_wrong_bit_are_told_and_hide_no_other_device(monke
     [
         (tf, "multiply", "a multiplication"), (tf, "cast", "a cast"),
         (tf, "reduce_sum", "a reduction"),
-        (tf.random, "stateless_uniform", "a draw of random numbers"),
+        (tf.random, "stateless_uniform", "generation of random numbers"),
     ],
 )  # fmt: skip
 def test_each_kind_of_kernel_is_tried_and_named(monkeypatch, owner, name, kernel):

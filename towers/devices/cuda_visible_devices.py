@@ -72,13 +72,13 @@ def choose(
     for entry in options.chosen() or []:
         named = _named(entry, visible)
         if len(named) != 1:
-            how = "several GPUs are" if named else "no GPU is"
+            how = "several GPUs match" if named else "no GPU matches"
             shown = ", ".join(map(str, visible)) or "none"
             if (value := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
                 shown += f" with CUDA_VISIBLE_DEVICES={value}"
             keys = ",".join(gpu.key for gpu in visible)
             remedy = f"choose from --visible_gpus={keys}" if visible else "see towers doctor"
-            raise InputError(f"{flag}: {how} named {entry}, the driver shows {shown}; {remedy}")
+            raise InputError(f"{flag}: {how} {entry}, the driver shows {shown}; {remedy}")
         chosen += [gpu for gpu in named if gpu not in chosen]
     return chosen
 

@@ -50,15 +50,15 @@ def configure(*, devices: str | Sequence[str] = "", **options: Any) -> None:
         if event and (chosen or tf.config.list_physical_devices("GPU")):
             flags = ", ".join(f"--{name}={value}" for name, value in new.items())
             raise InputError(
-                f"{flags} comes too late, TensorFlow has {event}: call towers.devices.configure() "
-                "before anything that lists devices or creates a tensor"
+                f"{flags} comes too late, TensorFlow has already {event}; call "
+                "towers.devices.configure() before anything lists devices or creates a tensor"
             )
         _set_before_start(asked, devices)
     hide_others(devices)
     if tf_internals.has_started() and _if_others_are_hidden(devices) is not None:
         raise InputError(
-            f"devices={devices!r} comes too late, TensorFlow has started: call "
-            "towers.devices.configure() before anything that creates a tensor"
+            f"devices={devices!r} comes too late, TensorFlow has already started; call "
+            "towers.devices.configure() before anything creates a tensor"
         )
     tf.config.set_soft_device_placement(asked.allow_soft_placement)
     if asked.tf32 != _in_force.tf32:  # else it stays as the program has it
@@ -166,8 +166,8 @@ def _check_own_parts(
         number = gpu.name.rpartition(":")[2]
         raise InputError(
             f"{', '.join(flags)}: this program has split GPU {number} into parts of "
-            f"{', '.join(f'{mib:g}' for mib in parts)} MiB by "
-            "tf.config.set_logical_device_configuration: leave out that call, or the option"
+            f"{', '.join(f'{mib:g}' for mib in parts)} MiB with "
+            "tf.config.set_logical_device_configuration; leave out that call, or the option"
         )
 
 
@@ -188,7 +188,7 @@ def _check_driver(gpus: Sequence[DriverGpu | None], choice: Sequence[DriverGpu])
         others = ",".join(other.key for other in choice if other not in needed)
         raise InputError(
             f"GPU {gpu} of compute capability {capability} needs driver {needed[gpu]} or newer, "
-            f"and this one is {version}; update the driver, or leave the GPU out with "
+            f"but the driver is {version}; update it, or leave the GPU out with "
             f"--visible_gpus={others or 'none'}"
         )
 
@@ -199,8 +199,8 @@ def _limit_mib(options: GpuOptions, gpu: DriverGpu | None) -> int | None:
         return options.gpu_memory_limit_mib or None
     if not (gpu and gpu.cuda_bytes):
         raise InputError(
-            f"--per_process_gpu_memory_fraction={fraction} is of the total memory, which the "
-            "driver (NVML) does not tell here: type --gpu_memory_limit_mib=4096, or what you need"
+            f"--per_process_gpu_memory_fraction={fraction} needs the total memory, which the "
+            "driver (NVML) does not report here; type --gpu_memory_limit_mib=4096, or another limit"
         )
     return max(1, int(fraction * (gpu.cuda_bytes // MIB)))  # as TensorFlow does in sessions
 
@@ -214,8 +214,8 @@ def _check_free_memory(gpu: DriverGpu, limit_mib: int | None, choice: Sequence[D
     others = ",".join(other.key for other in choice if not other.full and other != gpu)
     raise InputError(
         f"GPU {gpu} has {gpu.free_bytes // MIB} of {gpu.total_bytes // MIB} MiB free"
-        + (f", {limit_mib} are needed" if limit_mib else "")
-        + (f": {holders} holds the rest" if gpu.full or gpu.processes else ": ask for less")
+        + (f", but {limit_mib} are needed" if limit_mib else "")
+        + (f": {holders} uses the rest" if gpu.full or gpu.processes else ": ask for less")
         + f"; choose others with --visible_gpus={others or 'none'}"
     )
 
@@ -236,30 +236,30 @@ def read_back() -> list[str]:
         growth = "on" if tf.config.experimental.get_memory_growth(gpu) else "off"
         growth = {"true": "on", "false": "off"}.get(os.environ.get(FORCED_GROWTH), growth)
         if asked.allow_growth and growth == "off":
-            wrong.append(f"{FORCED_GROWTH}=false keeps memory from growing: unset it")
+            wrong.append(f"{FORCED_GROWTH}=false turns off --allow_growth: unset it")
         parts = tf.config.get_logical_device_configuration(gpu)
         for _ in parts or [None]:
             device = f"/gpu:{len(lines)}"
             memory, device = actual[device] // MIB, shown_name(device)
             text = f"{memory} MiB, growth {growth}"
             if os.environ.get("TF_GPU_ALLOCATOR") == "cuda_malloc_async":
-                to_have = f": unset it to have {memory} MiB" if parts else ""
-                text = f"has no limit, TF_GPU_ALLOCATOR=cuda_malloc_async enforces none{to_have}"
+                to_have = f": unset it for a limit of {memory} MiB" if parts else ""
+                text = f"has no limit with TF_GPU_ALLOCATOR=cuda_malloc_async{to_have}"
             lines.append(f"memory      {device} {text}")
             if limit and memory != limit:
-                wrong.append(f"{device} may take {memory} MiB, {limit} were asked for")
+                wrong.append(f"the limit of {device} is {memory} MiB, not {limit}")
     if wrong:
-        raise RunError(f"TensorFlow did not take the options: {'; '.join(wrong)}")
+        raise RunError(f"TensorFlow did not apply the options: {'; '.join(wrong)}")
     if len(gpus) > 1 and (mode := os.environ.get(_THREAD_MODE)):
         lines.append(f"threads     {_THREAD_MODE}={mode}")
     lines += precision()
     if tf_internals.ops_are_deterministic():
-        lines.append("determinism ops give the same bits each time, or are an error")
+        lines.append("determinism ops give the same bits each time, or raise an error")
     if not tf.config.get_soft_device_placement():
         lines.append("placement   soft placement is off")
     flags = [f"--{name}={value}" for name, value in asked.demands().items() if value != "none"]
     if flags and not gpus:
-        lines.append(f"memory      no GPU here: {', '.join(flags)} has nothing to act on")
+        lines.append(f"memory      no GPU found: {', '.join(flags)} has no effect")
     return lines
 
 
@@ -271,7 +271,7 @@ def precision() -> list[str]:
     enabled = tf.config.experimental.tensor_float_32_execution_enabled()
     if not enabled or os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
         return ["precision   TF32 is off"]
-    return ["precision   TF32 is on: float32 products use 10 of 23 bits, --tf32=false all of them"]
+    return ["precision   TF32 is on: float32 products use 10 of 23 bits; --tf32=false uses all"]
 
 
 def try_out() -> None:

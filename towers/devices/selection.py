@@ -77,7 +77,7 @@ def tower_devices(
     """
     if not isinstance(num_towers, int | np.integer) or not 0 <= num_towers <= _MOST_TOWERS:
         raise InputError(
-            f"--num_towers={num_towers!r}: a whole number from 0 to {_MOST_TOWERS} is needed"
+            f"--num_towers={num_towers!r} must be a whole number from 0 to {_MOST_TOWERS}"
         )
     if not isinstance(devices, str):  # of an earlier call, too
         devices = [shown_name(d) if isinstance(d, NewName) else d for d in as_devices(devices)]
@@ -112,22 +112,22 @@ def tower_devices(
         return list(map(new_name, chosen))
     if kind in ("", "cpu", "any") and not device_names.stand_in():
         _print_once(
-            f"note        {len(chosen)} towers share {', '.join(cpus)}, all that TensorFlow has "
-            "started with: the numbers are the same; for a device each type "
-            f"towers.devices.tower_devices({len(chosen)}) before the first model, in a notebook "
-            "after a restart of its kernel"
+            f"note        {len(chosen)} towers share {', '.join(cpus)}, because TensorFlow has "
+            "already started; the results are the same; for one device each, call "
+            f"towers.devices.tower_devices({len(chosen)}) before the first model (in a notebook, "
+            "restart the kernel first)"
         )
         return [cpus[tower % len(cpus)] for tower in range(len(chosen))]
-    why = ", and has started: no CPU devices can be added"
+    why = ", and has already started, so no CPU devices can be added"
     if "gpu" in missing[0]:
         why = _driver_says(nvml.gpus())
         if shown_names.renumbered():
             why = (
-                ", and an earlier call has hidden the others: name all GPUs of the program first, "
-                'by towers.devices.configure(devices="/gpu:0,/gpu:1")'
+                ", because an earlier call hid the others; first name all GPUs of the program: "
+                'towers.devices.configure(devices="/gpu:0,/gpu:1")'
             )
     raise InputError(
-        f"--devices={names}: there is no {missing[0]}; TensorFlow sees {', '.join(existing)}{why}; "
+        f"--devices={names}: no {missing[0]}; TensorFlow sees {', '.join(existing)}{why}; "
         f"type --devices={existing[0]}, or --devices=cpu"
     )
 
@@ -157,8 +157,8 @@ def _charged(unused: Sequence[str], chosen: Sequence[str]) -> str:
         taken = peak if growth or not peak else limits[new_name(name)] / MIB
         parts.append(f"{name} ({taken:.0f} MiB)")
     return (
-        f"note        TensorFlow started before the towers' devices were named, and holds memory "
-        f"of {', '.join(parts)}, beside CUDA's own: to leave it to others, call "
+        f"note        TensorFlow started before the devices were named, so it also holds memory "
+        f"of {', '.join(parts)}; to leave these GPUs to others, call "
         f'towers.devices.configure(devices="{",".join(chosen)}") before the first model'
     )
 
@@ -234,7 +234,8 @@ def _first_devices(num_towers: int, gpus: list[str], kind: str) -> list[str]:
         chosen = _cpus(num_towers or 2)
         if not are_hidden:
             says = f"TensorFlow sees {see}{_driver_says(driver)}"
-            _print_once(f"note        {count(len(chosen), 'tower')} on the CPU: {says}")
+            using = f"using {count(len(chosen), 'CPU device')}"
+            _print_once(f"note        {using}: {says}; --devices=cpu hides this note")
         return chosen
     if not gpus and kind != "gpu" and are_hidden:
         return _cpus(num_towers)
@@ -245,7 +246,7 @@ def _first_devices(num_towers: int, gpus: list[str], kind: str) -> list[str]:
     says, end, remedy = _driver_says(driver).partition("; ")
     raise InputError(
         f"{asked if num_towers else ''}TensorFlow sees {see}{says}; {fewer}type --devices=cpu "
-        f"--num_towers={num_towers or 1} to have towers on the CPU{end}{remedy}"
+        f"--num_towers={num_towers or 1} for towers on the CPU{end}{remedy}"
     )
 
 
@@ -257,7 +258,7 @@ def _cpus(num_towers: int) -> list[str]:
 def _driver_says(driver: Sequence[DriverGpu]) -> str:
     # A clause: what the driver sees, and what to do if TensorFlow sees less.
     if not driver:
-        return "" if logical_gpus() else ", no NVIDIA driver answers here"
+        return "" if logical_gpus() else ", and no NVIDIA driver was found"
     says, visible = f", the driver has {', '.join(map(str, driver))}", visible_gpus(driver)
     if len(visible) < len(driver) and "CUDA_VISIBLE_DEVICES" in os.environ:
         says += (
@@ -272,15 +273,15 @@ def _named_devices(num_towers: int, names: str) -> list[str]:
         if not (device := shown_names.parse_device(name)):
             raise InputError(
                 f"{option}: {name!r} is not a device; "
-                "name them as /gpu:0,/gpu:2 or /cpu:0, or give --devices=cpu"
+                "type names such as /gpu:0,/gpu:2 or /cpu:0, or --devices=cpu"
             )
         if device in chosen and "gpu" in device:
             raise InputError(f"{option}: {device} is named twice; each GPU takes one tower")
         chosen.append(device)
     if num_towers not in (0, len(chosen)):
         raise InputError(
-            f"--num_towers={num_towers} and {option} disagree, which names {len(chosen)}: leave "
-            "out --num_towers, or take the first ones with --devices="
+            f"--num_towers={num_towers} and {option} disagree, since it names {len(chosen)}; leave "
+            "out --num_towers, or use the first devices with --devices="
         )
     return chosen
 

@@ -74,7 +74,7 @@ def run_module(module: str, *arguments: str) -> Any:
     try:
         done = subprocess.run(command, env=environ, timeout=seconds, **pipes)
     except subprocess.TimeoutExpired as expired:
-        return f"gave no answer within {seconds:g} s: {_last_words(expired.stderr)}"
+        return f"did not answer within {seconds:g} s: {_last_words(expired.stderr)}"
     if not (code := done.returncode):
         return json.loads(done.stdout.splitlines()[-1])
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
@@ -86,7 +86,7 @@ def _last_words(output: bytes | None) -> str:
     lines = (output or b"").decode(errors="replace").splitlines()
     chatter = re.compile(r"\s*$|[IW]\d{4} |WARNING: All log messages before|\s*(@ +0x|\*\*\*)")
     said = [line.strip()[:200] for line in lines if not chatter.match(line)]
-    return said[-1] if said else "without a word"
+    return said[-1] if said else "without a message"
 
 
 # ------------------------------------------------------------------------ runs in the process
@@ -138,7 +138,7 @@ def find_errors(names: Mapping[str, str]) -> dict[str, str | None]:
         "a multiplication": (lambda x: tf.multiply(x, b), a * b),
         "a cast": (lambda x: tf.cast(x, tf.float64), a.astype(np.float64)),
         "a reduction": (lambda x: tf.reduce_sum(x, axis=0), a.sum(axis=0)),
-        "a draw of random numbers": (draw, drawn),
+        "generation of random numbers": (draw, drawn),
     }
 
     def error_on(x: tf.Tensor) -> str | None:
@@ -149,7 +149,7 @@ def find_errors(names: Mapping[str, str]) -> dict[str, str | None]:
             except Exception as error:
                 return f"{name} fails: {first_line(error)}"
         if wrong := int((x.numpy() != a).sum()):
-            return f"{wrong} of {a.size} numbers arrived changed"
+            return f"{wrong} of {a.size} copied numbers have changed"
         for name, (_, expected) in tests.items():
             off = np.abs(results[name] - expected).max() / np.abs(expected).max()
             if not off < TOLERANCE:  # NaN is not
