@@ -176,7 +176,7 @@ def test_sets_that_come_with_towers_are_augmented_and_others_as_asked(kind, name
         ("standardize", "grey", False, "has none", "x[..., None]"),
         ("tutorial", "masks", False, "y [40, 48]", "--augment=standardize"),
         ("resnet", "boxes", False, "y['boxes'] [5, 4]", "--augment=standardize"),
-        ("standardize,cutout=41", "images", False, "40x48", "a smaller side"),
+        ("standardize,cutout=41", "images", False, "40x48", "use a smaller one"),
         ("auto,cutout", "images", True, "none", "--augment=standardize,cutout=16"),
     ],
 )

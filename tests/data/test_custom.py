@@ -102,7 +102,7 @@ def test_one_wrong_label_makes_no_classes_and_is_named(load, wrap, where):
     half = IMAGES, np.array([0, 1, 2_000_000_000, 1])
     loaded = load((wrap(*half), HALF))
     assert (loaded.num_classes, loaded.class_names) == (0, ())
-    assert f"{where} has label 2000000000, where classes are 0..999 at" in loaded.no_classes
+    assert f"{where} has label 2000000000, but for so few examples" in loaded.no_classes
     few, many = ((np.zeros([size, 1]), np.arange(size)) for size in (4, 1500))
     assert load((many, few)).num_classes == 1500  # a class for each example
 
@@ -146,9 +146,9 @@ BEYOND = {"a": [[1.0], [1e300], [0.0], [0.0]]}
 NOT_FINITE = np.where(IMAGES == 200, np.nan, IMAGES)
 WRONG = {
     "nothing": (None, "mine:load returned NoneType; return (train, test), (train, test, num_"),
-    "a PyDataset": ((keras.utils.PyDataset(), HALF), "train is PyDataset; (train, test) is"),
+    "a PyDataset": ((keras.utils.PyDataset(), HALF), "train is PyDataset; return (train, test)"),
     "another name": ({"train": HALF, "tset": HALF}, "a dict of ['train', 'tset']; return"),
-    "weights": ((HALF, (*HALF, LABELS[:3])), "test x has 4 rows but sample_weight has 3; return"),
+    "weights": ((HALF, (*HALF, LABELS[:3])), "test x has 4 rows, but sample_weight has 3; return"),
     "lengths inside": (half_of(NUMBERS), "train x['a'] has 4 rows but x['b'][1] has 2"),
     "ragged": (half_of([[1], [1, 2]], [0, 1]), "train x is ((int), (int, int)), not an array"),
     "text labels": (half_of(IMAGES, TEXTS), "y = np.unique(y, return_inverse=True)"),
@@ -176,9 +176,9 @@ WRONG_DATASETS = {
         lambda: examples(IMAGES, np.array([0, 1, 2**40, 0])),
         f"example 2 {ROW} has label 1099511627776; classes are 0, 1, 2",
     ),
-    "no size": (unsized, "does not know its size, the size given is None"),
+    "no size": (unsized, "does not know its size, and the given size is None"),
     "endless": (lambda: examples().repeat(), "dataset is endless"),
-    "another size": (lambda: (examples(), 5), "dataset has 4 examples, the size given is 5"),
+    "another size": (lambda: (examples(), 5), "dataset has 4 examples, and the given size is 5"),
     "counted": (lambda: (unsized(), 5), "dataset has 4 examples but size is 5"),
     "batches": (lambda: unsized().batch(3), "return (dataset.unbatch(), size)"),
     "of an unknown shape": (shapeless, "x as TensorSpec uint8 <unknown>; give single e"),
@@ -197,7 +197,7 @@ def test_what_datasets_cannot_be_used_is_said_in_one_line(load):
 @pytest.mark.parametrize(
     ("images", "labels", "message"),
     [
-        (IMAGES, LABELS, r"\[1\] .* \[label\] \[2\] \[which is outside of 0..1"),
+        (IMAGES, LABELS, r"\[1\] .* \[label\] \[2\] \[which is not in 0..1"),
         (IMAGES * np.float32(np.nan), LABELS // 2, r"\[0\] .* \[a NaN or an inf"),
     ],
 )

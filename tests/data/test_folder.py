@@ -124,7 +124,7 @@ def test_images_that_are_damaged_change_their_size_or_go_away_are_named(tmp_path
         (500, loaded.test.eval_batches(1)),
     ):
         name = damage(tmp_path, number)
-        assert_fails(batches, f"{name} cannot be read: ", "mend, convert or remove it")
+        assert_fails(batches, f"{name} cannot be read: ", "repair, convert or remove it")
     evaluated = loaded.test.eval_batches(5)
     name = damage(tmp_path, 507, png(image(507, (4, 4, 3))))  # of the first batch
     size = " is 4x4 (height x width), but another is 6x5"
@@ -172,7 +172,7 @@ def test_every_kind_of_image_becomes_three_channels_and_other_files_are_passed_o
     (top / "train/cat/empty.png").mkdir()
     loaded = data.load("folder", str(top))
     _, note = loaded.notes  # the first: test has no images of ant
-    assert "2 files not read" in note and note.endswith(
+    assert "skipped 2 files" in note and note.endswith(
         "cat/notes.txt, " + f"{top}/train/cat/pipe.png"
     )
     images, labels = all_of(loaded.train)
@@ -221,7 +221,7 @@ def test_without_images_for_testing_a_tenth_is_held_out(top, below):
         top = top / "moved"
     loaded = data.load("folder", str(top))
     assert loaded.class_names == ("bird", "cat", "dog") and loaded.test.size == 1
-    assert "1 of 6 examples, held out by chance" in loaded.notes[0]
+    assert "1 of 6 examples, held out at random" in loaded.notes[0]
     found = sorted(images_of(loaded.train) + images_of(loaded.test))
     assert found == list(range(6))
     np.testing.assert_array_equal(all_of(loaded.train)[0], expected[0])
@@ -236,7 +236,7 @@ def test_missing_folders_and_classes_and_what_is_no_image(top):
     path = top / "train/cat/00001.png"
     for content, says in {
         b"": "cannot be read: cannot identify image file",
-        png(np.zeros([4, 4, 1], np.uint16)): "has more than 8 bits a channel; convert it to 8",
+        png(np.zeros([4, 4, 1], np.uint16)): "has more than 8 bits per channel; convert it to 8",
     }.items():
         path.write_bytes(content)
         assert said_of(top).startswith(f"TOP/train/cat/00001.png {says}")
@@ -248,12 +248,12 @@ def test_missing_folders_and_classes_and_what_is_no_image(top):
     assert said_of(top).startswith("TOP/train/cat has no images (.png, .jpg, ")
     write(top, 6, range(6, 9))
     (top / "test/cat").rename(top / "test/Cat")
-    line = "TOP/test/Cat is a class that TOP/train has not; it has bird, cat, dog"
+    line = "TOP/test/Cat is a class that TOP/train lacks; it has bird, cat, dog"
     assert said_of(top) == line
     os.rename(top / "train", top / "elsewhere")
     assert said_of(top).startswith("TOP/train: No such file or directory; expected DIR/train")
     os.rename(top / "test", top / "testing")
-    assert "has no folder train, and elsewhere in it has folders of images" in said_of(top)
+    assert "has no folder train, and its folder elsewhere has folders of images" in said_of(top)
     (top / "train").mkdir()
     (top / "train/a.png").write_bytes(png(image(0)))
     assert said_of(top).startswith("TOP/train has no folders of classes; expected DIR/train")

@@ -50,16 +50,21 @@ def test_without_a_test_set_a_tenth_is_held_out_and_a_note_says_so(save, keys):
     rows = np.concatenate([all_of(split)[0][:, 0] for split in splits])
     assert sorted(rows) == X[:, 0].tolist()
     [note] = loaded.notes
-    assert note == f"test set    2 of 20 examples, held out by chance: {path} has none of its own"
+    assert (
+        note == f"test set    2 of 20 examples, held out at random, because {path} has no test set"
+    )
 
 
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        (dict(images=X, labels=Y), "has the keys images, labels; expected are x_train, y_train, "),
-        (dict(x_train=X, y_train=Y, x_tset=X), "has the keys x_train, y_train, x_tset; expected"),
-        (dict(y_train=Y), "has the keys y_train; expected are x_train"),
-        ({"x": X, "x_train": X}, "has the keys x, x_train; expected are x_train"),
+        (
+            dict(images=X, labels=Y),
+            "has the arrays images, labels; expected are x_train",
+        ),
+        (dict(x_train=X, y_train=Y, x_tset=X), "has the arrays x_train, y_train, x_tset; expected"),
+        (dict(y_train=Y), "has the arrays y_train; expected are x_train"),
+        ({"x": X, "x_train": X}, "has the arrays x, x_train; expected are x_train"),
         (dict(x=np.array([None, X], object)), "cannot be read: Object arrays cannot be loaded"),
         (dict(x=X.astype(np.clongdouble)), "train x is ndarray complex256 (20, 4); return numbers"),
         (dict(x=np.zeros(20, "M8[s]")), "train x is ndarray datetime64[s] (20,); return numbers"),

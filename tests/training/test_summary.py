@@ -16,7 +16,7 @@ def test_the_summary_in_full():
         "data        tests.tiny:images: 60 training examples per epoch, 23 test; "
         "8.6 steps per epoch",
         "example     x [8, 8, 3] uint8, y [] int32",
-        "images      [8, 8, 3] float32, by --augment=standardize",
+        "images      [8, 8, 3] float32, with --augment=standardize",
         "classes     3: 0, 1, 2",
         "model       tests.tiny:dense(): 983 trainable weights",
         "task        loss sparse_categorical_crossentropy; accuracy",

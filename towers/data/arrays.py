@@ -16,7 +16,7 @@ from towers.errors import InputError
 
 EXAMPLE_PARTS = ("x", "y", "sample_weight")
 MAX_LABEL = np.iinfo(np.int32).max - 1
-CLASSES_ARE = "classes are 0, 1, 2, ...: return floats where targets are no classes"
+CLASSES_ARE = "classes are 0, 1, 2, ...; return floats if targets are not classes"
 
 
 def as_arrays(name: str, parts: Sequence[object]) -> Structure:
@@ -39,8 +39,8 @@ def as_arrays(name: str, parts: Sequence[object]) -> Structure:
     for other, array in others:
         if len(array) != len(of_first):
             raise InputError(
-                f"{name} {first} has {len(of_first)} rows but {other} has {len(array)}; return as "
-                "many of each, one row for each example (numpy.stack makes an array of rows)"
+                f"{name} {first} has {len(of_first)} rows, but {other} has {len(array)}; return "
+                "one row for each example (numpy.stack makes an array of rows)"
             )
     with np.errstate(over="ignore"):  # of float64: becomes an infinity
         result = stored(_check_targets(name, example))
@@ -49,7 +49,7 @@ def as_arrays(name: str, parts: Sequence[object]) -> Structure:
             row = int(np.argmin(np.isfinite(array).reshape(len(array), -1).all(axis=1)))
             raise InputError(
                 f"{name} {path}: row {row} (counted from 0) has a NaN, an infinity, or a number "
-                f"beyond {array.dtype.name}"
+                f"too large for {array.dtype.name}"
             )
     return result
 
@@ -82,14 +82,14 @@ def describe(value: object) -> str:
 def _to_arrays(name: str, value: object) -> Structure:
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
-            raise InputError(f"{name} has the keys {list(value)}; return a dict with texts as keys")
+            raise InputError(f"{name} has the keys {list(value)}; return a dict with str keys")
         arrays = {key: _to_arrays(f"{name}[{key!r}]", v) for key, v in value.items()}
     elif _is_several(value):
         arrays = tuple(_to_arrays(f"{name}[{i}]", v) for i, v in enumerate(value))
     else:
         return _array(name, value)
     if not arrays:
-        raise InputError(f"{name} is an empty {type(value).__name__}; return arrays in it")
+        raise InputError(f"{name} is an empty {type(value).__name__}; add arrays to it")
     return arrays
 
 
@@ -120,10 +120,10 @@ def _array(name: str, value: object) -> np.ndarray:
         has = f" of {', '.join(sorted(others))}" if others else ""
         raise InputError(
             f"{name} is {describe(array)}{has}; return numbers, booleans or texts of one shape, "
-            "padded where lengths differ"
+            "padded if lengths differ"
         )
     if not array.ndim or 0 in array.shape:
-        raise InputError(f"{name} is {describe(value)}; return an array with a row or more")
+        raise InputError(f"{name} is {describe(value)}; return an array with at least one row")
     if array.dtype.kind == "f" and array.itemsize > 8:  # np.longdouble, which TensorFlow lacks
         with np.errstate(over="ignore"):
             return array.astype(np.float64)
@@ -138,8 +138,8 @@ def _check_targets(name: str, example: Structure) -> Structure:
     for path, array in leaves(example):
         if array.dtype.kind in "SUO" and not path.startswith("x"):
             raise InputError(
-                f"{name} {path} is text; return numbers, as names, y = np.unique(y, "
-                "return_inverse=True) makes them of the names of classes"
+                f"{name} {path}: labels are text; convert them to integers: names, y = "
+                "np.unique(y, return_inverse=True)"
             )
     x, y, *_ = (*example, None)
     if not (isinstance(y, np.ndarray) and is_label(spec_of(y))):
@@ -147,7 +147,7 @@ def _check_targets(name: str, example: Structure) -> Structure:
     if isinstance(x, np.ndarray) and x.ndim == 4 and x.dtype.kind in "iu":
         if x.min() < 0 or x.max() > 255:
             raise InputError(
-                f"{name} x is {x.dtype} from {x.min()} to {x.max()}; return images as uint8, or as "
+                f"{name} x is {x.dtype} from {x.min()} to {x.max()}; return images as uint8, or "
                 "float32 for other ranges"
             )
         example = x.astype(np.uint8, copy=False), *example[1:]

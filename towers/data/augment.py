@@ -63,27 +63,27 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
         return "none"
     if data.image_shape is None:
         raise InputError(
-            f"--augment={kind} is for images, and {data.name} has none: an example is "
-            f"{arrays.format_spec(data.spec[:1])}; leave the flag out, or give images "
-            "[height, width, channels], such as x[..., None] for gray ones"
+            f"--augment={kind} is for images, but {data.name} has none: an example is "
+            f"{arrays.format_spec(data.spec[:1])}; leave the flag out, or return images "
+            "[height, width, channels], such as x[..., None] for gray images"
         )
     if plan.base == "none":
         raise InputError(
-            f"--augment={kind}: none, the default for a compiled model, leaves images as they "
-            f"are; type --augment=standardize,cutout={plan.cutout}, which also standardizes them"
+            f"--augment={kind}: none, the default for a compiled model, does not change images; "
+            f"type --augment=standardize,cutout={plan.cutout}, which also standardizes them"
         )
     height, width, _ = output_shape(data.image_shape, plan.base)
     if plan.cutout > min(height, width):
         raise InputError(
-            f"--augment={kind}: a square of {plan.cutout} pixels is more than an image, which is "
-            f"then {height}x{width}; take a smaller side"
+            f"--augment={kind}: a square of {plan.cutout} pixels is larger than an image, which "
+            f"is then {height}x{width}; use a smaller one"
         )
     if plan != ("standardize", 0):
         for path, leaf in arrays.leaves(data.spec):
             if path != "x" and leaf.shape.rank >= 2:
                 raise InputError(
-                    f"--augment={kind} cuts and mirrors images, and {path} {list(leaf.shape)} of "
-                    f"{data.name} would not follow; type --augment=standardize"
+                    f"--augment={kind} crops and mirrors images, but not {path} "
+                    f"{list(leaf.shape)} of {data.name}; type --augment=standardize"
                 )
     return str(plan)
 
@@ -92,7 +92,7 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
     """Return lines on the examples of a data set and their augmentation.
 
         example     x [32, 32, 3] uint8, y [] int32
-        images      [24, 24, 3] float32, by --augment=tutorial
+        images      [24, 24, 3] float32, with --augment=tutorial
         classes     10: airplane, automobile, bird, ...
 
     Args:
@@ -104,7 +104,7 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
     if data.image_shape is not None:
         shape = list(output_shape(data.image_shape, kind))
         dtype = tf.as_dtype(data.spec[0].dtype if dtype is None else dtype)
-        lines.append(f"images      {shape} {dtype.name}, by --augment={kind}")
+        lines.append(f"images      {shape} {dtype.name}, with --augment={kind}")
     if data.num_classes:
         lines.append(f"classes     {data.num_classes}: {first_of(data.class_names, _SHOWN)}")
     return lines

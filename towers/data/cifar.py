@@ -65,7 +65,7 @@ def find(data_dir: str) -> list[str]:
         if os.path.isfile(archive):
             remedy = f"type {shlex.join(['tar', '-xzf', archive, '-C', data_dir])}"
         elif any(os.path.exists(os.path.join(folder, name)) for name in _PYTHON):
-            remedy = f"what is there is for Python and is not read: get {ARCHIVE}"
+            remedy = f"the files there are the Python version, which is not read: get {ARCHIVE}"
         raise InputError(
             f"--data_dir={data_dir}: {folder} has no {', '.join(missing)}; {remedy}, or leave "
             "--data_dir out to have Keras download cifar10"
@@ -82,7 +82,7 @@ def _read(path: str) -> Half:
     if len(records) != NUM_RECORDS * _RECORD_BYTES or labels.max() >= len(CLASS_NAMES):
         raise InputError(
             f"{path} is damaged; expected {NUM_RECORDS:,} records of {_RECORD_BYTES} bytes, with "
-            f"labels 0..{len(CLASS_NAMES) - 1}: put an intact copy in its place"
+            f"labels 0..{len(CLASS_NAMES) - 1}; replace it with an intact copy"
         )
     planes = records.reshape(NUM_RECORDS, _RECORD_BYTES)[:, 1:].reshape(-1, 3, 32, 32)
     return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels
@@ -96,7 +96,7 @@ def _from_keras() -> list[Half]:
             halves = keras.datasets.cifar10.load_data()
     except Exception as error:  # Keras raises many kinds, the plain Exception among them
         raise InputError(
-            f"keras.datasets cannot give cifar10: {reason(error)}; name the folder of its binary "
+            f"keras.datasets cannot load cifar10: {reason(error)}; name the folder of its binary "
             f"files, --data_dir=DIR with DIR/{FOLDER}, or use --dataset=shapes"
         ) from None
     return [(images, labels[:, 0].astype(np.int32)) for images, labels in halves]

@@ -78,7 +78,7 @@ class DeviceCache:
 
     def __str__(self) -> str:
         """Return the line that the start of a run prints."""
-        return f"{self.bytes / 2**20:.1f} MiB on each GPU: the host sends the numbers of rows"
+        return f"{self.bytes / 2**20:.1f} MiB on each GPU; the host sends only row numbers"
 
     def example(self, rows: tf.Tensor) -> Structure:
         """Return a batch that a `TowerBuilder` splits without moving its examples."""

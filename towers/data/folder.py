@@ -54,16 +54,16 @@ def load(folder: str, size: Size | None) -> Data:
             of_class = os.path.join(top, name)
             if name not in class_names:
                 has = first_of(class_names)
-                raise InputError(f"{of_class} is a class that {train} has not; it has {has}")
+                raise InputError(f"{of_class} is a class that {train} lacks; it has {has}")
             images = images_below(of_class, others)
             if alone and any(os.path.dirname(image) != of_class for image in images):
                 raise InputError(  # of another layout?
-                    f"--data_dir={folder} has no folder train, and {name} in it has folders of "
-                    f"images; {_EXPECTED}"
+                    f"--data_dir={folder} has no folder train, and its folder {name} has folders "
+                    f"of images; {_EXPECTED}"
                 )
             if not images:
                 raise InputError(
-                    f"{of_class} has no images ({', '.join(ENDINGS)}); put some there, or remove it"
+                    f"{of_class} has no images ({', '.join(ENDINGS)}); add some, or remove it"
                 )
             paths += images
             labels += [class_names.index(name)] * len(images)
@@ -71,10 +71,8 @@ def load(folder: str, size: Size | None) -> Data:
         if absent := [n for i, n in enumerate(class_names) if i not in labels]:
             notes.append(f"note        {top} has no images of {first_of(absent)}")
     if others:
-        notes.append(
-            f"note        {count(len(others), 'file')} not read, of other endings than "
-            f"{', '.join(ENDINGS)}: {first_of(sorted(others), 3)}"
-        )
+        skipped = f"{count(len(others), 'file')} (not images): {first_of(sorted(others), 3)}"
+        notes.append(f"note        skipped {skipped}")
     shape, splits = None, {}
     for split, (paths, labels) in found.items():
         for row in _evenly_spaced(len(paths), _TRIED_IMAGES):
@@ -166,7 +164,7 @@ def read_image(
     try:
         with Image.open(path) as file:
             if file.mode[0] in "IF":  # Pillow would clip them
-                raise InputError(f"{path} has more than 8 bits a channel; convert it to 8")
+                raise InputError(f"{path} has more than 8 bits per channel; convert it to 8")
             image = file.convert(_MODES[channels])
             if size and image.size != size[::-1]:
                 image = image.resize(size[::-1], Image.Resampling.BILINEAR)
@@ -175,13 +173,13 @@ def read_image(
         raise
     except Exception as error:  # Pillow raises many kinds
         raise InputError(
-            f"{path} cannot be read: {reason(error)}; mend, convert or remove it"
+            f"{path} cannot be read: {reason(error)}; repair, convert or remove it"
         ) from None
     if expected and pixels.shape != expected:
         wanted = f"{expected[0]}x{expected[1]}"
         raise InputError(
             f"{path} is {pixels.shape[0]}x{pixels.shape[1]} (height x width), but another is "
-            f"{wanted}: give one size to which all are resized, as --image_size={wanted}"
+            f"{wanted}; resize all images to one size, such as --image_size={wanted}"
         )
     return pixels
 

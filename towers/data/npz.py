@@ -12,10 +12,10 @@ from towers.data import user_data
 from towers.data.pipeline import Data
 from towers.errors import InputError, reason
 
-_REMEDY = "write it by np.savez, of arrays of numbers, booleans or texts"
+_REMEDY = "write it with np.savez, from arrays of numbers, booleans or texts"
 _EXPECTED = (
-    "expected are x_train, y_train, x_test, y_test, or x and y alone; x_val and w_train (sample "
-    "weights) where there are such"
+    "expected are x_train, y_train, x_test, y_test, or only x and y; optionally x_val, w_train "
+    "(sample weights) and the like"
 )
 _SPLITS = ("train", "_train"), ("train", ""), ("validation", "_val"), ("test", "_test")
 
@@ -32,7 +32,7 @@ def load(dataset: str, path: str) -> Data:
     """
     named = f"--dataset={dataset}"
     arrays = read(path, named)
-    refused = InputError(f"{named} has the keys {', '.join(arrays) or 'of no array'}; {_EXPECTED}")
+    refused = InputError(f"{named} has the arrays {', '.join(arrays) or 'none'}; {_EXPECTED}")
     examples: dict[str, list[np.ndarray | None]] = {}
     for split, ending in _SPLITS:
         if f"x{ending}" in arrays:

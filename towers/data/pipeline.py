@@ -270,7 +270,7 @@ def data_of(name: str, splits: dict[str, Split], **about: Any) -> Data:
         return Data(name, **splits, **about)
     train, test = splits["train"].held_out(_HELD_OUT)
     held = f"{test.size} of {splits['train'].size} examples"
-    notes = (f"test set    {held}, held out by chance: {name} has none of its own",)
+    notes = (f"test set    {held}, held out at random, because {name} has no test set",)
     splits = splits | {"train": train, "test": test}
     return Data(name, **splits, **about, notes=notes, test_is_held_out=True)
 
@@ -331,7 +331,7 @@ def held_out_rows(size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
         InputError: there is only one row.
     """
     if size < 2:
-        raise InputError(f"a part is to be held out, but there is {size} example; give 2 or more")
+        raise InputError(f"cannot hold out a part of {size} example; give at least 2")
     num = min(max(1, round(size * fraction)), size - 1)
     with tf.device("/cpu:0"):
         rows, key = tf.range(size, dtype=tf.int64), tf.constant(_HELD_OUT_KEY, tf.int64)

@@ -45,7 +45,7 @@ def load(
     locate(dataset, data_dir)
     if image_size and dataset != "folder":
         raise InputError(
-            f"--image_size is for --dataset=folder, not {dataset}: leave it out, or name such data"
+            f"--image_size is for --dataset=folder, not {dataset}; leave it out, or use a folder"
         )
     folder = os.path.expanduser(data_dir or "")
     if dataset.lower().endswith(".npz"):
@@ -72,8 +72,8 @@ def load(
         return data
     if data.validation:
         raise InputError(
-            f"--validation_fraction={validation_fraction}: {data.name} has a validation set of its "
-            f"own, of {data.validation.size} examples; leave the flag out"
+            f"--validation_fraction={validation_fraction}: {data.name} has its own validation set "
+            f"of {data.validation.size} examples; leave the flag out"
         )
     train, validation = data.train.held_out(validation_fraction)
     return dataclasses.replace(data, train=train, validation=validation)
@@ -116,4 +116,4 @@ def _file(dataset: str, folder: str) -> str:
     for path in paths:
         if os.path.isfile(path):
             return path
-    raise InputError(f"--dataset={dataset}: there is no file {' or '.join(paths)}")
+    raise InputError(f"--dataset={dataset}: no file {' or '.join(paths)}")

@@ -46,7 +46,7 @@ class DatasetSplit(Split):
         batches = labels.batch(_COUNT_BATCH).as_numpy_iterator()
         values = np.concatenate([np.zeros(0, np.int64), *batches])
         if len(values) != self.size:
-            raise InputError(f"{name} dataset has {len(values)} examples but size is {self.size}")
+            raise InputError(f"{name} dataset has {len(values)} examples, but size is {self.size}")
         wrong = np.flatnonzero((values < 0) | (values > arrays.MAX_LABEL))
         row = int(wrong[0]) if wrong.size else int(np.argmax(values))
         where = f"{name} dataset: example {row} (counted from 0)"
@@ -67,7 +67,7 @@ class DatasetSplit(Split):
             if num_classes:
                 label = tf.cast(example[1], tf.int64)
                 good = tf.reduce_all((label >= 0) & (label < num_classes))
-                outside = f"which is outside of 0..{num_classes - 1}"
+                outside = f"which is not in 0..{num_classes - 1}"
                 checks.append(tf.debugging.Assert(good, [*where, "label", label, outside]))
             with tf.control_dependencies(checks):
                 return tf.nest.map_structure(tf.identity, example)

@@ -25,8 +25,8 @@ _ALLOWED_RESULT = (
     'these, {"train": ..., "test": ...}'
 )
 _ALLOWED_SPLIT = (
-    "(train, test) is needed, each (x, y), (x, y, sample_weight) or (x,), of arrays or of dicts "
-    "and tuples of them, a tf.data.Dataset or (tf.data.Dataset, size)"
+    "return (train, test), each (x, y), (x, y, sample_weight) or (x,) of arrays or dicts and "
+    "tuples of them, a tf.data.Dataset, or (tf.data.Dataset, size)"
 )
 # Limits of the number of classes that a largest label implies: a wrong label would add outputs for
 # all numbers below it. There may be few examples of many classes.
@@ -80,7 +80,7 @@ def data_set(
         if other.spec != splits["train"].spec:
             raise InputError(
                 f"{name}: {split} is {arrays.format_spec(other.spec)}, but train is "
-                f"{arrays.format_spec(splits['train'].spec)}; make them alike"
+                f"{arrays.format_spec(splits['train'].spec)}; return the same types and shapes"
             )
     num_classes, no_classes, notes = _num_classes(name, splits, num_classes)
     for split, each in splits.items():
@@ -119,9 +119,8 @@ def _num_classes(
         note = f"note        class 0 has no example: labels begin at {least}; use y - {least} if "
         return label + 1, "", [f"{note}that is the first class"] * (least > 0)
     no_classes = (
-        f"{where} has label {label}, where classes are 0..{allowed - 1} at most, by the number of "
-        "examples: mend it, or return (train, test, num_classes) from a function, "
-        "--dataset=my_data:load"
+        f"{where} has label {label}, but for so few examples classes are 0..{allowed - 1} at most; "
+        "correct it, or return (train, test, num_classes) from a function, --dataset=my_data:load"
     )
     return 0, no_classes, []
 
@@ -143,29 +142,29 @@ def _of_dataset(name: str, dataset: tf.data.Dataset, size: object = None) -> Dat
     spec = dataset.element_spec
     if not isinstance(spec, tuple) or len(spec) not in (1, 2, 3):
         raise InputError(
-            f"{name} dataset gives {arrays.describe(spec)}; give single examples, (x, y), "
+            f"{name} dataset yields {arrays.describe(spec)}; return single examples: (x, y), "
             "(x, y, sample_weight) or (x,)"
         )
     for path, leaf in arrays.leaves(spec):
         if not (isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined()):
             raise InputError(
-                f"{name} dataset gives {path} as {arrays.describe(leaf)}; give single examples of "
-                "one known shape, by dataset.unbatch(), padding or tf.ensure_shape (of ragged "
-                "tensors by x.to_tensor(), of sparse ones by tf.sparse.to_dense(x))"
+                f"{name} dataset yields {path} as {arrays.describe(leaf)}; return single examples "
+                "of one known shape: use dataset.unbatch(), padding or tf.ensure_shape (for ragged "
+                "tensors x.to_tensor(), for sparse ones tf.sparse.to_dense(x))"
             )
     x, y, *_ = (*spec, None)
     image = isinstance(x, tf.TensorSpec) and x.shape.rank == 3 and x.dtype.is_integer
     if image and x.dtype != tf.uint8 and is_label(y):
         element = f"x as {arrays.describe(x)}"
-        raise InputError(f"{name} dataset gives {element}; give images as uint8 or float")
+        raise InputError(f"{name} dataset yields {element}; return images as uint8 or float")
     known = int(dataset.cardinality())
     num = known if size is None else size
     unlike = known not in (num, tf.data.UNKNOWN_CARDINALITY)
     if unlike or not isinstance(num, numbers.Integral) or num < 1:
         says = {-1: "is endless", -2: "does not know its size"}
         raise InputError(
-            f"{name} dataset {says.get(known, f'has {known} examples')}, the size given is "
-            f"{size!r}; return (dataset.take(size), size), with 1 example or more"
+            f"{name} dataset {says.get(known, f'has {known} examples')}, and the given size is "
+            f"{size!r}; return (dataset.take(size), size), with at least 1 example"
         )
     return DatasetSplit(dataset, int(num))
 
@@ -175,8 +174,8 @@ def _unbatched(name: str, batches: tf.data.Dataset, size: object) -> tuple[tf.da
     if size is None:
         if batches.cardinality() < 0:
             raise InputError(
-                f"{name} dataset gives batches, and their number is unknown; return "
-                "(dataset.unbatch(), size), the number of examples"
+                f"{name} dataset yields batches, and their number is unknown; return "
+                "(dataset.unbatch(), size), where size is the number of examples"
             )
         first = batches.map(lambda *example: tf.shape(tf.nest.flatten(example)[0])[0])
         size = int(first.reduce(tf.constant(0, tf.int32), tf.add))
