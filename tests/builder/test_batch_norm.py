@@ -158,7 +158,7 @@ def test_gradients_that_no_tape_around_the_towers_makes_are_refused():
         joined = TowerBuilder(DEVICES).concat(lambda x: net(x, training=True), x)
         return tf.gradients(tf.reduce_sum(joined**2), [net.layers[0].gamma.value])
 
-    with pytest.raises(InputError, match="by tf.gradients.*open the tape"):
+    with pytest.raises(InputError, match="from tf.gradients.*open the tape"):
         step(tf.ones([6, 3]))
 
 
@@ -189,7 +189,7 @@ def test_values_are_put_together_once_on_the_gather_device():
 
 
 def test_towers_that_make_other_calls_are_refused():
-    with pytest.raises(ValueError, match="2 of 2 towers met with values of 2 shapes"):
+    with pytest.raises(ValueError, match="2 of 2 towers exchanged values of 2 shapes"):
         on_towers(lambda tower, value: tower.all_gather(value), tf.zeros([2]), tf.zeros([3]))
     calls = []
 
@@ -197,11 +197,11 @@ def test_towers_that_make_other_calls_are_refused():
         calls.append(value)
         return tower.all_gather(value) if len(calls) == 1 else value
 
-    with pytest.raises(ValueError, match="1 of 2 towers met"):
+    with pytest.raises(ValueError, match="1 of 2 towers exchanged"):
         on_towers(only_the_first, tf.zeros([2]), tf.zeros([2]))
 
 
 @pytest.mark.unit
 def test_towers_that_run_one_after_the_other_are_refused():
-    with pytest.raises(ValueError, match="needs a tf.function of the whole step"):
+    with pytest.raises(ValueError, match="make the whole step a tf.function"):
         SyncGroup([None] * 2, DEVICES[:2]).handles[0].all_gather(tf.zeros([2]))

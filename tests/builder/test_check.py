@@ -79,7 +79,7 @@ def test_what_takes_long_is_left_out_after_the_first_trials(monkeypatch, float64
     assert builder.check(suspect(lambda _, x: x), (), tf.constant(X)) == []
     monkeypatch.setattr(check, "_SECONDS", 1.0)
     (line,) = builder.check(suspect(lambda _, x: x), (), tf.constant(X))
-    assert line.startswith("not checked: it takes more than")
+    assert line.startswith("not checked: the check takes more than")
 
 
 def centered(x):
@@ -133,7 +133,7 @@ def test_nothing_is_trained_if_real_rows_show_it(on_inexact, float64):
     builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_inexact=on_inexact, on_warning=lambda _: None)
     before = layer.weight.numpy()
     step = step_of(builder, loss_of_labels(layer, True), layer)
-    with pytest.raises(tf.errors.OpError, match="inexact: .* made for towers"):
+    with pytest.raises(tf.errors.OpError, match="inexact: .* traced for towers"):
         step(tf.constant(X), tf.constant(LABELS))
     assert np.array_equal(layer.weight.numpy(), before)
 

@@ -49,7 +49,7 @@ def test_a_check_of_any_rows_returns_messages(float64):
     (line,) = towers.check(lambda x: mixed(x @ w), [w], X)
     assert line.startswith("inexact: output 0 of the loss function itself")
     (line,) = towers.check(lambda x: squares(x @ w) / 0.0, [w], X)
-    assert line.startswith("not checked: what it computes is not finite")
+    assert line.startswith("not checked: its results are not finite")
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_nothing_is_left_behind_by_an_error(error):
 @pytest.mark.graph
 def test_towers_in_towers_are_refused():
     inner, outer = TowerBuilder(TWO), TowerBuilder(TWO)
-    with pytest.raises(InputError, match="call the function itself"):
+    with pytest.raises(InputError, match="call the function directly"):
         outer.concat(lambda x: inner.concat(lambda x: 2 * x, x), tf.constant(X))
 
 

@@ -134,15 +134,17 @@ REFUSED = {
         lambda: TowerBuilder([]),
         lambda: TowerBuilder(2),
     ],
-    "cannot join scalars: use sum or map": [lambda: builder(2).concat(lambda: tf.constant(1.0))],
-    "PerTower holds 2 values for 3 towers: it must hold one for each": [
+    "cannot join scalars along axis 0; use sum or map": [
+        lambda: builder(2).concat(lambda: tf.constant(1.0))
+    ],
+    "PerTower holds 2 values for 3 towers; give one for each": [
         lambda: builder(3).map(lambda x: x, PerTower([1, 2]))
     ],
-    "cannot hold scalars: make a list of numbers an array; capture .*towers.PerTower": [
+    "cannot hold scalars; convert a list of numbers to an array; capture .*towers.PerTower": [
         lambda x=x: builder(2).map(lambda *_: None, tf.ones(2), {"x": x})
         for x in (tf.constant(1), 3.0, True, [1, 2, 3])
     ],
-    "^a batch holds tensors and arrays, .* but no (Tokens|object): hand over the tensors in it": [
+    "^a batch can hold only tensors and arrays, .*, not a (Tokens|object); pass its tensors in": [
         functools.partial(gradients, tf.identity, [], {"x": x})
         for gradients in (builder(2).gradients, tf.function(builder(2).gradients, autograph=False))
         for x in (Tokens(tf.ones([2]), tf.ones([2])), object())

@@ -35,14 +35,14 @@ from towers.errors import InputError
 
 _MOST_IMAGES = 65_535  # that cuDNN normalizes by given moments
 _HERE = (
-    "BatchNorm cannot take its moments over all towers here: that needs a tf.function of the whole "
-    "step, and layers outside of branches, loops, tf.vectorized_map and jit_compile; or set "
-    "batch_norm='local' (--batch_norm=local), and no layer's synchronized=True"
+    "BatchNorm cannot use the statistics of all towers here; make the whole step a tf.function, "
+    "with layers outside of branches, loops, tf.vectorized_map and jit_compile; or set "
+    "batch_norm='local' (--batch_norm=local), without synchronized=True in any layer"
 )
 _SECOND = (
-    "a gradient goes through BatchNorm over all towers where these do not meet again: the gradient "
-    "of a gradient, one by tf.gradients, or by a tape outside of a loop or branch with the towers: "
-    "open the tape inside of it, or set batch_norm='local'"
+    "towers cannot exchange this gradient of synchronized BatchNorm: it is the gradient of a "
+    "gradient, comes from tf.gradients, or from a tape outside of the towers' loop or branch; open "
+    "the tape inside of it, or set batch_norm='local'"
 )
 
 
@@ -98,8 +98,8 @@ class SyncGroup:
             shapes = {(x.dtype, tuple(x.shape), k) for x, k in exchange.values}
             if len(exchange.values) != len(self.handles) or len(shapes) > 1:
                 raise InputError(
-                    f"{len(exchange.values)} of {len(self.handles)} towers met with values of "
-                    f"{len(shapes)} shapes: each copy of the function must run the same layers"
+                    f"{len(exchange.values)} of {len(self.handles)} towers exchanged values of "
+                    f"{len(shapes)} shapes; each copy of the function must run the same layers"
                 )
             if exchange.stand_ins:
                 with tf.device(gather_device), tf.name_scope("exchange"):

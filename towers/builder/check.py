@@ -217,7 +217,7 @@ class Check:
             if time.monotonic() - start > _SECONDS:
                 if tried >= 2:
                     break
-                reason = f"it takes more than {_SECONDS:.0f} seconds"
+                reason = f"the check takes more than {_SECONDS:.0f} seconds"
                 return [function_analysis.not_checked(reason)]
             a = self._result(self.one, trial)
             if a is None:
@@ -238,7 +238,7 @@ class Check:
                     break
                 difference = difference or found
         if not tried:
-            return [function_analysis.not_checked("what it computes is not finite")]
+            return [function_analysis.not_checked("its results are not finite")]
         lines = [self._message(difference)] if difference else []
         return list(dict.fromkeys([*lines, *self._choose()]))
 
@@ -266,7 +266,7 @@ class Check:
             return None
         floats = [x for x in (*found["outputs"], *found["weights"]) if x.dtype.kind in "fc"]
         if trace is self.one and not all(np.all(np.isfinite(_wide(x))) for x in floats):
-            self.tracer.failure = "what it computes is not finite"
+            self.tracer.failure = "its results are not finite"
             return None
         return found
 

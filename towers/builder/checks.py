@@ -137,7 +137,7 @@ class Checks:
         if self._held is not None:
             return self._held
         if isinstance(tf_internals.open_scope(), ReplicaScope):
-            raise InputError("a tower cannot have towers of its own: call the function itself")
+            raise InputError("a tower cannot have its own towers; call the function directly")
         if not is_split(batch):
             return FunctionAnalysis()
         if (num_slices or self._builder.num_slices) == 1:
@@ -269,7 +269,7 @@ class Checks:
             builder = self._builder
             builder.devices, builder.accumulate_steps = builder.devices[:1], 1
             builder.num_slices = 1
-            self.warn([f"runs on one device, as on_inexact asks for: {inexact[0]}"])
+            self.warn([f"runs on one device (on_inexact='one_device'): {inexact[0]}"])
             return
         self.warn(inexact)
         self.warn(() if self.when == "off" else analysis.not_joined)
@@ -314,7 +314,7 @@ class Checks:
             if self.on_inexact != "warn" and entry.inexact:
                 raise RunError(
                     f"{entry.inexact[0]}. Only real rows show it, and the tf.function is already "
-                    "made for towers: make it with a TowerBuilder of one device"
+                    "traced for towers; create it with a TowerBuilder of one device"
                 )
 
         def hand_over() -> tf.Operation:

@@ -112,7 +112,7 @@ def check_devices(names: Sequence[str]) -> None:
     existing = [device.name for device in tf.config.list_logical_devices()]
     for name in names:
         if not any(is_device(other, name) for other in existing):
-            raise InputError(f"there is no device {name}: TensorFlow has {', '.join(existing)}")
+            raise InputError(f"no device {name}: TensorFlow has {', '.join(existing)}")
 
 
 def is_device(whole: str, name: str) -> bool:

@@ -29,16 +29,16 @@ _ONE_DEVICE = 'or train on one device, exactly: on_inexact="one_device" (--on_in
 _UNTRIED = (
     (
         re.compile(r"(Eager)?PyFunc"),
-        "python code: layer {} calls Python while it runs ({}), of which nothing is known; write "
-        "it in TensorFlow or keras.ops",
+        "python code: layer {} calls Python code while it runs ({}), which cannot be checked; "
+        "write it in TensorFlow or keras.ops",
     ),
     (
         re.compile(
             r"(Stateless)?(Parameterized)?(Random(?!Get|Index|GammaGrad)|TruncatedNormal|Multinomial)"
             r"|Rng|Stateful(Uniform|Standard|Truncated|Random)"
         ),
-        "random op: layer {} draws by {}, whose numbers do not follow the example; draw from a "
-        "keras.random.SeedGenerator, by keras.random.uniform, normal or dropout",
+        "random op: layer {} uses {}, whose random numbers do not belong to an example; use "
+        "keras.random.uniform, normal or dropout with a keras.random.SeedGenerator",
     ),
     (
         re.compile(
@@ -46,8 +46,7 @@ _UNTRIED = (
             r"Barrier"
         ),
         "state: layer {} changes a table or a queue ({}), which each tower does for its slice, in "
-        "an order of chance; keep what it holds in a keras.Variable, or change it outside of the "
-        "towers",
+        "random order; keep the values in a keras.Variable, or change them outside of the towers",
     ),
 )
 _EFFECTS = re.compile(
@@ -56,43 +55,44 @@ _EFFECTS = re.compile(
 _NOT_CHECKED = "not checked: "
 UNCLEAR_DRAW = (
     "random numbers: it is not clear which random numbers of layer {} belong to which example{}; "
-    f"draw them with the batch as the first axis, from a keras.random.SeedGenerator, {_ONE_DEVICE}"
+    "make the batch the first axis of random tensors, and use a keras.random.SeedGenerator, "
+    f"{_ONE_DEVICE}"
 )
 UNFORESEEN_DRAW = UNCLEAR_DRAW.format(
-    NO_LAYER, " (it draws otherwise than for a few examples, or could not be traced for those)"
+    NO_LAYER, " (it differs from that for a few examples, or cannot be traced for these)"
 )
 _REMEDIES = {
     "output": "Its result for an example depends on the rest of the batch, of which each tower has "
-    "only its part: compute each example from itself",
+    "only its part: compute each example only from itself",
     "rows": "An optimizer that squares rows, such as Adam, computes another update (SGD does not): "
-    "look the weight up by each example's own numbers",
-    "state": "Compute its value from each example by itself, or do not assign it in training",
+    "look up the weight with each example's own indices",
+    "state": "Compute its value from each example separately, or do not assign it in training",
 }
 _OF_GRADIENTS = (
     "Something in the forward or backward pass depends on the whole batch, of which each tower has "
-    "only its part: for example, clip the summed gradient (clipnorm of the optimizer) in place of "
-    "a clip in tf.custom_gradient"
+    "only its part: for example, clip the summed gradient (clipnorm of the optimizer) instead of "
+    "clipping in tf.custom_gradient"
 )
 UNKNOWN_AGGREGATION = (
     "inexact: the variable {} gets different values from towers, and neither their mean, the sum "
     "of their changes, their maximum nor minimum is the value of one device. Create it with "
-    'aggregation="sum", "mean" or "only_first_replica" to choose one, hand its value over with the '
+    'aggregation="sum", "mean" or "only_first_replica" to choose one, pass its value with the '
     f"batch, {_ONE_DEVICE}"
 )
 ADDED_LOSS = (
     "inexact: layer {} adds a loss that is neither a mean nor a sum over the examples of a batch, "
-    "or that the loss function changes after it is added. A tower has only its part of the "
-    f"examples. Use keras.ops.mean over examples, {_ONE_DEVICE}"
+    "or that the loss function changes after it is added. A tower has only its part of the batch. "
+    f"Use keras.ops.mean over examples, {_ONE_DEVICE}"
 )
 STATE_IN_PYTHON = (
-    "state in Python: {} computes something else each time it is traced, for example by "
-    "random.random(), NumPy's random numbers or a counter, and each tower is traced by itself; use "
-    "keras.random with a SeedGenerator, or a keras.Variable"
+    "state in Python: {} computes something else each time it is traced, for example with "
+    "random.random(), NumPy's random numbers or a counter, and each tower is traced separately; "
+    "use keras.random with a SeedGenerator, or a keras.Variable"
 )
 _NOT_JOINED = (
-    "side output: {} holds a value that towers compute from their own parts of the batch, and "
-    "these do not make the value of the whole batch. Do not use it outside of the towers, or "
-    "return what it is computed from, with a row for each example"
+    "side output: {} holds a value that each tower computes from its part of the batch, and these "
+    "values cannot be joined. Do not use it outside of the towers, or return the tensors it is "
+    "computed from, with a row for each example"
 )
 
 
@@ -106,7 +106,7 @@ def untried(ops: Iterable[tuple[str, str]]) -> list[str]:
         elif _EFFECTS.match(kind):
             effects.add(kind)
     if effects and not lines:
-        return [not_checked(f"it would have effects ({', '.join(sorted(effects))})")]
+        return [not_checked(f"it would have side effects ({', '.join(sorted(effects))})")]
     return lines
 
 
@@ -129,8 +129,8 @@ def inexact(kind: str, where: str, by: float, how: str) -> str:
 def not_checked(reason: str) -> str:
     """Return the message for a function that could not be compared with one device."""
     return (
-        f"{_NOT_CHECKED}{reason}. Whether towers compute what one device computes is therefore not "
-        "known; `towers verify`, or builder.check on other rows, compares them"
+        f"{_NOT_CHECKED}{reason}. It is therefore not known whether towers compute the same as one "
+        "device; compare them with `towers verify`, or with builder.check on other rows"
     )
 
 
@@ -205,8 +205,8 @@ class FunctionAnalysis:
         """Raise InputError if the function's results cannot be joined along the batch."""
         if self.trace is not None and any(self.trace.not_by_example):
             raise InputError(
-                "what the towers' function returns cannot be joined along the batch: "
-                f"{self.unjoinable_reason}; compute that from the joined outputs"
+                "the results of the towers' function cannot be joined along the batch: "
+                f"{self.unjoinable_reason}; compute it from the joined outputs"
             )
 
     @property
@@ -224,8 +224,8 @@ class FunctionAnalysis:
         if not one or ranks_of(one) == ranks_of(self.trace):
             return ""
         return (
-            "it squeezes all axes of size 1, also that of the batch where a tower has one example; "
-            "name the axis, as in tf.squeeze(x, axis=-1)"
+            "it squeezes all axes of size 1, also the batch axis if a tower has one example; name "
+            "the axis, such as tf.squeeze(x, axis=-1)"
         )
 
 

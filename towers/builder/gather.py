@@ -101,7 +101,7 @@ def join(values: Sequence[Any]) -> Any:
     if not values:
         return None
     if any(value.shape.rank == 0 for value in values):
-        raise ValueError("concat joins along axis 0 and cannot join scalars: use sum or map")
+        raise ValueError("concat cannot join scalars along axis 0; use sum or map")
     joined = tf.concat(values, axis=0)
     masks = [tf_internals.attached(value, "mask") for value in values]
     if all(mask is not None for mask in masks):

@@ -89,8 +89,8 @@ class Passes:
 # Losses made in the towers.
 
 _NO_LOSSES = (
-    "loss_fn must return one loss for each example, shape [b], not {} for {} examples: reduce all "
-    "axes but the first, the builder takes the mean over all towers (a Keras loss: reduction=None)"
+    "loss_fn must return one loss for each example, shape [b], not {} for {} examples; reduce all "
+    "axes but the first (reduction=None in a Keras loss): the builder averages over all towers"
 )
 
 
@@ -205,7 +205,7 @@ def _checked(losses: Any, part: Slice) -> tf.Tensor:
     if not losses.dtype.is_floating:
         raise InputError(
             f"loss_fn must return floating-point losses, not {losses.dtype.name}, which have no "
-            "gradients: cast what they are computed from to float32"
+            "gradients; cast its inputs to float32"
         )
     size = part.rows and part.rows.size
     if not losses.shape.is_compatible_with([size if isinstance(size, int) else None]):
@@ -265,7 +265,7 @@ def split_python_values(fn: Callable, analysis: FunctionAnalysis) -> tuple[Calla
             unknown = analysis.reason and not (other is None or other is _TENSOR)
             if unknown or not _are_alike(value, other):
                 raise InputError(
-                    "what the towers' function returns cannot be joined along the batch: its "
+                    "the results of the towers' function cannot be joined along the batch: its "
                     f"output {i} is {_shown(value)} for one part and {_shown(other)} for "
                     "another; return a tensor with a row for each example, or compute it from "
                     "the joined outputs"
@@ -368,8 +368,8 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | No
     unsplit = [*captured.values(), *variables]  # each tower reads all of them
     if tf_internals.are_followed(variables) and not builder.checks.observe:
         raise InputError(
-            "a tf.autodiff.ForwardAccumulator cannot follow variables through `concat`: join the "
-            "results of `map` by tf.concat, or call the function without towers"
+            "tf.autodiff.ForwardAccumulator cannot follow variables through `concat`; join the "
+            "results of `map` with tf.concat, or call the function without towers"
         )
 
     def backward(*upstream: tf.Tensor) -> list[Any]:

@@ -179,8 +179,8 @@ class ReplicaScope(keras.StatelessScope):
         new = [v for v in self.assigned() if id(v) not in known and v.name != SEED_STATE]
         if new:
             raise InputError(
-                f"a backward pass assigns {new[0].path}, and towers make the assignments of their "
-                "forward passes alone: assign it in the forward pass"
+                f"a backward pass assigns {new[0].path}, but towers keep only assignments of the "
+                "forward pass; assign it there"
             )
 
     def _make_stand_in(self, variable: keras.Variable) -> None:
@@ -201,7 +201,7 @@ class ReplicaScope(keras.StatelessScope):
 
 def new_value_reason(variable: keras.Variable) -> str:
     """Return why a model with such a variable, as a layer in float8 has, runs on one device."""
-    return f"the gradient of {variable.path} is its new value, which towers cannot add"
+    return f"the gradient of {variable.path} is its new value, which towers cannot sum"
 
 
 def assign_by_op(variable: tf.Variable, value: Any) -> None:
@@ -216,8 +216,8 @@ def assign_by_op(variable: tf.Variable, value: Any) -> None:
 
 def _creation_error(name: str | None) -> InputError:
     return InputError(
-        f"a tower creates {f'the variable {name!r}' if name else 'a variable'}, where each would "
-        "have its own: build the model before, by calling it once outside the towers"
+        f"a tower creates {f'the variable {name!r}' if name else 'a variable'}, so each would have "
+        "its own; build the model before, by calling it once outside the towers"
     )
 
 
@@ -233,8 +233,8 @@ def variables_refused() -> Iterator[None]:
     def make(name: str) -> Callable:
         def refuse(variable: tf.Variable, *_: Any, **__: Any) -> None:
             raise InputError(
-                f"a tower assigns the tf.Variable {variable.name!r} ({name}), and of several "
-                "towers the last would win: make it a keras.Variable, which is assigned once a "
+                f"a tower assigns the tf.Variable {variable.name!r} ({name}), so the value of the "
+                "last tower would remain; make it a keras.Variable, which is assigned once per "
                 "step (add_weight(trainable=False) in a layer)"
             )
 

@@ -282,8 +282,8 @@ def random_normal(
 def _truncated_normal(*_: Any, **__: Any) -> tf.Tensor:
     # TensorFlow's kernel draws until a number fits, and XLA does not.
     raise ValueError(
-        "a compiled tower cannot draw a truncated normal by example: draw a normal, or leave "
-        "jit_compile out"
+        "towers cannot generate truncated normal numbers with jit_compile; use normal ones, or "
+        "leave jit_compile out"
     )
 
 

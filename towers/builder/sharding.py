@@ -128,8 +128,8 @@ def as_leaves(batch: Sequence[Any], num_towers: int | None = None) -> list[Any]:
         if isinstance(leaf, PerTower):
             if num_towers not in (None, len(leaf.values)):
                 raise ValueError(
-                    f"PerTower holds {len(leaf.values)} values for {num_towers} towers: "
-                    "it must hold one for each"
+                    f"PerTower holds {len(leaf.values)} values for {num_towers} towers; "
+                    "give one for each"
                 )
         elif not (isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) or _is_on_towers(leaf)):
             kind = type(leaf).__name__
@@ -137,13 +137,13 @@ def as_leaves(batch: Sequence[Any], num_towers: int | None = None) -> list[Any]:
                 leaf = tf.convert_to_tensor(leaf)
             except (TypeError, ValueError) as error:
                 raise InputError(
-                    "a batch holds tensors and arrays, which are split along axis 0, but no "
-                    f"{kind}: hand over the tensors in it, as a dict or a tuple"
+                    "a batch can hold only tensors and arrays, which are split along axis 0, not a "
+                    f"{kind}; pass its tensors in a dict or a tuple"
                 ) from error
             if leaf.shape.rank == 0:
                 raise InputError(
-                    "a batch is split along axis 0 and cannot hold scalars: make a list of numbers "
-                    "an array; capture a single value in the function, or hand it over as "
+                    "a batch is split along axis 0 and cannot hold scalars; convert a list of "
+                    "numbers to an array; capture a single value in the function, or pass it as "
                     "towers.PerTower"
                 )
         leaves.append(leaf)

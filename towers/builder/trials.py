@@ -55,7 +55,7 @@ def spec_of(leaf: Any, size: int, shape: tf.TensorShape) -> tf.TypeSpec:
         shape = [size, *leaf.shape[1:]]
         return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
     if shape.rank is None:
-        raise ValueError("the shape of an argument is unknown; set it by tf.ensure_shape")
+        raise ValueError("the shape of an argument is unknown; set it with tf.ensure_shape")
     kind = tf.SparseTensorSpec if isinstance(leaf, tf.SparseTensor) else tf.TensorSpec
     return kind([size, *shape[1:]], leaf.dtype)
 
@@ -153,8 +153,8 @@ def trials(one: Any, rows: Callable[[int], list[Any]]) -> Iterator[Trial]:
     yield Trial("on these examples", rows(0), as_it_is, small)
     yield Trial("with noise on the variables", rows(1), noisy, small)
     yield Trial("after many steps", rows(0), _late, small)
-    yield Trial("with one far example", changed(2, _far, 100.0), noisy, small, far)
-    yield Trial("with one far example", changed(1, _far, -100.0, 0.0), noisy, big, far)
+    yield Trial("with one outlier", changed(2, _far, 100.0), noisy, small, far)
+    yield Trial("with one outlier", changed(1, _far, -100.0, 0.0), noisy, big, far)
     yield Trial("with noise on the variables", rows(2), noisy, big)
     for share in (1e-3, 1e-2):
         yield Trial("with small gradients", rows(1), noisy, share * small)
