@@ -91,7 +91,7 @@ def test_loss_metrics_and_optimizer_may_be_functions_and_are_loaded_with_the_mod
     model = towers.load(tmp_path, model=given["model"])
     assert not model.compiled
     runs.assert_has(model, tmp_path)
-    with pytest.raises(towers.InputError, match="give it to this call"):
+    with pytest.raises(towers.InputError, match="pass it to this call"):
         towers.load(tmp_path)
 
 
@@ -108,12 +108,12 @@ def test_a_call_that_is_made_again_finds_it_finished_and_more_steps_continue_it(
 
 def test_what_flags_cfg_cannot_name_is_given_again(given, tmp_path, capsys):
     run = f"--train_dir={shutil.copytree(given[0], tmp_path / 'run')}"
-    with pytest.raises(towers.InputError, match="give it to this call, too, as dataset="):
+    with pytest.raises(towers.InputError, match="pass it to this call, too, as dataset="):
         towers.evaluate(train_dir=given[0], model=build)
     capsys.readouterr()
     assert cli.main(["evaluate", run]) == 2
     assert capsys.readouterr().err == (
-        "towers: --model=given_in_python:lambda was given in Python: give it to this call, "
+        "towers: --model=given_in_python:lambda was defined in Python; pass it to this call, "
         "too, as model=..., or name it as module:function\n"
     )
     names = ["--dataset=tests.tiny:images", "--model=tests.tiny:dense"]

@@ -25,7 +25,7 @@ from towers.options import flags
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("folder")]
 
-WRITTEN = "flags are written --name=value"
+WRITTEN = "write flags as --name=value"
 RESULT = {"accuracy": 0.5, "step": 3}
 
 
@@ -57,7 +57,7 @@ MESSAGES = [
     ("train --num_towers -1", "--num_towers=-1: a whole number from 0 to 1000 is needed"),
     ("train --train_dir --overwrite", "--train_dir needs a value: --train_dir=..."),
     ("train --overwrite false", f"unexpected argument 'false': {WRITTEN}"),
-    ("sweep --vary=seed:1 --overwrite", "towers sweep takes no --overwrite: runs lie in --sweep_"),
+    ("sweep --vary=seed:1 --overwrite", "towers sweep takes no --overwrite: runs are in --sweep_"),
     ("train --overwrite=maybe", "--overwrite=maybe: "),
     ("train --nooverwrite=1", "--nooverwrite"), ("train --train_dir", "--train_dir"),
     ("train --flagfile", "--flagfile"), ("train --flagfile=a", "--flagfile=a: No such file"),
@@ -296,7 +296,7 @@ def test_the_users_own_line_is_named_through_keras_and_autograph(folder, monkeyp
     assert cli.main(["train", *asked.split(), "--num_towers=2", "--train_dir=run"]) == 1
     said = capsys.readouterr().err
     assert "Traceback (most recent" in said and said.splitlines()[-1] == (
-        "towers: the error comes from mine.py, line 6, in call: your own code"
+        "towers: the error comes from your code: mine.py, line 6, in call"
     )
 
 

@@ -140,7 +140,7 @@ def test_the_data_of_a_run_are_not_moved_aside(folder):
     (make_run(folder / "a") / "images").mkdir()
     (folder / "there").symlink_to("a/images")
     for path in "a/images", "there", "a":
-        with pytest.raises(InputError, match=f"it holds the data of the run, {path}: name another"):
+        with pytest.raises(InputError, match=f"it holds the data of the run, {path}; name another"):
             files.check_train_dir(Path("a"), True, needed=["missing", path])
     files.check_train_dir(Path("a"), True, needed=["missing", "."])
     files.check_train_dir(Path("a"), False, needed=["a/images"])

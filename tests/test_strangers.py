@@ -54,7 +54,7 @@ def test_what_is_imported_by_the_command(folder):
 def test_of_a_run_and_what_reads_it(folder):
     code, said = run(folder, *TRAIN.split())
     assert code == 0, said
-    assert "the one that comes with towers, not that of models/resnet.py" in said
+    assert "the function of towers, not that of models/resnet.py" in said
     for verb in "evaluate", "export":
         code, said = run(folder, verb, "--train_dir=run")
         assert code == 0, said

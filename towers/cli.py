@@ -48,7 +48,7 @@ _GPU_FLAGS = tuple(GpuOptions.__dataclass_fields__)
 _DATA_FLAGS = "train_dir json trust model dataset data_dir image_size".split()
 _EVALUATE_FLAGS = (*_DATA_FLAGS, "test_time_flip", "batch_size", "dtype", *PLACEMENT, *_GPU_FLAGS)
 _PREDICT_FLAGS = "train_dir json trust test_time_flip batch_size".split()
-_QUIET = "--json prints the result alone"
+_QUIET = "--json prints only the result"
 _OF_A_RUN = "type --flagfile=RUN/flags.cfg for the flags of a run"
 _VERBS = (
     Verb("train", "train a model on towers, or resume a run", run_flags="if_any",
@@ -67,7 +67,7 @@ _VERBS = (
           takes=("json", *_GPU_FLAGS)),
     Verb("sweep", "train a run for each combination of flags, and list them, best first",
           options="towers.commands.sweep.options:SweepOptions", stopping=_stopped,
-          refuses=dict.fromkeys(("train_dir", "overwrite"), "runs lie in --sweep_dir")
+          refuses=dict.fromkeys(("train_dir", "overwrite"), "runs are in --sweep_dir")
           | {"quiet": _QUIET}),
     Verb("predict", "predict your own files with the trained model of a run",
           options="towers.commands.predict.options:PredictOptions", tensorflow="options",
@@ -91,9 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _main(list(sys.argv[1:] if argv is None else argv), listener)
             _flush()
             return code
-        except BrokenPipeError:  # the reader of the output has ended, as `head` does
+        except BrokenPipeError:  # the reader of the output has ended, such as `head`
             with contextlib.suppress(OSError):
-                signals.print_error("its output is read by nobody any more")
+                signals.print_error("nothing reads its output any more")
             _discard(1, 2)
             return EXIT_PIPE
 
@@ -234,8 +234,8 @@ def _check_names(options: Any, data: bool) -> None:
             check_function(flag, name)
             if user_file := shadowing_file(name):
                 signals.print_error(
-                    f"--{flag}={name} is the one that comes with towers, not that of {user_file}: "
-                    "give yours another name to use it"
+                    f"--{flag}={name} is the function of towers, not that of {user_file}; rename "
+                    "yours to use it"
                 )
     if not data:
         return

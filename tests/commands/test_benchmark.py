@@ -129,7 +129,7 @@ def test_the_control_computes_each_gradient_in_each_step_and_changes_nothing():
 @pytest.mark.parametrize(
     "given, remedy",
     [
-        ("--num_towers=2,1", "greater than the one before"),
+        ("--num_towers=2,1", "larger than the one before"),
         ("--windows=0", "at least 1"),
         ("--model=tests.tiny:nothing --num_towers=1", "nothing"),
     ],

@@ -112,7 +112,7 @@ def test_what_cannot_be_read_is_one_line_and_nothing_is_printed(run, files, tmp_
     for name, message in {
         "broken.png": " cannot be read: ",
         "broken.npz": " cannot be read: ",
-        "note.txt": ": .png, .jpg, .jpeg, .bmp, .gif, .npy and .npz files can be read",
+        "note.txt": ": only .png, .jpg, .jpeg, .bmp, .gif, .npy and .npz files can be read",
         "empty": " has no images",
         "none.png": ": no such file or folder",
         "small.npy": f" is uint8[7, 4, 8, 3]: {takes}",

@@ -168,7 +168,7 @@ def test_a_pinned_layer_is_listed_and_strict_stops_the_run(tmp_path, command):
     model = f"{__name__}:pinned", "--model_args=device=/cpu:1"
     code, out, err = command(*model, "--placement=strict")
     assert code == 1
-    line = "tower 0 on /cpu:0, layer sequential/block/stubborn: Tanh, Mul on /cpu:1, where a "
+    line = "tower 0 on /cpu:0, layer sequential/block/stubborn: Tanh, Mul on /cpu:1, placed "
     assert line in err and err.startswith("towers: --placement=strict: ")
     assert len(err.splitlines()) == 1
     assert "step 0" not in out
@@ -190,7 +190,7 @@ def test_a_pinned_layer_is_listed_and_strict_stops_the_run(tmp_path, command):
         ("pinned", f"--model_args=device=/gpu:7 {HARD}", 2,
          ["--allow_soft_placement=false (leave it out", "stubborn_1/Tanh: was explicitly"]),
         ("pinned_weights", "--placement=strict", 1,
-         ["master variable model/hidden/kernel on /cpu:1, not /cpu:0"]),
+         ["variable model/hidden/kernel on /cpu:1, not /cpu:0"]),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_one_line_without_a_run(tmp_path, command, model, flags, code, says):

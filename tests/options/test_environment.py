@@ -46,7 +46,7 @@ def test_another_backend_of_keras_is_named_with_what_to_type(folder, monkeypatch
         monkeypatch.setenv("KERAS_BACKEND", variable)
         if backend:
             message = runs.refusal(environment.check)
-            assert message.startswith(f"the backend of Keras is {backend}, and towers needs")
+            assert message.startswith(f"the backend of Keras is {backend}, but towers needs")
             assert "type KERAS_BACKEND=tensorflow" in message
         else:
             environment.check()
@@ -73,8 +73,8 @@ assert not {"keras", "tensorflow"} & set(sys.modules)
         (["-c", EACH_NAME], {"KERAS_BACKEND": "jax"}, None),
         (["-m", "towers", "export"], {"KERAS_BACKEND": "jax"}, "the backend of Keras is jax, "),
         (["-m", "towers", "sweep", "--vary=seed:1"], {"KERAS_BACKEND": "jax"}, "the backend of "),
-        (["-m", "towers", "train"], {"KERAS_HOME": "list"}, "see list/keras.json, which may be"),
-        (["-m", "towers", "train"], {"KERAS_MAX_EPOCHS": "x"}, "'x': see "),
+        (["-m", "towers", "train"], {"KERAS_HOME": "list"}, "correct or remove list/keras.json"),
+        (["-m", "towers", "train"], {"KERAS_MAX_EPOCHS": "x"}, "'x'; correct or remove "),
         (["-m", "towers", "train"], {"TF_XLA_FLAGS": "--x"}, "TF_XLA_FLAGS=--x: Unknown flag in "),
     ],
 )  # fmt: skip

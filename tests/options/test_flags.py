@@ -160,8 +160,8 @@ def test_the_flags_of_a_run_are_those_of_its_flagfile(folder, verb):
         ("--flagfile=missing.cfg", "missing.cfg: No such file or directory"),
         ("--flagfile=a.cfg", "a.cfg: more than 100 flagfiles"),
         ("--flagfile\n.", ".: Is a directory"),
-        ("--flagfile=pipe", "pipe: is no regular file"),
-        ("--flagfile=/dev/zero", "/dev/zero: is no regular file"),
+        ("--flagfile=pipe", "pipe: is not a regular file"),
+        ("--flagfile=/dev/zero", "/dev/zero: is not a regular file"),
         ("--flagfile=/proc/self/mem", "/proc/self/mem: Input/output error"),
         ("--flagfile=\0", "embedded null byte"), ("--flagfile=", "--flagfile needs a value"),
         ("#" * 2**20 + "\n", "a.cfg: is larger than 1048576 bytes"),
@@ -267,7 +267,7 @@ def test_a_damaged_flags_cfg_is_named(folder):
     for damage in b"--batchsize=1", b"--batch_size=0", b"batch", b"\0", b"--seed=1\n\xff\xfe":
         path.write_bytes(damage)
         message = refusal("evaluate", "--train_dir=run")
-        assert message.startswith("run/flags.cfg is damaged: ") and "; mend it, or " in message
+        assert message.startswith("run/flags.cfg is damaged: ") and "; repair it, or " in message
     path.write_text("--overwrite\n--json\n--train_dir=other\n--seed=3\n")  # not of the run
     assert cli.parse("train", ["--train_dir=run"]) == Options(train_dir="run", seed=3)
 

@@ -90,7 +90,7 @@ def test_the_current_folder_is_searched_for_what_was_named_and_after_pythons_own
 def test_a_function_that_is_called_without_arguments_needs_none(folder):
     assert functions.call_without_arguments("dataset", "os:getcwd") == str(folder)
     said = runs.refusal(functions.call_without_arguments, "optimizer", "math:sin")
-    assert said.startswith("--optimizer=math:sin is called without arguments, and")
+    assert said.startswith("--optimizer=math:sin is called without arguments, but")
 
 
 # What a program gives in place of names: options stay texts, and each has its own functions.

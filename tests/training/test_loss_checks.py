@@ -164,7 +164,7 @@ def of_classes(num_classes):
 @pytest.mark.parametrize(
     "y, make, words",
     [
-        ([0.5, 2] * 6, None, r"has no images.*--model=my_net:build"),
+        ([0.5, 2] * 6, None, r"needs images.*--model=my_net:build"),
         ([1.0, 2] * 6, of_classes, "y.astype.*--loss=mean_squared_error"),
     ],
 )

@@ -111,7 +111,7 @@ REFUSED = [
     (options, {"depth": 20}, "--model_args: .*:options takes .num_classes, .*'depth'"),
     (
         lambda num_classes, depth, width: neither(), {"width": 3},
-        "--model_args: .*missing .*'depth'; .* num_classes, image_shape, ",
+        "--model_args: .*missing .*'depth'; .* num_classes, image_shape; ",
     ),
     (f"{__name__}:BUILT", {}, "--model=.*:BUILT is a model; name the function"),
     (lambda: layers.Dense(10), {}, "returned Dense; a keras.Model is needed"),

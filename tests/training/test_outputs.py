@@ -192,7 +192,7 @@ PARTLY = {
         lambda x, h: {"h": h} if "tower_0" in h.name else h,
         lambda it: tf.reduce_mean(tf.nest.flatten(it)[0]),
     ),
-    "with another number of examples|raises KeyError: eight": (
+    "with another number of examples|raises KeyError on towers: eight": (
         of_one_part(raising), lambda h: tf.reduce_mean(h)
     ),
 }  # fmt: skip

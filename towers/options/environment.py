@@ -32,11 +32,11 @@ def check() -> None:
         value = os.environ.get(name)
         if value is not None and not re.fullmatch(pattern, value, re.DOTALL):
             raise InputError(
-                f"{name}={value} would end TensorFlow: unset it, or type {name}={example}"
+                f"{name}={value} would make TensorFlow exit; unset it, or type {name}={example}"
             )
     plugins = os.environ.get("TF_PLUGGABLE_DEVICE_LIBRARY_PATH")
     if plugins and not os.path.exists(plugins):
-        raise InputError(f"TF_PLUGGABLE_DEVICE_LIBRARY_PATH={plugins} does not exist: unset it")
+        raise InputError(f"TF_PLUGGABLE_DEVICE_LIBRARY_PATH={plugins} does not exist; unset it")
     keras = sys.modules.get("keras")
     path, in_file = _keras_json()
     backend = os.environ.get("KERAS_BACKEND") or in_file
@@ -45,7 +45,7 @@ def check() -> None:
     if backend != "tensorflow":
         where = "" if keras or os.environ.get("KERAS_BACKEND") else f" in {path}"
         raise InputError(
-            f"the backend of Keras is {backend}{where}, and towers needs TensorFlow: type "
+            f"the backend of Keras is {backend}{where}, but towers needs TensorFlow; type "
             "KERAS_BACKEND=tensorflow before the command, or set it before Keras is imported"
         )
     given = " ".join(f"{name}={os.environ[name]}" for name in _FLAGS if os.environ.get(name))
@@ -56,7 +56,7 @@ def check() -> None:
         done = subprocess.run(tried, env=without_gpus, **pipes)
         if done.returncode:
             said = re.findall(r"^F.*?\] (.*)", done.stderr, re.MULTILINE)
-            raise InputError(f"{given}: {''.join(said[-1:]) or 'TensorFlow does not take it'}")
+            raise InputError(f"{given}: {''.join(said[-1:]) or 'TensorFlow does not accept it'}")
 
 
 def import_keras() -> None:
@@ -69,8 +69,8 @@ def import_keras() -> None:
         if not last.filename.endswith("keras/src/backend/config.py"):
             raise
         raise InputError(
-            f"Keras takes no such settings: {reason(error)}: see {_keras_json()[0]}, which may be "
-            "removed, and KERAS_... in the environment"
+            f"Keras does not accept its settings: {reason(error)}; correct or remove "
+            f"{_keras_json()[0]} and KERAS_... in the environment"
         ) from None
 
 

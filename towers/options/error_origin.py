@@ -18,8 +18,8 @@ _LIBRARY = re.compile(
 def describe_origin(error: BaseException) -> str:
     """Return a message on where an error was raised and whose code that is."""
     return locate_in_user_code(error) or (
-        "the error comes from none of your own code: if `model.fit` does not fail alike without "
-        "towers, please report it with the lines above"
+        "this error does not come from your code; if plain `model.fit` works, please report it "
+        "with the lines above"
     )
 
 
@@ -32,4 +32,4 @@ def locate_in_user_code(error: BaseException) -> str:
     path, line, function = frames[-1]
     path = path.removeprefix(f"{Path.cwd()}{os.sep}")
     where = f"{path}, line {line}" + (f", in {function}" if function else "")
-    return f"the error comes from {where}: your own code"
+    return f"the error comes from your code: {where}"

@@ -48,7 +48,7 @@ def check_values(options: Any) -> None:
     for names in EXCLUSIVE:
         flags = [f"--{name}" for name in names if getattr(options, name, None)]
         if len(flags) > 1:
-            raise InputError(f"{flags[0]} and {flags[1]} exclude each other: give one of them")
+            raise InputError(f"{flags[0]} and {flags[1]} exclude each other; give only one of them")
 
 
 class CheckedOptions:
@@ -77,7 +77,7 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
     elif field.type is str:
         if field.default and not value:
             raise InputError(
-                f"--{field.name}= is empty: give a value, as --{field.name}={field.default}"
+                f"--{field.name}= is empty; give a value, such as --{field.name}={field.default}"
             )
         if value.startswith("--"):  # the next flag: this one has no value
             raise InputError(f"--{field.name} needs a value: --{field.name}=...")
@@ -99,7 +99,7 @@ def _check_number(field: dataclasses.Field, value: Any) -> None:
     if (low is not None and value < low) or (high is not None and value > high):
         limits = f"of at least {low}" if high is None else f"from {low} to {high}"
         example = field.metadata.get("example")
-        such_as = f", as --{field.name}={example}" if example else ""
+        such_as = f", such as --{field.name}={example}" if example else ""
         raise InputError(f"--{field.name}={value}: {kind} {limits} is needed{such_as}")
 
 
@@ -107,7 +107,7 @@ def parse_tower_numbers(text: str) -> list[int]:
     """Parse --num_towers: increasing integers of at least 1, separated by commas."""
     numbers = parse_numbers("num_towers", text)
     if not all(number >= 1 and number == int(number) for number in numbers):
-        raise InputError(f"--num_towers={text}: whole numbers of at least 1 are needed, as 1,2,4")
+        raise InputError(f"--num_towers={text}: type whole numbers of at least 1, such as 1,2,4")
     return [int(number) for number in numbers]
 
 
@@ -126,7 +126,7 @@ def parse_numbers(name: str, text: str) -> list[float]:
     except ValueError:
         values = [float("nan")]
     if not all(0 <= value < float("inf") for value in values):
-        raise InputError(f"--{name}={text}: numbers with commas are needed, as 80,120")
+        raise InputError(f"--{name}={text}: type numbers separated by commas, such as 80,120")
     if values != sorted(set(values)):
-        raise InputError(f"--{name}={text}: each number must be greater than the one before")
+        raise InputError(f"--{name}={text}: each number must be larger than the one before")
     return values

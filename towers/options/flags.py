@@ -134,8 +134,8 @@ def _without_untyped(
     typed, ours = (_read_argv(argv, verb, left_out=left_out) for left_out in (flagfiles, foreign))
     if values.get("trust") and not typed.get("trust"):
         raise InputError(
-            f"--flagfile={_setting('trust', flagfiles)} sets --trust, which counts only if it is "
-            "typed: look at what would run, and type --trust, or remove it from the file"
+            f"--flagfile={_setting('trust', flagfiles)} sets --trust, which must be typed; check "
+            "the code that would run, then type --trust, or remove it from the file"
         )
     fields = verb.fields()
     ours = {name: ours.get(name, field.default) for name, field in fields.items()}
@@ -149,8 +149,8 @@ def _without_untyped(
             values = values | {name: typed[name]}
         elif os.path.abspath(value) != os.path.dirname(os.path.abspath(path)):  # which was typed
             raise InputError(
-                f"--flagfile={path} was not written by your towers on this machine, or was "
-                f"changed, and sets --{name}={value}: type --{name} yourself"
+                f"--flagfile={path} was changed, or was not written by your towers on this "
+                f"machine, and sets --{name}={value}; type --{name} yourself"
             )
     return values
 
@@ -197,7 +197,7 @@ def options_from_call(
         options = dataclasses.replace(options, **values)
     elif options is not None:
         raise InputError(
-            f"{options!r} is no towers.Options: options are given by name, a run's folder as "
+            f"{options!r} is not a towers.Options; give options by name, the run's folder as "
             "train_dir=..."
         )
     else:
@@ -306,10 +306,10 @@ def _read_argv(
         others = defined(["towers", *_with_flagfiles(argv, flagfiles, left_out)])[1:]
     except (flags.Error, ValueError) as error:
         if name := _OF_OTHERS.get(getattr(error, "flagname", "")):
-            error = f"there is no flag --{error.flagname}: did you mean --{name}?"
+            error = f"there is no flag --{error.flagname}; did you mean --{name}?"
         raise InputError(str(error)) from None
     if others and not positional:
-        raise InputError(f"unexpected argument {others[0]!r}: flags are written --name=value")
+        raise InputError(f"unexpected argument {others[0]!r}; write flags as --name=value")
     given = {name: defined[name].value for name in fields if name != positional}
     values = {n: fields[n].type(value) for n, value in given.items() if value is not None}
     for name in values.keys() & {"train_dir", "sweep_dir"}:
@@ -331,7 +331,7 @@ def _take_gpus_only(values: dict[str, Any]) -> None:
         values["devices"] = "gpu"
     if "cpu" in str(values["devices"]).lower():
         raise InputError(
-            f"--num_gpus and --devices={values['devices']} exclude each other: type "
+            f"--num_gpus and --devices={values['devices']} exclude each other; type "
             f"--num_towers={values['num_towers']} for towers on the CPU"
         )
 
@@ -349,7 +349,7 @@ def _read_text(path: str) -> str:
     try:
         with open(path, "rb", opener=opener) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError("is no regular file")
+                raise ValueError("is not a regular file")
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise ValueError(f"is larger than {_MOST_BYTES} bytes")
@@ -383,7 +383,7 @@ def _options_of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
         Options(**of_run)
     except InputError as error:
         raise InputError(
-            f"{path} is damaged: {error}; mend it, or remove it and give the run's flags yourself"
+            f"{path} is damaged: {error}; repair it, or remove it and type the run's flags yourself"
         ) from None
     of_run = {n: v for n, v in of_run.items() if _RUN_FIELDS[n].metadata["affects"] != "call"}
     replaced = _replaced_options(of_run, given)

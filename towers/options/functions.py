@@ -47,7 +47,7 @@ def load_function(flag: str, name: str) -> Callable:
         function = getattr(name, "objects", {}).get(name)
         if function is None:
             raise InputError(
-                f"--{flag}={name} was given in Python: give it to this call, too, as {flag}=..., "
+                f"--{flag}={name} was defined in Python; pass it to this call, too, as {flag}=..., "
                 "or name it as module:function"
             )
         return function
@@ -76,8 +76,8 @@ def call_without_arguments(flag: str, name: str) -> object:
         inspect.signature(function).bind()
     except TypeError as error:
         raise InputError(
-            f"--{flag}={name} is called without arguments, and is {error}: give its arguments "
-            "default values"
+            f"--{flag}={name} is called without arguments, but {error}; give its arguments default "
+            "values"
         ) from None
     return function()
 
@@ -166,8 +166,8 @@ def option_text(option: str, value: Any) -> Any:
         kind, is_model = type(value).__name__, isinstance(value, keras.Model)
         example = "build" if is_model else f"lambda: keras.optimizers.{kind}(...)"
         raise InputError(
-            f"{option}={kind}(...) is already built: give the function that builds it, such as "
-            f"{option}={example}; each run builds its own"
+            f"{option}={kind}(...) is already built, but each run builds its own; pass the "
+            f"function that builds it, such as {option}={example}"
         )
     if (kind := kind_of(value)) != type(value).__name__:
         raise InputError(f"{option} is {kind}")
@@ -254,5 +254,5 @@ def _no_module(flag: str, name: str) -> InputError:
     module_name = name.partition(":")[0]
     return InputError(
         f"--{flag}={name}: there is no module {module_name} in the current folder or the installed "
-        f"packages; go to the folder in which {module_name.partition('.')[0]} lies"
+        f"packages; change to the folder that holds {module_name.partition('.')[0]}"
     )
