@@ -49,8 +49,8 @@ def call(argv):
 
 VERBS = "|".join(cli.VERBS)
 MESSAGES = [
-    ("tran", "there is no verb 'tran': did you mean towers train?"),
-    ("xyz", f"there is no verb 'xyz': towers {VERBS} --flag=value ..."),
+    ("tran", "there is no command 'tran': did you mean towers train?"),
+    ("xyz", f"there is no command 'xyz': towers {VERBS} --flag=value ..."),
     ("train --learnin_rate=2", "'learnin_rate'. Did you mean: learning_rate ?"),
     ("train --größe=3", "Unknown command line flag 'größe'"),
     ("train --learning_rate=x", "--learning_rate=x: could not convert string to float"),

@@ -46,7 +46,7 @@ _UNTRIED = (
             r"Barrier"
         ),
         "state: layer {} changes a table or a queue ({}), which each tower does for its slice, in "
-        "random order; keep the values in a keras.Variable, or change them outside of the towers",
+        "any order; keep the values in a keras.Variable, or change them outside of the towers",
     ),
 )
 _EFFECTS = re.compile(
