@@ -179,9 +179,9 @@ WRONG_DATASETS = {
     "no size": (unsized, "does not know its size, and the given size is None"),
     "endless": (lambda: examples().repeat(), "dataset is endless"),
     "another size": (lambda: (examples(), 5), "dataset has 4 examples, and the given size is 5"),
-    "counted": (lambda: (unsized(), 5), "dataset has 4 examples but size is 5"),
+    "counted": (lambda: (unsized(), 5), "dataset has 4 examples, but size is 5"),
     "batches": (lambda: unsized().batch(3), "return (dataset.unbatch(), size)"),
-    "of an unknown shape": (shapeless, "x as TensorSpec uint8 <unknown>; give single e"),
+    "of an unknown shape": (shapeless, "x as TensorSpec uint8 <unknown>; return single e"),
 }
 
 

@@ -32,7 +32,7 @@ def test_a_name_that_is_none_is_refused_with_what_to_type(tmp_path):
 def test_a_size_is_for_files_of_images():
     for name in "shapes", "cifar10", "mine:load":
         message = refusal(name, image_size=(8, 8))
-        assert message.startswith("--image_size is for ") and f"not {name}: leave" in message
+        assert message.startswith("--image_size is for ") and f"not {name}; leave" in message
 
 
 def test_files_are_found_as_typed_or_below_the_folder(tmp_path, monkeypatch):

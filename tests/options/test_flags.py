@@ -127,7 +127,7 @@ def test_the_ways_to_write_a_flag(line, values):
 
 
 def test_num_gpus_names_no_cpus_in_a_call_either():
-    said = "exclude each other: type --num_towers=2"
+    said = "exclude each other; type --num_towers=2"
     assert said in refusal("train", "--num_gpus=2", "--devices=cpu")
     assert said in runs.refusal(flags.options_from_call, None, dict(num_gpus=2, devices="cpu"))
     options = flags.options_from_call(Options(), {"num_gpus": 2})

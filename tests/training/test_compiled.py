@@ -139,7 +139,7 @@ def recomputed():
     "changes, words",
     [
         (dict(), "--loss="),
-        (dict(model=compiled("adam", None)), "is compiled without a loss: give one"),
+        (dict(model=compiled("adam", None)), "is compiled without a loss; give one"),
         (dict(loss="none_such"), "--loss=none_such"),
         (dict(loss="keras.losses:Loss"), "--loss=keras.losses:Loss: its loss or a metric cannot"),
         (dict(loss="mse", metrics="keras.metrics:MeanIoU"), "missing a required argument"),

@@ -106,7 +106,7 @@ def test_seconds_of_towers_are_measured_where_a_point_is_due(run_with_a_best):
     tag = "speed/compute_seconds"
     points = [p[tag] for p in read_scalars(folder / "train").values() if tag in p]
     assert points and all(0 < seconds < 10 for seconds in points)
-    assert "data        0.0 MiB on each GPU: the host sends" in out
+    assert "data        0.0 MiB on each GPU; the host sends" in out
 
 
 def test_a_step_that_nobody_looks_at_sends_nothing_to_the_host():

@@ -288,7 +288,7 @@ def test_a_finished_run_is_not_taken_for_one_of_other_data(tmp_path, capsys):
     with pytest.raises(InputError, match="has other classes than .*new: 2.*init_from"):
         towers.train(dataset=((images, np.arange(8) % 3), (images, labels)), **given)
     half = images[:, ::2, ::2]
-    with pytest.raises(InputError, match="images of 4x4x3, and .* 8x8x3: type --image_size=8"):
+    with pytest.raises(InputError, match="images of 4x4x3, .* 8x8x3; type --image_size=8"):
         towers.train(dataset=((half, labels), (half, labels)), **given | dict(max_steps=3))
 
 
