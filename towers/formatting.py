@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]], widest: int = 60) -> list[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """Return the lines of a table, with numbers aligned to the right.
 
         table(["rate", "n"], [[0.1, 2], [0.05, None]])  ->  ["rate  n", " 0.1  2", "0.05  -"]
@@ -14,12 +14,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], widest: int = 60
     Args:
         header: names of the columns.
         rows: cells of each row; None is shown as "-".
-        widest: characters of a cell, longer ones are cut in the middle.
     """
-    cells = [[cut(_text(cell), widest) for cell in row] for row in [header, *rows]]
+    cells = [list(map(_text, row)) for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     columns = zip(*rows, strict=True)
-    right = [all(c in (None, "-") or is_number(c) for c in column) for column in columns]
+    right = [all(c in (None, "-") or _is_number(c) for c in column) for column in columns]
     right = right or [False] * len(widths)
     lines = []
     for row in cells:
@@ -123,25 +122,11 @@ def print_line(line: str, stream: TextIO | None) -> None:
         pass
 
 
-def cut(text: str, widest: int) -> str:
-    """Shorten a text to so many characters by replacing its middle with "...".
-
-    Args:
-        text: any, which is returned if it is short enough.
-        widest: the most characters.
-    """
-    if len(text) <= widest:
-        return text
-    head = (widest - 3) // 2
-    return f"{text[:head]}...{text[len(text) - (widest - 3 - head) :]}"
-
-
 def _text(cell: Any) -> str:
     return "-" if cell is None else printable(str(cell))
 
 
-def is_number(cell: Any) -> bool:
-    """Return whether a value, or a text, is a number; infinities and NaN are."""
+def _is_number(cell: Any) -> bool:
     try:
         float(cell)
     except (TypeError, ValueError):

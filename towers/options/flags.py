@@ -107,21 +107,27 @@ def parse(argv: Sequence[str], verb: Verb = _TRAIN) -> Any:
         InputError: for an unknown flag, a value of the wrong type or out of range, a flagfile that
             cannot be read, or an argument that is not a flag.
     """
-    _check_taken(argv, verb)
     flagfiles: list[tuple[str, str]] = []
     values = _read_argv(argv, verb, flagfiles)
+    typed = _read_argv(argv, verb, left_out=dict(flagfiles)) if flagfiles else values
+    _check_taken(typed, verb)
     if flagfiles:
-        values = _without_untyped(values, argv, verb, dict(flagfiles))
+        values = _without_untyped(values, typed, argv, verb, dict(flagfiles))
     return _complete(values, verb)
 
 
 def _without_untyped(
-    values: dict[str, Any], argv: Sequence[str], verb: Verb, flagfiles: Mapping[str, str]
+    values: dict[str, Any],
+    typed: Mapping[str, Any],
+    argv: Sequence[str],
+    verb: Verb,
+    flagfiles: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the values, if no flagfile decides what is for the user to type.
 
     Args:
         values: of the arguments and their flagfiles.
+        typed: of the arguments alone.
         argv: the arguments.
         verb: the verb.
         flagfiles: {path: text} of all that were read.
@@ -131,14 +137,13 @@ def _without_untyped(
             aside, sets what no run has, or names code or machines.
     """
     foreign = {p: t for p, t in flagfiles.items() if code_trust.is_foreign(p, t)}
-    typed, ours = (_read_argv(argv, verb, left_out=left_out) for left_out in (flagfiles, foreign))
     if values.get("trust") and not typed.get("trust"):
         raise InputError(
             f"--flagfile={_setting('trust', flagfiles)} sets --trust, which must be typed; check "
             "the code that would run, then type --trust, or remove it from the file"
         )
     fields = verb.fields()
-    ours = {name: ours.get(name, field.default) for name, field in fields.items()}
+    ours = {n: f.default for n, f in fields.items()} | _read_argv(argv, verb, left_out=foreign)
     untrusted = {name: value for name, value in values.items() if ours[name] != value}
     for path, text in () if typed.get("trust") else foreign.items():
         code_trust.check(f"--flagfile={path}", text, untrusted)
@@ -239,12 +244,9 @@ def parse_value(name: str, text: str) -> Any:
     return _read_argv([f"--{name}={text}"], _TRAIN)[name]
 
 
-def _check_taken(argv: Sequence[str], verb: Verb) -> None:
+def _check_taken(typed: Iterable[str], verb: Verb) -> None:
     """Raise InputError for a flag that the verb would ignore; flagfiles may contain it."""
-    for argument in argv:
-        name = argument.partition("=")[0].lstrip("-") if argument.startswith("-") else ""
-        name = _ALIASES.get(name, name)
-        name = name if name in _RUN_FIELDS else name.removeprefix("no")
+    for name in typed:
         reason = verb.refuses.get(name, "")
         if name in _RUN_FIELDS and name not in (verb.takes or _RUN_FIELDS):
             reason = f"it takes {', '.join(f'--{taken}' for taken in verb.takes)}"

@@ -59,7 +59,7 @@ def verify_runners(
     titles = {kind: f"{kind}, of {n}" if n > 1 else kind for kind, n in numbers.items()}
     shown = [(titles[kind], row) for kind, row in kinds.items()] + list(rows.items())[:SHOWN]
     cells = [[name, *(f"{value:.1e}" for value in row.values())] for name, row in shown]
-    for line in table(["largest relative difference, towers:", *largest], cells, widest=100):
+    for line in table(["largest relative difference, towers:", *largest], cells):
         say(f"  {line}")
     if failed := [d for d in found if not d.relative_difference <= tolerance]:
         first = min(failed, key=lambda d: d.step)  # the order within a step is kept
