@@ -3,9 +3,9 @@
     model = fast(num_classes=10, image_shape=(32, 32, 3))
     logits = model(images)                                # [B, 32, 32, 3] -> [B, 10]
 
-A fixed 2x2 convolution, which separates the patterns of neighbouring pixels and colours, then six
-3x3 convolutions in three groups of 64, 256 and 256 channels:
-1,973,968 weights, of which 1,971,328 are trained.
+A fixed 2x2 convolution separates the patterns of neighboring pixels and colors. Six 3x3
+convolutions in three groups of 64, 256 and 256 channels follow. Of 1,973,968 weights 1,971,328 are
+trained.
 
 The network has 118 million multiplications for an image of 32x32. As in fast.ai's entries to
 DAWNBench, the first steps may use smaller images: `small_size=24, small_steps=100`.
@@ -127,9 +127,9 @@ class Conv2D(keras.layers.Conv2D):
     product for each position of the kernel is faster, of the inputs that the position multiplies
     and the upstream gradients. It skips the padding: at 3x3 pixels that is 40 %.
 
-    Measured on an AMD EPYC with AVX512_BF16, 256 to 256 channels, 1000 images, milliseconds on two
-    cores: 226 became 144 at 7x7 pixels, 124 became 69 at 5x5, 58 became 20 at 3x3. For fewer
-    channels, 64 to 256, oneDNN is faster: 128 and 140 at 11x11 pixels.
+    Milliseconds on two cores of an AMD EPYC with AVX512_BF16, 256 to 256 channels, 1000 images: 226
+    became 144 at 7x7 pixels, 124 became 69 at 5x5, 58 became 20 at 3x3. For fewer channels, 64 to
+    256, oneDNN is faster: 128 and 140 at 11x11 pixels.
     """
 
     def convolution_op(self, inputs: tf.Tensor, kernel: keras.Variable) -> tf.Tensor:
@@ -186,7 +186,7 @@ def _overlap(distance: int) -> slice:
 
 @keras.saving.register_keras_serializable(package="towers_models")
 class CosinePatterns(keras.initializers.Initializer):
-    """The patterns of a cosine transform over a patch and its colours, and their negatives.
+    """The patterns of a cosine transform over a patch and its colors, and their negatives.
 
     The source uses the principal components of patches of training images, which for natural images
     are nearly those of the cosine transform.

@@ -15,9 +15,9 @@ import towers
 def data(size=500, seed=0):
     """Return noisy images [N, 16, 16, 1] of a disc, its pixels, and which of them are known."""
     random = np.random.default_rng(seed)
-    centre, radius = random.uniform(4, 12, (2, size, 1, 1)), random.uniform(2, 5, (size, 1, 1))
+    center, radius = random.uniform(4, 12, (2, size, 1, 1)), random.uniform(2, 5, (size, 1, 1))
     y, x = np.mgrid[:16, :16]
-    distance = np.hypot(x - centre[0], y - centre[1]) - radius
+    distance = np.hypot(x - center[0], y - center[1]) - radius
     inside = distance < 0
     images = inside[..., None] + random.normal(0, 0.5, (size, 16, 16, 1))
     known = np.abs(distance) > 0.5  # nobody can say where exactly the border is

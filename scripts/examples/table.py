@@ -34,9 +34,9 @@ def build():
     }
     encoded = [layers.CategoryEncoding(NUM_DISTRICTS)(inputs["district"])]
     for name in ("area", "age"):
-        normalise = layers.Normalization()
-        normalise.adapt(columns[name])
-        encoded.append(normalise(inputs[name]))
+        normalize = layers.Normalization()
+        normalize.adapt(columns[name])
+        encoded.append(normalize(inputs[name]))
     x = layers.Concatenate()(encoded)
     x = layers.Dense(16, activation="relu", kernel_regularizer="l2")(x)
     model = keras.Model(inputs, layers.Dense(1)(x))

@@ -55,7 +55,7 @@ class Cnn(nn.Module):
         self.weight_decay = weight_decay
         self.conv1 = nn.Conv2d(channels, 64, 5, padding=2)
         self.conv2 = nn.Conv2d(64, 64, 5, padding=2)
-        # PyTorch divides alpha by the number of neighbours, TensorFlow does not.
+        # PyTorch divides alpha by the number of neighbors, TensorFlow does not.
         self.norm = nn.LocalResponseNorm(9, alpha=0.001, beta=0.75, k=1.0) if lrn else nn.Identity()
         self.pool1, height, width = _same_pool(height, width)
         self.pool2, height, width = _same_pool(height, width)

@@ -249,7 +249,7 @@ def _call(
 def _in_training(
     x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, layout: str = "NHWC"
 ) -> Any:
-    # Returned are x normalised by its own moments, these, and the reserved outputs for backward.
+    # Returns x normalized by its own moments, these, and the reserved outputs for backward.
     unknown = tf.zeros([0])
     return tf.raw_ops.FusedBatchNormV3(
         x=x, scale=scale, offset=offset, mean=unknown, variance=unknown, epsilon=epsilon,

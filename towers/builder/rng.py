@@ -53,8 +53,8 @@ class BatchAxis:
     """The axis of a draw that holds the examples."""
 
     axis: int | None  # None: the draw is for the whole batch
-    # Number of neighbours along the axis that belong to one example: 1 if the examples alternate
-    # (time * batch), None if all of an example are neighbours (batch * time).
+    # Number of neighbors along the axis that belong to one example: 1 if the examples alternate
+    # (time * batch), None if all of an example are neighbors (batch * time).
     inner: int | None = None
 
 

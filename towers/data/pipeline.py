@@ -25,7 +25,7 @@ Structure = Any  # of tf.nest: dicts and tuples
 # Random numbers of each example: for augmentation's bases, its cutout, and one that alternates.
 NUM_DRAWS, _BASE_DRAWS, _CUTOUT_DRAWS = 7, 4, 2
 _PREFETCH_BATCHES = 2
-# TensorFlow's default of 4 rounds leaves neighbours of one epoch visibly related (chi-square of
+# TensorFlow's default of 4 rounds leaves neighbors of one epoch visibly related (chi-square of
 # their distances 34 per degree of freedom at 20,000 examples); with 8 it is 1.0, as numpy's.
 _SHUFFLE_ROUNDS = 8
 _SHUFFLE_STREAM = -1  # the draws of step 0, 1, ... are in streams 0, 1, ...
