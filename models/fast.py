@@ -127,8 +127,9 @@ class Conv2D(keras.layers.Conv2D):
     product for each position of the kernel is faster, of the inputs that the position multiplies
     and the upstream gradients. It skips the padding: at 3x3 pixels that is 40 %.
 
-    Milliseconds on two cores of an AMD EPYC with AVX512_BF16, 256 to 256 channels, 1000 images: 226
-    became 144 at 7x7 pixels, 124 became 69 at 5x5, 58 became 20 at 3x3. For fewer channels, 64 to
+    On two cores of an AMD EPYC with AVX512_BF16, for 256 to 256 channels and 1000 images, 226 ms
+    became 144 ms at 7x7 pixels. At 5x5, 124 became 69, and at 3x3, 58 became 20. For fewer
+    channels, 64 to
     256, oneDNN is faster: 128 and 140 at 11x11 pixels.
     """
 
