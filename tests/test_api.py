@@ -131,7 +131,7 @@ def test_bad_input_is_one_line(tmp_path):
     refusal = functools.partial(runs.refusal, towers.train, train_dir=tmp_path / "run")
     meant = "there is no option learnin_rate; did you mean learning_rate?"
     assert refusal(learnin_rate=0.1) == meant
-    builder = "give the function that builds it, such as model="
+    builder = "pass the function that builds it, such as model="
     assert builder in refusal(model=build(3, (8, 8, 3)))  # which is built once
     assert "optimizer=lambda: keras.optimizers.Adam(" in refusal(optimizer=keras.optimizers.Adam())
     x, y = np.zeros([9, 8, 8, 3]), np.arange(9) / 2

@@ -373,7 +373,7 @@ def test_variables_created_in_a_tower_are_named():
     }
     for name, loss_fn in creations.items():
         named = f"the variable '{name}'" if name else "a variable"
-        remedy = f"creates {named}, .*: build the model before, by calling it once"
+        remedy = f"creates {named}, .*; build the model before, by calling it once"
         with pytest.raises(ValueError, match=remedy):
             builder(2).gradients(loss_fn, net.trainable_variables, tf.ones((2, 3)))
 

@@ -35,7 +35,10 @@ def test_numbers_are_finite_and_of_their_type(name):
         (dict(batch_size=0), "--batch_size=0: a whole number of at least 1 is needed"),
         (dict(validation_fraction=0.95), "a number from 0 to 0.9 is needed"),
         (dict(seed=2**31), "a whole number from 0 to 2147483647 is needed"),
-        (dict(gpu_memory_limit_mib=-1), "of at least 0 is needed, as --gpu_memory_limit_mib=4096"),
+        (
+            dict(gpu_memory_limit_mib=-1),
+            "of at least 0 is needed, such as --gpu_memory_limit_mib=4096",
+        ),
         (
             dict(schedule="cosin"),
             "allowed are constant, step, linear, cosine, onecycle; did you me",

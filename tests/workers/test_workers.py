@@ -128,7 +128,7 @@ def test_a_run_that_waits_for_a_worker_that_hangs_ends_with_75_if_too_few_are_le
             second.signal_all(signal.SIGSTOP)
             printed = run.end(75)
         assert f"lost        worker {second.address}" in printed
-        assert re.search(r"stopped: 1 worker of 2 left; step \d+ is saved, and the same", printed)
+        assert re.search(r"stopped: 1 worker of 2 left; step \d+ is saved; the same", printed)
 
 
 @extended

@@ -77,7 +77,7 @@ def tower_devices(
     """
     if not isinstance(num_towers, int | np.integer) or not 0 <= num_towers <= _MOST_TOWERS:
         raise InputError(
-            f"--num_towers={num_towers!r} must be a whole number from 0 to {_MOST_TOWERS}"
+            f"--num_towers={num_towers!r}: a whole number from 0 to {_MOST_TOWERS} is needed"
         )
     if not isinstance(devices, str):  # of an earlier call, too
         devices = [shown_name(d) if isinstance(d, NewName) else d for d in as_devices(devices)]
