@@ -71,7 +71,7 @@ def test_the_histograms_and_texts_are_there(server):
     ]
     assert server.get("plugin/histograms/histograms", run="train", tag=tags[0], sample="0")
     for tag, pattern in {
-        "rules": "the same on any number of towers",
+        "summary": "the same on any number of towers",
         "flags": "--weight_decay=0.01",
         "placement": r"each on its tower's device[^$]*op type +/cpu:0 +/cpu:1[^$]*\n +AddN +\d+",
         "environment": "/cpu:1",

@@ -55,7 +55,7 @@ class PreparedRun:
     train_loop: Callable  # traced
     batches: Iterator  # for the train loop
     placement: Placement  # of the graph of a step
-    rules: Sequence[str]  # lines that were printed, and those on the placement
+    summary: Sequence[str]  # lines that were printed, and those on the placement
     places: Sequence[str]
 
     @property
@@ -172,14 +172,14 @@ def _prepare(
     elif options.init_from:
         say(f"init_from   {options.init_from} is not read: the resumed run has its own weights")
     batches = iter(run.batches(timetable.first_step, timetable.first_examples))
-    rules = run_summary(run)
+    summary = run_summary(run)
     cached = [f"data        {run.on_towers}"] if run.on_towers else []
-    for line in [*cached, *rules, *of_losses, *devices.report(run.builder.devices)]:
+    for line in [*cached, *summary, *of_losses, *devices.report(run.builder.devices)]:
         say(line)
     say(f"building    the graph of {count(len(run.builder.devices), 'tower')} ...")
     placement = traced(run.task.model, lambda: read_placement(train_loop, batches, tf.constant(0)))
     places = _report_placement(run, placement, say)
-    return PreparedRun(run, restored, timetable, train_loop, batches, placement, rules, places)
+    return PreparedRun(run, restored, timetable, train_loop, batches, placement, summary, places)
 
 
 def _report_placement(run: RunContext, placement: Placement, say: Say) -> list[str]:
@@ -237,7 +237,7 @@ def _write_dashboard(prepared: PreparedRun) -> None:
     run, model = prepared.run, []
     run.task.model.summary(line_length=100, print_fn=lambda line, **_: model.append(line))
     texts = {
-        "rules": prepared.rules,
+        "summary": prepared.summary,
         "placement": [*prepared.places, "", *placement_report.table(prepared.placement)],
         "model": "\n".join(model).splitlines(),
         "flags": run.options.to_flagfile().splitlines(),
