@@ -149,7 +149,7 @@ WRONG = {
     "a PyDataset": ((keras.utils.PyDataset(), HALF), "train is PyDataset; return (train, test)"),
     "another name": ({"train": HALF, "tset": HALF}, "a dict of ['train', 'tset']; return"),
     "weights": ((HALF, (*HALF, LABELS[:3])), "test x has 4 rows, but sample_weight has 3; return"),
-    "lengths inside": (half_of(NUMBERS), "train x['a'] has 4 rows but x['b'][1] has 2"),
+    "lengths inside": (half_of(NUMBERS), "train x['a'] has 4 rows, but x['b'][1] has 2"),
     "ragged": (half_of([[1], [1, 2]], [0, 1]), "train x is ((int), (int, int)), not an array"),
     "text labels": (half_of(IMAGES, TEXTS), "y = np.unique(y, return_inverse=True)"),
     "ints beyond a byte": (half_of(IMAGES.astype(int) * 256), "int64 from 0 to 65280; "),

@@ -86,7 +86,7 @@ def test_images_of_different_sizes_need_one(tmp_path):
     write_folder(tmp_path, range(3), encode=sized((8, 4)))
     write_folder(tmp_path, range(3, 6), split="test", encode=sized((9, 9)))
     line = refusal("folder", str(tmp_path))
-    assert "is 9x9 " in line and " but another is 8x4: " in line
+    assert "is 9x9 " in line and " but another is 8x4; " in line
     assert line.endswith(" --image_size=8x4")
     loaded = data.load("folder", str(tmp_path), (4, 2))
     assert loaded.image_shape == (4, 2, 3)
@@ -242,7 +242,7 @@ def test_missing_folders_and_classes_and_what_is_no_image(top):
         assert said_of(top).startswith(f"TOP/train/cat/00001.png {says}")
     path.unlink()
     path.symlink_to("nowhere")
-    assert "00001.png cannot be read: No such file or directory; mend" in said_of(top)
+    assert "00001.png cannot be read: No such file or directory; repair" in said_of(top)
     for path in (top / "train/cat").iterdir():
         path.unlink()
     assert said_of(top).startswith("TOP/train/cat has no images (.png, .jpg, ")

@@ -315,7 +315,7 @@ for options in dict(gpu_memory_limit_mib=600), dict(visible_gpus="1"):
     try:
         devices.configure(**options)
     except ValueError as error:
-        print(str(error).split(":")[0])
+        print(str(error).split(";")[0])
 print(devices.report(["/cpu:1"])[-1])
 """
 

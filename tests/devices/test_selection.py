@@ -146,7 +146,7 @@ def test_any_takes_all_gpus_or_two_cpus_with_a_line_if_there_is_a_driver(
     assert tower_devices(devices="any") == devices
     assert selection.most_towers("any") == (len(cards) if "gpu" in devices[0] else None)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == bool(says) and all(says in line and "2 towers" in line for line in lines)
+    assert len(lines) == bool(says) and all(says in line and "2 CPU" in line for line in lines)
     if "gpu" in devices[0]:
         assert "ask for at most" in refusal(len(cards) + 1, "any")
     else:

@@ -66,7 +66,7 @@ def test_a_wrong_product_and_a_wrong_bit_are_told_and_hide_no_other_device(monke
     monkeypatch.setattr(tf, "matmul", matmul)
     monkeypatch.setattr(tf, "identity", copied)
     first, second, third = self_test.find_errors(names).values()
-    assert "off by nan" in first and "1 of 1048576 numbers" in second and third is None
+    assert "off by nan" in first and "1 of 1048576 copied numbers" in second and third is None
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def check(source: str, text: str, of_run: Mapping[str, object]) -> None:
     if named and not is_own(text):
         flags = " ".join(f"--{name}={of_run[name]}" for name in named)
         raise InputError(
-            f"{source} was changed, or was not written by your towers on this machine, and names "
+            f"{source} was not written by your towers on this machine, or was changed, and names "
             f"code to run or machines to connect to: {flags}; check these, then type --trust, or "
             "type these flags yourself"
         )

@@ -154,8 +154,8 @@ def _without_untyped(
             values = values | {name: typed[name]}
         elif os.path.abspath(value) != os.path.dirname(os.path.abspath(path)):  # which was typed
             raise InputError(
-                f"--flagfile={path} was changed, or was not written by your towers on this "
-                f"machine, and sets --{name}={value}; type --{name} yourself"
+                f"--flagfile={path} was not written by your towers on this machine, or was "
+                f"changed, and sets --{name}={value}; type --{name} yourself"
             )
     return values
 
