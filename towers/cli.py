@@ -138,7 +138,7 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
             close = difflib.get_close_matches(name, VERBS, n=1)
             usage = f"towers {'|'.join(VERBS)} --flag=value ..."
             usage = f"did you mean towers {close[0]}?" if close else usage
-            raise InputError(f"there is no verb {name!r}: {usage}")
+            raise InputError(f"there is no command {name!r}: {usage}")
         listener.stopping = VERBS[name].stopping or listener.stopping
         if VERBS[name].tensorflow == "import":  # its objects take seconds to delete, or abort
             listener.keep(VERBS)
