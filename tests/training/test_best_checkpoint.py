@@ -1,5 +1,6 @@
 """Which evaluation is the best, and what a run does with it."""
 
+import dataclasses
 import json
 import shutil
 
@@ -7,7 +8,7 @@ import pytest
 
 import towers
 from tests import tiny
-from tests.runs import done, forget_after
+from tests.runs import command, done, forget_after
 from towers.training.callbacks.best_checkpoint import step_of
 from towers.training.train import train
 
@@ -32,6 +33,20 @@ def test_the_best_checkpoint_is_kept_and_is_what_the_test_set_sees(tmp_path, cap
     found = json.loads(done(capsys, "evaluate", tmp_path, "--json"))
     assert found["step"] == best and found["accuracy"] == result["test_accuracy"]
     assert found["examples"] == tiny.TEST_SIZE
+
+
+def test_without_the_evaluations_of_before_no_other_checkpoint_is_the_best(tmp_path, capsys):
+    options = tiny.options(tmp_path / "run", **GIVEN, max_steps=10)
+    train(options)
+    (tmp_path / "run/best.json").write_text('{"points": [[1, 2]], "step": 3}')
+    before = tiny.files(tmp_path)
+    for verb, more in ("train", "--max_steps=20"), ("evaluate", "--json"):
+        code, _, error = command(capsys, verb, f"--train_dir={tmp_path}/run", more)
+        assert code == 2 and error.count("towers: ") == 1
+        assert f"{tmp_path}/run/best.json is damaged: put an intact copy in its place, or" in error
+    assert tiny.files(tmp_path) == before
+    train(dataclasses.replace(options, overwrite=True))
+    assert step_of(tmp_path / "run") and (tmp_path / "run.1").is_dir()
 
 
 def test_evaluations_of_other_examples_are_not_compared(tmp_path):

@@ -35,7 +35,8 @@ class BestTracker:
         name, direction = run.monitored
         data = evaluated.checksum()["sha256"] if self._is_needed else None
         self._about = {"monitor": name, "direction": direction, "data": data}
-        content = _read(run.folder) if self._is_needed else {}
+        goes_on = self._is_needed and not run.options.overwrite
+        content = _read(run.folder) if goes_on else {}
         same = all(content.get(name) == value for name, value in self._about.items())
         step = run.steps_done()
         self._points = [p for p in content.get("points", []) if same and p[0] <= step]
