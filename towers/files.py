@@ -114,19 +114,18 @@ def parse_json(text: str | bytes, schema: Any) -> Any:
 
 
 def _fits(value: Any, schema: Any) -> bool:
+    if not isinstance(value, {dict: dict, list: list, tuple: list}.get(type(schema), schema)):
+        return False
     if isinstance(schema, dict):
-        others = schema.get(str, object)
-        return isinstance(value, dict) and all(
-            _fits(value.get(key, type(each)() if isinstance(each, dict | list) else None), each)
-            for key, each in (dict.fromkeys(value, others) | schema).items()
-            if key is not str
-        )
+        of_keys = dict.fromkeys(value, schema.get(str, object)) | schema
+        of_keys.pop(str, None)
+        missing = {key: type(s)() for key, s in of_keys.items() if isinstance(s, dict | list)}
+        return all(_fits(value.get(key, missing.get(key)), s) for key, s in of_keys.items())
     if isinstance(schema, list):
-        return isinstance(value, list) and all(_fits(item, *schema) for item in value)
+        return all(_fits(item, *schema) for item in value)
     if isinstance(schema, tuple):
-        is_list = isinstance(value, list) and len(value) == len(schema)
-        return is_list and all(map(_fits, value, schema))
-    return isinstance(value, schema)
+        return len(value) == len(schema) and all(map(_fits, value, schema))
+    return True
 
 
 def _int64(text: str) -> int:
