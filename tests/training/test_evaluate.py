@@ -105,5 +105,5 @@ def test_an_evaluation_needs_no_xla(trained, monkeypatch):
 def test_another_model_is_refused_without_a_word_of_overwriting(trained, capsys):
     model = "--model=tests.tiny:dense"
     code, _, err = command(capsys, "evaluate", f"--train_dir={trained('classes')}", model)
-    assert code == 2 and "has --model=tests.tiny:cnn: leave --model out" in err
+    assert code == 2 and "has --model=tests.tiny:cnn; leave --model out" in err
     assert "--overwrite" not in err and err.count("\n") == 1

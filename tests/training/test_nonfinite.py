@@ -243,7 +243,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path, capsy
 
 
 def test_inputs_that_overflow_are_no_divergence(tmp_path):
-    with pytest.raises(RunError, match=r": the batch is not finite for \d+ .*leave these ex"):
+    with pytest.raises(RunError, match=r": the batch is not finite for \d+ .*remove these ex"):
         train(options(tmp_path, batch_size=60, num_towers=1, dataset=f"{NAME}:too_large"))
 
 

@@ -229,7 +229,7 @@ def test_a_finished_run_says_so_and_is_left_alone_until_it_is_to_go_on(
     # Also the speed and the towers that it had then.
     assert result == result_of(trained("classes")) | dict(train_dir=str(whole))
     out = capsys.readouterr().out
-    assert out.startswith(f"finished    {whole} has all its 18 steps: more --num_epochs ")
+    assert out.startswith(f"finished    {whole} has all its 18 steps; to train longer, ")
     assert "  num_towers             2\n" in out
     moved = shutil.copytree(whole, tmp_path / "moved here")
     assert train(tiny.options(moved, **GIVEN | dict(num_epochs=2.2)))["steps"] == 19
@@ -269,7 +269,9 @@ def test_a_run_is_not_ended_by_a_length_that_it_has_passed(tmp_path):
     (tmp_path / "result.json").unlink()  # as of a run that was stopped
     before = (tmp_path / "flags.cfg").read_text()
     for shorter in {"max_steps": 6}, {"num_epochs": 0.5}:
-        with pytest.raises(InputError, match=f"--{[*shorter][0]}.* 9 steps.*raise it, .*evaluate"):
+        with pytest.raises(
+            InputError, match=f"--{[*shorter][0]}.*longer .9 steps.; raise it, .*evaluate"
+        ):
             towers.train(**given, **shorter)
     assert (tmp_path / "flags.cfg").read_text() == before
     assert towers.train(**given, max_steps=9)["steps"] == 9

@@ -182,7 +182,7 @@ class CheckpointManager:
             there = saved_identity.get(name, value)
             if there != value and not may_be_same_object(there, value):
                 raise InputError(
-                    f"{prefix} belongs to another run: --{name}={there} there, --{name}={value} "
+                    f"{prefix} belongs to another run: --{name}={there} there and --{name}={value} "
                     f"here; {_REMEDY}"
                 )
         saved = checkpoint.described(reader)
