@@ -205,7 +205,7 @@ def test_warn_trains_on_and_off_says_nothing(tmp_path, capsys):
         assert trained(tmp_path / check, check=check, **MIXING)["steps"] == 12
         out = capsys.readouterr().out
         assert len(re.findall("^warning .*centered", out, re.MULTILINE)) == warnings, out
-        assert "numbers  " not in out
+        assert "results  " not in out
 
 
 # What is not checked again
