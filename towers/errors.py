@@ -14,7 +14,7 @@ class InputError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run cannot continue, as when the loss is NaN; one line, exit code 1."""
+    """A run cannot continue, for example because the loss is NaN; exit code 1."""
 
     __init__ = Exception.__init__  # else AutoGraph converts it to a StagingError
 

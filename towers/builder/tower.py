@@ -26,9 +26,9 @@ from towers.builder.sharding import PerTower
 class TowerBuilder:
     """Copies functions onto devices and gathers their results.
 
-    Every tensor of a `batch` (any `tf.nest` structure) is split along axis 0; the first towers get
-    one example more if need be. `towers.PerTower([x, y])` in it gives the first tower x, the next
-    y. Without a batch each tower calls the function with nothing.
+    Every tensor of a `batch` (any `tf.nest` structure) is split along axis 0; if the sizes differ,
+    the first towers get one example more. `towers.PerTower([x, y])` in it gives the first tower x,
+    the second y. Without a batch, each tower calls the function without arguments.
 
         total = towers.TowerBuilder(["/cpu:0"] * 2).sum(tf.reduce_sum, tf.ones([3, 2]))  # 6.0
     """
@@ -49,9 +49,12 @@ class TowerBuilder:
 
         Args:
             devices: one TensorFlow device for each tower; a device may hold several towers.
-            gather_device: splits the batch, adds and joins results (for a GPU, the host splits).
-            batch_norm: "sync": moments of all towers (needs `tf.function`); "local": of each.
-            accumulate_steps: parts into which a batch is cut to compute gradients with less memory.
+            gather_device: where batches are split, and results summed and concatenated (for a GPU,
+                the host splits the batch).
+            batch_norm: batch statistics of all towers ("sync", needs `tf.function`), or of each
+                tower ("local").
+            accumulate_steps: number of microbatches in which `gradients` computes a batch, to save
+                memory.
             jit_compile: compile each tower by XLA; BatchNorm must be local.
             on_warning: called with a message for each way in which towers may differ from one
                 device.
@@ -85,16 +88,16 @@ class TowerBuilder:
         """Return the sum over towers of the results of `fn`: `tf.add_n` on the gather device.
 
         Args:
-            fn: maps a tower's slice of the batch to a structure of tensors, alike in all towers.
+            fn: maps a tower's slice of the batch to a structure of tensors, the same in all towers.
             *batch: the global batch.
         """
         results = call_copies(self, fn, sharding.occupied(sharding.split(self, batch)), batch)
         return self.gather(self.add, results)
 
     def concat(self, fn: Callable, *batch: Any) -> Any:
-        """Return the results of `fn` joined along axis 0, in the order of the batch.
+        """Return the results of `fn` concatenated along axis 0, in the order of the batch.
 
-        A `tf.GradientTape` around the call gives exact gradients of any loss of the joined outputs.
+        A `tf.GradientTape` around the call gives exact gradients of any loss of these outputs.
 
         Args:
             fn: maps a tower's slice of the batch to tensors with its rows, in any structure.
@@ -108,8 +111,9 @@ class TowerBuilder:
         Keras variables that `loss_fn` assigns (moving averages) are assigned once, for all towers.
 
         Args:
-            loss_fn: maps b examples to their losses, `[b]`, not the mean; or to (losses, outputs).
-            variables: of Keras or TensorFlow; each tower reads its own copy of a `PerTower`.
+            loss_fn: maps b examples to one loss for each, `[b]`, not the mean; or to (losses,
+                outputs).
+            variables: Keras or TensorFlow variables; each tower reads its own copy of a `PerTower`.
             *batch: the global batch.
 
         Returns:
@@ -128,13 +132,13 @@ class TowerBuilder:
         return (loss, gradients) if outputs is None else (loss, gradients, outputs)
 
     def forward(self, fn: Callable, replica: ReplicaContext, variables: Any = None) -> Any:
-        """Call `fn` in a tower, under the tape by which `backward` goes back.
+        """Run the forward pass of `fn` in a tower, under the tape that `backward` uses.
 
         Args:
-            fn: maps the replica to (the outputs to go back from, a value that is returned).
+            fn: maps the replica to (the outputs with a gradient, a value that is returned).
             replica: the context of the tower, which keeps the tape and the outputs.
-            variables: what `backward` goes back to, once. None: to whatever `fn` reads or watches,
-                any number of times.
+            variables: the variables for which `backward` is called once. None: whatever `fn` reads
+                or watches, any number of times.
         """
         anything = variables is None
         tape = tf.GradientTape(persistent=anything, watch_accessed_variables=anything)

@@ -25,8 +25,8 @@ def configure(*, devices: str | Sequence[str] = "", **options: Any) -> None:
     """Set which GPUs this process sees and how it uses them; TensorFlow is not started.
 
     Defaults change nothing, so a second call may repeat some options of the first one.
-    `allow_soft_placement` and `tf32` may change at any time: the last call counts. Once set,
-    `deterministic` holds for the rest of the process.
+    `allow_soft_placement` and `tf32` may change at any time, and the last call counts.
+    `deterministic` cannot be switched off again.
 
     Args:
         devices: of the towers, as for `tower_devices`; GPUs that it leaves out are hidden.

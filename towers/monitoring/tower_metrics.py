@@ -122,7 +122,7 @@ def measure(
         gradients: the towers' parts of the loss's gradient; None if they are unknown.
         builder: builder of the towers.
         measured: bool scalar: whether the step is measured; otherwise norms are 0, and on GPUs all
-            is.
+            values.
         scale: scale of the loss.
         start: time before which no tower starts, in seconds, if towers have their own losses;
             otherwise the forward and backward passes are timed one by one.

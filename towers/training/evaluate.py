@@ -30,8 +30,8 @@ def evaluate(
     Args:
         options: of the run; None: those of `fields`, on top of its flags.cfg.
         say: prints a line of the report.
-        **fields: of `towers.Options`. Functions that flags.cfg cannot name, as those of a notebook,
-            have to be given again.
+        **fields: of `towers.Options`. Functions that have no importable name, such as those of a
+            notebook, must be passed again.
 
     Returns:
         The metrics of an `Evaluation`, "examples", the checkpoint's "step", and "num_towers".

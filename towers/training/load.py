@@ -93,15 +93,16 @@ def load(
         model.save("mine.keras")
 
     Args:
-        train_dir: the folder of the run, which may be training meanwhile.
-        averages: whether the weights are to be their moving averages (`--ema_decay`).
+        train_dir: the folder of the run, which may still be training.
+        averages: whether to load the moving averages of the weights (`--ema_decay`).
         step: of the checkpoint; None: the best one if the run keeps it, otherwise the newest.
-        model: the model function, where the run was given one that has no importable name.
-        trust: whether functions that the run names may be called though it is somebody else's.
+        model: the model function, if that of the run has no importable name.
+        trust: whether to run the functions that the run of somebody else names.
 
     Returns:
-        The model of the run's model function, compiled by it or as the run's flags say. Its inputs
-        are preprocessed, as images by the run's `augment`; `towers export` adds that to the model.
+        The run's model, compiled by its function or from the run's flags. It takes preprocessed
+        inputs, such as images standardized by the run's `augment`; `towers export` adds that to the
+        model.
 
     Raises:
         InputError: there is no such run or checkpoint, it is damaged, or the model now has other

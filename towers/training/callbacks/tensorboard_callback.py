@@ -35,10 +35,10 @@ class TowerBoard(keras.callbacks.Callback):
     epoch, examples per second, and the graph of a step. Towers have no loss of their own: it is
     computed once, from all outputs.
 
-    The x of a point is the number of updates before it. Gradient norms are computed for points
-    only, and change no number of the training. A fit that resumes at an earlier step replaces the
-    points from there on. If a step calls several layers, as a model of two encoders does, the
-    towers' figures are those of the last one with gradients.
+    The x of a point is the number of updates before it. Gradient norms are computed only for
+    points, and do not change the training. A fit that resumes at an earlier step replaces the
+    points from there on. If a step calls several layers, such as two encoders, the towers' values
+    are those of the last one with gradients.
     """
 
     def __init__(self, log_dir: str | Path, every_steps: int = 100):

@@ -185,7 +185,7 @@ class Task:
         It returns a dict of tensors, with the scalars in `step_names`: "loss" is the mean over all
         examples, "penalty" that of regularization. With `measured`, a bool scalar, it also has the
         keys of `tower_metrics.measured_shapes` and `timed_shapes`; norms are computed if it is
-        True. Otherwise they are 0, and on GPUs all is.
+        True. Otherwise they are 0, and on GPUs all values.
         """
         of_losses = self._make_step_of_losses(learning_rate)
         of_outputs = self._make_step_of_outputs(learning_rate)
