@@ -1,11 +1,13 @@
 """Private parts of TensorFlow and Keras: they still are what towers take them for.
 
-Whatever of this fails with a new release is to be mended in `towers/tf_internals.py` alone.
+Whatever of this fails with a new release is to be mended in `towers/tf_internals.py`.
 """
 
 import ast
 import contextlib
 import inspect
+import pkgutil
+import re
 import threading
 from pathlib import Path
 
@@ -13,8 +15,13 @@ import keras
 import pytest
 import tensorflow as tf
 
+import towers
 from towers import tf_internals
-from towers.tf_internals import force_float64
+from towers.builder import traces
+from towers.errors import InputError
+from towers.training.run.precision import force_float64
+from towers.training.run.setup import metric_direction
+from towers.training.step import train_state
 
 pytestmark = pytest.mark.graph
 
@@ -62,8 +69,8 @@ tf.__internal__.autograph
 def test_private_parts_are_in_one_place():
     for line in FOUND.strip().splitlines():
         assert len(private_parts([line])) == 1, line
-    paths = [path for path in PACKAGE.rglob("*.py") if path.name != "tf_internals.py"]
-    assert private_parts(path.read_text(encoding="utf-8") for path in paths) == set()
+    sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
+    assert private_parts(sources) == set()
 
 
 def in_a_thread(function):
@@ -75,24 +82,65 @@ def in_a_thread(function):
     return found[0]
 
 
-# What is replaced.
+# What is used, and what is said of a release that has changed it.
+
+NAMES = list(dict.fromkeys(
+    f"{top}.{row.partition('(')[0]}" for top, rows in tf_internals.FUNCTIONS.items() for row in rows
+))  # fmt: skip
+SAID = rf"{tf.__version__} with Keras {keras.__version__}, .* {tf_internals.TESTED}; type pip ins"
+
+
+@pytest.fixture
+def looked_up_anew():
+    tf_internals.function.cache_clear()
+    yield
+    tf_internals.function.cache_clear()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("path", NAMES)
+def test_a_function_that_is_missing_or_takes_something_else_is_named(
+    path, monkeypatch, looked_up_anew
+):
+    assert tf_internals.path_of(path) == path
+    found = tf_internals.function(path)
+    owner, _, name = path.rpartition(".")
+    owner = pkgutil.resolve_name(owner)
+    monkeypatch.setattr(owner, name, lambda self, other=3: None)
+    tf_internals.function.cache_clear()
+    said = re.escape(f"there is {path}(self, other=3) in TensorFlow ") + SAID
+    with pytest.raises(InputError, match=said):
+        tf_internals.function(path)
+    monkeypatch.undo()
+    if name in vars(owner):
+        monkeypatch.delattr(owner, name)
+        if not hasattr(owner, name):  # else it is inherited
+            with pytest.raises(
+                InputError, match=f"^{re.escape(path)} is missing in Tensor.* {SAID}"
+            ):
+                tf_internals.function(path)
+        monkeypatch.undo()
+    assert tf_internals.function(path) is found
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", " ".join(tf_internals.ATTRIBUTES.values()).split())
+def test_an_attribute_that_is_missing_is_named(name):
+    with pytest.raises(
+        InputError, match=rf"^builtins.object.{name} is missing in TensorFlow {SAID}"
+    ):
+        tf_internals.attribute(object(), name)
+
+
+def test_a_changed_part_ends_a_step_with_that_line(monkeypatch, looked_up_anew):
+    monkeypatch.setattr(layers.BatchNormalization, "_moments", lambda self, inputs: None)
+    builder = towers.TowerBuilder(["/cpu:0", "/cpu:1"])
+    with pytest.raises(InputError, match=r"BatchNormalization._moments\(self, inputs\) in TensorF"):
+        tf.function(builder.concat)(lambda x: x + 1.0, tf.ones([4, 2]))
+
 
 SIGNATURES = {
-    keras.Layer: {
-        "__call__": "self *args **kwargs", "add_loss": "self loss", "_clear_losses": "self",
-        "add_weight": "self *args shape initializer dtype trainable autocast regularizer "
-        "constraint aggregation overwrite_with_gradient name",
-    },
-    layers.BatchNormalization: {
-        "call": "self inputs training mask", "_moments": "self inputs mask",
-    },
-    layers.InputLayer: {"from_config": "config"},
-    tf_internals.input_layer: {
-        "InputLayer": "shape batch_size dtype sparse ragged batch_shape input_tensor optional name "
-        "**kwargs"
-    },
-    tf_internals.DataLayer: {"__call__": "self inputs **kwargs"},
-    tf_internals.dtype_policies: {"get": "identifier"},
+    keras.Layer: {"__call__": "self *args **kwargs", "add_loss": "self loss"},
     keras.Model: {
         "compute_metrics": "self x y y_pred sample_weight",
         "compute_loss": "self x y y_pred sample_weight training",
@@ -100,64 +148,19 @@ SIGNATURES = {
     keras.Loss: {"__call__": "self y_true y_pred sample_weight"},
     keras.optimizers.SGD: {
         "add_variable_from_reference": "self reference_variable name initializer",
-        "_all_reduce_sum_gradients": "self grads_and_vars",
         "update_step": "self gradient variable learning_rate",
     },
-    tf_internals.keras_backend.numpy: {"take": "x indices axis", "signbit": "x"}
-    | dict.fromkeys("equal not_equal less less_equal greater greater_equal".split(), "x1 x2"),
-    tf_internals.variable_ops.BaseResourceVariable: {
-        "assign": "self value use_locking name read_value",
-        "_read_variable_op": "self no_copy", "sparse_read": "self indices name",
-    }
-    | dict.fromkeys(["assign_add", "assign_sub"], "self delta use_locking name read_value")
-    | {
-        name: f"self {'indices updates' if '_nd_' in name else 'sparse_delta use_locking'} name"
-        for name in tf_internals._ASSIGNMENTS if "scatter" in name
-    },
-    tf.GradientTape: {"__enter__": "self"},
-    tf: {
-        "gradients": "ys xs grad_ys name gate_gradients aggregation_method stop_gradients "
-        "unconnected_gradients",
-        "print": "*inputs **kwargs",
-    },
-    tf.autodiff.ForwardAccumulator: {"__enter__": "self"},
     type(tf.distribute.get_strategy().extended): {"update": "self var fn args kwargs group"},
-    tf_internals.draw_ops: dict.fromkeys(tf_internals.DRAWS, "shape key counter alg dtype name")
-    | {"stateless_random_uniform_int_v2": "shape key counter alg minval maxval name"},
-    tf_internals.random_ops_util: {"_get_key_counter": "seed alg"},
-    tf_internals.Function: {"__call__": "self *args **kwds"},
-}  # fmt: skip
+}
 
 
-def parameters(owner, name):
-    if not hasattr(owner, name):
-        return "there is none"
-    found = inspect.signature(getattr(owner, name)).parameters.values()
+@pytest.mark.unit
+def test_public_functions_that_are_replaced_take_what_they_took():
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    return " ".join(stars.get(one.kind, "") + one.name for one in found)
-
-
-@pytest.mark.unit
-def test_functions_that_are_replaced_take_what_they_took():
-    functions = [(o, *pair) for o, signatures in SIGNATURES.items() for pair in signatures.items()]
-    changed = {
-        f"{owner.__name__}.{name}": f"({now}), was ({before})"
-        for owner, name, before in functions
-        if (now := parameters(owner, name)) != before
-    }
-    assert not changed, f"changed: {changed}"
-
-
-@pytest.mark.unit
-def test_each_function_that_is_replaced_has_its_signature_here():
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")]
-    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    called = {n: getattr(n.func, "id", getattr(n.func, "attr", "")) for n in nodes}
-    calls = [n for n in nodes if called[n] == "replaced"]
-    constants = [n.value for n in ast.walk(ast.Tuple(calls)) if isinstance(n, ast.Constant)]
-    known = {name for names in SIGNATURES.values() for name in names}
-    assert {*filter(lambda value: isinstance(value, str), constants)} <= known
-    assert {*tf_internals._ASSIGNMENTS, *tf_internals._OF_INTEGERS, *tf_internals.DRAWS} <= known
+    for owner, functions in SIGNATURES.items():
+        for name, before in functions.items():
+            found = inspect.signature(getattr(owner, name)).parameters.values()
+            assert " ".join(stars.get(one.kind, "") + one.name for one in found) == before, name
 
 
 def test_replacements_are_nested_and_taken_back():
@@ -221,9 +224,9 @@ def test_what_holds_a_variable_is_told_from_garbage():
     variable = keras.Variable(1.0)
     cycle = [variable.value]
     cycle.append(cycle)
-    assert tf_internals.held_elsewhere([variable]) == [variable]
+    assert train_state.held_elsewhere([variable]) == [variable]
     del cycle
-    assert tf_internals.held_elsewhere([variable]) == []
+    assert train_state.held_elsewhere([variable]) == []
 
 
 def test_assignments_of_all_kinds_are_seen():
@@ -254,9 +257,9 @@ def test_a_function_without_an_end_is_ended():
         return tf.while_loop(lambda x: x >= 0.0, lambda x: [x + 1.0], [x])
 
     forever = forever.get_concrete_function(tf.zeros([]))
-    assert float(tf_internals.call_for_at_most(600.0, forever, tf.constant(-1.0))[0]) == -1.0
+    assert float(traces.call_for_at_most(600.0, forever, tf.constant(-1.0))[0]) == -1.0
     with pytest.raises(tf.errors.CancelledError):
-        tf_internals.call_for_at_most(0.5, forever, tf.constant(0.0))
+        traces.call_for_at_most(0.5, forever, tf.constant(0.0))
 
 
 def test_the_start_and_the_devices():  # before it: tests/devices/test_gpus.py
@@ -314,7 +317,7 @@ def test_keras_knows_of_its_metrics_which_is_better():
     model.test_step((tf.ones([4, 2]), {"a": tf.zeros([4, 1]), "b": tf.zeros([4, 1], tf.int32)}))
     known = {"loss": "min", "b_loss": "min", "a_mae": "min", "b_accuracy": "max"}
     for name, which in (known | {"a_own": None, "none": None}).items():
-        assert tf_internals.metric_direction(model, name) == which, name
+        assert metric_direction(model, name) == which, name
 
 
 def test_what_records_is_seen_and_does_so_where_init_scope_has_stopped_that():

@@ -7,11 +7,11 @@ import tensorflow as tf
 
 import towers
 from tests import runs, tiny
-from towers import tf_internals
 from towers.devices.selection import tower_devices
 from towers.errors import InputError
 from towers.options.functions import option_text
 from towers.training.run.setup import prepare
+from towers.training.step import train_state
 
 pytestmark = pytest.mark.run
 RANDOM = np.random.default_rng(0)
@@ -83,7 +83,7 @@ def test_slots_of_an_optimizer_that_is_built_lie_beside_their_weights():
     loop = loop_of(model=built, devices="/cpu:1,/cpu:0", variables="replicated")
     assert np.isfinite(loop()["loss"])
     for replica, device in zip(loop.train_state.replicas, ("CPU:1", "CPU:0"), strict=True):
-        pairs = tf_internals.slots_of(replica.optimizer)
+        pairs = train_state.slots_of(replica.optimizer)
         assert all(device in v.value.device for pair in pairs for v in pair)
 
 

@@ -180,7 +180,8 @@ def over_all_towers(sync: SyncHandle | None, mode: str, device: str) -> Iterator
             scope = tf_internals.open_scope()
             if isinstance(scope, ReplicaScope):
                 scope.averages |= averages_of(layer)
-            fused = training is True and layer.trainable and mask is None and not layer.renorm
+            fused = training is True and layer.trainable and mask is None
+            fused = fused and not getattr(layer, "renorm", False)  # which Keras has since 3.14
             fused = fused and not tf_internals.has_own_moments(layer) and 0 not in inputs.shape
             last = layer.axis in (-1, inputs.shape.rank - 1)
             wide = keras.backend.result_type(inputs.dtype, "float32") == "float32"
@@ -204,8 +205,8 @@ def over_all_towers(sync: SyncHandle | None, mode: str, device: str) -> Iterator
 
 def averages_of(layer: keras.layers.BatchNormalization) -> set[int]:
     """Return the ids of a layer's moving averages."""
-    more = ("renorm_mean", "renorm_stddev", "moving_stddev") if layer.renorm else ()
-    return {id(getattr(layer, name)) for name in ("moving_mean", "moving_variance", *more)}
+    names = "moving_mean", "moving_variance", "renorm_mean", "renorm_stddev", "moving_stddev"
+    return {id(getattr(layer, name)) for name in names if hasattr(layer, name)}
 
 
 # The fused kernels. Shapes are x [B, H, W, C]; scale, offset and moments [C].

@@ -293,7 +293,7 @@ def _with_static_rows(trace: Trace) -> Iterator[int]:
                 yield None
 
     for variable in graph.variables:
-        inner = tf_internals.captured_as(graph, variable.handle)
+        inner = next((own for outer, own in graph.captures if outer is variable.handle), None)
         numbers = [] if inner is None else list(number_of_rows(inner))
         if numbers and all(number and number % trace.size for number in numbers):
             yield id(variable)

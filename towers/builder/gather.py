@@ -9,6 +9,7 @@ values of one type are packed into one flat tensor.
 import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -103,9 +104,9 @@ def join(values: Sequence[Any]) -> Any:
     if any(value.shape.rank == 0 for value in values):
         raise ValueError("concat cannot join scalars along axis 0; use sum or map")
     joined = tf.concat(values, axis=0)
-    masks = [tf_internals.attached(value, "mask") for value in values]
+    masks = [tf_internals.mask_of(value) for value in values]
     if all(mask is not None for mask in masks):
-        tf_internals.attach(joined, "mask", tf.concat(masks, axis=0))
+        tf_internals.set_mask(joined, tf.concat(masks, axis=0))
     return joined
 
 
@@ -371,7 +372,7 @@ def _turn_of_call() -> tf.Tensor:
     here = tf.compat.v1.get_default_graph()  # perhaps of a loop in the function
     function = tf_internals.function_of(here)
     turns = itertools.cycle(range(_NUM_KEYS))
-    turn = _once(function, "turn", lambda: tf_internals.number_of_place(function, turns))
+    turn = _once(function, "turn", lambda: _number_of_place(function, turns))
 
     def in_loop() -> tf.Tensor:
         # An op that TensorFlow keeps, outside of the towers: it is sent to each of them once.
@@ -379,6 +380,37 @@ def _turn_of_call() -> tf.Tensor:
             return tf.raw_ops.PlaceholderWithDefault(input=turn, shape=[])
 
     return _once(here, "turn in a loop", in_loop)
+
+
+def _number_of_place(graph: tf.Graph, numbers: Iterator[int]) -> tf.Tensor:
+    """Return a number that tells apart the places where a graph's function is called.
+
+    Each place takes a number when it is first called, and another one in each thread. Calls by a
+    program outside of functions are all one place.
+
+    Args:
+        graph: in which the number is used.
+        numbers: from which each place takes its own.
+    """
+    kept = threading.local()
+
+    def own() -> tf.Tensor:
+        if not hasattr(kept, "number"):
+            kept.number = next(numbers)
+        with tf.device("/cpu:0"):
+            return tf.constant(kept.number, tf.int32)
+
+    if not getattr(graph, "building_function", False):
+        return own()
+
+    def value() -> list[tf.Tensor]:
+        if tf.executing_eagerly():
+            return [own()]
+        here = tf_internals.function_of(tf.compat.v1.get_default_graph())
+        return [_number_of_place(here, numbers)]
+
+    with graph.as_default(), tf.device("/cpu:0"):
+        return tf_internals.captured_by_call(graph, value, tf.TensorSpec([], tf.int32))
 
 
 def _once(graph: tf.Graph, name: str, make: Callable[[], tf.Tensor]) -> tf.Tensor:

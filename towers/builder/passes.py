@@ -7,9 +7,10 @@
   device and is summed by `add_n`.
 """
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -393,7 +394,7 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any], passes: Passes | No
             rows = [next(pieces) for _ in slices]
             with gather.after([rows, sums] if in_parts else []):
                 if in_parts:
-                    with tf_internals.keep_losses():
+                    with _keep_losses():
                         part, _ = forward(slices)
                 of_towers = builder.run(back, part)
             sums = gather.add_to(builder, sums, of_towers)
@@ -453,5 +454,23 @@ def _with_values(structure: Any, values: Sequence[tf.Tensor]) -> Any:
     for i, leaf in enumerate(leaves):
         if leaf is not None and leaf.dtype.is_floating:
             leaves[i] = next(values)
-            tf_internals.attach(leaves[i], "mask", tf_internals.attached(leaf, "mask"))
+            tf_internals.set_mask(leaves[i], tf_internals.mask_of(leaf))
     return tf.nest.pack_sequence_as(structure, leaves, expand_composites=True)
+
+
+@contextlib.contextmanager
+def _keep_losses() -> Iterator[None]:
+    """Keep the losses of layers that are called again in the block."""
+    saved: dict[int, tuple[keras.Layer, list[Any]]] = {}
+
+    def make(before: Callable) -> Callable:
+        def clear(layer: keras.Layer) -> None:
+            saved.setdefault(id(layer), (layer, list(tf_internals.losses_of(layer))))
+            before(layer)
+
+        return clear
+
+    with tf_internals.patch_clearing_of_losses(make):
+        yield
+    for layer, losses in saved.values():
+        tf_internals.losses_of(layer)[:] = losses

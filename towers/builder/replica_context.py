@@ -27,7 +27,7 @@ from towers.builder.device_names import check_devices, is_device, is_gpu, machin
 from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.gather import grouped, pack, unpack
 from towers.builder.replica_scope import ReplicaScope, assign_once, variables_refused
-from towers.builder.rng import ReplicaRng
+from towers.builder.rng import ReplicaRng, functions_inlined
 from towers.builder.sharding import Slice
 
 # (weight, what each tower reads in its place: a tensor or a `tf.Variable` on the tower's device).
@@ -80,9 +80,8 @@ class ReplicaContext:
             self._replicas.weight_broadcast.on(self.device),
             ReplicaScope(own, self.device, self.prefetch.prefetch) as scope,
             batch_norm.over_all_towers(self._sync, mode, self.device),
-            tf_internals.inline_functions(read_outside),
+            functions_inlined(read_outside),
             tf_internals.convolve_without_xla(),
-            tf_internals.loops_of_their_own(),
             integers_on(self.device),
             contextlib.nullcontext() if self.own is None else variables_refused(),
         ):
@@ -254,9 +253,29 @@ def assign(builder: Any, scopes: Sequence[ReplicaScope], policies: dict[int, str
     builder.warn([function_analysis.UNKNOWN_AGGREGATION.format(v.path) for v in unknown])
 
 
-def integers_on(device: str) -> contextlib.AbstractContextManager:
-    """Make Keras' ops compute int32 tensors as int64 on a GPU: int32 ops run on the host."""
-    return tf_internals.integers_as_int64() if is_gpu(device) else contextlib.nullcontext()
+def integers_on(device: str) -> tf_internals.Block:
+    """Make Keras' ops compute int32 tensors as int64 on a GPU: int32 ops run on the host.
+
+    Embedding calls `take`, argmax `signbit`.
+    """
+
+    def wide(name: str, value: Any) -> Any:
+        if not tf.is_tensor(value) or value.shape.rank == 0:  # a scalar is of a shape: the host
+            return value
+        if name == "signbit" and value.dtype.is_floating:  # Keras computes it by an int32
+            value = tf.bitcast(tf.cast(value, tf.float32), tf.int32)
+        return tf.cast(value, tf.int64) if value.dtype == tf.int32 else value
+
+    def make(name: str) -> Callable:
+        def call(keras_op: Callable, *args: Any, **kwargs: Any) -> Any:
+            result = keras_op(*(wide(name, value) for value in args), **kwargs)
+            if name == "take" and tf.is_tensor(args[0]):  # rows of a table have its type
+                result = tf.cast(result, args[0].dtype)
+            return result
+
+        return lambda keras_op: functools.partial(call, keras_op)
+
+    return tf_internals.patch_integer_ops(make) if is_gpu(device) else contextlib.nullcontext()
 
 
 # Reads of variables across devices and machines, with as few transfers as possible. XLA cannot read
@@ -298,7 +317,7 @@ class WeightBroadcast:
         self._first = {machine_of(device): device for device in reversed(devices)}
         self._copies: dict[tuple[str, int], tf.Tensor] = {}
 
-    def on(self, device: str) -> contextlib.AbstractContextManager[None]:
+    def on(self, device: str) -> tf_internals.Block:
         """Make reads in the block, for the tower on `device`, use its machine's one copy."""
         machine = machine_of(device)
         if tf.executing_eagerly() or not machine:

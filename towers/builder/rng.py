@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -310,3 +310,52 @@ _FOR_XLA = {
     "stateless_random_normal_v2": random_normal,
     "stateless_truncated_normal_v2": _truncated_normal,
 }
+
+
+# Functions: a single trace would give all towers the first one's draws.
+
+_loops = itertools.count()
+
+
+@contextlib.contextmanager
+def functions_inlined(
+    around: Callable[[], tf_internals.Block] = contextlib.nullcontext,
+) -> Iterator[None]:
+    """Inline each `tf.function` into its caller, converted by AutoGraph, in this thread.
+
+    Functions that XLA compiles or that are called eagerly stay functions, traced for each block,
+    and called within `around()`.
+    """
+    twins: dict[int, tuple[Any, Any]] = {}
+
+    def make(before: Callable) -> Callable:
+        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if tf_internals.is_to_be_compiled(function) or tf.executing_eagerly():
+                key = id(function)
+                twin = twins.setdefault(key, (tf_internals.clone_of(function), function))[0]
+                with around():
+                    return before(twin, *args, **kwargs)
+            signature = function.input_signature
+            if signature is not None and not kwargs:
+                specs = [*signature, *[None] * (len(args) - len(signature))]
+                args = [
+                    tf.convert_to_tensor(x, spec.dtype) if isinstance(spec, tf.TensorSpec) else x
+                    for x, spec in zip(args, specs, strict=False)
+                ]
+            # A function would return tensors for numbers.
+            return tf.nest.map_structure(
+                lambda x: tf.convert_to_tensor(x) if isinstance(x, bool | int | float) else x,
+                tf_internals.converted_function_of(function)(*args, **kwargs),
+            )
+
+        return call
+
+    def make_defun(defun: Callable) -> Callable:
+        # Bodies of TensorFlow's oldest loops, as of ctc_loss, are named by their ops, without
+        # shapes: those of towers with other numbers of examples would be taken for one.
+        return lambda *types, **keywords: defun(
+            *types, **{"func_name": f"loop_{next(_loops)}"} | keywords
+        )
+
+    with tf_internals.patched(("Function.__call__", make), ("function.Defun", make_defun)):
+        yield

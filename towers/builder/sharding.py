@@ -191,9 +191,9 @@ def _part(leaf: Any, tower: int, rows: BatchSlice) -> Any:
     device = getattr(leaf, "device", None) or ""
     with tf.device(device) if is_gpu(device) else contextlib.nullcontext():
         sliced = leaf[part]
-    mask = tf_internals.attached(leaf, "mask")  # AutoGraph, which may convert this, has no :=
+    mask = tf_internals.mask_of(leaf)  # AutoGraph, which may convert this, has no :=
     if mask is not None:
-        tf_internals.attach(sliced, "mask", mask[part])
+        tf_internals.set_mask(sliced, mask[part])
     return sliced
 
 

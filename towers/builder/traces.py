@@ -18,7 +18,7 @@ from towers import tf_internals
 from towers.builder import attributes, trials
 from towers.builder.device_names import layer_of
 from towers.builder.replica_scope import ReplicaScope, assign_by_op, change_losses
-from towers.builder.rng import SEEN
+from towers.builder.rng import SEEN, functions_inlined
 from towers.builder.sharding import PerTower, as_leaves
 from towers.errors import InputError, first_line
 
@@ -306,8 +306,7 @@ class Tracer:
 
         try:
             with (
-                tf_internals.inline_functions(),
-                tf_internals.loops_of_their_own(),
+                functions_inlined(),
                 tf_internals.recording_restarted(),
                 change_losses(change),
                 tf_internals.replaced(
@@ -372,7 +371,7 @@ class Tracer:
             # To optimize a trace takes longer than to run it.
             with optimizer_set("disable_meta_optimizer", True, otherwise=False):
                 call = trace.function, trial.inputs, *numbers
-                found = tf_internals.call_for_at_most(_SECONDS, *call)
+                found = call_for_at_most(_SECONDS, *call)
             found = tf.nest.map_structure(lambda x: x.numpy(), found)
             copies = [self._copies[id(v.handle)][-1] for v in trace.variables]
             return found | {"variables": [copy.numpy() for copy in copies]}
@@ -475,3 +474,24 @@ def _read_ops(trace: Trace) -> None:
     outputs = [x for op in computing for x in op.outputs]
     sizes = {x.dtype.size for x in outputs if x.dtype.is_floating and x.shape.num_elements() != 1}
     trace.float_bytes = min(sizes, default=8)
+
+
+def call_for_at_most(seconds: float, function: Any, *arguments: Any) -> Any:
+    """Call a concrete function, and cancel it if it takes too long.
+
+    Args:
+        seconds: that it may take.
+        function: a concrete function.
+        *arguments: of the call.
+
+    Raises:
+        tf.errors.CancelledError: it took longer.
+    """
+    function, cancel = tf_internals.cancelable(function)
+    timer = threading.Timer(seconds, cancel)
+    timer.daemon = True
+    timer.start()
+    try:
+        return function(*arguments)
+    finally:
+        timer.cancel()

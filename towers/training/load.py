@@ -21,6 +21,7 @@ from towers.training.callbacks.best_checkpoint import step_of
 from towers.training.run import checkpoint, manifest, model
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.tensorflow_errors import user_facing_errors
+from towers.training.step.step import floatx_of
 from towers.training.step.train_state import TrainState, by_unique_name, move_all, variables_of
 
 KINDS = "model/", "average/"  # of a checkpoint's variables, with which their names begin
@@ -138,7 +139,7 @@ def load_run(options: Options, *, averages: bool = False, step: int | None = Non
             f"--train_dir={options.train_dir}: manifest.json is missing or damaged; type towers "
             f"train --train_dir={options.train_dir} to write it again"
         )
-    floatx = tf_internals.floatx_of(options.dtype)
+    floatx = floatx_of(options.dtype)
     with user_facing_errors(), tf_internals.named_as_in_a_new_process(), floatx:
         network = model.build_for(
             dataclasses.replace(options, augment=task["augment"]),

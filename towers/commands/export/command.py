@@ -17,8 +17,8 @@ from towers.commands.export.options import ExportOptions
 from towers.data import augment
 from towers.errors import InputError, RunError, first_line
 from towers.options.functions import SHIPPED
-from towers.tf_internals import floatx_of
 from towers.training.load import TrainedModel, load_run
+from towers.training.step.step import floatx_of
 
 _NUM_COMPARED = 4  # examples
 # Allowed difference, relative to the largest output. ResNet-20 had 9e-16 and 3e-7 by rounding;

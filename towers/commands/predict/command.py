@@ -20,12 +20,12 @@ from towers.commands.predict import inputs
 from towers.commands.predict.inputs import InputFile
 from towers.commands.predict.options import PredictOptions
 from towers.formatting import count
-from towers.tf_internals import floatx_of
 from towers.training.load import Classes, TrainedModel, load_run
 from towers.training.run.process_state import preserve_rng
 from towers.training.run.setup import tower_devices
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step.evaluation import mirrored
+from towers.training.step.step import floatx_of
 
 Row = tuple[str, int, dict[str, np.ndarray]]  # file, index there, outputs by name
 

@@ -31,7 +31,9 @@ from towers.commands.verify.runner import (
     twin_of,
 )
 from towers.errors import InputError, kind_of
+from towers.training.run.precision import force_float64
 from towers.training.run.process_state import preserve_rng
+from towers.training.step.step import floatx_set
 from towers.training.step.train_state import optimizers_of, overrides, restore_after
 
 
@@ -116,8 +118,8 @@ def verify(
             batch, failure = _wide(batches[0]), f"{model.name} cannot be copied and trained"
             make_model = functools.partial(copy_of, model, inputs_of(batch))
             with contextlib.ExitStack() as wide:
-                wide.enter_context(tf_internals.force_float64())
-                wide.enter_context(tf_internals.floatx_set("float64"))
+                wide.enter_context(force_float64())
+                wide.enter_context(floatx_set("float64"))
                 wide.enter_context(not_fused())
                 reference = in_float64(lambda: FitRunner(make_model()), batch, failure, say)
                 if reference:

@@ -16,11 +16,11 @@ from towers import tf_internals
 from towers.commands.verify.runner import Arrays, Runner, evaluation_arrays
 from towers.errors import RunError
 from towers.options.run import Options
-from towers.tf_internals import floatx_of
 from towers.training.run.model import build_model
 from towers.training.run.setup import RunContext
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step.evaluation import AVERAGED, mirrored, scalars
+from towers.training.step.step import floatx_of
 from towers.training.step.train_state import (
     TrainState,
     dynamic_scale,

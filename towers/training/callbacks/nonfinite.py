@@ -19,8 +19,8 @@ from towers.builder.sharding import slices_of
 from towers.devices.shown_names import shown_name
 from towers.errors import RunError, first_line
 from towers.formatting import count, first_of
-from towers.tf_internals import floatx_of
 from towers.training.run.setup import RunContext
+from towers.training.step.step import floatx_of
 from towers.training.step.train_state import not_finite
 
 FOLDER = "nan"

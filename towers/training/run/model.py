@@ -16,9 +16,10 @@ from towers.data import Data, augment
 from towers.errors import InputError, first_line, kind_of
 from towers.options.functions import PREFIX, call_without_arguments, load_function
 from towers.options.run import OF_COMPILED, Options
-from towers.tf_internals import floatx_of, force_float64
 from towers.training.run.optimizers import DECAY_APART, checked, is_decayed, make_optimizer
+from towers.training.run.precision import force_float64
 from towers.training.step.evaluation import check_rows
+from towers.training.step.step import floatx_of
 from towers.training.step.train_state import overrides
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from towers import data, devices, tf_internals
@@ -276,13 +277,29 @@ def parse_monitor(monitor: str, known: Mapping[str, str | None]) -> Monitored:
 
 def metric_directions(task: Task) -> dict[str, str | None]:
     """Return {metric: "max" or "min", whichever is better, or None if unknown}."""
-    direction = tf_internals.metric_direction
+    direction = metric_direction
     directions = {
         name: direction(task.model, name)
         or direction(task.model, name.rstrip("0123456789").rstrip("_"))  # of a vector
         for name in task.figures
     }
     return directions | ({"accuracy": "max"} if "accuracy" in directions else {})
+
+
+def metric_direction(model: keras.Model, name: str) -> str | None:
+    """Return the better direction of a metric, "max" or "min", None if Keras does not know.
+
+    Args:
+        model: compiled.
+        name: of the metric, or of a loss, as in the logs of `fit`.
+    """
+    if name == "loss" or name.endswith("_loss"):
+        return "min"
+    for metric in [m for one in model.metrics for m in (one, *getattr(one, "metrics", ()))]:
+        is_it = f"_{name}".endswith(f"_{metric.name}")  # one of several follows the output's name
+        if is_it and (direction := tf_internals.direction_of(metric)):
+            return {"up": "max", "down": "min"}[direction]
+    return None
 
 
 def on_first_device(run: RunContext) -> RunContext:

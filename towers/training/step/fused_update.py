@@ -27,7 +27,7 @@ import tensorflow as tf
 from towers import tf_internals
 from towers.builder.device_names import is_gpu
 from towers.builder.gather import grouped, num_bytes, pack, unpack
-from towers.training.step.train_state import build, snapshot
+from towers.training.step.train_state import build, slot_lists, snapshot
 
 
 class Segment(NamedTuple):
@@ -162,7 +162,7 @@ def flatten_updates(
 
     if not all(map(can_follow, weights)):  # the scope of a joined update drops what they assign
         return list(gradients), list(weights)
-    slots = tf_internals.elementwise_slots(optimizer)
+    slots = _elementwise_slots(optimizer)
     pairs = [(known(g, w), w) for g, w in zip(gradients, weights, strict=True)]
     new_gradients, new_weights = [], []
     for group in grouped(pairs, kind, lambda pair: num_bytes(pair[1])):
@@ -196,7 +196,7 @@ def apply(
     slots: dict[FlatVariable, list[FlatVariable]] = {flat: [] for flat in flats}
     scope = keras.StatelessScope() if flats else contextlib.nullcontext()
     for flat in flats:
-        for of_weight in tf_internals.elementwise_slots(optimizer):
+        for of_weight in _elementwise_slots(optimizer):
             parts = [of_weight[tf_internals.unique_id(v)] for v in flat.variables]
             slots[flat].append(FlatVariable([slot.value for slot in parts]))
             scope.add_update((parts[0], slots[flat][-1]))
@@ -207,7 +207,7 @@ def apply(
         joined.add(id(optimizer.learning_rate.value))
     alone = [] if finite is None else [variable for variable in alone if id(variable) not in joined]
     before = [(variable, snapshot(variable)) for variable in alone]
-    fused = tf_internals.fused_sgd(optimizer, lambda variable: not is_gpu(variable.device))
+    fused = _fused_sgd(optimizer, lambda variable: not is_gpu(variable.device))
     scalars = [v for v in (optimizer.iterations, optimizer.learning_rate) if _is_variable(v)]
     read_once = _read_once([scalar.value for scalar in scalars])
     decays: dict[FlatVariable, Callable] = {}
@@ -234,13 +234,105 @@ def apply(
         if finite is not None:
             last[flat.device] = written
 
-    with scope, tf_internals.each_update_apart(optimizer, update), fused, read_once:
+    with scope, _each_update_apart(optimizer, update), fused, read_once:
         optimizer.apply(gradients, weights)
     for variable in (optimizer.iterations, *filter(_is_variable, weights)) if flats else ():
         value = scope.get_current_value(variable)
         if value is not None:  # assigned within the scope
             variable.assign(value)
     restore_unless(finite, before)
+
+
+# Keras' optimizers that update each element by itself.
+_ELEMENTWISE = (
+    keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Adamax,
+    keras.optimizers.Nadam, keras.optimizers.Lion, keras.optimizers.RMSprop,
+    keras.optimizers.Adagrad, keras.optimizers.Adadelta, keras.optimizers.Ftrl,
+)  # fmt: skip
+_OF_ITS_OWN = "clipnorm", "use_ema", "loss_scale_factor", "gradient_accumulation_steps"
+
+
+def _elementwise_slots(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[dict[str, keras.Variable]] | None:
+    """Return {`unique_id` of a weight: slot} for each kind of slot of an elementwise optimizer.
+
+    None if it is of another class, or also clips each weight, averages or scales.
+    """
+    if type(optimizer) not in _ELEMENTWISE or any(getattr(optimizer, n) for n in _OF_ITS_OWN):
+        return None
+    keys = [tf_internals.unique_id(w.value) for w in tf_internals.weights_of(optimizer)]
+    return [dict(zip(keys, slots, strict=True)) for slots in slot_lists(optimizer)]
+
+
+@contextlib.contextmanager
+def _each_update_apart(
+    optimizer: keras.optimizers.Optimizer, update_flat: Callable
+) -> Iterator[None]:
+    """Compute each update of a Keras optimizer on its variable's device, as soon as possible.
+
+    Keras sends all gradients through one op on one device.
+
+    Args:
+        optimizer: of Keras.
+        update_flat: updates a stand-in for variables: (stand-in, Keras' function, *arguments).
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+
+    def make(update: Callable) -> Callable:  # which Keras hands each variable
+        def update_there(variable: Any, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+            with tf.device(variable.device):
+                if isinstance(variable, tf.Variable):
+                    return update(variable, fn, *args, **kwargs)
+                return update_flat(variable, fn, *kwargs.get("args", ()))
+
+        return update_there
+
+    extended = tf.distribute.get_strategy().extended
+    with tf_internals.replaced((extended, "update", make)), tf_internals.gradients_kept(optimizer):
+        yield
+
+
+def _fused_sgd(
+    optimizer: keras.optimizers.Optimizer, suits: Callable[[tf.Variable], bool]
+) -> tf_internals.Block:
+    """Update variables by TensorFlow's fused kernels in Keras' SGD.
+
+    These compute the same as Keras' chain of ops in one pass over memory. Those of Adam and RMSprop
+    do not, because they compute 1 - beta in the weights' dtype. In float32 1 - 0.999 is off by
+    5e-5. Adagrad's adds epsilon after the root. Keras still does clipping, decay, averages,
+    constraints, and sparse gradients.
+
+    Args:
+        optimizer: SGD itself, also in a LossScaleOptimizer; others stay as they are.
+        suits: returns whether a variable, of float32 or float64, is updated so.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if type(optimizer) is not keras.optimizers.SGD:
+        return contextlib.nullcontext()
+
+    def make(update_step: Callable) -> Callable:
+        def update(gradient: Any, variable: Any, learning_rate: Any) -> None:
+            fits = isinstance(variable, tf.Variable) and isinstance(gradient, tf.Tensor)
+            if not (fits and variable.dtype in (tf.float32, tf.float64) and suits(variable)):
+                update_step(gradient, variable, learning_rate)
+                return
+            rate, delta = (keras.ops.cast(v, variable.dtype) for v in (learning_rate, gradient))
+            if optimizer.momentum == 0:
+                tf.raw_ops.ResourceApplyGradientDescent(
+                    var=variable.handle, alpha=rate, delta=delta
+                )
+                return
+            slot = optimizer.momentums[tf_internals.index_of(optimizer, variable)]
+            tf.raw_ops.ResourceApplyKerasMomentum(
+                var=variable.handle, accum=slot.value.handle, lr=rate, grad=delta,
+                momentum=keras.ops.cast(optimizer.momentum, variable.dtype),
+                use_nesterov=optimizer.nesterov,
+            )  # fmt: skip
+
+        return update
+
+    return tf_internals.replaced((optimizer, "update_step", make))
 
 
 @contextlib.contextmanager
@@ -379,7 +471,7 @@ def can_follow(weight: keras.Variable) -> bool:
         for function in filter(None, (weight.regularizer, weight.constraint)):
             traced = tf.function(function, autograph=False).get_concrete_function(spec)
             ops += traced.graph.get_operations()
-        return not any(tf_internals.is_stateful(op.type) for op in ops)
+        return not any(op.op_def.is_stateful for op in ops)
     return False
 
 

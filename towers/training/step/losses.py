@@ -87,7 +87,7 @@ class LossRecorder:
         if not (y.shape.rank and outputs.shape.rank):  # unknown, or without a batch axis
             return False
         shapes = tuple(y.shape), tuple(outputs.shape)
-        masked = tf_internals.attached(outputs, "mask") is not None
+        masked = tf_internals.mask_of(outputs) is not None
         inputs = LossInput(loss, target, *shapes, masked)
         self.inputs.append(inputs)
         return bool(inputs.kind) and not inputs.masked
@@ -128,7 +128,7 @@ def _is_per_example(call: Callable, loss: Any, y: Any, outputs: Any, weights: An
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         values = compute(*args, **kwargs)
-        masks.append(tf_internals.attached(values, "mask"))
+        masks.append(tf_internals.mask_of(values))
         return values
 
     vars(loss)["call"] = noting

@@ -254,7 +254,7 @@ class _Steps:
             yield
             return
         try:
-            with tf_internals.record_assignments(self._assigned):
+            with train_state.record_assignments(self._assigned):
                 yield
             self._traced.check(self._assigned)
         finally:
@@ -469,7 +469,9 @@ class _Steps:
         weights = [v for v in layer.trainable_variables if v.value.dtype.is_floating]
         if not self._replicated or len(devices) == 1 or not weights:
             return ()
-        if tf_internals.is_in_branch(self._graph):  # whose gradients no tape makes
+        graphs = tf_internals.graphs_around(tf.compat.v1.get_default_graph())
+        inner = itertools.takewhile(lambda around: around[0] is not self._graph, graphs)
+        if any(is_in_branch for _, is_in_branch in inner):  # whose gradients no tape makes
             return ()
         if self._traced is None or len(devices) < len(self.builder.devices):
             return send(weights, devices)
@@ -597,7 +599,7 @@ def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> 
 
 def _logits_of(output: Any) -> dict[str, tf.Tensor]:
     """Return {op that makes probabilities, or "": logits} of an output, {} without logits."""
-    if (logits := tf_internals.attached(output, "logits")) is not None:
+    if (logits := tf_internals.logits_of(output)) is not None:
         return {"": logits}
     made_by = output.op.type if isinstance(output, tf.Tensor) else ""
     return {made_by: output.op.inputs[0]} if made_by in _PROBABILITIES else {}
@@ -611,7 +613,7 @@ def _with_logits(outputs: Any, logits: dict[int, dict[str, tf.Tensor]]) -> Any:
         if made_by:
             flat[i] = _PROBABILITIES[made_by](value)
         else:
-            tf_internals.attach(flat[i], "logits", value)
+            tf_internals.set_logits(flat[i], value)
     return tf.nest.pack_sequence_as(outputs, flat)
 
 

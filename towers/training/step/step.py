@@ -11,7 +11,7 @@ its `train_step` traced in place of this step, with its calls on towers (`parall
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -26,7 +26,6 @@ from towers.builder.sharding import PerTower, num_rows
 from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 from towers.monitoring import tower_metrics
-from towers.tf_internals import floatx_of
 from towers.training.step import fused_update
 from towers.training.step.evaluation import Evaluation, Stop, TestStep, mirrored, scalars
 from towers.training.step.losses import LossRecorder, per_example_losses
@@ -39,6 +38,8 @@ from towers.training.step.train_state import (
     optimizers_of,
     overrides,
     place,
+    record_assignments,
+    slots_beside_weights,
     snapshot,
 )
 from towers.training.step.update import FiniteRule, StepOptions, make_update
@@ -163,8 +164,8 @@ class Task:
         with contextlib.ExitStack() as stack:
             stack.enter_context(floatx_of(options.dtype))
             for optimizer in optimizers_of(model):
-                stack.enter_context(tf_internals.slots_beside_weights(optimizer))
-            stack.enter_context(tf_internals.record_assignments(assigned))
+                stack.enter_context(slots_beside_weights(optimizer))
+            stack.enter_context(record_assignments(assigned))
             tf.function(step, autograph=False).get_concrete_function(*batches.element_spec)
         owners = [model, *optimizers_of(model), *model.metrics]
         known = {id(v.value) for owner in owners for v in owner.variables}
@@ -273,12 +274,12 @@ class Task:
         inputs, *targets = self.prepare(example, draws)
         if not self.by_example:
             return _rows_of(self.model(inputs, training=True))
-        before = len(tf_internals.added_losses())
+        before = len(_added_losses())
         with floatx_of(self.options.dtype):
             outputs = self.model(inputs, training=True)
             losses = self.losses_of(outputs, *targets)
         # They are of the tower's batch: the mean over all examples weighs each by its size.
-        for added in tf_internals.added_losses()[before:]:
+        for added in _added_losses()[before:]:
             losses += tf.reduce_sum(tf.cast(added, losses.dtype))
         return (losses, (outputs, *targets)) if self._of_batch else losses
 
@@ -438,3 +439,41 @@ def _rows_of(outputs: Any) -> tf.Tensor:
     rows = [tf.reshape(output, [tf.shape(output)[0], -1]) for output in tf.nest.flatten(outputs)]
     # Weights that all differ: the plain sum of a softmax would always be 1.
     return sum(tf.linalg.matvec(x, tf.cos(tf.range(tf.shape(x)[1], dtype=x.dtype))) for x in rows)
+
+
+def _added_losses() -> list[Any]:
+    """Return what `add_loss` and activity regularizers have added in the open scope so far."""
+    return list(getattr(tf_internals.open_scope(), "losses", []))
+
+
+# Precision.
+
+
+@contextlib.contextmanager
+def floatx_set(dtype: str) -> Iterator[None]:
+    """Set floatx in the block, except in Keras' augmentation.
+
+    Those layers mix floatx with float32: in Keras 3.15 RandomRotation and RandAugment raise a
+    TypeError unless floatx is float32. They still compute in their own dtype policy.
+    """
+
+    @contextlib.contextmanager
+    def floatx(value: str) -> Iterator[None]:
+        before = keras.config.floatx()
+        keras.config.set_floatx(value)
+        try:
+            yield
+        finally:
+            keras.config.set_floatx(before)
+
+    make = floatx("float32")  # a decorator, too
+    with tf_internals.patched(("DataLayer.__call__", make)), floatx(dtype):
+        yield
+
+
+@contextlib.contextmanager
+def floatx_of(dtype: str) -> Iterator[None]:
+    """Make float64 Keras' default type, if `dtype` is float64, where layers are built or called."""
+    keras.config.dtype_policy()  # if none is set, Keras takes it from floatx and keeps it
+    with floatx_set(dtype) if dtype == "float64" else contextlib.nullcontext():
+        yield

@@ -8,6 +8,12 @@ weights are on GPUs, so that a step copies none of it to the host.
 
 import contextlib
 import dataclasses
+import functools
+import gc
+import operator
+import sys
+import time
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -173,6 +179,17 @@ def restore_after(variables: Iterable[Any]) -> Iterator[None]:
             variable.assign(value)
 
 
+def record_assignments(assigned: list[tf.Variable]) -> tf_internals.Block:
+    """Append each `tf.Variable` that is assigned in the block to `assigned`."""
+
+    def assign(before: Callable, variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
+        assigned.append(variable)
+        return before(variable, *args, **kwargs)
+
+    make = lambda before: functools.partial(assign, before)  # noqa: E731
+    return tf_internals.patch_assignments(lambda _: make)
+
+
 def variables_of(model: keras.Model) -> list[keras.Variable]:
     """Return the variables of a model without those of its metrics."""
     metrics = {id(v) for v in model.metrics_variables} if model.compiled else ()
@@ -195,10 +212,41 @@ def build(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variabl
         optimizer: nothing is done if it is built.
         weights: that it will update.
     """
-    beside = tf_internals.slots_beside_weights(optimizer)
+    beside = slots_beside_weights(optimizer)
     with keras.name_scope(optimizer.name, caller=optimizer), beside:
         if not optimizer.built:
             optimizer.build(list(weights))
+
+
+def slots_beside_weights(
+    optimizer: keras.optimizers.Optimizer,
+) -> tf_internals.Block:
+    """Create an optimizer's slots on their weights' devices."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+
+    def make(add: Callable) -> Callable:
+        def beside(reference_variable: keras.Variable, *args: object, **kwargs: object) -> object:
+            with tf.device(reference_variable.value.device):
+                return add(reference_variable, *args, **kwargs)
+
+        return beside
+
+    return tf_internals.replaced((optimizer, "add_variable_from_reference", make))
+
+
+def slots_of(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, keras.Variable]]:
+    """Return (slot, its weight) for each slot of an optimizer that is built."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    weights = tf_internals.weights_of(optimizer)
+    pairs = [pair for kind in slot_lists(optimizer) for pair in zip(kind, weights, strict=True)]
+    return [(slot, w) for slot, w in pairs if isinstance(slot, keras.Variable) and slot is not w]
+
+
+def slot_lists(optimizer: keras.optimizers.Optimizer) -> list[list[Any]]:
+    """Return the lists of a built optimizer that have a slot for each of its weights."""
+    weights = tf_internals.weights_of(optimizer)
+    lists = [v for k, v in vars(optimizer).items() if isinstance(v, list) and k != "_variables"]
+    return [v for v in lists if len(v) == len(weights) and v is not weights]
 
 
 def dynamic_scale(model: keras.Model) -> tf.Tensor | float:
@@ -258,7 +306,7 @@ def place(model: keras.Model, builder: TowerBuilder, variables: str) -> None:
         shard(model.trainable_variables, builder.devices)
         builder.gather_at_variables = True
     # Of optimizers that are built already, as those of a model that was loaded.
-    slots = [p for optimizer in optimizers_of(model) for p in tf_internals.slots_of(optimizer)]
+    slots = [p for optimizer in optimizers_of(model) for p in slots_of(optimizer)]
     move([(slot, tf_internals.value_of(weight).device) for slot, weight in slots])
 
 
@@ -321,7 +369,7 @@ def move(places: Sequence[tuple[keras.Variable, str]]) -> list[keras.Variable]:
     """
     moves = {id(v): (v, device) for v, device in places}.values()  # a variable may be listed twice
     moves = [(v, to) for v, to in moves if not is_device(tf_internals.value_of(v).device, to)]
-    held = tf_internals.held_elsewhere([v for v, _ in moves]) if moves else []
+    held = held_elsewhere([v for v, _ in moves]) if moves else []
     for variable, device in moves:
         if not any(variable is other for other in held):
             before = tf_internals.value_of(variable)  # also within a stateless scope
@@ -329,6 +377,30 @@ def move(places: Sequence[tuple[keras.Variable, str]]) -> list[keras.Variable]:
                 value = tf.Variable(before, trainable=variable.trainable, name=variable.name)
             tf_internals.set_value_of(variable, value)
     return held
+
+
+def held_elsewhere(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+    """Return the variables whose `tf.Variable` is held by more than the Keras variable.
+
+    A function that was traced holds the handles that it reads.
+    """
+
+    def references(variable: Any) -> tuple[int, int]:
+        value = tf_internals.value_of(variable)
+        return sys.getrefcount(value), sys.getrefcount(value.handle)
+
+    with tf.init_scope():
+        alone = references(types.SimpleNamespace(_value=tf_internals.make_variable(tf.zeros([]))))
+
+    def held() -> list[keras.Variable]:
+        return [v for v in variables if any(map(operator.gt, references(v), alone))]
+
+    for pause in (0.0, 0.01, 0.1):  # gc.collect returns at once while another thread collects
+        if not held():
+            break
+        time.sleep(pause)
+        gc.collect()  # functions that are gone are in cycles
+    return held()
 
 
 def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]:

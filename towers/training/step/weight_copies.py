@@ -127,7 +127,7 @@ class KeptCopies:
         """Assign the current values of weights and optimizer to the copies."""
         pairs = [(twin, w) for w, twins in self._twins.values() for twin in twins]
         for optimizer in self._optimizers:
-            tf_internals.share_settings(self._optimizer, optimizer)
+            _share_settings(self._optimizer, optimizer)
             pairs += zip(optimizer.variables, self._optimizer.variables, strict=True)
         for copy, variable in pairs:
             copy.value.assign(variable.value)
@@ -197,8 +197,27 @@ def like(
             var_list=[copy for copy, weight in pairs if not tf_internals.decays(inner, weight)]
         )
     train_state.build(twin, twins)
-    tf_internals.share_settings(optimizer, twin)
+    _share_settings(optimizer, twin)
     return twin
+
+
+def _share_settings(
+    optimizer: keras.optimizers.Optimizer, other: keras.optimizers.Optimizer
+) -> None:
+    """Give an optimizer the constants and the learning-rate schedule of another.
+
+    A schedule of the user's may have attributes that its config does not tell.
+
+    Args:
+        optimizer: built.
+        other: of the same class, also built.
+    """
+    inner, own = (getattr(each, "inner_optimizer", each) for each in (optimizer, other))
+    for source, target in (optimizer, other), (inner, own):
+        constants = bool | int | float | str | None
+        vars(target).update({k: v for k, v in vars(source).items() if isinstance(v, constants)})
+    if (schedule := tf_internals.schedule_of(inner)) is not None:
+        own.learning_rate = schedule
 
 
 def can_keep(optimizer: Any) -> bool:
