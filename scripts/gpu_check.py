@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if driver := nvml.gpus():
             print(f"TensorFlow sees none of {', '.join(map(str, driver))}: towers doctor says why")
             return EXIT_FAILED
-        print("no GPU here")
+        print("no GPU found")
         return EXIT_NO_GPU
     several = len(machine["gpus"]) > 1
     questions = dict(enumerate(ON_ONE + ON_SEVERAL if several else ON_ONE, 1))
@@ -181,7 +181,7 @@ def run_apart(check: Check, folder: Path, end: float) -> None:
     seconds, detail = round(time.monotonic() - began, 1), None
     status = {0: OK, EXIT_CANNOT: CANNOT}.get(process.returncode, FAILED)
     if hangs:
-        status, detail = HANGS, f"no end within {limit:.0f} s; {log.name} says where it was"
+        status, detail = HANGS, f"no end within {limit:.0f} s; see {log.name}"
     elif status != OK:
         detail = last_line(log)
         if status == FAILED:
@@ -196,7 +196,7 @@ def last_line(log: Path) -> str:
     """Return the last line of a log that says something."""
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     said = [line.strip() for line in lines if line.strip()]
-    return said[-1][:300] if said else "without a word"
+    return said[-1][:300] if said else "without a message"
 
 
 # ---------------------------------------------------------------------------- One check

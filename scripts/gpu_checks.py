@@ -428,7 +428,7 @@ def memory_option(name: str, allocator: str = "", **options: Any) -> Check:
             return
         limit = 0 if name == "growth" else tf_internals.device_memory_bytes()[GPU] // MIB
         # CUDA itself takes some hundred MiB.
-        expect(limit <= taken <= limit + 2048, f"{taken} MiB are taken, {limit} were asked for")
+        expect(limit <= taken <= limit + 2048, f"{taken} MiB are used, the limit is {limit}")
 
     return Check(f"11 {name}", 10, run)
 
