@@ -134,7 +134,7 @@ def test_what_is_finished_is_not_started_again_and_values_can_be_added(folder):
 def test_another_experiment_is_refused_with_both_values_and_no_other_change(folder):
     run_fake("--vary=seed:1", "--batch_size=32", "--log_every_steps=10")
     before = tiny.files(folder)
-    with pytest.raises(InputError, match="^--batch_size=64.*: .* with --batch_size=32: "):
+    with pytest.raises(InputError, match="^--batch_size=64.*: .* with --batch_size=32; "):
         run_fake("--vary=seed:1,2", "--batch_size=64")
     assert tiny.files(folder) == before
     run_fake("--vary=seed:1", "--batch_size=32", "--log_every_steps=20", "--allow_growth")
