@@ -693,7 +693,7 @@ def _on_gpu() -> bool:
 
 
 def clone_of(tf_function: Any) -> Any:
-    """Return a `tf.function` that is traced anew. Public: none, with the same options."""
+    """Return a `tf.function` that is traced again. Public: none, with the same options."""
     return function("Function._clone")(tf_function, None)
 
 
