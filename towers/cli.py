@@ -14,7 +14,6 @@ import os
 import pkgutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -89,39 +88,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     with signals.listening() as listener:
         try:
             code = _main(list(sys.argv[1:] if argv is None else argv), listener)
-            _flush()
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                stream.flush()
             return code
-        except BrokenPipeError:  # the reader of the output has ended, such as `head`
+        except BrokenPipeError:  # the reader of the output has ended, as `head` does
             with contextlib.suppress(OSError):
-                signals.print_error("nothing reads its output any more")
-            _discard(1, 2)
+                signals.print_error("its output is read by nobody any more")
+            for descriptor in 1, 2:  # else Python complains at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
             return EXIT_PIPE
 
 
-def _flush() -> None:
-    for descriptor, stream in (1, sys.stdout), (2, sys.stderr):
-        try:
-            stream.flush()
-        except BrokenPipeError:
-            raise
-        except OSError:  # a full disk
-            _discard(descriptor)
-
-
-def _discard(*descriptors: int) -> None:
-    """Discard what was not written: Python would try again at exit, and exit with 120."""
-    for descriptor in descriptors:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-
-
 def _print(result: str) -> None:
-    """Print a result; raise RunError if it cannot be written."""
-    try:
-        print(result, end="", flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise RunError(f"standard output cannot be written: {error.strerror}") from None
+    """Print a result, or its end; raise RunError if it could not be written."""
+    print(result, end="", flush=True)
+    output = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if failed := getattr(output, "failed", ""):
+        raise RunError(f"standard output cannot be written: {failed}")
 
 
 def _main(argv: Sequence[str], listener: signals.Listener) -> int:
@@ -159,10 +142,6 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
     except (Exception, SystemExit, GeneratorExit) as error:  # sys.exit() of own code, too
         if listener.asked:  # libraries may turn it into other errors at import
             return _end(listener)
-        try:
-            _print("")  # what is left of a result
-        except RunError as full:
-            return _fail(full, EXIT_FAILED)
         print_line("".join(traceback.format_exception(error)).rstrip(), sys.stderr)
         return _fail(describe_origin(error), EXIT_FAILED)
 
@@ -216,6 +195,8 @@ def _run(verb: Verb, options: Any, start: float) -> int:
     result = function(options, start if verb.name == "train" else say)
     if as_json and result:
         _print(json.dumps(result, default=dataclasses.asdict) + "\n")
+    elif verb.name == "predict":
+        _print("")  # whose rows are written
     if isinstance(result, list):  # the doctor's checks
         return EXIT_FAILED if any(check.status == "problem" for check in result) else 0
     if result is None or result.get("interrupted"):  # stopped after saving
@@ -268,8 +249,7 @@ def quiet_start(level: int = 2) -> Iterator[None]:
         yield
         return
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = asked or str(level)
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "wb") as stderr:
+    with open(os.memfd_create("held"), "w+b") as held, open(os.dup(2), "wb") as stderr:
         os.dup2(held.fileno(), 2)
         faulthandler.enable(stderr)
         try:

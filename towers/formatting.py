@@ -98,28 +98,17 @@ def printable(text: str) -> str:
 
 
 def print_line(line: str, stream: TextIO | None) -> None:
-    """Print a line for people at once, without what the stream cannot take.
-
-    Characters that control a terminal or that its encoding lacks are escaped. A full disk ends no
-    command, and an error keeps its exit code if nobody can read its message.
+    """Print a line at once, with characters escaped that the stream lacks or that would control it.
 
     Args:
         line: any text.
         stream: standard output or error; None if it is closed.
-
-    Raises:
-        BrokenPipeError: the reader of the output has ended.
     """
     if stream is None:
         return
     encoding = getattr(stream, "encoding", None) or "utf-8"
     shown = printable(line).encode(encoding, "backslashreplace").decode(encoding)
-    try:
-        print(shown, file=stream, flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError:
-        pass
+    print(shown, file=stream, flush=True)
 
 
 def _text(cell: Any) -> str:

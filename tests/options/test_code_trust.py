@@ -173,6 +173,3 @@ def test_what_names_no_code_of_somebodys_needs_no_trust():
     make_run("given", sign=False, model="given_in_python:build", monitor="max:auc")
     for name in "run", "given":
         cli.parse("evaluate", [f"--train_dir={name}"])
-    path = make_run("trusts itself", sign=False, model="evil:build") / "flags.cfg"
-    path.write_text(path.read_text() + "--trust\n")
-    assert "evil:build" in refusal("evaluate", ["--train_dir=trusts itself"])
