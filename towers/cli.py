@@ -91,9 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for stream in filter(None, (sys.stdout, sys.stderr)):
                 stream.flush()
             return code
-        except BrokenPipeError:  # the reader of the output has ended, as `head` does
+        except BrokenPipeError:  # the reader of the output has ended, such as `head`
             with contextlib.suppress(OSError):
-                signals.print_error("its output is read by nobody any more")
+                signals.print_error("nothing reads its output any more")
             for descriptor in 1, 2:  # else Python complains at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
             return EXIT_PIPE
