@@ -246,7 +246,8 @@ def slot_lists(optimizer: keras.optimizers.Optimizer) -> list[list[Any]]:
     """Return the lists of a built optimizer that have a slot for each of its weights."""
     weights = tf_internals.weights_of(optimizer)
     lists = [v for k, v in vars(optimizer).items() if isinstance(v, list) and k != "_variables"]
-    return [v for v in lists if len(v) == len(weights) and v is not weights]
+    lists = [v for v in lists if len(v) == len(weights) and v is not weights]
+    return [v for v in lists if any(isinstance(slot, keras.Variable) for slot in v)]
 
 
 def dynamic_scale(model: keras.Model) -> tf.Tensor | float:
