@@ -43,7 +43,7 @@ def test_without_the_evaluations_of_before_no_other_checkpoint_is_the_best(tmp_p
     for verb, more in ("train", "--max_steps=20"), ("evaluate", "--json"):
         code, _, error = command(capsys, verb, f"--train_dir={tmp_path}/run", more)
         assert code == 2 and error.count("towers: ") == 1
-        assert f"{tmp_path}/run/best.json is damaged: put an intact copy in its place, or" in error
+        assert f"{tmp_path}/run/best.json is damaged; replace it" in error
     assert tiny.files(tmp_path) == before
     train(dataclasses.replace(options, overwrite=True))
     assert step_of(tmp_path / "run") and (tmp_path / "run.1").is_dir()
