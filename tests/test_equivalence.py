@@ -125,7 +125,7 @@ TASKS = {
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("task", released(tasks.TASKS, "images", "two"))
+@pytest.mark.parametrize("task", released(tasks.TASKS, "images", "text", "two"))
 def test_every_task_is_that_of_plain_keras(capsys, task):
     flags = f"--dataset=tests.tasks:{task}_data --batch_size=8 --steps=2 --json {TASKS[task]}"
     assert cli.main(["verify", f"--model=tests.tasks:{task}", *flags.split()]) == 0

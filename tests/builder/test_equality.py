@@ -310,6 +310,11 @@ class Adds(layers.Layer):
         return x
 
 
+class Cosine(keras.regularizers.Regularizer):  # those of Keras 3.12 are float32
+    def __call__(self, x):
+        return 0.1 * keras.ops.sum(keras.ops.cos(x))
+
+
 def with_rest(call, rest, model):
     """Return a case whose `rest` is added to the loss in each tower, or after all of them."""
     of_each = lambda x: tf.reduce_mean(tf.sin(call(x)), axis=1)  # noqa: E731
@@ -318,7 +323,7 @@ def with_rest(call, rest, model):
 
 
 def of_added(*body):
-    model = sequential((3,), layers.Dense(3), *body, layers.Dense(2, bias_regularizer="l2"))
+    model = sequential((3,), layers.Dense(3), *body, layers.Dense(2, bias_regularizer=Cosine()))
     model.layers[0].trainable = False
     rest = lambda: sum(keras.ops.sum(loss) for loss in model.losses)  # noqa: E731
     return with_rest(functools.partial(model, training=True), rest, model)
@@ -334,7 +339,7 @@ def losses_that_layers_add():
         lambda x: x[:, :1] ** 2 / keras.ops.cast(keras.ops.shape(x)[0], x.dtype),
         lambda x: tf.reduce_sum(tf.debugging.check_numerics(x**2, "not finite")),
     )  # fmt: skip
-    active = layers.Dense(3, activity_regularizer="l2", kernel_regularizer="l1")
+    active = layers.Dense(3, activity_regularizer=Cosine(), kernel_regularizer=Cosine())
     return of_added(Adds(*kinds), active)
 
 

@@ -126,7 +126,9 @@ def _leaves(logs: Mapping, before: str = "") -> Iterator[tuple[str, tf.Tensor]]:
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{before}{name}_")
         else:
-            yield f"{before}{name}", tf.convert_to_tensor(value)
+            # Keras 3.12 makes results Python's numbers, of 64 bits.
+            exact = tf.float64 if isinstance(value, float) else None
+            yield f"{before}{name}", tf.convert_to_tensor(value, exact)
 
 
 def check_rows(output: Any) -> None:

@@ -16,6 +16,7 @@ starting ops there, and SGD uses the fused kernels.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -476,11 +477,19 @@ def can_follow(weight: keras.Variable) -> bool:
 
 
 def factors(regularizer: Any) -> tuple[float, float] | None:
-    """Return the factors of L1 and L2, rounded to float32 as in Keras; None for other classes."""
+    """Return the factors of L1 and L2, rounded as in Keras; None for other classes."""
     regularizers = keras.regularizers
     if regularizer is None:
         return 0.0, 0.0
     if type(regularizer) not in (regularizers.L1, regularizers.L2, regularizers.L1L2):
         return None
     config = regularizer.get_config()
-    return float(np.float32(config.get("l1", 0.0))), float(np.float32(config.get("l2", 0.0)))
+    rounded = np.float32 if _rounds_factors() else np.float64
+    return float(rounded(config.get("l1", 0.0))), float(rounded(config.get("l2", 0.0)))
+
+
+@functools.cache
+def _rounds_factors() -> bool:
+    """Return whether Keras rounds the factors of regularizers to float32, as newer ones do."""
+    with tf.init_scope(), tf.device("/cpu:0"):
+        return float(keras.regularizers.L2(0.1)(tf.ones([1], tf.float64))) != 0.1
