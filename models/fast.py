@@ -4,8 +4,8 @@
     logits = model(images)                                # [B, 32, 32, 3] -> [B, 10]
 
 A fixed 2x2 convolution separates the patterns of neighboring pixels and colors. Six 3x3
-convolutions in three groups of 64, 256 and 256 channels follow. Of 1,973,968 weights 1,971,328 are
-trained.
+convolutions in three groups of 64, 256 and 256 channels follow. It has
+1,973,968 weights, of which 1,971,328 are trained.
 
 The network has 118 million multiplications for an image of 32x32. As in fast.ai's entries to
 DAWNBench, the first steps may use smaller images: `small_size=24, small_steps=100`.

@@ -502,7 +502,7 @@ def mask_of(tensor: Any) -> tf.Tensor | None:
 
 
 def set_mask(tensor: Any, mask: tf.Tensor | None) -> None:
-    """Attach a mask of its first axes to a tensor, as Keras does. Public: `compute_mask`."""
+    """Attach a mask of its first axes to a tensor, see `keras.layers.Masking`. Public: none."""
     function("set_keras_mask")(tensor, mask)
 
 
@@ -513,7 +513,7 @@ def logits_of(tensor: Any) -> tf.Tensor | None:
 
 
 def set_logits(tensor: Any, logits: tf.Tensor) -> None:
-    """Attach their logits to probabilities, as Keras does. Public: `from_logits` of a loss."""
+    """Attach their logits to probabilities, like `keras.activations.softmax`. Public: none."""
     _check_logits()
     vars(tensor)["_keras_logits"] = logits
 
@@ -546,7 +546,12 @@ def gradients_kept(optimizer: keras.optimizers.Optimizer) -> Block:
 
 
 def index_of(optimizer: keras.optimizers.Optimizer, variable: tf.Variable) -> int:
-    """Return the place of a variable's slot in each list of slots. Public: none."""
+    """Return the place of a variable's slot in each list of slots. Public: none.
+
+    Args:
+        optimizer: built.
+        variable: that it updates.
+    """
     return function("Optimizer._get_variable_index")(optimizer, variable)
 
 
