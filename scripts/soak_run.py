@@ -186,7 +186,7 @@ class Run:
             newest = max(self.steps(), default=0)
             self.start()
             self.end(0)
-            begun = re.search(r"^resuming .* at step (\d+) of ", self.printed(), re.MULTILINE)
+            begun = re.search(r"^continuing .* at step (\d+) of ", self.printed(), re.MULTILINE)
             if int(begun[1] if begun else 0) < newest:  # more, if a kill came in a renaming
                 raise Wrong(f"start {self.starts} did not resume from step {newest}")
         if not (self.train_dir / "result.json").exists():

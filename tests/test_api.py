@@ -164,7 +164,7 @@ def test_an_interrupt_saves_and_the_same_cell_goes_on(tmp_path, capsys, monkeypa
     step = max(tiny.saved_steps(tmp_path))
     assert 0 < step < 100
     assert train(tmp_path, max_steps=step + 2)["steps"] == step + 2
-    assert f"resuming    {tmp_path} at step {step} of" in capsys.readouterr().out
+    assert f"continuing  {tmp_path} at step {step} of" in capsys.readouterr().out
 
 
 def test_runs_leave_the_program_as_it_was(tmp_path, capfd):

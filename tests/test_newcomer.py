@@ -106,7 +106,7 @@ def test_from_the_first_command_to_a_sweep_and_a_table(folder):
     gone_on, verified, evaluated, predicted, _, swept, of_prices = typed_one_by_one(
         go_on, shorter, evaluate, predict, export, sweep, prices
     )
-    assert "resuming    runs/mine at step " in gone_on and "\npassed " in verified
+    assert "continuing  runs/mine at step " in gone_on and "\npassed " in verified
     accuracy = re.search(r"test_accuracy +([\d.]+)", gone_on)[1]
     assert re.search(r"accuracy +([\d.]+)", evaluated)[1] == accuracy
     assert all(f"learning_rate={rate}" in swept for rate in ("0.01", "0.03", "0.1"))

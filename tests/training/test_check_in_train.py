@@ -156,7 +156,7 @@ def test_a_run_on_one_device_is_resumed_there_until_the_model_is_mended(
     given = MIXING | dict(on_inexact="one_device", batch_size=6)
     for steps in 5, 8:
         assert trained(tmp_path / "run", max_steps=steps, **given)["num_towers"] == 1
-    assert "resuming  " in capsys.readouterr().out
+    assert "continuing  " in capsys.readouterr().out
     monkeypatch.setattr(tiny.Centered, "call", lambda layer, x: x)
     assert trained(tmp_path / "run", max_steps=10, **given)["num_towers"] == 2
 

@@ -144,7 +144,7 @@ def test_a_run_in_parts_is_the_run_in_one(whole, tmp_path, monkeypatch, capsys):
         patch.setattr("towers.training.run.manifest.finish", crash)
         with pytest.raises(RuntimeError, match="lightning"):
             train(tiny.options(tmp_path, **GIVEN | OF_PARTS))
-    for words in ["resuming", "after 18 of"], ["finished"]:  # once more: it is finished
+    for words in ["continuing", "after 18 of"], ["finished"]:  # once more: it is finished
         code, out, err = command(capsys, "train", *flags)
         assert code == 0 and json.loads(out) == result_of(tmp_path) and out.count("\n") == 1
         assert all(word in err for word in words) and "other values" not in err, err
@@ -258,7 +258,7 @@ def test_what_overwrite_has_begun_is_gone_on_with_by_the_same_command_alone(
     assert names == ["run", "run.1"]
     capsys.readouterr()
     assert train(tiny.options(folder, overwrite=True))["steps"] == 12  # a job that is queued again
-    assert f"resuming    {folder} at step {step} of 12" in capsys.readouterr().out
+    assert f"continuing  {folder} at step {step} of 12" in capsys.readouterr().out
     for number, changes in (2, {}), (3, {"seed": 1}):  # finished; of other flags
         assert stopped(**changes)[1][-1] == f"run.{number}"
 

@@ -109,13 +109,13 @@ def test_a_killed_worker_costs_a_call_and_no_number(pair, near, tmp_path):
             run.until("step 0 of 400")
             time.sleep(random.uniform(0, 1.5))
             second.kill()
-            run.until("^resuming")
+            run.until("^continuing")
             command = Path(f"/proc/{run.process.pid}/cmdline").read_text().split("\0")
             printed = run.end()
     assert command.count("train") == 1 and command[-2] == "--overwrite=false"
     assert f"lost        worker {second.address}" in printed
     (step,) = re.findall(r"restarting  from step (\d+): 1 worker of 2 left", printed)
-    assert f"resuming    run at step {step} of 400" in printed
+    assert f"continuing  run at step {step} of 400" in printed
     assert printed.count("moved aside") == 1
     assert_same(folder, near)
 

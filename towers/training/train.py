@@ -184,5 +184,5 @@ def _announce(monitor: Monitor, prepared: PreparedRun) -> None:
         monitor.say(f"new run     {options.train_dir}, {count(last, 'step')} of {of}")
     else:
         at = f"step {prepared.restored.step} of {last}, the newest checkpoint"
-        monitor.say(f"resuming    {options.train_dir} at {at}")
+        monitor.say(f"continuing  {options.train_dir} at {at}")
     monitor.say(f"watch it    {tensorboard_command(options.train_dir)}")
