@@ -207,3 +207,13 @@ def test_quickstart_installs_cuda_beside_what_is_there_if_there_is_a_driver(
     (tmp_path / "version").write_text("")
     run(checkout, "scripts/quickstart", PYTHON=str(python), NVIDIA_DRIVER=f"{tmp_path}/version")
     assert num_installations(python) == 3
+
+
+def test_other_systems_are_named_at_import(tmp_path):
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); sys.platform = sys.argv[2]; import towers"
+    )
+    for system in "darwin", "win32":
+        done = run(tmp_path, sys.executable, "-c", program, str(ROOT), system)
+        assert done.stderr.splitlines()[-1].startswith("ImportError: towers needs Linux")
+        assert "WSL 2" in done.stderr

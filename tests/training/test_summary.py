@@ -47,3 +47,9 @@ def test_the_length_is_told_and_is_never_nothing():
     assert length(2, max_steps=9) == "length      9 steps, 63 examples, 1.05 epochs"
     assert length(2, batch_size=38) == "length      4 steps, 152 examples, 2.533 epochs"
     assert length(0.001) == "length      1 step, 7 examples, 0.1167 epochs"
+
+
+def test_towers_without_examples_get_a_note():
+    lines = run_summary(prepare(tiny.options("unused", num_towers=3, batch_size=2)))
+    (note,) = [line for line in lines if line.startswith("note")]
+    assert "no example for 1 tower;" in note and "--batch_size=3" in note

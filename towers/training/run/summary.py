@@ -46,7 +46,10 @@ def run_summary(run: RunContext) -> list[str]:
     return [
         f"towers      {towers}: {', '.join(map(shown_name, run.builder.devices))}; {gather}",
         f"batch size  {options.batch_size} global ({per_tower} per tower), {options.dtype}",
-        *([f"note        {idle} towers get no examples; type --batch_size={towers}"] * (idle > 0)),
+        *(
+            [f"note        no example for {count(idle, 'tower')}; try --batch_size={towers}"]
+            * (idle > 0)
+        ),
         f"data        {run.data.name}: {size} training examples per epoch, {held}"
         f"{run.data.test.size} test; {size / options.batch_size:.1f} steps per epoch",
         *run.data.notes,
