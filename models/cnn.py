@@ -117,7 +117,7 @@ def local_response_normalization(
     """
     num_channels = x.shape[-1]
 
-    def sum_neighbours(values: tf.Tensor, factor: float) -> tf.Tensor:
+    def sum_neighbors(values: tf.Tensor, factor: float) -> tf.Tensor:
         weights = tf.fill([num_channels, num_channels], tf.constant(factor, values.dtype))
         radius = min(depth_radius, num_channels)
         band = tf.linalg.band_part(weights, radius, radius)
@@ -130,13 +130,13 @@ def local_response_normalization(
     def normalize(x: tf.Tensor):
         # As a bias, the constant is added inside the product's kernel.
         scale = tf.nn.bias_add(
-            sum_neighbours(x * x, alpha), tf.fill([num_channels], tf.constant(bias, x.dtype))
+            sum_neighbors(x * x, alpha), tf.fill([num_channels], tf.constant(bias, x.dtype))
         )
         power = tf.math.rsqrt(scale * tf.sqrt(scale))
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             direct = upstream * power
-            return direct - x * sum_neighbours(direct * (x / scale), 2 * 0.75 * alpha)
+            return direct - x * sum_neighbors(direct * (x / scale), 2 * 0.75 * alpha)
 
         return x * power, gradient
 

@@ -196,8 +196,8 @@ class CosinePatterns(keras.initializers.Initializer):
     def __call__(self, shape: tuple[int, ...], dtype: str | None = None) -> tf.Tensor:
         """Return a kernel `[h, w, C, 2 h w C]`."""
         dtype = dtype or keras.config.floatx()
-        rows, columns, colours = (_cosines(size, dtype) for size in shape[:3])
-        patterns = tf.einsum("ai,bj,ck->ijkabc", rows, columns, colours)
+        rows, columns, colors = (_cosines(size, dtype) for size in shape[:3])
+        patterns = tf.einsum("ai,bj,ck->ijkabc", rows, columns, colors)
         patterns = tf.reshape(patterns, [*shape[:3], shape[-1] // 2])
         return tf.concat([patterns, -patterns], axis=-1)
 

@@ -75,7 +75,7 @@ def preact_resnet(
         bottleneck: whether a block is convolutions of 1x1, 3x3 and 1x1, the last with four times
             the channels, instead of two of 3x3.
         drop_path: rate at which the last block is skipped in training (stochastic depth); the
-            others' rates grow towards it.
+            others' rates grow toward it.
         num_classes: number of logits.
         image_shape: `(H, W, C)` of the images.
 

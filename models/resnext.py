@@ -63,7 +63,7 @@ def resnext(
         width: number of channels of the first convolution; the stages end in 4, 8 and 16 times as
             many.
         drop_path: rate at which the last block is skipped in training (stochastic depth); the
-            others' rates grow towards it.
+            others' rates grow toward it.
         num_classes: number of logits.
         image_shape: `(H, W, C)` of the images.
 

@@ -50,7 +50,7 @@ def vit(
         patch: height and width of a patch in pixels; it divides those of the image.
         dropout: rate of the dropout after each dense layer of a block.
         drop_path: rate at which the last block's two branches are skipped in training (stochastic
-            depth); the others' rates grow towards it.
+            depth); the others' rates grow toward it.
         num_classes: number of logits.
         image_shape: `(H, W, C)` of the images.
 

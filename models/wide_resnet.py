@@ -64,7 +64,7 @@ def wide_resnet(
         widen: the stages have 16, 32 and 64 times this many channels.
         dropout: rate of the dropout between a block's convolutions; the paper's is 0.3 on CIFAR.
         drop_path: rate at which the last block is skipped in training (stochastic depth); the
-            others' rates grow towards it.
+            others' rates grow toward it.
         num_classes: number of logits.
         image_shape: `(H, W, C)` of the images.
 

@@ -22,7 +22,7 @@ LARGE = ("applications:",)
 
 # Models of verdicts that test_verify, test_verify_fit and builder/test_trials do not find.
 USUAL = (
-    "faults:added_spread", "faults:counts_its_calls", "faults:quantised", "mixing:kernel_clipped",
+    "faults:added_spread", "faults:counts_its_calls", "faults:quantized", "mixing:kernel_clipped",
     "faults:tensorflow_variable",
 )  # fmt: skip
 

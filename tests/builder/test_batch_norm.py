@@ -26,7 +26,7 @@ DEVICES = ["/cpu:1", "/cpu:2", "/cpu:3"]
     [((6, 5, 3), False), ((5, 3), True)],
     ids=lambda value: "GPUs" if value is True else str(value),
 )
-def test_batches_and_maps_of_unknown_size_are_normalised_by_the_fused_kernels(shape, on_gpus):
+def test_batches_and_maps_of_unknown_size_are_normalized_by_the_fused_kernels(shape, on_gpus):
     def make():
         keras.config.set_dtype_policy("float32")
         pools = {2: [layers.GlobalMaxPooling1D()], 3: [layers.GlobalMaxPooling2D()]}

@@ -197,7 +197,7 @@ def of_layers(policy, *layers):
         keras.config.set_dtype_policy(before)
 
 
-def test_a_gradient_that_normalisations_make_vanish_is_rounding():
+def test_a_gradient_that_normalizations_make_vanish_is_rounding():
     """One far example among zeros: each BatchNorm divides what goes back by its distance."""
     blocks = [lambda: L.Dense(4), L.BatchNormalization, L.ReLU] * 3
     model = of_layers("float64", *blocks, lambda: L.Dense(4))

@@ -23,7 +23,7 @@ def backward(change):
 
 
 clipped_by_norm = backward(lambda upstream: tf.clip_by_norm(upstream, 1.0))
-normalised = backward(lambda upstream: upstream / (1e-6 + tf.reduce_max(tf.abs(upstream))))
+normalized = backward(lambda upstream: upstream / (1e-6 + tf.reduce_max(tf.abs(upstream))))
 by_sign, halved = backward(tf.sign), backward(lambda upstream: upstream / 2)
 
 
@@ -199,7 +199,7 @@ FUNCTIONS = {
     "largest deviation": (NORM, MOMENTS[2]),
     "table": (TABLE, counted),
     "clipped, of inputs": (WEIGHT, of_inputs(clipped_by_norm)),
-    "normalised, of a weight": (WEIGHT, of_weight(normalised)),
+    "normalized, of a weight": (WEIGHT, of_weight(normalized)),
     "sign, of a weight": (WEIGHT, of_weight(by_sign)),
     "a mark": (LAYER, shares(lambda x: x != -9)),
     "token 30": (LAYER, embedded_shares(30)),

@@ -272,7 +272,7 @@ def wrong_statistics(monkeypatch):
 
 def wrong_penalty(monkeypatch):
     none = lambda weights, gradients: ([tf.zeros([])], gradients)  # noqa: E731
-    monkeypatch.setattr(update, "_regularise", none)
+    monkeypatch.setattr(update, "_regularize", none)
 
 
 def wrong_masks(monkeypatch):
@@ -291,7 +291,7 @@ FAULTS = {
     "the loss": (wrong_loss, "loss"),
     "averages": (wrong_averages, "average/"),
     "statistics": (wrong_statistics, "model/.*moving_mean"),
-    "regularisation": (wrong_penalty, "model/"),
+    "regularization": (wrong_penalty, "model/"),
     "masks": (wrong_masks, "loss"),
 }
 

@@ -47,10 +47,10 @@ def reference(image, draws, kind):
         image = (image - mean) * (0.2 + 1.6 * contrast) + mean
     if kind == "shift":
         return image / 64 - 2 if stored == np.uint8 else image
-    return standardised(image)
+    return standardized(image)
 
 
-def standardised(image):
+def standardized(image):
     # tf.image.per_image_standardization, which has no float64.
     deviation = max(np.std(image), 1 / np.sqrt(np.size(image)))
     return (image - np.mean(image)) / deviation
@@ -143,7 +143,7 @@ OWN = {
     "masks": (IMAGES, IMAGES[..., 0] > 0),
     "boxes": (IMAGES, {"kind": LABELS, "boxes": np.zeros((NUM, 5, 4))}),
     "numbers": ({"tokens": np.zeros((NUM, 80), int), "price": np.zeros(NUM)}, np.zeros(NUM)),
-    "grey": (IMAGES[..., 0], LABELS, np.ones(NUM)),
+    "gray": (IMAGES[..., 0], LABELS, np.ones(NUM)),
     "two": ((IMAGES, {"a": {"b": np.zeros((NUM, 2))}}),),
 }
 
@@ -156,7 +156,7 @@ def own(kind, name="mine:load"):
     ("kind", "name", "compiled", "meant"),
     [
         ("auto", "images", False, "standardize"), ("auto", "numbers", False, "none"),
-        ("auto", "images", True, "none"), ("none", "grey", False, "none"),
+        ("auto", "images", True, "none"), ("none", "gray", False, "none"),
         ("resnet", "images", False, "resnet"),
         ("standardize", "masks", False, "standardize"),
         ("auto,cutout", "images", False, "standardize,cutout=16"),
@@ -173,7 +173,7 @@ def test_sets_that_come_with_towers_are_augmented_and_others_as_asked(kind, name
     ("kind", "name", "compiled", "named", "remedy"),
     [
         ("tutorial", "numbers", False, "has none", "leave the flag out"),
-        ("standardize", "grey", False, "has none", "x[..., None]"),
+        ("standardize", "gray", False, "has none", "x[..., None]"),
         ("tutorial", "masks", False, "y [40, 48]", "--augment=standardize"),
         ("resnet", "boxes", False, "y['boxes'] [5, 4]", "--augment=standardize"),
         ("standardize,cutout=41", "images", False, "40x48", "use a smaller one"),

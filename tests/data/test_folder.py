@@ -156,13 +156,13 @@ def top(tmp_path):
 
 
 def test_every_kind_of_image_becomes_three_channels_and_other_files_are_passed_over(top):
-    grey, alpha = np.full((*SHAPE[:2], 1), 77, np.uint8), np.full((*SHAPE[:2], 4), 88, np.uint8)
+    gray, alpha = np.full((*SHAPE[:2], 1), 77, np.uint8), np.full((*SHAPE[:2], 4), 88, np.uint8)
     (top / "train/ant/below").mkdir(parents=True)
-    (top / "train/ant/a.PNG").write_bytes(png(grey))
+    (top / "train/ant/a.PNG").write_bytes(png(gray))
     (top / "train/ant/b.png").write_bytes(png(alpha))
-    (top / "train/ant/c.jpg").write_bytes(tf.io.encode_jpeg(grey, quality=100).numpy())
+    (top / "train/ant/c.jpg").write_bytes(tf.io.encode_jpeg(gray, quality=100).numpy())
     (top / "train/ant/d.jpeg").write_bytes(tf.io.encode_jpeg(alpha[..., :3], quality=100).numpy())
-    (top / "train/ant/below/e.png").write_bytes(png(grey))
+    (top / "train/ant/below/e.png").write_bytes(png(gray))
     for name in "train/cat/notes.txt", "train/cat/._00001.png", "train/README", "train/.png":
         (top / name).write_text("no image")
     for name in ".cache/cat", "cat/.ipynb_checkpoints/deep", "cat/__MACOSX":

@@ -126,14 +126,14 @@ def test_epochs_are_unrelated_and_do_not_repeat():
     # Each place has each example about equally often, as do the steps from epoch to epoch and from
     # place to place (given the plain seed it is above 5).
     steps = (rows[1:] - rows[:-1]) % size
-    neighbours = (rows[:, 1:] - rows[:, :-1]) % size
+    neighbors = (rows[:, 1:] - rows[:, :-1]) % size
     assert 0.4 < chi_square(rows + size * np.arange(size), size * size) < 1.6
     assert 0.4 < chi_square(steps, size) < 1.6
-    assert 0.4 < chi_square(neighbours - 1, size - 1) < 1.6
+    assert 0.4 < chi_square(neighbors - 1, size - 1) < 1.6
     size = 20_000
     rows = orders(size, 10)  # of a large set
-    neighbours = (rows[:, 1:] - rows[:, :-1]) % size
-    assert chi_square(neighbours * 200 // size, 200) < 1.6
+    neighbors = (rows[:, 1:] - rows[:, :-1]) % size
+    assert chi_square(neighbors * 200 // size, 200) < 1.6
 
 
 # Evaluation

@@ -55,7 +55,7 @@ def test_tfrecord_files_with_a_parse_function(load, tmp_path, monkeypatch):
 
 
 def record_of(image, label):
-    """Return a serialised tf.train.Example."""
+    """Return a serialized tf.train.Example."""
     feature = {
         "image": tf.train.Feature(bytes_list=tf.train.BytesList(value=[image])),
         "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[label])),

@@ -22,7 +22,7 @@ AT = [0, 4, 8, 12, 16, 17]  # updates before the steps that get a point
 SCALARS = {
     "train": {
         **dict.fromkeys(
-            "loss/data loss/regularisation loss/total learning_rate gradient_norm "
+            "loss/data loss/regularization loss/total learning_rate gradient_norm "
             "progress/examples progress/epoch".split(),
             AT,
         ),
@@ -89,7 +89,7 @@ def test_the_layout_has_three_categories_and_each_tag_one_chart(server):
     patterns = [chart["multiline"]["tag"] for chart in charts]
     shown = {tag for tags in SCALARS.values() for tag in tags}
     shown |= {"test/accuracy_ema", "loss"}
-    for tag in (*shown, "loss/regularisation_2", "accuracy_of_tower_0"):
+    for tag in (*shown, "loss/regularization_2", "accuracy_of_tower_0"):
         matching = [c for c in patterns if any(re.match(t, tag) for t in c)]
         assert len(matching) == (tag in shown), tag
 

@@ -64,7 +64,7 @@ def masters_on(device, model, options, **more):
 
 
 def gradients_for(weights, step, overflow=False):
-    """Return random gradients: one of them sparse, one of a regularised weight and one None."""
+    """Return random gradients: one of them sparse, one of a regularized weight and one None."""
     random = np.random.default_rng(step)
     found = []
     for weight in weights:

@@ -110,7 +110,7 @@ def stopped_in_an_evaluation(monkeypatch, flags):
         traced.append(make(*args, **kwargs))
         return traced[-1]
 
-    def signalled(model, call):
+    def signaled(model, call):
         batches.append(1)
         if len(batches) == 6:  # the second of the evaluation after 9 steps; one has four
             os.kill(os.getpid(), signal.SIGINT), os.kill(os.getpid(), signal.SIGTERM)
@@ -119,7 +119,7 @@ def stopped_in_an_evaluation(monkeypatch, flags):
     handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     with monkeypatch.context() as patch:
         patch.setattr(RunContext, "train_loop", observed)
-        patch.setattr(evaluation, "traced", signalled)
+        patch.setattr(evaluation, "traced", signaled)
         code = cli.main(["train", *flags, "--steps_per_loop=3"])
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
     return code, [loop.function.experimental_get_tracing_count() for loop in traced]

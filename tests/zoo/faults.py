@@ -72,8 +72,8 @@ def _limit(value):
 
 @own(on_maps, "rounding", "an op that exists in float32 alone", quick=True,
      low=_limit(-0.5), high=_limit(0.5))  # fmt: skip
-def quantised(self, x):
-    """Learned limits of a quantisation."""
+def quantized(self, x):
+    """Learned limits of a quantization."""
     given = [tf.cast(ops.convert_to_tensor(v), tf.float32) for v in (x, self.low, self.high)]
     return tf.cast(tf.quantization.fake_quant_with_min_max_vars(*given), x.dtype)
 
@@ -124,8 +124,8 @@ def layer_in_call(_, x):
 
 @own(on_maps, REFUSED, "towers cannot meet in a branch", quick=True, norm=_norm, threshold=kept())
 def batch_norm_in_cond(self, x, training):
-    normalised = lambda: self.norm(x, training=training)  # noqa: E731
-    return ops.cond(self.threshold < 1, normalised, lambda: ops.tanh(x))
+    normalized = lambda: self.norm(x, training=training)  # noqa: E731
+    return ops.cond(self.threshold < 1, normalized, lambda: ops.tanh(x))
 
 
 @entry(REFUSED, "one batch of images is all there is")

@@ -1,4 +1,4 @@
-"""Normalisation: BatchNorm of every shape, and those that know one example alone."""
+"""Normalization: BatchNorm of every shape, and those that know one example alone."""
 
 import keras
 

@@ -116,7 +116,7 @@ def added_divergence(self, x, training):
     return mean + ops.exp(log_variance / 2) * noise
 
 
-penalised_weights = on_features(
+penalized_weights = on_features(
     SAME,
     "regularizers act once, on the masters",
     lambda: [
@@ -124,7 +124,7 @@ penalised_weights = on_features(
         layers.Dense(4, kernel_regularizer=keras.regularizers.L1L2(0.1, 0.2)),
     ],
 )
-entry(SAME, "decay, too", "--optimizer=adamw --weight_decay=0.1")(penalised_weights)
+entry(SAME, "decay, too", "--optimizer=adamw --weight_decay=0.1")(penalized_weights)
 
 
 @own(on_features, SAME, "None for a weight", unused=(2, 2), scores=(None, 3))

@@ -50,7 +50,7 @@ def counters_of_calls(self, x, training):
 
 
 @layer(mean=kept(shape=(None,)))
-def centred(self, x, training):
+def centered(self, x, training):
     """Subtracts a moving average of the mean, as it was before this batch."""
     y = x - self.mean
     if training:
@@ -60,7 +60,7 @@ def centred(self, x, training):
 
 
 moving_mean = on_maps(
-    SAME, "the mean of the towers, by examples", lambda: [centred(), layers.Conv2D(4, 3), centred()]
+    SAME, "the mean of the towers", lambda: [centered(), layers.Conv2D(4, 3), centered()]
 )
 given_policies = on_features(
     SAME,

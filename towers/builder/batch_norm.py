@@ -233,7 +233,7 @@ def _call(
         if not on_gpu or tf.is_tensor(correction):
             variance, correction = variance * correction, 1.0
     else:
-        y, mean, variance = _normalise(x, scale, offset, layer.epsilon, sync, on_gpu)
+        y, mean, variance = _normalize(x, scale, offset, layer.epsilon, sync, on_gpu)
     weight = 1.0 - layer.momentum
     for moving, value, share in (
         (layer.moving_mean, mean, weight),
@@ -271,7 +271,7 @@ def _number(x: tf.Tensor) -> int | tf.Tensor:
     return tf.cast(tf.size(x) // x.shape[-1], tf.float32) if known is None else known // x.shape[-1]
 
 
-def _normalise(
+def _normalize(
     x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, sync: SyncHandle,
     on_gpu: bool,
 ) -> tuple:  # fmt: skip
@@ -282,7 +282,7 @@ def _normalise(
     backward = _backward_by_own_moments if on_gpu else _backward
 
     @tf.custom_gradient
-    def normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple:
+    def normalize(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple:
         _, own_mean, own_variance, *reserved = _in_training(x, scale, offset, epsilon)
         layer = _layer_of(own_mean, own_variance, x, scale, epsilon, sync, on_gpu)
         sync.layers.append(layer)
@@ -293,7 +293,7 @@ def _normalise(
         y = _by_moments(x, epsilon, scale, offset, layer.mean, layer.variance)
         return (y, layer.mean, layer.variance), gradient
 
-    return normalise(x, scale, offset)
+    return normalize(x, scale, offset)
 
 
 @dataclasses.dataclass(eq=False)

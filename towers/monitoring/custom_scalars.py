@@ -20,7 +20,7 @@ CHARTS = {
         "METRICS": "",  # a chart for each
         "learning rate": "learning_rate",
         "gradient norm": "gradient_norm",
-        "regularization": "loss/regularisation",
+        "regularization": "loss/regularization",
         "epoch": "progress/epoch",
         "examples": "progress/examples",
     },

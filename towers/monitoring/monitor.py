@@ -111,7 +111,7 @@ class Monitor:
         plots = self.timetable.plots(step) or step != self.timetable.first_step + 1
         scalars = {
             "loss/data": metrics["loss"],
-            "loss/regularisation": metrics["penalty"],
+            "loss/regularization": metrics["penalty"],
             "loss/total": metrics["loss"] + metrics["penalty"],
             "learning_rate": metrics["learning_rate"],
             "gradient_norm": metrics["gradient_norm"],

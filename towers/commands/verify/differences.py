@@ -21,7 +21,7 @@ _TRIALS = 3
 # Scale of an array that stays exactly zero on one device, as a share of the largest of its kind.
 _ZERO_SCALE = 1e-6
 # For each compute dtype. Correct models stay far below; in half precision only faults of several
-# per cent can be detected.
+# percent can be detected.
 TOLERANCES = defaultdict(lambda: 0.05, float64=TOLERANCE, float32=1e-4)
 _NUDGE_PART = 1e-3  # of a tolerance: an array may differ by 1000 times its own rounding
 

@@ -48,7 +48,7 @@ class TestStep:
         """
         self._model, self._averages = model, averages
         weights = model.trainable_variables if without_penalty else ()
-        self._penalised = [v for v in weights if v.regularizer is not None]
+        self._penalized = [v for v in weights if v.regularizer is not None]
         metrics = model.metrics_variables if averages else ()
         self._of_averages = [(v, copy_beside(v.value)) for v in metrics]  # a second state of them
 
@@ -97,7 +97,7 @@ class TestStep:
         metrics = scalars(self._model.get_metrics_result())
         metrics = metrics if metrics.keys() == logs.keys() else logs
         totals = {name: float(value) for name, value in metrics.items()}
-        for weight in self._penalised:
+        for weight in self._penalized:
             totals["loss"] -= float(weight.regularizer(weight))
         return totals
 

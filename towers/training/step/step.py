@@ -266,7 +266,7 @@ class Task:
     def tower_function(self, *batch: Any) -> Any:
         """Return one tower's losses `[b]` for (*example, draws).
 
-        Losses added by layers (`add_loss`, activity regularisers) are added to each example's. If
+        Losses added by layers (`add_loss`, activity regularizers) are added to each example's. If
         the step has metrics, a tuple (losses, their inputs) is returned; if the loss mixes
         examples, a number for each row of the outputs.
         """

@@ -300,7 +300,7 @@ def _replica_update(
     parts = fused_update.flatten_updates(gradients, replica.weights, optimizer, True)
     gradients, weights = parts
     with tf.device(replica.device):
-        penalties, gradients = _regularise(weights, gradients)
+        penalties, gradients = _regularize(weights, gradients)
         used = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
         gradients, weights = [g for g, _ in used], [w for _, w in used]
         penalty, norm = _sum(penalties), global_norm(gradients)
@@ -331,7 +331,7 @@ def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variab
     return results
 
 
-def _regularise(
+def _regularize(
     weights: Sequence[keras.Variable], gradients: list[Any]
 ) -> tuple[list[tf.Tensor], list[Any]]:
     """Return the terms of the regularization loss, and the gradients with its gradients added."""
@@ -382,7 +382,7 @@ def _widest(values: Sequence[Any]) -> tf.DType:
 def update_averages(
     train_state: TrainState, rules: StepOptions, finite: tf.Tensor | None = None
 ) -> None:
-    """Move each average towards its variable, which has just been updated.
+    """Move each average toward its variable, which has just been updated.
 
     The decay goes by examples, and rises from 0.1 as in `tf.train.ExponentialMovingAverage` with
     `num_updates`.
