@@ -100,7 +100,6 @@ def test_from_the_first_command_to_a_sweep_and_a_table(folder):
     Path("prices.csv").write_text("\n".join(["area,city,price", *rows]))
     (more,) = re.findall(r"`(--model_args=.*?)`", PATH)
     prices = "towers train --model=my_price:build --dataset=my_prices:load --train_dir=p".split()
-    go_on = [*go_on, "--num_epochs=5"]  # of the 1000, which are there to be interrupted
     shorter = [*verify, more, "--num_towers=2"]
     sweep += ["--max_steps=2"]
     gone_on, verified, evaluated, predicted, _, swept, of_prices = typed_one_by_one(

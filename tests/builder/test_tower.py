@@ -152,7 +152,7 @@ REFUSED = {
     r"must have the same size along axis 0, not \[8, 6\]": [
         lambda: builder(2).map(lambda *_: None, tf.ones(8), np.ones((6, 2)))
     ],
-    r"one loss for each example, shape .b., not \(\) for . examples; reduce all axes": [
+    r"one loss for each example, shape .b., not \(\) when traced with . examples; reduce all": [
         lambda: builder(2).gradients(tf.reduce_mean, [tf.Variable([1.0, 2.0])], tf.ones(2))
     ],
     "must be a list of tf.Variables or keras.Variables, but holds": [

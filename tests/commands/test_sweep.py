@@ -57,7 +57,7 @@ def test_a_grid_ends_with_the_table_the_best_first_and_a_command_that_can_be_typ
     ]
     rows = [line.split() for line in lines[lines.index("") + 1 :][:3]]
     assert rows == [
-        "learning_rate test accuracy n failed".split(),
+        "learning_rate test accuracy runs failed".split(),
         "0.3 0.3200 2 0".split(),
         "0.1 0.1200 2 0".split(),
     ]
@@ -126,7 +126,7 @@ def test_the_average_counts_where_there_is_one_and_a_failure_puts_a_row_last():
 def test_what_is_finished_is_not_started_again_and_values_can_be_added(folder):
     run_fake("--vary=learning_rate:0.1", "--vary=seed:1")
     result, lines = run_fake("--vary=learning_rate:0.3,0.1", "--vary=seed:1,2")
-    assert "sweep       S: 3 of 4 runs are not finished" in lines
+    assert "sweep       S: 3 of 4 runs to train" in lines
     assert set(statuses(result).values()) == {"finished"}
     assert len(started()) == len(set(started())) == 4
 

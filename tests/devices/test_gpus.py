@@ -86,6 +86,9 @@ def test_what_is_set_is_read_back(install, cards, options, limits, lines):
     [
         ([A100, SMALL, A100], {"visible_gpus": "1,2"}, "GPU 1 (NVIDIA T400)", "and-cuda"),
         ([], {"visible_gpus": "0"}, "--visible_gpus=0", "towers doctor"),
+        ([A100, A100], {"devices": "/gpu:1,gpu:2"}, "no /gpu:2; TensorFlow sees /gpu:0, /gpu:1;",
+         "towers doctor"),
+        ([], {"devices": "/gpu:1"}, "no /gpu:1; TensorFlow sees no GPU;", "towers doctor"),
         ([A100, LIMITED], {"gpu_memory_limit_mib": 10001}, "GPU 1 (NVIDIA A100)", "ask for less"),
         ([A100, SILENT], HALF, "memory_fraction=0.5", "--gpu_memory_limit_mib=4096"),
         ([SHARED, A100], HALF, "python (pid 17, 6000 MiB)", "--visible_gpus=1"),

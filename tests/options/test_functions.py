@@ -35,9 +35,9 @@ def test_a_function_of_a_module(write):
     "flag, name, says",
     [
         *(("model", name, "must be module:function, such as my_net:build")
-          for name in ("net:", ":build", "a..b:c", "net.:build", "", "net")),
+          for name in ("net:", ":build", "a..b:c", "net.:build", "", "net", "net.py:build")),
         *(("dataset", name, f"there is no module {name[:-2]} in")
-          for name in ("no_net:b", "net.a.b:b", "a/net.py:b", "a\0b:b")),
+          for name in ("no_net:b", "net.a.b:b", "a/net:b", "a\0b:b")),
         ("callbacks", "net:LIST", "net has no function LIST"),
         ("model", "net:resnet", "net has no function resnet; did you mean net:resnet20?"),
     ],

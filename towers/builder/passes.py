@@ -90,8 +90,8 @@ class Passes:
 # Losses made in the towers.
 
 _NO_LOSSES = (
-    "loss_fn must return one loss for each example, shape [b], not {} for {} examples; reduce all "
-    "axes but the first (reduction=None in a Keras loss): the builder averages over all towers"
+    "loss_fn must return one loss for each example, shape [b], not {} when traced with {} "
+    "examples; reduce all axes but the first (reduction=None in a Keras loss), the builder averages"
 )
 
 
@@ -212,7 +212,7 @@ def _checked(losses: Any, part: Slice) -> tf.Tensor:
     if not losses.shape.is_compatible_with([size if isinstance(size, int) else None]):
         raise InputError(_NO_LOSSES.format(losses.shape, size))
     if tf.is_tensor(size) or (size is not None and losses.shape[0] is None):
-        message = _NO_LOSSES.format("another shape", "that many")
+        message = _NO_LOSSES.format("another shape", "other")
         tf.debugging.assert_equal(tf.shape(losses)[0], size, message)
     return widen(losses)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -35,9 +35,26 @@ def configure(*, devices: str | Sequence[str] = "", **options: Any) -> None:
             `allow_soft_placement`, `tf32`, `deterministic`.
 
     Raises:
-        InputError: an option is out of range or impossible here, a GPU is full, or TensorFlow has
-            started.
+        InputError: an option is out of range or impossible here, a GPU is full or not there, or
+            TensorFlow has started.
     """
+    _configure(devices, options)
+    known = [shown_name(f"/gpu:{i}") for i in range(len(logical_gpus()))]
+    for name in _named(devices):
+        if "gpu" in name and name not in known:
+            raise InputError(
+                f"devices={devices!r}: no {name}; TensorFlow sees {', '.join(known) or 'no GPU'}; "
+                "type `towers doctor` to see why"
+            )
+
+
+def configure_run(options: Any) -> None:
+    """Do the same with the options of a run; no GPU is hidden if TensorFlow has started."""
+    devices = "" if tf_internals.has_started() else options.devices
+    _configure(devices, dataclasses.asdict(options.gpu_options()))
+
+
+def _configure(devices: str | Sequence[str], options: Mapping[str, Any]) -> None:
     global _in_force
     asked, before = GpuOptions(**options), _in_force.demands()
     new = {name: value for name, value in asked.demands().items() if before.get(name) != value}
@@ -68,12 +85,6 @@ def configure(*, devices: str | Sequence[str] = "", **options: Any) -> None:
     _in_force = asked
 
 
-def configure_run(options: Any) -> None:
-    """Call `configure` with the options of a run; GPUs are hidden if TensorFlow has not started."""
-    devices = "" if tf_internals.has_started() else options.devices
-    configure(devices=devices, **dataclasses.asdict(options.gpu_options()))
-
-
 def hide_gpus() -> None:
     """Leave the GPUs to other processes, unless TensorFlow has started and uses them already."""
     if not tf_internals.has_started():
@@ -102,13 +113,17 @@ def _if_others_are_hidden(
 ) -> dict[str, tf.config.PhysicalDevice] | None:
     # {name: GPU} of those that stay visible, with all parts of each; None if all do, since one of
     # the devices is not there, or none is named.
-    listed = devices.split(",") if isinstance(devices, str) else map(str, devices)
-    names = set(map(shown_names.parse_device, listed))
+    names = _named(devices)
     known = {} if "" in names else logical_gpus()
     known = {shown_name(f"/gpu:{i}"): gpu for i, gpu in enumerate(known)}
     used = [known.get(name) for name in names if "gpu" in name]
     kept = {name: gpu for name, gpu in known.items() if gpu in used}
     return kept if None not in used and len(kept) < len(known) else None
+
+
+def _named(devices: str | Sequence[str]) -> list[str]:
+    listed = devices.split(",") if isinstance(devices, str) else map(str, devices)
+    return list(map(shown_names.parse_device, listed))
 
 
 def logical_gpus() -> list[tf.config.PhysicalDevice]:

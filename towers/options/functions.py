@@ -244,7 +244,8 @@ def _current_folder_searched(module_name: str) -> Iterator[None]:
 
 def _split_name(flag: str, name: str) -> tuple[str, str]:
     module_name, colon, function_name = name.partition(":")
-    if not (colon and function_name and all(module_name.split("."))):
+    parts = module_name.split(".")
+    if not (colon and function_name and all(parts)) or parts[-1] == "py":
         example = "my_net:build" if flag == "model" else f"my_{flag}:make"
         raise InputError(f"--{flag}={name} must be module:function, such as {example}")
     return module_name, function_name

@@ -53,7 +53,7 @@ class ModelOptions:
     )  # fmt: skip
     model_args: str = _model("", "Keyword arguments for the model function: depth=20,width=16.")
     init_from: str = _model(
-        "", "Start with the weights of another run, those that fit. Its folder."
+        "", "Folder of another run. Start with those of its weights that fit this model."
     )
     dtype: str = _model(
         "float32", "Keras' dtype policy. Weights are stored in float32 or float64.", choices=DTYPES
@@ -169,7 +169,7 @@ class DeviceOptions:
         "default", "Where the weights are stored.\n"
         "replicated: on every tower\n"
         "cpu: on the host, for a model that does not fit on one GPU\n"
-        "default: replicated on GPUs of this machine, spread over --workers, otherwise cpu",
+        "default: replicated on GPUs, cpu without GPUs, spread over the machines of --workers",
         choices=("default", "cpu", "replicated"),
     )  # fmt: skip
     jit_compile: bool = _towers(

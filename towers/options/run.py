@@ -40,8 +40,8 @@ class _RunOptions:
     )
     overwrite: bool = _run(
         False,
-        "Rename an existing train_dir and start a new run. Without it, the run is resumed. A run "
-        "that the same command has begun is resumed, too.",
+        "Rename an existing train_dir and start a new run. Without it, the run is resumed. The "
+        "same command again resumes the new run.",
     )
     seed: int = _run(
         0, "Seed for initial weights, shuffling and augmentation.", affects="result", minimum=0,

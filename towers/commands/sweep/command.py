@@ -58,7 +58,7 @@ def run(
         lock.take(folder, "--sweep_dir")
         entries = [_entry(planned, folder) for planned in runs]
         waiting = [pair for pair in zip(runs, entries, strict=True) if not pair[1]["result"]]
-        say(f"sweep       {folder}: {len(waiting)} of {len(runs)} runs are not finished")
+        say(f"sweep       {folder}: {len(waiting)} of {len(runs)} runs to train")
         say(f"watch it    tensorboard --logdir={folder}")
         for planned, entry in waiting:
             if stop():
@@ -202,7 +202,7 @@ def closing_lines(result: Mapping[str, Any]) -> list[str]:
             + [row["mean"] and f"{row['mean']:.4f}", row["finished"], row["failed"]]
             for row in result["summary"]
         ]
-        header = [*names, result["monitor"].replace("_", " ", 1), "n", "failed"]
+        header = [*names, result["monitor"].replace("_", " ", 1), "runs", "failed"]
         lines = ["", *table(header, rows), ""]
         lines.append(f"best        {describe(best['flags']) or 'the flags as given'}")
         lines.append(f"  {best['command']}")
