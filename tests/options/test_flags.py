@@ -159,7 +159,7 @@ def test_the_flags_of_a_run_are_those_of_its_flagfile(folder, verb):
         ("--seed=1\n--batchsize=1\n", "'batchsize'. Did you mean: batch_size ?"),
         ("--flagfile=missing.cfg", "missing.cfg: No such file or directory"),
         ("--flagfile=a.cfg", "a.cfg: more than 100 flagfiles"),
-        ("--flagfile\n.", ".: Is a directory"),
+        ("--flagfile\n.", ".: is not a regular file"),
         ("--flagfile=pipe", "pipe: is not a regular file"),
         ("--flagfile=/dev/zero", "/dev/zero: is not a regular file"),
         ("--flagfile=/proc/self/mem", "/proc/self/mem: Input/output error"),

@@ -111,59 +111,50 @@ def parse(argv: Sequence[str], verb: Verb = _TRAIN) -> Any:
     values = _read_argv(argv, verb, flagfiles)
     typed = _read_argv(argv, verb, left_out=dict(flagfiles)) if flagfiles else values
     _check_taken(typed, verb)
-    if flagfiles:
-        values = _without_untyped(values, typed, argv, verb, dict(flagfiles))
+    if values.get("trust") and not typed.get("trust"):
+        path = next(path for path, text in flagfiles if "trust" in text)
+        raise InputError(
+            f"--flagfile={path} sets --trust, which must be typed; check the code that would run, "
+            "then type --trust, or remove it from the file"
+        )
+    for path, text in flagfiles:
+        if code_trust.is_foreign(path, text):
+            values = _without_foreign(values, typed, path, text, verb)
     return _complete(values, verb)
 
 
-def _without_untyped(
-    values: dict[str, Any],
-    typed: Mapping[str, Any],
-    argv: Sequence[str],
-    verb: Verb,
-    flagfiles: Mapping[str, str],
+def _without_foreign(
+    values: dict[str, Any], typed: Mapping[str, Any], path: str, text: str, verb: Verb
 ) -> dict[str, Any]:
-    """Return the values, if no flagfile decides what is for the user to type.
+    """Return the values without what the flagfile of somebody else's run may not decide.
 
     Args:
         values: of the arguments and their flagfiles.
         typed: of the arguments alone.
-        argv: the arguments.
+        path: of the flagfile.
+        text: its text.
         verb: the verb.
-        flagfiles: {path: text} of all that were read.
 
     Raises:
-        InputError: one sets --trust; or one of somebody else's run sets the folder, moves a run
-            aside, sets what no run has, or names code or machines.
+        InputError: it sets the folder, moves a run aside, sets what no run has, or names code or
+            machines.
     """
-    foreign = {p: t for p, t in flagfiles.items() if code_trust.is_foreign(p, t)}
-    if values.get("trust") and not typed.get("trust"):
-        raise InputError(
-            f"--flagfile={_setting('trust', flagfiles)} sets --trust, which must be typed; check "
-            "the code that would run, then type --trust, or remove it from the file"
-        )
     fields = verb.fields()
-    ours = {n: f.default for n, f in fields.items()} | _read_argv(argv, verb, left_out=foreign)
-    untrusted = {name: value for name, value in values.items() if ours[name] != value}
-    for path, text in () if typed.get("trust") else foreign.items():
-        code_trust.check(f"--flagfile={path}", text, untrusted)
+    set_there = _read_argv([f"--flagfile={path}"], verb)
+    theirs = {name: value for name, value in set_there.items() if value != fields[name].default}
+    untyped = {name: value for name, value in theirs.items() if name not in typed}
+    if not typed.get("trust"):
+        code_trust.check(f"--flagfile={path}", text, untyped)
     of_user = fields.keys() - _RUN_FIELDS.keys() | {"train_dir", "overwrite"}
-    for name in of_user & untrusted.keys() - verb.refuses.keys():
-        path, value = _setting(name, foreign), text_of(values[name])
+    for name in of_user & theirs.keys() - verb.refuses.keys():
         if name in typed:
             values = values | {name: typed[name]}
-        elif os.path.abspath(value) != os.path.dirname(os.path.abspath(path)):  # which was typed
+        elif os.path.abspath(text_of(theirs[name])) != os.path.dirname(os.path.abspath(path)):
             raise InputError(
                 f"--flagfile={path} was not written by your towers on this machine, or was "
-                f"changed, and sets --{name}={value}; type --{name} yourself"
+                f"changed, and sets --{name}={text_of(theirs[name])}; type --{name} yourself"
             )
     return values
-
-
-def _setting(name: str, flagfiles: Mapping[str, str]) -> str:
-    """Return the path of the flagfile that sets a flag."""
-    of_flag = re.compile(rf"^\s*--?{name}\b", re.MULTILINE)
-    return next((p for p, text in flagfiles.items() if of_flag.search(text)), next(iter(flagfiles)))
 
 
 def _complete(values: dict[str, Any], verb: Verb) -> Any:
@@ -344,14 +335,10 @@ def _positional(fields: Mapping[str, dataclasses.Field]) -> str | None:
 
 def _read_text(path: str) -> str:
     """Return the text of a flagfile; a pipe or a device, for which to wait, is none."""
-
-    def opener(path: str, how: int) -> int:
-        return os.open(path, how | os.O_NONBLOCK)
-
     try:
-        with open(path, "rb", opener=opener) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError("is not a regular file")
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError("is not a regular file")
+        with open(path, "rb") as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise ValueError(f"is larger than {_MOST_BYTES} bytes")
