@@ -38,16 +38,7 @@ def tidy(environ: MutableMapping[str, str]) -> None:
 def set_visible(
     options: GpuOptions, driver: Sequence[DriverGpu], environ: MutableMapping[str, str]
 ) -> None:
-    """Hide the GPUs that the options leave out; change CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
-
-    Args:
-        options: `visible_gpus` is read.
-        driver: all GPUs of the machine.
-        environ: of the process.
-
-    Raises:
-        InputError: a GPU does not exist, or CUDA_VISIBLE_DEVICES already hides it.
-    """
+    """Change CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER as the options say, see `choose`."""
     tidy(environ)
     if options.chosen() is not None:
         chosen = choose(options, visible_in(environ, driver), environ)
@@ -130,14 +121,13 @@ def match(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGpu 
         return list(visible)
     rest, matches = list(visible), []
     for name, capability in gpus:
-        alike = [
-            gpu
-            for gpu in rest
+        alike = (
+            place
+            for place, gpu in enumerate(rest)
             if name in (None, gpu.name)
-            and (
-                None in (capability, gpu.compute_capability) or capability == gpu.compute_capability
-            )
-        ]
-        matches.append(alike[0] if alike else None)
-        rest = rest[rest.index(alike[0]) + 1 :] if alike else rest
+            and (gpu.compute_capability is None or capability in (None, gpu.compute_capability))
+        )
+        place = next(alike, None)
+        matches.append(None if place is None else rest[place])
+        rest = rest if place is None else rest[place + 1 :]
     return matches

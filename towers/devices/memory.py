@@ -30,9 +30,6 @@ def of_device(device: str) -> tuple[float, float] | None:
 
 
 def peak_mib() -> float:
-    """Return the peak resident memory of this process, in MiB.
-
-    `ru_maxrss` of a new program starts at the memory of the process that started it; VmHWM is the
-    program's own.
-    """
+    """Return the peak resident memory of this process, in MiB."""
+    # `ru_maxrss` of a new program would start at the memory of the process that started it.
     return of_device("/cpu:0")[1]

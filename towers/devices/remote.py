@@ -42,12 +42,7 @@ def loss_is_an_end() -> Iterator[None]:
 def saved_when_lost(
     save: Callable[[], str], say: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[None]:
-    """Return `Cluster.saved_when_lost`, which does nothing if no machine is connected.
-
-    Args:
-        save: saves it.
-        say: prints a line.
-    """
+    """See `Cluster.saved_when_lost`; nothing is done if no machine is connected."""
     if _cluster is None:
         return contextlib.nullcontext()
     return _cluster.saved_when_lost(save, say)

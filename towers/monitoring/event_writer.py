@@ -65,13 +65,7 @@ class EventWriter:
         self._write(part, step, summaries)
 
     def write_summary(self, part: str, step: int, summary: Summary) -> None:
-        """Write a picture or histogram.
-
-        Args:
-            part: see `write_scalars`.
-            step: see `write_scalars`.
-            summary: the picture or histogram.
-        """
+        """Write a picture or a histogram, like `write_scalars`."""
         self._write(part, step, {part: summary})
 
     def _write(self, part: str, step: int, summaries: Mapping[str, Summary | None]) -> None:
@@ -106,12 +100,9 @@ def _new_file(folder: Path, step: int) -> Path:
 
 def beginning(step: int) -> tuple[Event, Event]:
     """Return the events that begin a file: its version, and SessionLog.START at `step`."""
-    now = time.time()
-    start = SessionLog(status=SessionLog.START)
-    return (
-        Event(file_version="brain.Event:2", wall_time=now),
-        Event(session_log=start, step=step, wall_time=now),
-    )
+    now, start = time.time(), SessionLog(status=SessionLog.START)
+    version = Event(file_version="brain.Event:2", wall_time=now)
+    return version, Event(session_log=start, step=step, wall_time=now)
 
 
 def append(path: Path, *events: Event) -> None:

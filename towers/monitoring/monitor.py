@@ -78,17 +78,12 @@ class Monitor:
             self._calls = [_sum(self._calls)]
         if self.timetable.logs(step):
             metrics = {name: value.numpy().tolist() for name, value in values.items()}
-            self.train_point(step, metrics | {"skipped": num_skipped()})
+            self._train_point(step, metrics | {"skipped": num_skipped()})
 
-    def train_point(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write a training point, and print its line.
+    def _train_point(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the point of the last of `step` steps, and print its line.
 
         The first point of a continued run is only printed, unless it was due anyway.
-
-        Args:
-            step: number of steps made; the point is drawn at `step` - 1, the updates before the
-                measured step.
-            metrics: those of the train loop, numbers or lists, and "skipped".
         """
         examples = self.timetable.examples(step)
         speed = self._speed.at(step, examples)
@@ -150,13 +145,7 @@ class Monitor:
         self.say_figures(part, step, scalars)
 
     def say_figures(self, part: str, step: int, figures: Mapping[str, float | None]) -> None:
-        """Print the figures of an evaluation.
-
-        Args:
-            part: see `eval_point`.
-            step: see `eval_point`.
-            figures: {name: value}; None is skipped.
-        """
+        """Print the figures of an evaluation, see `eval_point`."""
         known = [(name, value) for name, value in figures.items() if value is not None]
         shown = ", ".join(f"{name} {figure(value)}" for name, value in known)
         self.say(

@@ -101,12 +101,7 @@ def differences(
 ) -> Iterator[Difference]:
     """Yield the differences between results on towers and on one device, array by array.
 
-    Args:
-        actual: results on towers.
-        expected: results on one device.
-        num_towers: `Difference.num_towers`.
-        step: `Difference.step`.
-        noise: result of `_rounding_noise`; None: unknown.
+    See `Difference` for the numbers; `noise` is the result of `_rounding_noise`, None if unknown.
     """
     noise, largest = noise or {}, _largest_of_kinds(expected)
     for name in [*expected, *(actual.keys() - expected.keys())]:

@@ -38,15 +38,9 @@ def verify_runners(
     say: Callable[[str], None],
     tolerance: float | None = None,
 ) -> dict[str, Any]:
-    """Compare towers with one device, print the report, and return its JSON.
+    """Compare towers with one device, see `compare`; print the report, and return its JSON.
 
-    Args:
-        reference: the runner on one device.
-        runners: runners on towers, in ascending order of their number.
-        batches: see `compare`.
-        test: see `compare`.
-        say: called with each line to print.
-        tolerance: the largest relative difference that passes; None: that of the dtype.
+    `tolerance` is the largest relative difference that passes; None: that of the dtype.
     """
     if reference.dtype != "float64":
         for line in precision():

@@ -119,13 +119,9 @@ class FitRunner(Runner):
         how: Mapping[str, Any] | None = None,
         reference: "FitRunner | None" = None,
     ):
-        """Put the model on towers; without devices, on one as in Keras.
+        """Put a compiled model on towers, see `parallelize`; without devices, on one as in Keras.
 
-        Args:
-            model: a compiled model.
-            devices: of the towers.
-            how: keyword arguments of `parallelize`.
-            reference: names the variables, since Keras numbers some names.
+        A `reference` names the variables, since Keras numbers some names.
         """
         self.model, self.num_towers = model, max(len(devices), 1)
         dtypes = {layer.compute_dtype for layer in tf_internals.layers_of(model)}

@@ -46,14 +46,9 @@ class TowerBoard(keras.callbacks.Callback):
 
         Args:
             log_dir: the folder for `tensorboard --logdir`.
-            every_steps: steps between two points.
-
-        Raises:
-            InputError: an argument is out of range.
+            every_steps: steps between two points, at least 1.
         """
         super().__init__()
-        if every_steps < 1:
-            raise InputError(f"every_steps={every_steps} must be at least 1")
         self.folder, self.every_steps = Path(log_dir), every_steps
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -74,22 +69,14 @@ class TowerBoard(keras.callbacks.Callback):
         self.model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Restart the measurement of speed: the time between epochs is not that of steps.
-
-        Args:
-            epoch: its number, from 0.
-            logs: Keras' figures of the epoch so far.
-        """
+        """Restart the measurement of speed, see `keras.callbacks.Callback`."""
         self._epoch, self._epoch_begins = epoch, True
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Write the point of the previous call; measure the next call if a point is due.
 
-        `on_train_batch_end` would do, but it makes Keras wait for each step.
-
-        Args:
-            batch: its number in the epoch, from 0.
-            logs: Keras' figures; unused.
+        `on_train_batch_end` would do, but it makes Keras wait for each step, see
+        `keras.callbacks.Callback`.
         """
         self._write_point()
         if self._epoch_begins and self._writer:
@@ -105,12 +92,7 @@ class TowerBoard(keras.callbacks.Callback):
         self._write_point()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Write the evaluation.
-
-        Args:
-            epoch: its number, from 0.
-            logs: Keras' figures; those of validation begin with val_.
-        """
+        """Write the evaluation in the logs, see `keras.callbacks.Callback`."""
         self._write_point()
         scalars = _numbers({k: v for k, v in (logs or {}).items() if k.startswith("val_")})
         if self._writer and scalars:

@@ -78,14 +78,10 @@ class Muon(keras.optimizers.Muon):
         self.assign(variable, variable * (variable.shape[-1] ** 0.5 / norm) - lr * turn)
 
     def zeropower_via_newtonschulz5(self, x: tf.Tensor, steps: int) -> tf.Tensor:
-        """Return the matrix `x` with singular values near 1; see the base class.
+        """Return the matrix `x` with singular values near 1, see `keras.optimizers.Muon`.
 
         Each iteration multiplies by a polynomial of the Gram matrix. These polynomials, which are
         small, are multiplied with each other first: half the arithmetic for a 3x3 kernel.
-
-        Args:
-            x: a matrix.
-            steps: number of iterations.
         """
         x /= tf.norm(x) + 1e-7
         tall = x.shape[0] > x.shape[1]
