@@ -134,13 +134,3 @@ def test_good_folders(things):
 def test_what_can_be_no_folder_of_a_run(things, name, overwrite, says):
     said = refusal(name, overwrite)
     assert says in said and said.endswith("name another --train_dir")
-
-
-def test_the_data_of_a_run_are_not_moved_aside(folder):
-    (make_run(folder / "a") / "images").mkdir()
-    (folder / "there").symlink_to("a/images")
-    for path in "a/images", "there", "a":
-        with pytest.raises(InputError, match=f"it holds the data of the run, {path}; name another"):
-            files.check_train_dir(Path("a"), True, needed=["missing", path])
-    files.check_train_dir(Path("a"), True, needed=["missing", "."])
-    files.check_train_dir(Path("a"), False, needed=["a/images"])

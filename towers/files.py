@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,16 +191,13 @@ class Lock(contextlib.ExitStack):
         self._held.add(inode)
 
 
-def check_train_dir(
-    folder: Path, overwrite: bool, flag: str = "--train_dir", needed: Iterable[str] = ()
-) -> None:
+def check_train_dir(folder: Path, overwrite: bool, flag: str = "--train_dir") -> None:
     """Check that a run can be written in a folder.
 
     Args:
         folder: folder of the run, which need not exist.
         overwrite: whether a run that is there is to be moved aside, as by `move_aside`.
         flag: the flag that names the folder, for the error message.
-        needed: paths of the run's data, which may not be moved aside.
 
     Raises:
         InputError: it cannot be written, or what is there cannot be moved aside.
@@ -213,15 +210,11 @@ def check_train_dir(
         raise InputError(f"{named}: {error.strerror}") from None
     if not existing.is_dir():  # a file, or a link to nothing
         raise InputError(f"{named}: {existing} is not a folder; name another {flag}")
-    if moved:
-        problem = ""
-        if not is_run(folder):
-            problem = "holds files but no run (no flags.cfg), so it is not moved aside"
-        for path in filter(os.path.exists, needed):
-            if Path(path).resolve().is_relative_to(folder.resolve()):
-                problem = f"cannot be moved aside, because it holds the data of the run, {path}"
-        if problem:
-            raise InputError(f"--overwrite: {folder} {problem}; name another --train_dir")
+    if moved and not is_run(folder):
+        raise InputError(
+            f"--overwrite: {folder} holds files but no run (no flags.cfg), so it is not moved "
+            "aside; name another --train_dir"
+        )
     where = folder.absolute().parent if moved else existing
     if not os.access(where, os.W_OK | os.X_OK):
         raise InputError(f"{named}: no permission to write to {where}")

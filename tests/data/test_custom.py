@@ -91,18 +91,11 @@ def test_targets_that_are_no_classes(load, kind, wrap):
 
 
 @pytest.mark.graph
-@pytest.mark.parametrize(
-    ("wrap", "where"),
-    [
-        (lambda *half: half, "train y: row 2 (counted from 0)"),
-        (lambda *half: examples(*half), "train dataset: example 2 (counted from 0)"),
-    ],
-)
-def test_one_wrong_label_makes_no_classes_and_is_named(load, wrap, where):
+def test_one_wrong_label_makes_no_classes(load):
     half = IMAGES, np.array([0, 1, 2_000_000_000, 1])
-    loaded = load((wrap(*half), HALF))
-    assert (loaded.num_classes, loaded.class_names) == (0, ())
-    assert f"{where} has label 2000000000, but for so few examples" in loaded.no_classes
+    for train in half, examples(*half):
+        loaded = load((train, HALF))
+        assert (loaded.num_classes, loaded.class_names) == (0, ())
     few, many = ((np.zeros([size, 1]), np.arange(size)) for size in (4, 1500))
     assert load((many, few)).num_classes == 1500  # a class for each example
 

@@ -77,7 +77,7 @@ def build(function, keywords=None, image_shape=SHAPE, **given):
     built = model.build_for(
         of_run, load_function("model", of_run.model), num_classes=10, x=x, image_shape=image_shape
     )
-    about = {"num_classes": 10, "no_classes": "", "spec": (x,), "image_shape": image_shape}
+    about = {"num_classes": 10, "spec": (x,), "image_shape": image_shape}
     model.check_classifier(built, of_run, types.SimpleNamespace(**about))
     return built
 

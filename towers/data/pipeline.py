@@ -186,11 +186,10 @@ class ArraySplit(IndexedSplit):
         with tf.device("/cpu:0"):
             self._arrays = tf.nest.map_structure(tf.constant, example)
 
-    def label_range(self, name: str) -> tuple[int, int, str]:
-        """Return the smallest and the largest label, and where the largest is, for messages."""
+    def label_range(self, name: str) -> tuple[int, int]:
+        """Return the smallest and the largest label."""
         labels = self._arrays[1].numpy()
-        row = int(np.argmax(labels))
-        return int(labels.min()), int(labels[row]), f"{name} y: row {row} (counted from 0)"
+        return int(labels.min()), int(labels.max())
 
     def checked(self, name: str, num_classes: int) -> "ArraySplit":
         """Return the split; raise InputError for a label that is `num_classes` or more.
@@ -242,7 +241,6 @@ class Data:
     validation: Split | None = None
     test_is_held_out: bool = False  # from the training examples, see `data_of`
     notes: tuple[str, ...] = ()  # lines that the start of a run prints
-    no_classes: str = ""  # why integer targets are no classes, with the example
 
     @property
     def spec(self) -> Structure:

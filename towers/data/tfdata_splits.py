@@ -40,7 +40,7 @@ class DatasetSplit(Split):
 
         self._dataset = dataset.map(keep).apply(tf.data.experimental.assert_cardinality(size))
 
-    def label_range(self, name: str) -> tuple[int, int, str]:
+    def label_range(self, name: str) -> tuple[int, int]:
         """See `ArraySplit.label_range`: all examples are read, and counted."""
         labels = self._given.map(lambda *example: tf.reshape(tf.cast(example[1], tf.int64), []))
         batches = labels.batch(_COUNT_BATCH).as_numpy_iterator()
@@ -48,11 +48,12 @@ class DatasetSplit(Split):
         if len(values) != self.size:
             raise InputError(f"{name} dataset has {len(values)} examples, but size is {self.size}")
         wrong = np.flatnonzero((values < 0) | (values > arrays.MAX_LABEL))
-        row = int(wrong[0]) if wrong.size else int(np.argmax(values))
-        where = f"{name} dataset: example {row} (counted from 0)"
         if wrong.size:
-            raise InputError(f"{where} has label {values[row]}; {arrays.CLASSES_ARE}")
-        return int(values.min()), int(values[row]), where
+            raise InputError(
+                f"{name} dataset: example {wrong[0]} (counted from 0) has label "
+                f"{values[wrong[0]]}; {arrays.CLASSES_ARE}"
+            )
+        return int(values.min()), int(values.max())
 
     def checked(self, name: str, num_classes: int) -> "DatasetSplit":
         """See `ArraySplit.checked`: as examples are read, also for a NaN or an infinity."""

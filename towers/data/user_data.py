@@ -70,7 +70,7 @@ def data_set(
         user_splits: "train", and optionally "test" and "validation". Without "test" a tenth of the
             training examples is held out, and a note says so.
         num_classes: number of classes; None: the largest label + 1, up to a limit, above which
-            targets are numbers, and `Data.no_classes` says why.
+            targets are numbers.
 
     Raises:
         InputError: a split is invalid, or the splits have different types or shapes.
@@ -82,20 +82,18 @@ def data_set(
                 f"{name}: {split} is {arrays.format_spec(other.spec)}, but train is "
                 f"{arrays.format_spec(splits['train'].spec)}; return the same types and shapes"
             )
-    num_classes, no_classes, notes = _num_classes(name, splits, num_classes)
+    num_classes, notes = _num_classes(name, splits, num_classes)
     for split, each in splits.items():
         splits[split] = each.checked(f"{name}: {split}", num_classes)
     class_names = tuple(map(str, range(num_classes)))
-    about = dict(num_classes=num_classes, class_names=class_names, no_classes=no_classes)
-    data = data_of(name, splits, **about)
+    data = data_of(name, splits, num_classes=num_classes, class_names=class_names)
     return dataclasses.replace(data, notes=(*data.notes, *notes))
 
 
 def _num_classes(
     name: str, splits: Mapping[str, _UserSplit], num_classes: object
-) -> tuple[int, str, list[str]]:
-    # Returns the number of classes, 0 if targets are none, why integers are no classes, or "", and
-    # notes on the labels.
+) -> tuple[int, list[str]]:
+    # Returns the number of classes, 0 if targets are none, and notes on the labels.
     spec = splits["train"].spec
     labels = len(spec) > 1 and is_label(spec[1])
     if num_classes is not None:
@@ -107,22 +105,16 @@ def _num_classes(
                 f"{name}: num_classes is {num_classes}, but y is not one integer for each example; "
                 "leave it out"
             )
-        return int(num_classes), "", []
+        return int(num_classes), []
     if not labels:
-        return 0, "", []
+        return 0, []
     ranges = [each.label_range(f"{name}: {split}") for split, each in splits.items()]
-    least = min(smallest for smallest, *_ in ranges)
-    label, where = max(largest for _, *largest in ranges)
+    least, largest = min(least for least, _ in ranges), max(largest for _, largest in ranges)
     num_examples = sum(split.size for split in splits.values())
-    allowed = min(max(num_examples, _FEW_CLASSES), _MANY_CLASSES)
-    if label < allowed:
-        note = f"note        class 0 has no example: labels begin at {least}; use y - {least} if "
-        return label + 1, "", [f"{note}that is the first class"] * (least > 0)
-    no_classes = (
-        f"{where} has label {label}, but for so few examples classes are 0..{allowed - 1} at most; "
-        "correct it, or return (train, test, num_classes) from a function, --dataset=my_data:load"
-    )
-    return 0, no_classes, []
+    if largest >= min(max(num_examples, _FEW_CLASSES), _MANY_CLASSES):
+        return 0, []
+    note = f"note        class 0 has no example: labels begin at {least}; use y - {least} if that "
+    return largest + 1, [f"{note}is the first class"] * (least > 0)
 
 
 def _user_split(name: str, value: object) -> _UserSplit:

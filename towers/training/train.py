@@ -68,8 +68,7 @@ def train(
     lines = _OnlyWarnings() if options.quiet else out
     say = functools.partial(print_line, stream=lines)
     folder = Path(options.train_dir)
-    data = filter(None, [options.data_dir, *options.dataset.split(",")])
-    files.check_train_dir(folder, options.overwrite, needed=data)
+    files.check_train_dir(folder, options.overwrite)
     prepared: PreparedRun | None = None
     errors = user_facing_errors(lambda: prepared and prepared.run.steps_done())
     loose_ops = devices.loose_ops_on(options.devices)

@@ -2,12 +2,12 @@
 
 import dataclasses
 
-from towers.options.fields import check_values, option, parse_tower_numbers
+from towers.options.fields import CheckedOptions, option
 from towers.options.run import Options
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchmarkOptions:
+class BenchmarkOptions(CheckedOptions):
     """Options of `towers benchmark`: a run, its numbers of towers, seconds."""
 
     run: Options = Options()
@@ -17,14 +17,9 @@ class BenchmarkOptions:
     )  # fmt: skip
     num_towers: str = option(
         "", "Benchmark", "Numbers of towers, such as 1,2,4. Default: 1 and the number of GPUs, or "
-        "1,2,4 if there is no GPU.", alias="num_gpus",
+        "1,2,4 if there is no GPU.", alias="num_gpus", numbers=True,
     )  # fmt: skip
     windows: int = option(5, "Benchmark", "How often to measure each configuration.", minimum=1)
     seconds: float = option(
         2.0, "Benchmark", "Shortest time of one measurement.", minimum=0.01, maximum=3600
     )
-
-    def __post_init__(self) -> None:
-        """Raise InputError for a value out of range."""
-        check_values(self)
-        parse_tower_numbers(self.num_towers)

@@ -131,8 +131,7 @@ def _check_losses(recorder: LossRecorder, example: Any, flag: str, data: Data) -
                     "numbers; use categorical_crossentropy, or y.argmax(-1)"
                 )
         if not wrong and values is not None and inputs.kind == _SPARSE:
-            about = (data.num_classes, data.no_classes) if len(leaves) == 1 else (0, "")
-            wrong = _wrong_classes(inputs, values, *about)
+            wrong = _wrong_classes(inputs, values, data.num_classes if len(leaves) == 1 else 0)
         excluded = len(example) > 2 or inputs.masked  # targets may be left out
         if not wrong and values is not None and inputs.kind in _BINARY and not excluded:
             wrong = _outside_of_0_to_1(values, inputs.kind)
@@ -187,8 +186,8 @@ def _wrong_ending(inputs: LossInput, activation: str | None, layer: str) -> str:
     )
 
 
-def _wrong_classes(inputs: LossInput, values: np.ndarray, num_classes: int, no_classes: str) -> str:
-    """Return what is wrong with numbers of classes, or ""; see `Data` for the last two."""
+def _wrong_classes(inputs: LossInput, values: np.ndarray, num_classes: int) -> str:
+    """Return what is wrong with numbers of classes, or ""."""
     if values.dtype.kind == "f" and np.any(broken := values != np.floor(values)):
         return (
             f"the labels are not integers, such as {values[broken][0]:g}, but {_SPARSE} takes "
@@ -212,7 +211,7 @@ def _wrong_classes(inputs: LossInput, values: np.ndarray, num_classes: int, no_c
             f"there are {num_classes} classes, but the model has {size} outputs; give the last "
             f"layer {num_classes} units"
         )
-    return no_classes if ignored is None else ""
+    return ""
 
 
 def _outside_of_0_to_1(values: np.ndarray, kind: str) -> str:

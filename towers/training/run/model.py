@@ -16,11 +16,17 @@ from towers.data import Data, augment
 from towers.errors import InputError, first_line, kind_of
 from towers.options.functions import PREFIX, call_without_arguments, load_function
 from towers.options.run import OF_COMPILED, Options
-from towers.training.run.optimizers import DECAY_APART, checked, is_decayed, make_optimizer
+from towers.training.run.optimizers import DECAY_APART, is_decayed, make_optimizer
 from towers.training.run.precision import force_float64
 from towers.training.step.evaluation import check_rows
 from towers.training.step.step import floatx_of
 from towers.training.step.train_state import overrides
+
+
+_NO_CLASSES = (
+    "the targets are not classes, integers from 0 (at most 1000, or as many as examples; for more "
+    "return (train, test, num_classes) from the data function)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +70,6 @@ def build_model(options: Options, dataset: Data, exact: bool = False) -> BuiltMo
             x=dataset.spec[0],
             image_shape=dataset.image_shape,
             exact=exact,
-            no_classes=dataset.no_classes,
         )
         if by_flags := not network.compiled:
             if not (options.loss or options.metrics):
@@ -104,7 +109,6 @@ def build_for(
     x: Any,
     image_shape: Sequence[int] | None = None,
     exact: bool = False,
-    no_classes: str = "",
 ) -> keras.Model:
     """Build the model of a run, its variables on the CPU, where `floatx_of` its dtype is in force.
 
@@ -116,7 +120,6 @@ def build_for(
         image_shape: (height, width, channels) of a stored image; the function is given that of
             the model's inputs, if it takes it.
         exact: whether, with float64, layers of another floating type compute in float64, too.
-        no_classes: why integer targets are no classes, if so; see `Data`.
 
     Returns:
         A Keras model, built unless it has no `call`.
@@ -137,7 +140,7 @@ def build_for(
         if exact and dtype == "float64":
             stack.enter_context(force_float64())
         stack.enter_context(tf.device("/cpu:0"))
-        model = _call(function, name, from_data, options.model_keywords(), no_classes)
+        model = _call(function, name, from_data, options.model_keywords())
         if overrides(model, "call"):  # a model of several parts, as a GAN, may have none
             _call_on(model, name, x)  # builds it, too
     return model
@@ -160,10 +163,8 @@ def check_classifier(model: keras.Model, options: Options, data: Data) -> None:
             f"{name.rpartition(':')[2]}"
         )
     if not num_classes:
-        reason = data.no_classes
-        reason = reason or "the targets are not classes, one integer for each example"
         raise InputError(
-            f"--model={name} is not compiled, so it is trained as a classifier, but {reason}; "
+            f"--model={name} is not compiled, so it is trained as a classifier, but {_NO_CLASSES}; "
             "type --loss=mean_squared_error, or return a compiled model"
         )
     outputs = _call_on(model, name, _input_specs(options, data.spec[0], data.image_shape))
@@ -196,8 +197,6 @@ def compile_from_flags(model: keras.Model, options: Options) -> None:
             f"--label_smoothing={options.label_smoothing:g} is for the default loss; leave it out, "
             "or name a --loss with smoothing as module:function"
         )
-    own = options.makes_own_optimizer
-    made = call_without_arguments("optimizer", options.optimizer) if own else None
     weights = model.trainable_variables
     if options.weight_decay and options.optimizer not in DECAY_APART:
         for weight in filter(is_decayed, weights):
@@ -206,13 +205,22 @@ def compile_from_flags(model: keras.Model, options: Options) -> None:
         smoothed = options.label_smoothing
         cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         loss = SmoothedCrossEntropy(smoothed) if smoothed else cross_entropy
-    optimizer = checked(made, options) if own else make_optimizer(weights, options)
+    own = options.makes_own_optimizer
+    optimizer = _own_optimizer(options.optimizer) if own else make_optimizer(weights, options)
     model.compile(optimizer, loss, metrics=metrics)
 
 
-def _call(
-    function: Callable, name: str, from_data: dict, keywords: dict, no_classes: str
-) -> keras.Model:
+def _own_optimizer(name: str) -> keras.optimizers.Optimizer:
+    """Return the optimizer that the user's function of this name makes."""
+    made = call_without_arguments("optimizer", name)
+    if isinstance(made, keras.optimizers.Optimizer):
+        return made
+    raise InputError(
+        f"--optimizer={name} returned {type(made).__name__}; a keras.optimizers.Optimizer is needed"
+    )
+
+
+def _call(function: Callable, name: str, from_data: dict, keywords: dict) -> keras.Model:
     """Call a model function with what it takes of `from_data`, and all `keywords`."""
     if isinstance(function, keras.Model):  # which can be called, too
         raise InputError(f"--model={name} is a model; name the function that builds it")
@@ -223,13 +231,10 @@ def _call(
         signature.bind(**taken | keywords)
     except TypeError as error:
         if "'num_classes'" in str(error):
-            reason = no_classes or (
-                "the targets are not classes, integers from 0; convert them with "
-                "y.astype('int32'), or one-hot rows with y.argmax(-1)"
-            )
             raise InputError(
-                f"{name} takes num_classes, but {reason}; or remove num_classes from the function "
-                "and type --loss=mean_squared_error"
+                f"{name} takes num_classes, but {_NO_CLASSES}; convert them with "
+                "y.astype('int32'), one-hot rows with y.argmax(-1), or remove num_classes from the "
+                "function and type --loss=mean_squared_error"
             ) from None
         raise InputError(
             f"--model_args: {name} takes {signature}: {error}; the data give "

@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -54,21 +53,6 @@ def make_optimizer(
     if options.optimizer in DECAY_APART:
         optimizer.exclude_from_weight_decay(var_list=[v for v in weights if not is_decayed(v)])
     return optimizer
-
-
-def checked(made: Any, options: UpdateOptions) -> keras.optimizers.Optimizer:
-    """Return what a user's function has made; raise InputError if that is no optimizer.
-
-    Args:
-        made: what a user's function has made.
-        options: of the run.
-    """
-    if isinstance(made, _K.Optimizer):
-        return made
-    raise InputError(
-        f"--optimizer={options.optimizer} returned {type(made).__name__}; a "
-        "keras.optimizers.Optimizer is needed"
-    )
 
 
 def check_own(options: UpdateOptions) -> None:
