@@ -22,7 +22,6 @@ from towers.training.step.evaluation import check_rows
 from towers.training.step.step import floatx_of
 from towers.training.step.train_state import overrides
 
-
 _NO_CLASSES = (
     "the targets are not classes, integers from 0 (at most 1000, or as many as examples; for more "
     "return (train, test, num_classes) from the data function)"
