@@ -12,7 +12,7 @@ import tensorflow as tf
 from tests import leftovers, tiny
 from tests.runs import command as command_line
 from towers import cli
-from towers.commands.benchmark import command, own_run
+from towers.commands.benchmark import own_run
 from towers.commands.benchmark.command import Runner
 from towers.training.run.setup import prepare
 
@@ -34,26 +34,6 @@ def test_the_command_line(folder, capsys):
         assert 10 < row["peak_memory_mib"] < 100_000
         assert row["devices"] == [f"/cpu:{i}" for i in range(number)]
     assert result["versions"]["tensorflow"] == tf.__version__ and "| 2 | " in err
-
-
-class FakeRunner(Runner):
-    """Writes down when it was asked for what."""
-
-    def __init__(self, name, asked, loops):
-        self.name, self.asked, self.loops = name, asked, loops
-
-    def train(self, seconds, loop):
-        self.asked.append((self.name, seconds, loop))
-
-
-def test_runners_take_turns_window_by_window_and_every_other_backwards():
-    asked, lines = [], []
-    given = [FakeRunner("own", asked, Runner.loops), FakeRunner("a", asked, {"": 1.0})]
-    command.take_turns(given, 3, 2.0, lines.append)
-    forwards = [("own", 1.0, "control"), ("own", 2.0, ""), ("a", 2.0, "")]
-    assert asked == [*forwards, *forwards[::-1], *forwards]
-    assert lines[0] == "measuring   3 rounds of at least 5 s"
-    assert command.ratio_of([1.0, 2.0, 9.0], [2, 2, 3]) == {"median": 1.0, "min": 0.5, "max": 3.0}
 
 
 CHILD = """

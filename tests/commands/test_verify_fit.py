@@ -1,7 +1,6 @@
 """`towers.verify`: what passes of a compiled model, what fails, and that it stays as it is."""
 
 import re
-import traceback
 
 import keras
 import numpy as np
@@ -11,7 +10,6 @@ import tensorflow as tf
 import towers
 from tests.runs import rare
 from towers.commands.verify import fit
-from towers.commands.verify.runner import FitRunner
 from towers.training.step.on_towers import builder_of
 
 pytestmark = pytest.mark.run
@@ -158,40 +156,6 @@ def test_any_data_that_fit_takes_and_several_inputs_and_outputs():
     result, _ = verified(model, generator, None, steps=1)
     assert result["passed"] and result["dtype"] == "float64"
     assert {"prediction/0", "prediction/1"} <= set(result["differences"])
-
-
-class Watches(layers.Layer):
-    """Notes who calls it."""
-
-    runner, callers = None, []
-
-    def call(self, x):
-        frames = {frame.filename for frame in traceback.extract_stack()}
-        Watches.callers.append((Watches.runner, frames))
-        return x
-
-
-@pytest.mark.parametrize("dtype", ["float64", None])
-def test_nothing_of_towers_is_around_the_reference(monkeypatch, dtype):
-    Watches.callers.clear()
-    model = towers.parallelize(net(Watches()), 2)
-    make_step = FitRunner.make_step
-
-    def noted(runner, batch):
-        Watches.runner = runner
-        return make_step(runner, batch)
-
-    monkeypatch.setattr(FitRunner, "make_step", noted)
-    assert verified(model, dtype=dtype)[0]["passed"]
-    seen = {True: set(), False: set()}
-    for runner, files in Watches.callers:
-        if runner is not None:
-            seen[runner.builder is None] |= files
-    ours = {
-        plain: {f for f in seen[plain] if re.search("/towers/(builder|training)/", f)}
-        for plain in seen
-    }
-    assert seen[True] and not ours[True] and ours[False]
 
 
 # ---------------------------------------------------------------------------- What fails

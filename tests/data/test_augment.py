@@ -7,6 +7,7 @@ import tensorflow as tf
 from tests.data.splits import refusal, run
 from towers.data import augment
 from towers.data.user_data import data_set
+from towers.options.parts import AUGMENTATIONS
 
 pytestmark = pytest.mark.unit
 
@@ -56,7 +57,7 @@ def standardized(image):
     return (image - np.mean(image)) / deviation
 
 
-of_all_kinds = pytest.mark.parametrize("kind", augment.names)
+of_all_kinds = pytest.mark.parametrize("kind", AUGMENTATIONS)
 of_shapes = pytest.mark.parametrize(
     ("shape", "stored"),
     [*((shape, np.uint8) for shape in SHAPES), ((5, 7, 4), np.float32)],
@@ -96,7 +97,7 @@ def test_eval_images_are_tensorflows(shape, kind, stored):
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        *((kind, tf.float32) for kind in augment.names),
+        *((kind, tf.float32) for kind in AUGMENTATIONS),
         *run(("shift", tf.float64), ("resnet,cutout=5", tf.float32)),
     ],
 )

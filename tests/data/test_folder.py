@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tests.data.image_files import CLASSES, SHAPE, image, numbers_of, png, write_folder
 from tests.data.splits import all_of, flat, refusal, take
-from tests.runs import command
 from towers import data
 from towers.data.folder import read_image
 
@@ -132,17 +131,6 @@ def test_images_that_are_damaged_change_their_size_or_go_away_are_named(tmp_path
     tmp_path.rename(tmp_path.with_suffix(".gone"))
     assert_fails(evaluated, "test/bird/00501.png", "cannot be read: No such file or directory")
     assert_fails(loaded.train.train_batches(5, seed=1), "cannot be read: No such file")
-
-
-@pytest.mark.run
-def test_a_run_names_a_damaged_image(tmp_path, capsys):
-    write(tmp_path / "data", 60)
-    damage(tmp_path / "data", 3)  # not one of those tried
-    given = "--dataset=folder", f"--data_dir={tmp_path}/data", "--model=tests.tiny:dense"
-    more = "--augment=standardize", "--batch_size=7", "--max_steps=30"
-    code, _, error = command(capsys, "train", f"--train_dir={tmp_path}/run", *given, *more)
-    assert code == 1 and error.startswith("towers: --dataset cannot be read at step ")
-    assert "bird/00003.png cannot be read: " in error and error.count("\n") == 1
 
 
 # Folders

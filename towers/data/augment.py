@@ -25,7 +25,6 @@ from towers.data.pipeline import NUM_DRAWS as NUM_DRAWS
 from towers.data.pipeline import Data
 from towers.errors import InputError
 from towers.formatting import first_of
-from towers.options.parts import AUGMENTATIONS as names
 from towers.options.parts import Augmentation
 from towers.options.parts import parse_augment as parse
 
@@ -46,7 +45,7 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
     "none" for these with a compiled model and for examples that are no images.
 
     Args:
-        kind: "auto" or one of `names`, perhaps with a cutout.
+        kind: "auto" or one of `AUGMENTATIONS`, perhaps with a cutout.
         data: the data set.
         compiled: whether the model is compiled.
 
@@ -97,7 +96,7 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
 
     Args:
         data: the data set.
-        kind: one of `names`, perhaps with a cutout.
+        kind: one of `AUGMENTATIONS`, perhaps with a cutout.
         dtype: of the images for the model; None: as stored.
     """
     lines = [f"example     {arrays.format_spec(data.spec)}"]
@@ -118,11 +117,8 @@ def train_images(
     Args:
         images: uint8 or float; H, W and C are static, b may be 0.
         draws: float32 `[b, NUM_DRAWS]`, uniform in [0, 1).
-        kind: one of `names`, perhaps with a cutout.
+        kind: one of `AUGMENTATIONS`, perhaps with a cutout.
         dtype: of the result and of all arithmetic: float32 or float64.
-
-    Raises:
-        InputError: `kind` is unknown.
     """
     plan = parse(kind)
     if plan in (("standardize", 0), ("none", 0)):
@@ -178,14 +174,11 @@ def eval_images(
 
     Args:
         images: `[b, H, W, C]`, uint8 or float; with the two functions below also symbolic.
-        kind: one of `names`; a cutout has no effect.
+        kind: one of `AUGMENTATIONS`; a cutout has no effect.
         dtype: of the result and of all arithmetic.
         cast: `tf.cast` or a function like it.
         standardize: `tf.image.per_image_standardization` of batches of any float, or a function
             like it; None: TensorFlow's ops.
-
-    Raises:
-        ValueError: `kind` is unknown, or "auto".
     """
     height, width, _ = output_shape(images.shape[1:], kind)
     top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
@@ -199,14 +192,9 @@ def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int
 
     Args:
         image_shape: (H, W, C) of the images that these are given.
-        kind: one of `names`, perhaps with a cutout.
-
-    Raises:
-        ValueError: `kind` is unknown, or "auto".
+        kind: one of `AUGMENTATIONS`, perhaps with a cutout.
     """
     base = parse(kind).base
-    if base not in names:
-        raise ValueError(f"unknown augmentation {kind!r}; allowed are {', '.join(names)}")
     height, width, channels = image_shape
     if base == "tutorial":
         height, width = max(1, height * 3 // 4), max(1, width * 3 // 4)

@@ -164,11 +164,7 @@ def _charged(unused: Sequence[str], chosen: Sequence[str]) -> str:
 
 
 def most_towers(devices: str | Sequence[str] = "") -> int | None:
-    """Return how many towers these devices can hold; None for any number of logical CPUs.
-
-    Args:
-        devices: as for `tower_devices`.
-    """
+    """Return how many towers can stand on devices, see `tower_devices`; None for any number."""
     kind = devices.strip().lower() if isinstance(devices, str) else devices
     if kind == "cpu" or (kind in ("", "any") and not logical_gpus()):
         return None  # TensorFlow has not started: it will have as many as are asked for

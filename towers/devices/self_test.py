@@ -35,11 +35,7 @@ def compiling(gpus: Sequence[nvml.DriverGpu | None]) -> list[nvml.DriverGpu]:
 
 
 def compiling_note(gpus: Sequence[nvml.DriverGpu]) -> str:
-    """Return a line for the GPUs that `compiling` has found.
-
-    Args:
-        gpus: at least one.
-    """
+    """Return a line for the GPUs, at least one, that `compiling` has found."""
     named = ", ".join(map(str, gpus))
     return (
         f"GPU {named}: TensorFlow has no machine code for it, so the driver compiles each kernel. "

@@ -17,10 +17,7 @@ from towers.errors import InputError
 
 
 def try_xla(devices: Sequence[str]) -> None:
-    """Compile a function by XLA on each new GPU among the devices of this machine.
-
-    Args:
-        devices: of the towers.
+    """Compile a function by XLA on each new GPU of this machine that has a tower.
 
     Raises:
         InputError: a trial has failed.

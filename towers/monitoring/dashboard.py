@@ -61,12 +61,7 @@ def write_root(
 
 
 def write_result(folder: Path, result: Mapping[str, Any], step: int) -> None:
-    """Add the results to the run's row of the HParams table.
-
-    Args:
-        folder: of the run.
-        result: content of result.json.
-        step: the last step.
+    """Add the results to the run's row of the HParams table, see `write_root`.
 
     Raises:
         RunError: the file cannot be written.

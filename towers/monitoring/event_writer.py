@@ -106,12 +106,7 @@ def beginning(step: int) -> tuple[Event, Event]:
 
 
 def append(path: Path, *events: Event) -> None:
-    """Append events to a file.
-
-    Args:
-        path: the file, which is created if necessary.
-        *events: the events.
-    """
+    """Append events to a file, which is created if necessary, see `EventWriter`."""
     with open(path, "ab") as file:
         writer = RecordWriter(file)
         for event in events:

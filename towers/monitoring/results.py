@@ -34,12 +34,7 @@ def number(result: Mapping[str, Any], name: str) -> float | None:
 
 
 def averaged_number(result: Mapping[str, Any], name: str) -> float | None:
-    """Return a number of a result, that of the weights' moving average if there is one.
-
-    Args:
-        result: content of result.json.
-        name: its name there without "_ema".
-    """
+    """Return a number like `number`, that of the weights' moving average if there is one."""
     averaged = number(result, f"{name}_ema")
     return number(result, name) if averaged is None else averaged
 

@@ -91,10 +91,5 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """Return "host:port", with the brackets of IPv6.
-
-    Args:
-        host: name or IP address.
-        port: 0..65535.
-    """
+    """Return "host:port", with the brackets of IPv6, see `parse_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

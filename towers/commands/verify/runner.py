@@ -98,11 +98,9 @@ class TrainRunner(Runner):
 
 
 def evaluation_arrays(metrics: Mapping[str, Any], options: Options) -> Arrays:
-    """Return the metrics of an evaluation as arrays of the run's precision: sums have more bits.
+    """Return the metrics of an evaluation as arrays of the run's precision, see `Options`.
 
-    Args:
-        metrics: numbers by their names.
-        options: of the run.
+    Sums have more bits.
     """
     arrays = {f"evaluation/{name}": np.asarray(value) for name, value in metrics.items()}
     dtype = options.input_dtype
@@ -178,11 +176,9 @@ class FitRunner(Runner):
 
 
 def numbers_to_compare(asked: str, names: str | Sequence[str]) -> list[int]:
-    """Return numbers of towers: those asked for; of the default those that there are GPUs for.
+    """Return the numbers of towers that are asked for, see `towers.devices.tower_devices`.
 
-    Args:
-        asked: numbers with commas.
-        names: of the devices, as for `towers.devices.tower_devices`.
+    The default leaves out those for which there are not enough GPUs.
     """
     numbers = parse_tower_numbers(asked)
     most = devices.most_towers(names) if numbers == [1, 2, 3, 4] else None

@@ -39,12 +39,7 @@ class Saver:
         self.prepared.checkpoints.place = self._current_place
 
     def after_step(self, step: int, values: Mapping[str, Any]) -> None:
-        """Note that steps were made; raise NotFinite at the limit of non-finite ones in a row.
-
-        Args:
-            step: number of steps made.
-            values: what the train loop returned.
-        """
+        """Note that steps were made, see `Monitor.after_step`; raise NotFinite as `save` does."""
         timetable, every = self.prepared.timetable, self._due.checkpoint_every_steps
         by_clock = every > 0 and time.monotonic() - self._saved_at > _SAVE_SECONDS
         self._is_due = timetable.saves(step) or by_clock or step == timetable.last_step

@@ -27,9 +27,7 @@ _SET_RATE = _K.LearningRateScheduler | _K.ReduceLROnPlateau
 def checked(made: Sequence[Any], run: RunContext) -> list[_K.Callback]:
     """Return the callbacks that the functions of `--callbacks` have made, each one or a list.
 
-    Args:
-        made: what the functions of `--callbacks` have made, each a callback or a list.
-        run: that will call them.
+    The run is the one that will call them, see `Callbacks`.
 
     Raises:
         InputError: one is none, sets the learning rate, as the schedule does, or monitors no

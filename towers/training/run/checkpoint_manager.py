@@ -109,11 +109,7 @@ class CheckpointManager:
         return step in self._whole
 
     def restore(self, warn: Callable[[str], None] = print, wanted: int | None = None) -> int | None:
-        """Assign the newest readable checkpoint to the variables; return its step, or None.
-
-        Args:
-            warn: called with a message for each damaged one.
-            wanted: step that is tried first.
+        """Assign the newest checkpoint, see `read_newest`; return its step, None without one.
 
         Raises:
             InputError: the checkpoint has other variables than this run, or all are damaged.

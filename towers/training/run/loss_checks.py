@@ -42,9 +42,7 @@ _ELEMENTWISE = (
 def check(task: Any, batch: Any) -> list[str]:
     """Check a task on its first batch; return warnings of likely mistakes.
 
-    Args:
-        task: of the run, before its first step.
-        batch: (example, draws).
+    The batch is (example, draws), and no step was made yet, see `Task`.
 
     Raises:
         InputError: data, model and loss do not match.
@@ -251,28 +249,20 @@ def _output_ending(model: keras.Model) -> tuple[str | None, str]:
     """Return the final activation of a model's single output, and the layer that has it.
 
     It is "softmax", "sigmoid", "linear", or None: another, or unknown, as that of a model with
-    several outputs. Activations inside of a user's own layer or of a subclassed model's `call` are
-    not found, except that of the layer that was made last.
+    several outputs or of a subclassed model.
     """
-    outputs = getattr(model, "outputs", None)
-    if not outputs:  # a subclassed model
-        layer = model.layers[-1] if model.layers else None
-        if isinstance(layer, keras.Model):
-            return _output_ending(layer)
-        return _ending_name(getattr(layer, "activation", layer)), ""
+    outputs = getattr(model, "outputs", None) or []
+    if len(outputs) != 1:
+        return None, ""
     tensor = outputs[0]
-    while len(outputs) == 1:
+    while True:
         layer, place, inputs = tf_internals.maker_of(tensor)
-        inner = layer.layer if isinstance(layer, keras.layers.TimeDistributed) else layer
-        if isinstance(layer, keras.Model):
-            if not getattr(layer, "outputs", None):
-                return _output_ending(layer)
+        if getattr(layer, "outputs", None):  # a model in it
             tensor = layer.outputs[place]
-        elif isinstance(inner, keras.layers.Activation) and inner.activation is _LINEAR:
+        elif isinstance(layer, keras.layers.Activation) and layer.activation is _LINEAR:
             tensor = inputs[0]
         else:
-            return _activation(inner), inner.name
-    return None, ""
+            return _activation(layer), layer.name
 
 
 def _activation(layer: keras.Operation) -> str | None:
@@ -282,9 +272,5 @@ def _activation(layer: keras.Operation) -> str | None:
         return "linear" if getattr(layer, "kernel_constraint", None) is None else None
     if activation is layer and getattr(layer, "axis", -1) != -1:
         return None
-    return _ending_name(activation)
-
-
-def _ending_name(activation: object) -> str | None:
     name = getattr(activation, "__name__", type(activation).__name__).lower()
     return name if name in ("softmax", "sigmoid") else None

@@ -40,12 +40,7 @@ class BuiltModel:
 
 
 def build_model(options: Options, dataset: Data, exact: bool = False) -> BuiltModel:
-    """Build the model of a run for a data set, and compile it unless its function did.
-
-    Args:
-        options: of the run.
-        dataset: what it trains on.
-        exact: see `build_for`.
+    """Build a run's model, see `build_for`, and compile it unless its function did.
 
     Raises:
         InputError: the options do not fit the model.

@@ -40,11 +40,9 @@ def is_decayed(weight: keras.Variable) -> bool:
 def make_optimizer(
     weights: Sequence[keras.Variable], options: UpdateOptions
 ) -> keras.optimizers.Optimizer:
-    """Return the Keras optimizer that `options.optimizer` names; its rate is set every step.
+    """Return the Keras optimizer that the options name, see `UpdateOptions`.
 
-    Args:
-        weights: the trainable variables that it will update.
-        options: of the run.
+    Its rate is set every step.
     """
     clips = {name: limit for flag, name in CLIPS.items() if (limit := getattr(options, flag))}
     optimizer = OPTIMIZERS[options.optimizer](options)(options.learning_rate, **clips)

@@ -21,12 +21,9 @@ from towers.training.step.evaluation import Evaluation
 def write_result(
     prepared: PreparedRun, monitor: Monitor, evaluations: Mapping[str, Evaluation]
 ) -> dict[str, Any]:
-    """Write and print the result of a run, from the evaluations of its final weights.
+    """Write and print the result of a run, from the evaluations of its final weights, by split.
 
-    Args:
-        prepared: the run.
-        monitor: that prints it.
-        evaluations: of the final weights, by split.
+    For the rest see `PreparedRun`.
     """
     run, place, last = prepared.run, prepared.restored.place, prepared.timetable.last_step
     step, devices, due = run.steps_done(), run.builder.devices, run.due
@@ -59,13 +56,7 @@ def write_result(
 
 
 def tell_finished(run: RunContext, found: Restored, say: Callable[[str], None]) -> dict[str, Any]:
-    """Print the result of a run that is finished, and how to continue; return it.
-
-    Args:
-        run: that has nothing left to do.
-        found: what its folder holds.
-        say: prints a line.
-    """
+    """Print the result of a run that is finished, see `Restored`, and how to continue; return it."""
     result = dict(found.result) | {"train_dir": str(run.folder)}  # it may have been moved
     trained = found.manifest.get("sessions", [{}])[-1]
     now = {"code": run.code, "data": manifest.data_record(run)}

@@ -227,8 +227,8 @@ def assemble(
             task = Task(builder, built.network, of_step, dataset, *of_model)
     _check_validation(options, dataset)
     length = _length(options, dataset.train.size)
-    directions = metric_directions(task)
-    monitored = parse_monitor(options.monitor, directions)
+    directions = _metric_directions(task)
+    monitored = _monitored(options.monitor, directions)
     parts = options, builder, dataset, task, directions, monitored
     return RunContext(*parts, *length, built.code, given, diagnostics)
 
@@ -242,16 +242,10 @@ def _length(options: Options, size: int) -> tuple[float, int]:
     return total_epochs, max(round(total_epochs * size), 1)
 
 
-def parse_monitor(monitor: str, known: Mapping[str, str | None]) -> Monitored:
-    """Return the metric that selects the best evaluation, and "max" or "min".
+def _monitored(monitor: str, known: Mapping[str, str | None]) -> Monitored:
+    """Return the metric that selects the best evaluation, and "max" or "min"; see `RunContext`.
 
-    Args:
-        monitor: --monitor, such as "auc" or "val_auc"; "max:" or "min:" may precede it; "" for the
-            accuracy, or the first metric whose direction is known, or the loss.
-        known: {metric: its direction, None if unknown}.
-
-    Raises:
-        InputError: the metric does not exist, or its direction is unknown.
+    By default it is the accuracy, or the first metric whose direction is known, or the loss.
     """
     if not monitor:
         candidates = [name for name in known if name != "loss" and known[name]]
@@ -275,12 +269,11 @@ def parse_monitor(monitor: str, known: Mapping[str, str | None]) -> Monitored:
     return name, direction
 
 
-def metric_directions(task: Task) -> dict[str, str | None]:
+def _metric_directions(task: Task) -> dict[str, str | None]:
     """Return {metric: "max" or "min", whichever is better, or None if unknown}."""
-    direction = metric_direction
     directions = {
-        name: direction(task.model, name)
-        or direction(task.model, name.rstrip("0123456789").rstrip("_"))  # of a vector
+        name: metric_direction(task.model, name)
+        or metric_direction(task.model, name.rstrip("0123456789").rstrip("_"))  # of a vector
         for name in task.figures
     }
     return directions | ({"accuracy": "max"} if "accuracy" in directions else {})
