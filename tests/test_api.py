@@ -95,17 +95,6 @@ def test_loss_metrics_and_optimizer_may_be_functions_and_are_loaded_with_the_mod
         towers.load(tmp_path)
 
 
-def test_a_call_that_is_made_again_finds_it_finished_and_more_steps_continue_it(
-    given, tmp_path, capsys
-):
-    folder = shutil.copytree(given[0], tmp_path / "run")
-    assert train(folder) == given[1] | {"train_dir": str(folder)}
-    assert "finished " in capsys.readouterr().out
-    again = dict(model=lambda **given: build(**given), dataset=tiny.images())
-    more = towers.train(train_dir=folder, max_steps=6, **again)  # the rest as in flags.cfg
-    assert more["steps"] == 6 and more["batch_size"] == 7
-
-
 def test_what_flags_cfg_cannot_name_is_given_again(given, tmp_path, capsys):
     run = f"--train_dir={shutil.copytree(given[0], tmp_path / 'run')}"
     with pytest.raises(towers.InputError, match="pass it to this call, too, as dataset="):

@@ -79,7 +79,7 @@ def test_a_bad_command_line_gets_one_line(folder):
 
 @pytest.mark.process
 def test_usage_needs_no_tensorflow(folder):
-    lines = [*LINES, [], ["--help"], ["--version"], ["train", "--help"], ["evaluate", "-h"]]
+    lines = [*LINES, [], ["--help"], ["--version"], *([verb, "--help"] for verb in cli.VERBS)]
     (folder / "lines.json").write_text(json.dumps(lines))
     code = """
 import json, sys

@@ -55,9 +55,9 @@ def imports_of_towers(everywhere=True):
     }  # fmt: skip
 
 
-def internal_edges(everywhere=True):
+def internal_edges():
     """Return {module: the modules of towers it imports}, without the lazy towers/__init__."""
-    imports = imports_of_towers(everywhere)
+    imports = imports_of_towers()
     edges = {}
     for module, names in imports.items():
         names = {name.removeprefix("towers.") for name in names if name.startswith("towers.")}
@@ -163,11 +163,3 @@ def test_models_import_keras_tensorflow_and_their_parts_only():
     for path in paths:
         others = top_level(imported_names(path)) - sys.stdlib_module_names
         assert others <= {"keras", "tensorflow"}, path.name
-
-
-def test_options_need_no_tensorflow():
-    imports, edges = imports_of_towers(everywhere=False), internal_edges(everywhere=False)
-    start = [module for module in edges if module == "cli" or module.startswith("options")]
-    start += [module for module in edges if module.endswith(".options")]
-    for module in set(start).union(*(reachable(module, edges) for module in start)):
-        assert not top_level(imports[module]) & {"keras", "tensorflow"}, module

@@ -6,7 +6,6 @@ Models and data sets are named as a user names them: --model=tests.tiny:dense.
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorboard.compat.proto.summary_pb2 import Summary
 
 from towers.options.run import Options
 from towers.training.run import checkpoint
@@ -188,11 +187,4 @@ def events(folder):
     for run in sorted(path for path in folder.glob("*_*") if path.is_dir()):
         kind = run.name.partition("_")[0]
         found += [(step, tag.replace(kind, run.name, 1), value) for step, tag, value in events(run)]
-    return found
-
-
-def summary(tag, num_bytes):
-    """Return a Summary of about that size."""
-    found = Summary()
-    found.value.add(tag=tag).tensor.string_val.append(bytes(num_bytes))
     return found

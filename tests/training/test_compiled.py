@@ -160,7 +160,10 @@ def recomputed():
         (dict(model=adversarial, monitor="maker_loss"), "maker_loss: allowed are judge_loss"),
         (dict(model=Adversarial), "its own train_step but is not compiled; call its compile"),
         (dict(model=compiled(), optimizer="adam"), "--optimizer=adam ... compiled"),
-        (dict(model=compiled(), clip_norm=1.0), "--clip_norm=1.0 ... compiled"),
+        (
+            dict(model=compiled(), learning_rate=0.3),
+            "compiled ... --model_args=lr=0.3 ... --vary=model_args:lr=0.3,",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_said_in_a_line(tmp_path, changes, words):
@@ -317,9 +320,3 @@ def test_averages_are_evaluated_beside_the_weights(own):
         expected = plain.evaluate(x, y, batch_size=7, verbose=0, return_dict=True)
         for name, value in expected.items():
             assert found[f"{name}{ending}"] == pytest.approx(value, rel=1e-5), name
-
-
-def test_a_flag_of_a_compiled_model_names_its_argument():
-    options = options_of(model=compiled(metrics=["mae"]), num_towers=1, learning_rate=0.3)
-    with pytest.raises(InputError, match="--model_args=lr=0.3 .*--vary=model_args:lr=0.3,"):
-        prepare(options)

@@ -51,13 +51,6 @@ def test_formulas(kind, warmup):
     assert found == pytest.approx([expected(kind, epoch, warmup) for epoch in EPOCHS], rel=1e-12)
 
 
-def test_landmarks():
-    found = rates("step", [79.99, 80, 119.99, 120], decay_epochs=[80, 120])
-    assert found == pytest.approx([0.1, 0.01, 0.01, 0.001])
-    assert rates("step", [0, 9], decay_epochs=[], decay_factor=0.5) == [0.1, 0.1]
-    assert rates("step", [0, 1], decay_epochs=[1], decay_factor=0) == [0.1, 0]
-
-
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_runs_of_no_length_or_shorter_than_the_warmup_have_rates(kind):
     for warmup in (0.0, 1.0):

@@ -30,13 +30,7 @@ class DeviceResidentBatch:
     """
 
     def __init__(self, stored: Sequence[tf.Variable], rows: tf.Tensor, dtype: tf.DType):
-        """Set the stored examples and the rows of the batch.
-
-        Args:
-            stored: the examples, `[N, ...]`: a variable for each tower.
-            rows: indices of the batch's examples, `[B]`.
-            dtype: of the batch.
-        """
+        """Set the stored examples and the rows of the batch, see `DeviceResidentBatch`."""
         self.stored, self.rows, self.dtype = list(stored), rows, tf.as_dtype(dtype)
         self.shape = rows.shape.concatenate(stored[0].shape[1:])
 

@@ -70,13 +70,7 @@ class Cluster:
     home = "/job:localhost/replica:0/task:0/cpu:0"
 
     def __init__(self, addresses: Sequence[str], towers_per_worker: int, timeout_seconds: float):
-        """Take no worker yet.
-
-        Args:
-            addresses: of the workers, HOST:PORT.
-            towers_per_worker: 0: one on each GPU of a worker, or one without GPUs.
-            timeout_seconds: without an answer, after which a worker is lost.
-        """
+        """Take no worker yet, see `connect`."""
         self.workers = [Worker(address) for address in addresses]
         self.towers_per_worker, self.timeout_seconds = towers_per_worker, timeout_seconds
         self.devices: list[str] = []

@@ -75,8 +75,8 @@ class TowerBoard(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Write the point of the previous call; measure the next call if a point is due.
 
-        `on_train_batch_end` would do, but it makes Keras wait for each step, see
-        `keras.callbacks.Callback`.
+        For the arguments see `keras.callbacks.Callback`, whose `on_train_batch_end` would do, too,
+        but makes Keras wait for each step.
         """
         self._write_point()
         if self._epoch_begins and self._writer:

@@ -56,7 +56,7 @@ def write_result(
 
 
 def tell_finished(run: RunContext, found: Restored, say: Callable[[str], None]) -> dict[str, Any]:
-    """Print the result of a run that is finished, see `Restored`, and how to continue; return it."""
+    """Print and return the result of a finished run, see `Restored`; say how to continue it."""
     result = dict(found.result) | {"train_dir": str(run.folder)}  # it may have been moved
     trained = found.manifest.get("sessions", [{}])[-1]
     now = {"code": run.code, "data": manifest.data_record(run)}
