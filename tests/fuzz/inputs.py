@@ -16,11 +16,8 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from towers import cli
-from towers.monitoring import event_writer
 
 LINK, FOLDER, PIPE = "link", "folder", "pipe"  # in the place of a file
 CANARY = "canary:sing"  # code that an input names, and that must not run
@@ -115,24 +112,11 @@ def hostile_json(draw, content: bytes) -> bytes:
     return text.encode(draw(st.sampled_from(["utf-8"] * 8 + ["utf-8-sig", "utf-16"])))
 
 
-def hostile_event(step: int, value: float) -> bytes:
-    """Return an event file that is whole."""
-    event, file = Event(step=step, wall_time=value), io.BytesIO()
-    event.summary.value.add(tag="loss/total", simple_value=value)
-    writer = RecordWriter(file)
-    for each in *event_writer.beginning(step), event:
-        writer.write(each.SerializeToString())
-    return file.getvalue()
-
-
 @st.composite
 def of_run(draw, name: str, content: bytes) -> Any:
     """Return what may lie in the place of a file of a run."""
     if name.endswith(".json") and draw(st.integers(0, 3)):
         return draw(hostile_json(content))
-    if "tfevents" in name and draw(st.booleans()):
-        steps = st.sampled_from([0, -1, 2**31, 2**63 - 1, -(2**63)])
-        return hostile_event(draw(steps), draw(st.sampled_from([0.0, math.inf, math.nan])))
     return draw(in_place(content))
 
 

@@ -84,8 +84,6 @@ NO_ADDRESS, REMEDY = "type HOST:PORT", "--workers=host1:2222,host2:2222"
 @pytest.mark.parametrize(
     "text, environ, why",
     [
-        ("a:1,b,a:1", {}, "a:1 is named twice"),
-        ("a,A:2222", {}, "a:2222 is named twice"),
         *((text, {}, NO_ADDRESS) for text in ("", "a,,b", "a:1:2", "http://a", "a:65536", "a b")),
         ("a:0", {}, "has no port"),
         ("slurm:x", slurm("a", [1]), REMEDY),

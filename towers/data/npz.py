@@ -21,11 +21,7 @@ _SPLITS = ("train", "_train"), ("train", ""), ("validation", "_val"), ("test", "
 
 
 def load(dataset: str, path: str) -> Data:
-    """Read a file; `towers.data.user_data` checks its arrays.
-
-    Args:
-        dataset: the value of --dataset.
-        path: of the file.
+    """Read a file, see `registry.load`; `towers.data.user_data` checks its arrays.
 
     Raises:
         InputError: the file cannot be read, or has other keys or invalid arrays.

@@ -128,12 +128,7 @@ def _without_foreign(
 ) -> dict[str, Any]:
     """Return the values without what the flagfile of somebody else's run may not decide.
 
-    Args:
-        values: of the arguments and their flagfiles.
-        typed: of the arguments alone.
-        path: of the flagfile.
-        text: its text.
-        verb: the verb.
+    `values` are those of the arguments and their flagfiles, `typed` those of the arguments alone.
 
     Raises:
         InputError: it sets the folder, moves a run aside, sets what no run has, or names code or

@@ -16,14 +16,14 @@ PORT = 2222  # TensorFlow's usual one
 
 
 def find_workers(text: str) -> list[str]:
-    """Return the distinct "host:port" addresses of a value of `--workers`.
+    """Return the "host:port" addresses of a value of `--workers`.
 
     Args:
         text: addresses separated by commas; or slurm, kubernetes or TF_CONFIG, the first two
             perhaps with a port, as slurm:4000.
 
     Raises:
-        InputError: an address is malformed or named twice, or the scheduler does not say any.
+        InputError: an address is malformed, or the scheduler does not say any.
     """
     source, _, port = text.partition(":")
     if source in ("slurm", "kubernetes", "TF_CONFIG"):
@@ -39,12 +39,9 @@ def find_workers(text: str) -> list[str]:
     addresses: list[str] = []
     for part in found:
         host, number = parse_address(part.strip(), "workers")
-        address = join_address(host.lower(), number)
         if number == 0:
             raise InputError(f"--workers={text}: {part} has no port; each worker prints its port")
-        if address in addresses:
-            raise InputError(f"--workers={text}: {address} is named twice; name each worker once")
-        addresses.append(address)
+        addresses.append(join_address(host.lower(), number))
     return addresses
 
 

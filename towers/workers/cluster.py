@@ -180,7 +180,7 @@ class Cluster:
                 problem = f"is busy: {printable(lock.owner)} uses it" if lock else "is not ready"
                 if lock and lock.id == self._lock.id:
                     if not written:
-                        return "is named twice, by two addresses; name each worker once"
+                        return "is named twice; name each worker once"
                     worker.link = Link(worker.address, self.timeout_seconds)
                     worker.link.beat(self._lock)
                     return ""

@@ -53,12 +53,7 @@ class Runner:
         )  # fmt: skip
 
     def train(self, seconds: float, loop: str) -> None:
-        """Run a window of a loop, at least so long, and keep its seconds per step.
-
-        Args:
-            seconds: the least length of the window.
-            loop: a name in `loops`.
-        """
+        """Run a window of a loop, see `loops`, at least so long, and keep its seconds per step."""
         with contextlib.suppress(BrokenPipeError):  # the missing answer says that it has ended
             print(seconds, loop, file=self._process.stdin, flush=True)
         answer = self.answer("steps")

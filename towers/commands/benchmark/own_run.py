@@ -60,12 +60,7 @@ class OwnRun:
         self._loops["control"](tf.constant(2))
 
     def train(self, seconds: float, loop: str = "") -> dict[str, float]:
-        """Make calls of a loop, "" or "control", for a while; return its "steps" and "seconds".
-
-        Args:
-            seconds: the least length.
-            loop: "" or "control".
-        """
+        """Call a loop, see `Runner.loops`, at least so long; return its "steps" and "seconds"."""
         num_steps = self.run.options.steps_per_loop
         start, steps, passed = time.perf_counter(), 0, 0.0
         while passed < seconds:

@@ -41,10 +41,7 @@ def run(
 ) -> dict[str, Any]:
     """Train all runs that are not finished, one after the other, and compare them.
 
-    Args:
-        options: base flags, what to vary, and where.
-        say: called with each line to print.
-        program: the command that trains; a flagfile is appended.
+    A flagfile is appended to `program`, the command that trains; for the rest see `flags.Verb`.
 
     Returns:
         The content of sweep.json, and "interrupted": whether a signal ended the sweep.

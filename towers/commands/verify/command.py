@@ -26,17 +26,9 @@ from towers.training.run.setup import RunContext, assemble, load_data
 
 @preserve_rng()
 def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Compare runs on towers with one on one device.
+    """Compare runs on towers with one on one device; return the same as `towers.verify`.
 
-    Args:
-        options: the run, its numbers of towers and steps.
-        say: called with each line to print.
-
-    Returns:
-        "passed". "first_difference": None, or the first array that differs, by step and by order,
-        with its "num_towers", "step", "name", "relative_difference" and likely "cause".
-        "max_relative_difference": {"2": 1e-15}. "differences": {name: {"2": 1e-15}}. "dtype" of the
-        comparison: float64, or the run's own if the model cannot be trained in float64.
+    The dtype is the run's own if the model cannot be trained in float64; see `flags.Verb`.
     """
     # Callbacks may ask for the accuracy of a batch. Towers stay towers, whatever is found of them.
     of_run = dataclasses.replace(options.run, callbacks="", on_inexact="warn")

@@ -119,10 +119,6 @@ def _object_graph(names: Sequence[str], keys: Sequence[str]) -> bytes:
     """Return the object graph of `Checkpoint(variables={name: variable}, identity=...)`.
 
     `tf.train.Checkpoint.write` would read variables while it writes, not before.
-
-    Args:
-        names: of the variables.
-        keys: of these in the file, in the same order.
     """
     graph = trackable_object_graph_pb2.TrackableObjectGraph()
     root, of_group = graph.nodes.add(), graph.nodes.add()

@@ -150,11 +150,7 @@ def prepare(options: Options, continues: bool = False) -> RunContext:
 
 
 def tower_devices(options: Options, continues: bool = False) -> list[str]:
-    """Return the towers' devices, on this machine or on others; see `prepare`.
-
-    Raises:
-        InputError: they cannot be had.
-    """
+    """Return the towers' devices, on this machine or on others; see `prepare`."""
     if cluster := remote.connect_run(options, continues):
         return cluster.devices
     names = devices.tower_devices(options.num_towers, options.devices, divide_cores=True)
@@ -164,12 +160,7 @@ def tower_devices(options: Options, continues: bool = False) -> list[str]:
 
 
 def load_data(options: Options) -> Data:
-    """Return the data set of a run.
-
-    Raises:
-        InputError: there is no such data set.
-        RunError: it cannot be read.
-    """
+    """Return the data set of a run, see `prepare`."""
     name, folder = options.dataset, options.data_dir or None
     with user_facing_errors():
         return data.load(name, folder, options.image_height_width(), options.validation_fraction)
