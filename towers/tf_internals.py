@@ -111,6 +111,7 @@ FUNCTIONS = {
         "framework.op_def_registry.get(name)",
         "framework.tensor_util.constant_value_as_shape(tensor)",
         "ops.control_flow_util.GraphOrParentsInXlaContext(graph)",
+        "ops.gradients_util.PossibleTapeGradientTypes(tensors)",
         *(
             f"ops.gen_stateless_random_ops_v2.{name}(shape, key, counter, alg, {more}, name=None)"
             for name, more in DRAWS.items()
@@ -364,16 +365,6 @@ def open_scope() -> keras.StatelessScope | None:
     return function("get_stateless_scope")()
 
 
-def will_make_metrics(model: keras.Model) -> bool:
-    """Return whether the next step creates metrics that `compile` has by name. Public: none."""
-    metrics = attribute(model, "_compile_metrics")
-    if metrics is None or attribute(metrics, "built"):
-        return False
-    names = "_user_metrics", "_user_weighted_metrics"
-    user_metrics = tf.nest.flatten([attribute(metrics, name) for name in names])
-    return not all(one is None or isinstance(one, keras.metrics.Metric) for one in user_metrics)
-
-
 # Variables.
 
 
@@ -402,6 +393,19 @@ def make_variable(value: tf.Tensor) -> tf.Variable:
     Call it outside of the function's graph, and keep it as long as that is used.
     """
     return function("ResourceVariable")(value, trainable=False)
+
+
+def created_outside(next_creator: Callable, **kwargs: Any) -> tf.Variable:
+    """Create a variable outside of a function that is traced, for tf.variable_creator_scope.
+
+    TensorFlow drops a function's first trace if it creates variables. Public: none; in
+    tf.init_scope the function's own creator is still called.
+    """
+    value = kwargs["initial_value"]
+    if tf.is_tensor(value) and not isinstance(value, tf.__internal__.EagerTensor):
+        return next_creator(**kwargs)  # of the function
+    with tf.init_scope():
+        return function("ResourceVariable")(**kwargs)
 
 
 def patch_assignments(make: Callable[[str], Make]) -> Block:
@@ -459,6 +463,28 @@ def are_followed(variables: Sequence[tf.Variable]) -> bool:
     """Return whether a forward accumulator follows any of these. Public: none."""
     handles = [tf.convert_to_tensor(getattr(v, "handle", v)) for v in variables]
     return any(function("pack_tangents")(handles).indices)
+
+
+def gradients_of_outer_tapes(tape: tf.GradientTape) -> Block:
+    """Prepare functions and loops for as many gradients as without this tape in other tapes.
+
+    For gradients of gradients, TensorFlow traces each loop four times. A tape in a tape looks like
+    that. Public: none.
+
+    Args:
+        tape: is active; the others see the calls that it records as one op.
+    """
+
+    def make(before: Callable) -> Callable:
+        def order(tensors: Sequence[Any]) -> int:
+            if not (own := before(tensors)):
+                return own
+            with tape.stop_recording():
+                return max(1, before(tensors))
+
+        return order
+
+    return patched(("PossibleTapeGradientTypes", make))
 
 
 def recording_restarted() -> Block:

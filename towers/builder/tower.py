@@ -18,6 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towers import tf_internals
 from towers.builder import checks, device_names, gather, passes, sharding
 from towers.builder.replica_context import ReplicaContext, Replicas, call_copies
 from towers.builder.sharding import PerTower
@@ -142,7 +143,7 @@ class TowerBuilder:
         """
         anything = variables is None
         tape = tf.GradientTape(persistent=anything, watch_accessed_variables=anything)
-        with tape as replica.tape:
+        with tape as replica.tape, tf_internals.gradients_of_outer_tapes(tape):
             tape.watch(replica.sources(variables or []))
             replica.outputs, value = fn(replica)
         return value

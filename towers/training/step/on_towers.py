@@ -138,7 +138,7 @@ class _Steps:
         self._assigned: list[tf.Variable] = []  # by it, on no tower and by no optimizer
         self._placed: set[int] = set()  # ids of variables
         self._batch: Any = None  # real, while a function is traced for the first time
-        self._makes_variables = self._is_dropped = False  # the next trace; this one, for that
+        self._is_first = False  # whether the next trace is the first of its function
         self._failed: tuple[str, Exception] | None = None  # a step that was traced on towers
         self._on_one_device: dict[str, str] = {}  # {step: why}
         self._num_steps = {True: 0, False: 0}  # that were made: whether of training
@@ -160,11 +160,8 @@ class _Steps:
             optimizer = getattr(self.model, "optimizer", None)
             self.builder.dense_gradients = self._replicated and is_linear(optimizer)
             self._is_on_one_device = name in self._on_one_device
-            # In a trace that will be dropped, towers would only take time.
-            self._is_dropped, self._makes_variables = self._makes_variables, False
-            if self._is_dropped:
-                self._made = tf.Variable(0, name="made")  # forces the second trace
-            self._failed, can_fail = None, not (self._is_dropped or tf.executing_eagerly())
+            is_first, self._is_first = self._is_first, False
+            self._failed, can_fail = None, not tf.executing_eagerly()
             update = functools.partial(self._update, args)
             joined = fused_update.updates_joined(optimizers_of(self.model), update)
             calls = tf_internals.replaced((keras.Layer, "__call__", self._make_call))
@@ -175,6 +172,8 @@ class _Steps:
             with contextlib.ExitStack() as stack:
                 for each in (tf.device(self._device), joined, calls, known, plain, taped):
                     stack.enter_context(each)
+                if is_first and can_fail:
+                    stack.enter_context(tf.variable_creator_scope(tf_internals.created_outside))
                 stack.enter_context(integers_on(self._device))
                 try:
                     with self._assignments_checked():
@@ -235,16 +234,14 @@ class _Steps:
             self._on_one_device[step] = reason
 
     def _update(self, batch: Any, optimizer: keras.optimizers.Optimizer, *args: Any) -> None:
-        """Make an optimizer's update; in a dropped trace, only that of a class of the user's."""
+        """Make an optimizer's update, of copies of the weights, too."""
         gradients, weights, update = args
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
         with self._assignments_known():
-            if not self._is_dropped or not type(inner).__module__.startswith("keras."):
-                update()
-        if self._traced and not self._is_dropped:
+            update()
+        if self._traced:
             self._traced.update(optimizer, gradients, weights, self.passes.gradients)
         is_here = tf.compat.v1.get_default_graph() is self._graph
-        if self.passes.gradients is None and is_here and not self._is_dropped:
+        if self.passes.gradients is None and is_here:
             self.passes.gradients = TowerGradients.of_one_tower(batch, gradients)
 
     @contextlib.contextmanager
@@ -303,8 +300,7 @@ class _Steps:
                         return instead(*args)
                 if is_first and self.builder.num_slices > 1:
                     args = tuple(map(self._with_first_batch_kept, args))
-                self._makes_variables = is_first and self._will_make_variables(name)
-                is_first = False
+                self._is_first, is_first = is_first, False
                 # Keras' loop over steps waits for its condition, which is on the host. For a
                 # single step nothing is copied to the host.
                 if trains and self._kept and self._are_old:
@@ -318,7 +314,7 @@ class _Steps:
                     return result
                 finally:
                     self.builder.checks.is_deferred = deferred
-                    self._batch, self._makes_variables = None, False
+                    self._batch, self._is_first = None, False
                     self._are_old = not (trains and self._is_undisturbed)
 
             setattr(model, attribute, placed)
@@ -383,15 +379,6 @@ class _Steps:
         can = self._replicated and can_keep(model.optimizer) and not model.run_eagerly
         return KeptCopies(self.builder.devices, model) if can else None
 
-    def _will_make_variables(self, name: str) -> bool:
-        """Return whether a step will make variables, so that TensorFlow drops its first trace."""
-        eager = self.model.run_eagerly or tf.config.functions_run_eagerly()  # nothing is traced
-        if eager or name == "make_predict_function":
-            return False
-        new = [optimizer for optimizer in optimizers_of(self.model) if not optimizer.built]
-        trains = name == "make_train_function"
-        return tf_internals.will_make_metrics(self.model) or (trains and any(map(_has_slots, new)))
-
     def _with_first_batch_kept(self, iterator: Any) -> Any:
         """Keep the first batch for the analysis; return an iterator of one call's batches."""
         batches: list[Any] = []
@@ -435,7 +422,7 @@ class _Steps:
         fn, batch = self._function(layer, arguments, leaves)
         self._build(layer, fn, batch)
         self._place(layer.variables)
-        if self._is_dropped or self._is_on_one_device:
+        if self._is_on_one_device:
             return self._call_alone(layer, arguments)
         if self.builder.num_slices == 1 and not self.builder.jit_compile:
             tower = self.builder.devices[0]
@@ -553,17 +540,6 @@ class _Steps:
                 "an earlier tf.function reads them. Results are the same, but each step copies "
                 "more; call towers.parallelize first"
             ])  # fmt: skip
-
-
-def _has_slots(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Return whether an optimizer makes variables for a weight; plain SGD does not."""
-    # A class of the user's may have no config.
-    with contextlib.suppress(Exception), tf_internals.named_as_in_a_new_process():
-        like = type(optimizer).from_config(optimizer.get_config())
-        before = len(like.variables)
-        like.build([keras.Variable(0.0)])
-        return len(like.variables) > before
-    return True
 
 
 def _reason(error: Exception) -> str:
