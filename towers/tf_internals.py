@@ -401,9 +401,8 @@ def created_outside(next_creator: Callable, **kwargs: Any) -> tf.Variable:
     TensorFlow drops a function's first trace if it creates variables. Public: none; in
     tf.init_scope the function's own creator is still called.
     """
-    value = kwargs["initial_value"]
-    if tf.is_tensor(value) and not isinstance(value, tf.__internal__.EagerTensor):
-        return next_creator(**kwargs)  # of the function
+    if hasattr(kwargs["initial_value"], "graph"):  # a tensor of the function
+        return next_creator(**kwargs)
     with tf.init_scope():
         return function("ResourceVariable")(**kwargs)
 
