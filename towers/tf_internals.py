@@ -131,14 +131,14 @@ FUNCTIONS = {
 ATTRIBUTES = {
     "keras.KerasTensor": "_keras_history",
     "keras.Layer": "_layers _losses",
-    "keras.Model": "_compile_config _compile_loss _compile_metrics",
+    "keras.Model": "_compile_config _compile_loss",
     "keras.Operation": "_inbound_nodes",
     "keras.Optimizer": "_learning_rate _trainable_variables",
     "keras.Variable": "_value",
-    "keras.src.trainers.compile_utils.CompileMetrics": "_user_metrics _user_weighted_metrics built",
     "tensorflow.Tensor": "_keras_logits",
     "tensorflow.Variable": "_read_variable_op _unique_id",
-    "tensorflow.python.eager.context.Context": "_handle _initialized _physical_devices",
+    "tensorflow.python.eager.context.Context": "_handle _initialized _physical_devices "
+    "function_call_options",
     "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function": "_autograph "
     "_jit_compile",
     "tensorflow.python.framework.func_graph.FuncGraph": "_function_captures is_control_flow_graph "
@@ -445,6 +445,27 @@ def patch_reads(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
     return patched(
         (f"{owner}._read_variable_op", make_read), (f"{owner}.sparse_read", make_read_rows)
     )
+
+
+# Calls of functions.
+
+
+@contextlib.contextmanager
+def graph_optimizer_set(**options: Any) -> Iterator[None]:
+    """Set fields of `RewriterConfig` for the calls of functions in the block, in this thread.
+
+    Public: tf.config.optimizer.set_experimental_options, after which TensorFlow optimizes all
+    functions again.
+    """
+    context = function("context.context")()
+    before = attribute(context, "function_call_options")
+    config = tf.compat.v1.ConfigProto.FromString(before.config_proto_serialized)
+    config.MergeFrom(tf.compat.v1.ConfigProto(graph_options={"rewrite_options": options}))
+    context.function_call_options = type(before)(before.executor_type, config)
+    try:
+        yield
+    finally:
+        context.function_call_options = before
 
 
 # Tapes, for which towers are one op.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers import TowerBuilder
+from towers import TowerBuilder, tf_internals
 from towers.builder.check import Check
 from towers.errors import RunError
 
@@ -211,3 +211,14 @@ def test_a_difference_is_reported_once_whatever_its_size(float64):
     for times in 1.0, 2.0:
         towers.concat(lambda x, times=times: (x - times * tf.reduce_mean(x, 0)) @ w, tf.constant(X))
     assert len(told) == 1
+
+
+def test_a_check_leaves_the_options_by_which_functions_are_optimized(float64):
+    """With other options TensorFlow optimizes each function again."""
+    context = tf_internals.function("context")()
+    tf.function(squares)(tf.constant(X))
+    before = context.function_call_options.config_proto_serialized
+    assert TowerBuilder(DEVICES).check(squares, [], tf.constant(X)) == []
+    assert context.function_call_options.config_proto_serialized == before
+    with tf_internals.graph_optimizer_set(remapping="OFF"):
+        assert context.function_call_options.config_proto_serialized != before

@@ -1,7 +1,6 @@
 """Towers in several threads and in programs of XLA's; nobody beside them meets a patch."""
 
 import concurrent.futures
-import contextlib
 import re
 import threading
 
@@ -14,7 +13,6 @@ from tests import tiny
 from tests.builder import test_equality as equality
 from tests.builder.test_equality import THREE, assert_equal
 from towers import TowerBuilder, cli, tf_internals
-from towers.builder.traces import optimizer_set
 from towers.errors import InputError
 from towers.graphs.placement import read_placement, traced_ops
 from towers.training.train import train
@@ -36,18 +34,6 @@ def test_towers_that_are_traced_at_the_same_time():
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for found in pool.map(outcome, [equality.case_of(make) for _ in range(2)]):
             assert_equal(found, equality.of_one_device(make))
-
-
-@pytest.mark.graph
-def test_threads_that_check_at_the_same_time_leave_tensorflow_as_it_was():
-    option = "disable_meta_optimizer"
-    first, second = (optimizer_set(option, True, otherwise=False) for _ in range(2))
-    found = lambda: tf.config.optimizer.get_experimental_options()[option]  # noqa: E731
-    with contextlib.ExitStack() as of_second:
-        with first:
-            of_second.enter_context(second)
-        assert found() is True
-    assert found() is False
 
 
 @pytest.mark.graph

@@ -193,7 +193,7 @@ class Tracer:
             dense = list(filter(trials.is_dense_float, inputs))
             seen: Seen = {key: [] for key in _SEEN}
             with tf.device("/cpu:0"), self._recording(trace, seen, one, counted, named):
-                with tf.GradientTape(persistent=True) as tape:
+                with tf.GradientTape() as tape:
                     tape.watch(dense)
                     if call:
                         returned, updates = call(batch, trace, seen), {}
@@ -369,7 +369,7 @@ class Tracer:
             counted = np.zeros(len(trace.losses)) if counted is None else counted
             numbers = tf.constant(trial.scale, tf.float64), tf.constant(counted, tf.float64)
             # To optimize a trace takes longer than to run it.
-            with optimizer_set("disable_meta_optimizer", True, otherwise=False):
+            with tf_internals.graph_optimizer_set(disable_meta_optimizer=True):
                 call = trace.function, trial.inputs, *numbers
                 found = call_for_at_most(_SECONDS, *call)
             found = tf.nest.map_structure(lambda x: x.numpy(), found)
@@ -398,36 +398,6 @@ def _computing_in_float32(layers: Sequence[keras.Layer]) -> Iterator[None]:
         for layer, policy in before:
             if layer.dtype_policy is not policy:
                 layer.dtype_policy = policy
-
-
-_LOCK = threading.Lock()
-_SET: dict[str, tuple[int, bool]] = {}  # {option: blocks that set it now, its value before them}
-
-
-@contextlib.contextmanager
-def optimizer_set(option: str, value: bool, otherwise: bool) -> Iterator[None]:
-    """Set an option of TensorFlow's graph optimizer in the block, for all threads.
-
-    Args:
-        option: its name.
-        value: in the block.
-        otherwise: its default.
-    """
-    options = tf.config.optimizer
-    with _LOCK:
-        before = options.get_experimental_options().get(option, otherwise)
-        blocks, before = _SET.get(option, (0, before))
-        _SET[option] = blocks + 1, before
-        options.set_experimental_options({option: value})
-    try:
-        yield
-    finally:
-        with _LOCK:
-            blocks, before = _SET.pop(option)
-            if blocks > 1:
-                _SET[option] = blocks - 1, before
-            else:
-                options.set_experimental_options({option: before})
 
 
 def is_number(x: tf.Tensor) -> bool:

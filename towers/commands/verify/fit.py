@@ -17,7 +17,6 @@ import tensorflow as tf
 
 from towers import devices as tower_devices
 from towers import tf_internals
-from towers.builder.traces import optimizer_set
 from towers.commands.verify.report import verify_runners
 from towers.commands.verify.runner import (
     FitRunner,
@@ -168,7 +167,7 @@ def not_fused() -> contextlib.AbstractContextManager[None]:
 
     Fusions differ between CPUs and GPUs; in float64 there are none, and a warning at each op.
     """
-    return optimizer_set("remapping", False, otherwise=True)
+    return tf_internals.graph_optimizer_set(remapping="OFF")
 
 
 def _wide(batch: Any) -> Any:
