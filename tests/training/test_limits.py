@@ -22,21 +22,24 @@ GOOD_READS = 2
 
 
 def load(error):
-    """Return halves; the generator of the first one ends after 45 examples, or raises then."""
+    """Return halves; the first generator ends after 45 examples, raises, or gives another shape."""
     reads = iter(range(100))
 
     def generate():
         good = next(reads) < GOOD_READS
         for i in range(60 if good else 45):
             yield X[i], Y[i]
-        if error and not good:
+        if isinstance(error, Exception) and not good:
             raise error
+        if error and not good:
+            yield X[0, :3], 0
 
     specs = tf.TensorSpec([4], tf.float32), tf.TensorSpec([], tf.int32)
     return (tf.data.Dataset.from_generator(generate, output_signature=specs), 60), (X, Y), 3
 
 
 ends_early, raises = functools.partial(load, None), functools.partial(load, ValueError("mine"))
+gives_others = functools.partial(load, "others")
 
 
 def line_of(num_classes):
@@ -52,7 +55,7 @@ def train(tmp_path, capsys, dataset):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("dataset", ["ends_early", "raises"])
+@pytest.mark.parametrize("dataset", ["ends_early", "raises", "gives_others"])
 def test_data_that_fail_on_the_way_say_why_and_at_which_step(tmp_path, capsys, dataset):
     *above, line = train(tmp_path, capsys, dataset)
     words = r"towers: --dataset cannot be read at step ([1-9]\d*): "
@@ -60,6 +63,8 @@ def test_data_that_fail_on_the_way_say_why_and_at_which_step(tmp_path, capsys, d
     if dataset == "raises":  # the traceback of the user's own code stands above
         assert "ValueError: mine; the error comes" in line and above[-1] == "ValueError: mine"
         assert above[0].startswith("Traceback") and any("test_limits.py" in row for row in above)
+    elif dataset == "gives_others":
+        assert "shape" in line and "please report" not in line and "gallery.py" not in line
     else:
         assert "contained only 45 elem" in line and above == []
     assert tiny.saved_steps(tmp_path / "run") == [0, step]  # no step that was made is lost
