@@ -1,7 +1,5 @@
 """CIFAR-10: binary files in a folder, or what keras.datasets gives."""
 
-import os
-
 import keras
 import numpy as np
 import pytest
@@ -80,19 +78,3 @@ def test_without_a_folder_keras_gives_it(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(keras.datasets.cifar10, "load_data", load_data)
     assert_is(data.load("cifar10"), parts)
     assert capsys.readouterr() == ("", "Downloading data\n")  # the JSON of --json is alone
-
-
-REAL = os.environ.get("TOWERS_CIFAR10_DIR", "")
-
-
-@pytest.mark.run
-@pytest.mark.skipif(not REAL, reason="TOWERS_CIFAR10_DIR does not name a folder with CIFAR-10")
-def test_the_real_images(monkeypatch):
-    monkeypatch.undo()
-    loaded = data.load("cifar10", REAL)
-    for split, size in (loaded.train, 50_000), (loaded.test, 10_000):
-        images, labels = all_of(split)
-        assert np.bincount(labels).tolist() == [size // 10] * 10
-        # Published channel means, of the training images: 125.3, 123.0, 113.9.
-        means = images.mean(axis=(0, 1, 2), dtype=np.float64)
-        np.testing.assert_allclose(means, [125.3, 123.0, 113.9], atol=1.5)

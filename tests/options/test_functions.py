@@ -1,4 +1,4 @@
-"""Functions that options name, or that a program gives: found, refused in one line, and blamed."""
+"""Functions that options name, or that a program gives: found, or refused in one line."""
 
 import copy
 import dataclasses
@@ -137,6 +137,3 @@ def test_a_list_is_its_items_with_commas_and_a_folder_may_be_a_path(tmp_path):
     assert Options(decay_epochs=(80, 120.5)).decay_epochs == "80,120.5"
     assert Options(model_args=["a=1", "b=2"]).model_args == "a=1,b=2"
     assert Options(train_dir=tmp_path).train_dir == str(tmp_path)
-
-
-# Whose code raised an error: the user's innermost line, whatever library raised below it.
