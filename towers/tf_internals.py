@@ -111,6 +111,7 @@ FUNCTIONS = {
         "framework.op_def_registry.get(name)",
         "framework.tensor_util.constant_value_as_shape(tensor)",
         "ops.control_flow_util.GraphOrParentsInXlaContext(graph)",
+        "ops.gen_nn_ops.bias_add_grad(out_backprop, data_format='NHWC', name=None)",
         "ops.gradients_util.PossibleTapeGradientTypes(tensors)",
         *(
             f"ops.gen_stateless_random_ops_v2.{name}(shape, key, counter, alg, {more}, name=None)"
@@ -483,6 +484,24 @@ def are_followed(variables: Sequence[tf.Variable]) -> bool:
     """Return whether a forward accumulator follows any of these. Public: none."""
     handles = [tf.convert_to_tensor(getattr(v, "handle", v)) for v in variables]
     return any(function("pack_tangents")(handles).indices)
+
+
+def bias_gradients_alone() -> Block:
+    """Compute gradients of biases apart from those of kernels, on a CPU.
+
+    There TensorFlow fuses them, and a convolution's takes up to twice as long. Public: none.
+    """
+
+    def make(before: Callable) -> Callable:
+        def gradient(out_backprop: tf.Tensor, data_format: Any = "NHWC", name: Any = None) -> Any:
+            channels = out_backprop.shape[-1]
+            if channels is not None and data_format in (None, "NHWC", b"NHWC"):
+                out_backprop = tf.reshape(out_backprop, [-1, channels])  # which is not fused
+            return before(out_backprop, data_format, name)
+
+        return gradient
+
+    return patched(("gen_nn_ops.bias_add_grad", make))
 
 
 def gradients_of_outer_tapes(tape: tf.GradientTape) -> Block:

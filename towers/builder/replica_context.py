@@ -83,6 +83,9 @@ class ReplicaContext:
             functions_inlined(read_outside),
             tf_internals.convolve_without_xla(),
             integers_on(self.device),
+            contextlib.nullcontext()
+            if is_gpu(self.device)
+            else tf_internals.bias_gradients_alone(),
             contextlib.nullcontext() if self.own is None else variables_refused(),
         ):
             yield scope

@@ -39,6 +39,7 @@ class OwnRun:
 
     def __init__(self, options: Options):
         """Build the run and warm it up."""
+        start = time.perf_counter()
         devices.configure_run(options)
         names = tower_devices(options)
         dataset, options = load(options)
@@ -49,8 +50,11 @@ class OwnRun:
             batches = tf.data.Dataset.from_tensors(next(iter(batches))).repeat()
         self.batches = batches = iter(batches)
         self._loops: dict[str, Callable] = {"": lambda num_steps: loop(batches, num_steps)["loss"]}
+        self.train(1e-9)
+        first_call = time.perf_counter() - start
         self.train(WARM_UP_SECONDS)
         self.ready = {
+            "seconds_to_first_call": first_call,
             "num_towers": len(names),
             "batch_size": options.batch_size,
             "devices": list(map(shown_name, names)),

@@ -152,7 +152,8 @@ class Task:
         left_out = [] if overrides(model, "train_step", "compute_loss") else left_out
 
         def step(example: Any, draws: tf.Tensor) -> None:
-            with tf.device(self.builder.gather_device), tf_internals.replaced(*left_out):
+            outside = tf.variable_creator_scope(tf_internals.created_outside)
+            with tf.device(self.builder.gather_device), tf_internals.replaced(*left_out), outside:
                 data = self.prepare(example, draws)
                 with self.recorder.record(data[1:2]):
                     names[:] = scalars(method_of(model, "train_step")(data))
