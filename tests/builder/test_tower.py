@@ -448,3 +448,34 @@ def test_autograph_converts_what_is_the_users_and_nothing_else(way):
     converted = {frame.name for frame in frames if "autograph_generated" in frame.filename}
     of_fn = re.compile("tf__(step|fn|extract_stack)|(if|else)_body(_[12])?")
     assert all(map(of_fn.fullmatch, converted)) and "tf__fn" in converted
+
+
+@pytest.mark.graph
+def test_a_bias_does_not_slow_down_the_gradient_of_its_kernel():
+    """TensorFlow fuses both gradients on CPUs with oneDNN; what is fused takes longer."""
+    kernel, bias = tf.Variable(tf.ones([3, 3, 2, 4])), tf.Variable(tf.zeros([4]))
+
+    def losses(x):
+        y = tf.nn.bias_add(tf.nn.conv2d(x, kernel, 1, "SAME"), bias)
+        return tf.reduce_sum(y**2, axis=[1, 2, 3])
+
+    def plain(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(losses(x))
+        return loss, tape.gradient(loss, [kernel, bias])
+
+    def towers(x):
+        return TowerBuilder(["/cpu:0", "/cpu:1"], check="off").gradients(losses, [kernel, bias], x)
+
+    found = []
+    for fn in plain, towers:
+        with tf_internals.executed_graphs() as graphs:
+            loss, gradients = tf.function(fn)(tf.ones([6, 5, 5, 2]))
+        ops = {node.op for parts in graphs for graph in parts for node in graph.node}
+        found.append((ops, [loss, *gradients]))
+    (of_plain, expected), (of_towers, actual) = found
+    for a, b in zip(expected, actual, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    fused = {"_MklNativeConv2DBackpropFilterWithBias"}  # without oneDNN neither has it
+    assert fused & of_plain or not any("Mkl" in op for op in of_plain)
+    assert not fused & of_towers
