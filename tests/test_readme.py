@@ -184,6 +184,16 @@ X, Y = np.random.default_rng(0).normal(size=(2, 10, 4))
 
 
 @pytest.mark.run
+def test_the_diff_of_the_first_screen_runs():
+    (diff,) = blocks("diff")
+    program = "\n".join(line[2:] for line in diff.splitlines())
+    build = lambda: keras.Sequential([keras.Input([4]), keras.layers.Dense(3)])  # noqa: E731
+    model = run(program, build=build, x=X, y=Y[:, :3])["model"]
+    assert builder_of(model) and model.history.epoch == [0]
+    assert all("towers" in line for line in diff.splitlines() if line.startswith("+"))
+
+
+@pytest.mark.run
 def test_fit_in_three_lines():
     program = next(block for block in blocks("python") if ".fit(" in block)
     assert len(program.splitlines()) == 3

@@ -410,6 +410,13 @@ def test_towers_are_made_once(monkeypatch):
     assert len(made) == 1
 
 
+def test_fit_says_that_a_tower_has_no_example():
+    model = keras.Sequential([keras.Input((5,)), dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="no example for 1 tower; .* at least 3"):
+        towers.parallelize(model, 3).fit(X[:4], Y[:4], batch_size=2, verbose=0)
+
+
 @pytest.mark.parametrize("kind", ["SGD", "Nadam", "LossScaleOptimizer"])
 def test_variables_of_optimizers_have_the_names_of_keras(kind):
     def names(num_towers):

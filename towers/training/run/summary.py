@@ -11,6 +11,7 @@ from towers.options.parts import UpdateOptions
 from towers.training.run import loss_checks
 from towers.training.run.optimizers import CLIPS, DECAY_APART
 from towers.training.run.setup import RunContext
+from towers.training.step.on_towers import idle_notes
 from towers.training.step.step import Task
 from towers.training.step.train_state import overrides
 
@@ -22,7 +23,6 @@ def run_summary(run: RunContext) -> list[str]:
     seen = timetable.examples(timetable.last_step)
     small, more = divmod(options.batch_size, towers)
     slices = Counter(small + (i < more) for i in range(towers))
-    idle = slices.get(0, 0)
     per_tower = " and ".join(f"{n} x {examples}" for examples, n in slices.items())
     weights = sum(v.value.shape.num_elements() for v in run.train_state.model.trainable_variables)
     update = _of_update(run.task.model, options if run.task.rate_is_set else None)
@@ -46,10 +46,7 @@ def run_summary(run: RunContext) -> list[str]:
     return [
         f"towers      {towers}: {', '.join(map(shown_name, run.builder.devices))}; {gather}",
         f"batch size  {options.batch_size} global ({per_tower} per tower), {options.dtype}",
-        *(
-            [f"note        no example for {count(idle, 'tower')}; try --batch_size={towers}"]
-            * (idle > 0)
-        ),
+        *(f"note        {note}" for note in idle_notes(options.batch_size, towers)),
         f"data        {run.data.name}: {size} training examples per epoch, {held}"
         f"{run.data.test.size} test; {size / options.batch_size:.1f} steps per epoch",
         *run.data.notes,

@@ -25,6 +25,7 @@ from towers.builder.replica_scope import SEED_STATE, ReplicaScope
 from towers.builder.sharding import slices_of
 from towers.builder.tower import TowerBuilder
 from towers.errors import InputError, RunError, first_line
+from towers.formatting import count
 from towers.training.step import fused_update, train_state
 from towers.training.step.train_state import optimizers_of
 from towers.training.step.weight_copies import (
@@ -64,6 +65,13 @@ def put_on(model: keras.Model, builder: TowerBuilder, replicated: bool = False) 
     vars(model).update({name: steps.made_for_towers(name) for name in _MAKERS})
     vars(model).update({name: steps.called_for_towers(name) for name in _CALLS})
     return model
+
+
+def idle_notes(batch_size: int, num_towers: int) -> list[str]:
+    """Return a note if a batch leaves towers without examples."""
+    idle = max(num_towers - batch_size, 0)
+    note = f"no example for {count(idle, 'tower')}; use a batch size of at least {num_towers}"
+    return [note] if idle else []
 
 
 def unparallelize(model: keras.Model) -> keras.Model:
@@ -300,6 +308,9 @@ class _Steps:
                         return instead(*args)
                 if is_first and self.builder.num_slices > 1:
                     args = tuple(map(self._with_first_batch_kept, args))
+                    rows = next(filter(_is_batch, tf.nest.flatten(self._batch)), None)
+                    if trains and rows is not None:
+                        self.builder.warn(idle_notes(rows.shape[0], len(self.builder.devices)))
                 self._is_first, is_first = is_first, False
                 # Keras' loop over steps waits for its condition, which is on the host. For a
                 # single step nothing is copied to the host.
