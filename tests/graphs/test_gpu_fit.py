@@ -158,6 +158,7 @@ RARE = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:no example for")
 @pytest.mark.parametrize("name", released(CASES, *CASES.keys() - RARE))
 def test_every_gpu_has_the_weights_of_one_device(name):
     build, given = CASES[name]

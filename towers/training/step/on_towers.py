@@ -68,7 +68,12 @@ def put_on(model: keras.Model, builder: TowerBuilder, replicated: bool = False) 
 
 
 def idle_notes(batch_size: int, num_towers: int) -> list[str]:
-    """Return a note if a batch leaves towers without examples."""
+    """Return a note if a batch leaves towers without examples.
+
+    Args:
+        batch_size: number of examples.
+        num_towers: number of towers.
+    """
     idle = max(num_towers - batch_size, 0)
     note = f"no example for {count(idle, 'tower')}; use a batch size of at least {num_towers}"
     return [note] if idle else []
