@@ -401,13 +401,29 @@ def test_a_small_difference_is_seen_in_each_part(part):
 
 
 def test_towers_are_made_once(monkeypatch):
-    """TensorFlow traces a step that makes variables twice."""
+    """TensorFlow traces a step that makes variables twice; with towers they are made outside."""
     made, concat = [], on_towers.concat
     monkeypatch.setattr(on_towers, "concat", lambda *own: (made.append(own), concat(*own))[1])
-    model = keras.Sequential([keras.Input((5,)), dense(1)])
-    model.compile("adam", "mse", metrics=["mae"])
-    towers.parallelize(model, 2).fit(X[:24], Y[:24], batch_size=8, verbose=0)
-    assert len(made) == 1
+    counts = []
+    for num_towers in 0, 2:
+        model = keras.Sequential([keras.Input((5,)), Counted(1)])
+        model.compile("adam", "mse", metrics=["mae"])
+        if num_towers:
+            towers.parallelize(model, num_towers)
+        before = model.layers[0].calls
+        model.fit(X[:24], Y[:24], batch_size=8, verbose=0)
+        counts.append(model.layers[0].calls - before)
+    assert len(made) == 1 and counts == [2, 1]
+
+
+class Counted(keras.layers.Dense):
+    """Counts how often it is called; what all towers count is one call."""
+
+    calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return super().call(x)
 
 
 def test_fit_says_that_a_tower_has_no_example():
